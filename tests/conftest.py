@@ -20,29 +20,31 @@ hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
 
-OF_THE_PAIR = frozenset(
-    f"tests/integration/test_{name}.py"
-    for name in (
-        "isolation",
-        "lane",
-        "monitoring",
-        "openai_client",
-        "prompt_scores",
-        "security",
-        "sglang_router",
-    )
-)
-"""The files whose tests share ``tests.integration.conftest.pair``."""
+REPO = Path(__file__).parents[1]
+SHARED_PAIRS = ("pair", "trained_pair")
+"""Fixtures of ``tests.integration.conftest``."""
+LAST = "tests/integration/test_live_page.py"
+"""It takes a node away from the pair that it shares."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The router's tests, which mostly wait, run beside those that compute instead of alone at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/unit/router/"))
+    items.sort(key=lambda item: (item.path.match(LAST), not item.nodeid.startswith("tests/unit/router/")))
+
+
+@functools.cache
+def shared_pair(file: str) -> str | None:
+    """The shared pair that the tests of ``file`` ask for."""
+    text = (REPO / file).read_text() if file.startswith("tests/integration/") else ""
+    asked = (
+        name for name in SHARED_PAIRS if f" {name}: Deployment" in text or f"({name}: Deployment" in text
+    )
+    return next((name for name in asked if f"def {name}(" not in text), None)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``: the files of the pair go to one process, which alone starts it."""
+    """With ``--dist loadfile``: the files of a shared pair go to one process, which alone starts it."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -50,7 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "the pair" if file in OF_THE_PAIR else file
+            return shared_pair(file) or file
 
     return Scheduling(config, log)
 

@@ -10,11 +10,18 @@ from typing import Final
 WAIT_SECS: Final = 60.0
 
 
-def wait_until(condition: Callable[[], object], what: str = "the condition") -> None:
-    deadline = time.monotonic() + WAIT_SECS
+def wait_until(
+    condition: Callable[[], object],
+    what: str = "the condition",
+    timeout_secs: float = WAIT_SECS,
+    poll_secs: float = 0.005,
+) -> None:
+    """Raises TimeoutError, which names ``what``."""
+    deadline = time.monotonic() + timeout_secs
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECS} s"
-        time.sleep(0.005)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_secs:g} s")
+        time.sleep(poll_secs)
 
 
 async def until(condition: Callable[[], object], what: str = "the condition") -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import httpx
 
 from hisparse_pd.ports import free_port
+from tests import waiting
 from tests.compose.engine import CommandFailed, Engine, run
 from tests.compose.images import BUILD_TIMEOUT_SECS, base_image, collect_wheels
 
 REPO = Path(__file__).resolve().parents[2]
 HEALTHY_TIMEOUT_SECS = 240.0
 REQUEST_TIMEOUT_SECS = 120.0
+wait_until = functools.partial(waiting.wait_until, timeout_secs=HEALTHY_TIMEOUT_SECS, poll_secs=0.2)
 BASE = ("docker-compose.yml", "compose.monitoring.yml")
 UNHURRIED = {"DRAIN_TIMEOUT_SECS": "280", "STOP_GRACE_PERIOD": "300s"}
 """Requests in flight finish before a drain is over, however slow this machine is."""
@@ -29,15 +31,6 @@ UNHURRIED = {"DRAIN_TIMEOUT_SECS": "280", "STOP_GRACE_PERIOD": "300s"}
 _NOT_COPIED = ("docs", "tests")
 PROMPT = "The key of room 41 is 7. " * 40
 _COMPLETION = {"model": "retrieval", "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_secs: float) -> None:
-    """Poll ``condition`` until it holds; raises TimeoutError naming ``what``."""
-    deadline = time.monotonic() + timeout_secs
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {timeout_secs:g} s")
-        time.sleep(0.2)
 
 
 def copy_tree(directory: Path) -> None:
@@ -132,7 +125,6 @@ class Deployment:
                 wait_until(
                     lambda name=service: self.state(name).get("Health", {}).get("Status") == "healthy",  # type: ignore[misc]
                     f"{service} is healthy",
-                    HEALTHY_TIMEOUT_SECS,
                 )
             except TimeoutError as error:
                 raise TimeoutError(f"{error}\n{self.logs(service)}") from error
@@ -233,7 +225,7 @@ class Load:
     def wait_answered(self, count: int) -> None:
         """Until ``count`` more are answered."""
         target = self.num_answered + count
-        wait_until(lambda: self.num_answered >= target, f"{count} answers", HEALTHY_TIMEOUT_SECS)
+        wait_until(lambda: self.num_answered >= target, f"{count} answers")
 
     def _ask(self, hisparse: bool) -> None:
         while not self._stop.is_set():

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from tests.compose.deployment import (
-    HEALTHY_TIMEOUT_SECS,
     PROMPT,
     UNHURRIED,
     Deployment,
@@ -93,9 +92,9 @@ def lanes(deployment: Deployment) -> dict[str, set[tuple[str, str]]]:
 def wait_for_lane(deployment: Deployment, lane: str, reason: str) -> None:
     """Until each node says that of its one peer, after a request."""
     expected = {f"{node}:30000": {(lane, reason)} for node in ("prefill", "decode")}
-    wait_until(deployment.is_serving, "requests are answered", HEALTHY_TIMEOUT_SECS)
+    wait_until(deployment.is_serving, "requests are answered")
     try:
-        wait_until(lambda: lanes(deployment) == expected, "the lane", HEALTHY_TIMEOUT_SECS)
+        wait_until(lambda: lanes(deployment) == expected, "the lane")
     except TimeoutError as error:
         raise AssertionError(f"{error}: {lanes(deployment)}, not {expected}") from error
 
@@ -117,7 +116,7 @@ def test_kv_takes_the_network_where_that_is_configured(deployment: Deployment) -
     finally:
         deployment.configure(SAME_HOST_LANE="--same-host-dir /lane")
         deployment.up("prefill", "decode")
-        wait_until(deployment.is_serving, "requests are answered", HEALTHY_TIMEOUT_SECS)
+        wait_until(deployment.is_serving, "requests are answered")
 
 
 def test_a_chat_is_streamed(deployment: Deployment) -> None:
@@ -138,7 +137,7 @@ def test_a_chat_is_streamed(deployment: Deployment) -> None:
 
 def test_prometheus_has_every_target_up(deployment: Deployment) -> None:
     expected = {"prefill:30000": "up", "decode:30000": "up", "router:8000": "up"}
-    wait_until(lambda: deployment.targets() == expected, "all targets are up", HEALTHY_TIMEOUT_SECS)
+    wait_until(lambda: deployment.targets() == expected, "all targets are up")
 
 
 def test_prometheus_evaluates_every_rule(deployment: Deployment) -> None:
@@ -147,7 +146,7 @@ def test_prometheus_evaluates_every_rule(deployment: Deployment) -> None:
         return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
 
     assert set(states()) == {rule["alert"] for rule in alert_rules()}
-    wait_until(lambda: set(states().values()) == {"ok"}, "all rules are evaluated", HEALTHY_TIMEOUT_SECS)
+    wait_until(lambda: set(states().values()) == {"ok"}, "all rules are evaluated")
 
 
 def test_every_query_of_the_dashboard_returns_data(deployment: Deployment) -> None:
@@ -167,7 +166,7 @@ def test_every_query_of_the_dashboard_returns_data(deployment: Deployment) -> No
 
     with Load(deployment).running():
         try:
-            wait_until(have_data, "every query has data", HEALTHY_TIMEOUT_SECS)
+            wait_until(have_data, "every query has data")
         except TimeoutError as error:
             raise AssertionError(f"no data under load: {without_data}") from error
 
@@ -182,7 +181,6 @@ def test_a_service_that_dies_under_load_comes_back(deployment: Deployment, servi
         wait_until(
             lambda: deployment.inspect(service)["RestartCount"] > num_restarts,
             f"Docker starts {service} again",
-            HEALTHY_TIMEOUT_SECS,
         )
         deployment.wait_healthy(service, "router")
         load.wait_answered(6)
@@ -208,7 +206,7 @@ def test_a_service_that_is_stopped_finishes_its_requests(deployment: Deployment,
     assert not deployment.state(service)["OOMKilled"]
     deployment.compose("start", service)
     deployment.wait_healthy(service, "router")
-    wait_until(deployment.is_serving, "requests are answered again", HEALTHY_TIMEOUT_SECS)
+    wait_until(deployment.is_serving, "requests are answered again")
 
 
 @pytest.mark.parametrize("service", ["decode", "router"])
@@ -221,7 +219,7 @@ def test_a_drain_is_bounded(hurried: Deployment, service: str) -> None:
     assert is_error(last)
     assert hurried.state(service)["ExitCode"] == 0  # Docker's SIGKILL would make it 137
     hurried.compose("start", service)
-    wait_until(hurried.is_serving, "requests are answered again", HEALTHY_TIMEOUT_SECS)
+    wait_until(hurried.is_serving, "requests are answered again")
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +227,7 @@ def hurried(deployment: Deployment) -> Iterator[Deployment]:
     """The deployment with a drain of one second."""
     deployment.configure(DRAIN_TIMEOUT_SECS="1", STOP_GRACE_PERIOD="21s")
     deployment.up(*SERVICES)
-    wait_until(deployment.is_serving, "requests are answered", HEALTHY_TIMEOUT_SECS)
+    wait_until(deployment.is_serving, "requests are answered")
     yield deployment
     deployment.configure(**UNHURRIED)
     deployment.up(*SERVICES)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.compose.deployment import BASE, HEALTHY_TIMEOUT_SECS, Deployment, wait_until
+from tests.compose.deployment import BASE, Deployment, wait_until
 from tests.compose.images import BUILD_TIMEOUT_SECS
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(7200)]
@@ -46,9 +46,9 @@ def test_two_nodes_of_each_kind(deployment: Deployment) -> None:
         used.update(answer.headers[f"x-hisparse-pd-{kind}"] for kind in ("prefill", "decode"))
         return len(used) == len(nodes)
 
-    wait_until(all_are_used, "every node has had a request", HEALTHY_TIMEOUT_SECS)
+    wait_until(all_are_used, "every node has had a request")
     expected = {**dict.fromkeys((f"{node}:30000" for node in nodes), "up"), "router:8000": "up"}
-    wait_until(lambda: deployment.targets() == expected, "all targets are up", HEALTHY_TIMEOUT_SECS)
+    wait_until(lambda: deployment.targets() == expected, "all targets are up")
     num_restarts = deployment.inspect("decode-2")["RestartCount"]
     deployment.crash("decode-2")
     answers = [deployment.complete(4) for _ in range(6)]
@@ -57,13 +57,11 @@ def test_two_nodes_of_each_kind(deployment: Deployment) -> None:
     # Once it is back, its front may say 503 while it starts; the router then asks one other pair.
     assert {answer.status_code for answer in refusals} <= {503}, [answer.text for answer in refusals]
     wait_until(
-        lambda: deployment.inspect("decode-2")["RestartCount"] > num_restarts,
-        "Docker starts decode-2 again",
-        HEALTHY_TIMEOUT_SECS,
+        lambda: deployment.inspect("decode-2")["RestartCount"] > num_restarts, "Docker starts decode-2 again"
     )
     deployment.wait_healthy("decode-2")
     used.clear()
-    wait_until(all_are_used, "every node has had a request again", HEALTHY_TIMEOUT_SECS)
+    wait_until(all_are_used, "every node has had a request again")
     deployment.configure(PROMETHEUS_TARGETS="./monitoring/targets")
     deployment.files = BASE
     deployment.compose("up", "-d", "--remove-orphans", "prefill", "decode", "router", "prometheus")
@@ -74,7 +72,7 @@ def test_the_public_router_in_place_of_ours(deployment: Deployment) -> None:
     deployment.files = (*BASE, "compose.sglang-router.yml")
     deployment.compose("build", "router", timeout_secs=BUILD_TIMEOUT_SECS)
     deployment.up("prefill", "decode", "router")
-    wait_until(deployment.is_serving, "the router has found both nodes", HEALTHY_TIMEOUT_SECS)
+    wait_until(deployment.is_serving, "the router has found both nodes")
     for hisparse in (True, False):
         answer = deployment.complete(hisparse=hisparse)
         assert answer.status_code == 200, answer.text

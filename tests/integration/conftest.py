@@ -1,22 +1,49 @@
-"""One small pair for all tests that do not break it."""
+"""Small pairs for all tests that do not break them."""
 
+from __future__ import annotations
+
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.harness import Deployment, deployment
+from tools.bench.retrieval import RETRIEVAL_MODEL
 
 
 @pytest.fixture(scope="package")  # it would take time from the tests that come after these, and memory
 def pair(
     tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """A prefill node, a decode node and our router. Tests leave it as they found it."""
+    """A prefill node, a decode node and our router. Tests leave it as they found it.
+
+    Its checkpoint has no chat template, as DeepSeek-V3.2 is published: its chats may have tools.
+    """
+    directory = tmp_path_factory.mktemp("pair")
+    checkpoint = shutil.copytree(tiny_checkpoint("v32"), directory / "model")
+    (checkpoint / "chat_template.jinja").unlink()
     with deployment(
-        tiny_checkpoint("v32"),
-        tmp_path_factory.mktemp("pair"),
+        checkpoint,
+        directory,
         prefill_options=["--served-model-name", "tiny"],
         decode_options=["--served-model-name", "tiny", "--device-buffer-size", "128"],
+    ) as started:
+        yield started
+
+
+@pytest.fixture(scope="package")
+def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Of the trained model: hot buffers in which a long request has one draft, a device pool that gives
+    auto a choice.
+    """
+    with deployment(
+        RETRIEVAL_MODEL,
+        tmp_path_factory.mktemp("trained"),
+        prefill_options=["--kv-pool-tokens", "65536", "--chunked-prefill-size", "1024"],
+        decode_options=[
+            *("--device-buffer-size", "132", "--host-pool-tokens", "65536"),
+            *("--device-pool-tokens", "16384", "--speculative-num-steps", "3"),
+        ],
     ) as started:
         yield started

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from hisparse_pd.ports import free_port
 from router.supervisor import Health, Patience, probe
+from tests import waiting
 from tests.tls_files import TlsFiles
 
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
 STOP_TIMEOUT_SECS = 20.0
+REQUEST_TIMEOUT_SECS = 200.0
 REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
 """Of every node, unless its own options name one; what they are compared with stays on the CPU."""
@@ -28,16 +34,8 @@ START_TIMEOUT_SECS = 90.0 if DEVICE == "cpu" else 240.0
 """Without progress of a node that loads, or compiles all kernels of its steps where there are none yet."""
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
+wait_until = functools.partial(waiting.wait_until, poll_secs=0.05)
 _RANK_LABEL = re.compile(r'(?<=[{,])dp_rank="\d+",?')
-
-
-def wait_until(condition: Any, timeout_secs: float, what: str) -> None:
-    """Poll ``condition`` until it is true; raises TimeoutError naming ``what``."""
-    deadline = time.monotonic() + timeout_secs
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {timeout_secs} s")
-        time.sleep(0.05)
 
 
 @dataclass
@@ -170,11 +168,41 @@ def engine_pids(node: Service) -> list[int]:
     return sorted(int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
-def generate(url: str, *, timeout_secs: float = 60, **change: Any) -> httpx.Response:
-    """16 greedy tokens after PROMPT; ``change``: other fields of the body, and ``params`` of its sampling."""
+def at_once(ask: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
+    """What ``ask`` returns of each item, of so many at a time."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        return list(threads.map(ask, items))
+
+
+def generate_body(**change: Any) -> dict[str, Any]:
+    """Of 16 greedy tokens after PROMPT; ``change``: other fields, and ``params`` of its sampling."""
     params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **change.pop("params", {})}
-    body = {"text": PROMPT, "sampling_params": params, **change}
-    return httpx.post(f"{url}/generate", json=body, timeout=timeout_secs)
+    prompt = {} if "input_ids" in change else {"text": PROMPT}
+    return {**prompt, "sampling_params": params, **change}
+
+
+def generate(url: str, **change: Any) -> httpx.Response:
+    """The answer to ``generate_body``."""
+    return httpx.post(f"{url}/generate", json=generate_body(**change), timeout=REQUEST_TIMEOUT_SECS)
+
+
+def generated(url: str, **change: Any) -> Any:
+    """The body of an answer of ``generate`` that is right."""
+    answer = generate(url, **change)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def output_ids(url: str, **change: Any) -> list[int]:
+    found: list[int] = generated(url, **change)["output_ids"]
+    return found
+
+
+def both_legs(prefill: Service, decode: Service, room: int, **change: Any) -> list[httpx.Response]:
+    """What both nodes answer to one ``generate``, as a router sends it."""
+    room_fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
+    body = {**room_fields, "bootstrap_room": room, **change}
+    return at_once(lambda node: generate(node.url, **body), (prefill, decode), 2)
 
 
 @dataclass

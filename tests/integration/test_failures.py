@@ -1,18 +1,19 @@
-"""Two prefill nodes: who gets what, and nodes that are killed, start again, stand still or stop.
+"""Two prefill nodes and their lanes: who gets what, and nodes that are killed, start again, hang or stop.
 
-Invariants I1, I2 and I7. The tests share the nodes and leave them healthy; the last one stops some.
+Invariants I1, I2, I5 and I7. The tests share the nodes and leave them healthy; the last one stops some.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,18 +22,24 @@ from tests.integration.harness import (
     PROMPT,
     Deployment,
     Service,
+    at_once,
+    both_legs,
     decode_service,
-    deployment,
     engine_pids,
     generate,
     is_idle,
     pool_usage,
+    prefill_service,
     router_service,
     running,
     wait_until,
 )
 
 PAGE_SIZE = 64
+LENGTHS = (1, 2, 63, 64, 65, 200, 700)
+FLAGS: tuple[bool | str, ...] = (True, False, "auto")
+NUM_NEW_TOKENS = 12
+SAME = "both see the same memory"
 HEARTBEATS = ["--heartbeat-interval-secs", "1", "--heartbeat-max-failures", "5"]
 DECODE = ["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS]
 ROUTER = ["--health-interval-secs", "0.5"]
@@ -49,12 +56,11 @@ class Load:
     _counter: Iterator[int] = field(default_factory=itertools.count)
 
     def _client(self) -> None:
-        flags = (True, False, "auto")
         while not self._over.is_set():
             number = next(self._counter)
             text = f"{number} {PROMPT}" if number % 3 else PROMPT
             params = {"max_new_tokens": 8 + number % 17}
-            self.answers.append(generate(self.url, text=text, hisparse=flags[number % 3], params=params))
+            self.answers.append(generate(self.url, text=text, hisparse=FLAGS[number % 3], params=params))
 
     def __enter__(self) -> Load:
         self._threads = [threading.Thread(target=self._client) for _ in range(self.num_clients)]
@@ -70,7 +76,7 @@ class Load:
     def wait_for_more(self, num_answers: int) -> None:
         """Until so many further requests came back right."""
         target = self.num_ok + num_answers
-        wait_until(lambda: self.num_ok >= target, 60, f"{num_answers} further answers")
+        wait_until(lambda: self.num_ok >= target, f"{num_answers} further answers")
 
     @property
     def num_ok(self) -> int:
@@ -81,16 +87,16 @@ class Load:
 def nodes(
     tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """Two with one, quick to notice what is away."""
-    with deployment(
-        tiny_checkpoint("v32"),
-        tmp_path_factory.mktemp("nodes"),
-        num_prefill=2,
-        prefill_options=HEARTBEATS,
-        decode_options=DECODE,
-        router_options=ROUTER,
-    ) as started:
-        yield started
+    """Two with one, quick to notice what is away; the first one's lane is shared memory, the other's TCP."""
+    checkpoint, directory = tiny_checkpoint("v32"), tmp_path_factory.mktemp("nodes")
+    prefill = [
+        prefill_service(checkpoint, directory, f"prefill-{lane}", [*HEARTBEATS, "--same-host-lane", lane])
+        for lane in ("auto", "off")
+    ]
+    decode = [decode_service(checkpoint, directory, "decode", DECODE)]
+    router = router_service(prefill, decode, directory, ROUTER)
+    with running([*prefill, *decode, router]):
+        yield Deployment(prefill, decode, router)
 
 
 def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment, tmp_path: Path) -> None:
@@ -118,6 +124,46 @@ def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment
                 talk.append({"role": "assistant", "content": content})
     assert min(seen) > 3 * 500
     assert used == {node.url for node in nodes.prefill}
+
+
+def ask(prefill: Service, decode: Service, room: int, prompt: list[int], hisparse: bool | str) -> list[int]:
+    params = {"max_new_tokens": NUM_NEW_TOKENS}
+    answers = both_legs(prefill, decode, room, input_ids=prompt, hisparse=hisparse, params=params)
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    tokens: list[int] = answers[1].json()["output_ids"]
+    return tokens
+
+
+def lanes_of(node: Service) -> dict[str, str]:
+    """Lane by peer, as ``/server_info`` has it."""
+    info: dict[str, Any] = httpx.get(f"{node.url}/server_info", timeout=10).json()
+    return {lane["peer"]: f"{lane['lane']}: {lane['reason']}" for lane in info["lanes"]}
+
+
+@pytest.mark.I5
+def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(nodes: Deployment) -> None:
+    (shm, over_tcp), (decode,) = nodes.prefill, nodes.decode
+    ways = list(itertools.product(FLAGS, (shm, over_tcp)))
+
+    def ask_each_way(number: int) -> list[list[int]]:
+        length, first_room = LENGTHS[number], 7_000_000 + number * len(ways)
+        prompt = [32 + (7 * position * position + length) % 90 for position in range(length)]
+        return [
+            ask(prefill, decode, room, prompt, flag)
+            for room, (flag, prefill) in enumerate(ways, start=first_room)
+        ]
+
+    found = at_once(ask_each_way, range(len(LENGTHS)), len(LENGTHS))
+    for length, answers in zip(LENGTHS, found, strict=True):
+        assert all(answer == answers[0] for answer in answers), (length, answers)
+    by_peer = lanes_of(decode)
+    assert by_peer[f"127.0.0.1:{shm.bootstrap_port}"] == f"shm: {SAME}"
+    assert by_peer[f"127.0.0.1:{over_tcp.bootstrap_port}"] == "tcp: --same-host-lane is off"
+    assert list(lanes_of(shm).values()) == [f"shm: {SAME}"]
+    assert list(lanes_of(over_tcp).values()) == ["tcp: --same-host-lane is off"]
+    shown = [name for name in shm.metrics() if name.startswith("hisparse_pd:lane_info{")]
+    assert len(shown) == 1
+    assert 'lane="shm"' in shown[0]
 
 
 @pytest.mark.slow
@@ -160,7 +206,7 @@ def check_two_by_two(nodes: Deployment) -> None:
     served = "hisparse_pd:kv_transfer_bytes_total"
     assert all(node.metrics()[served] > old[served] for node, old in zip(nodes.decode, before, strict=True))
     for node in (*nodes.prefill, *nodes.decode):
-        wait_until(lambda node=node: is_idle(node), 30, f"{node.name} idle")  # type: ignore[misc]
+        wait_until(lambda node=node: is_idle(node), f"{node.name} idle")  # type: ignore[misc]
 
 
 @pytest.mark.I7
@@ -176,8 +222,7 @@ def test_requests_of_a_stopped_prefill_node_go_on_with_another(nodes: Deployment
         stopped.signal_group(signal.SIGSTOP)
         try:
             started = time.monotonic()
-            with ThreadPoolExecutor(6) as threads:
-                answers = list(threads.map(lambda _: generate(router.url), range(6)))
+            answers = at_once(lambda _: generate(router.url), range(6), 6)
             assert time.monotonic() - started < 40
             assert [answer.status_code for answer in answers] == [200] * len(answers), answers[0].text
             assert {answer.headers["x-hisparse-pd-prefill"] for answer in answers} == {other.url}
@@ -186,19 +231,26 @@ def test_requests_of_a_stopped_prefill_node_go_on_with_another(nodes: Deployment
             assert other.is_healthy()
         finally:
             stopped.signal_group(signal.SIGCONT)
-        wait_until(lambda: is_idle(decode) and pool_usage(decode) == 0, 40, "quarantine lifted")
+        wait_until(lambda: is_idle(decode) and pool_usage(decode) == 0, "quarantine lifted")
         wait_until(
             lambda: all(generate(router.url).status_code == 200 for _ in range(2)),
-            40,
             "the woken node serves again",
         )
 
 
 def test_sigterm_stops_every_service_with_status_0(nodes: Deployment) -> None:
     """The last test, because it stops one service of each kind."""
-    wait_until(lambda: generate(nodes.url).status_code == 200, 40, "service")
+    wait_until(lambda: generate(nodes.url).status_code == 200, "service")
     stopped = (nodes.prefill[0], nodes.decode[0])
     engines = [engine_pids(node)[0] for node in stopped]
     assert [service.stop() for service in (*stopped, nodes.router)] == [0, 0, 0]
     for engine in engines:
-        wait_until(lambda engine=engine: not Path(f"/proc/{engine}").exists(), 10, "engine gone")  # type: ignore[misc]
+        wait_until(lambda engine=engine: not Path(f"/proc/{engine}").exists(), "engine gone")  # type: ignore[misc]
+
+
+def test_an_engine_that_dies_ends_the_node(nodes: Deployment) -> None:
+    """The last test, behind the one that stopped the others."""
+    node = nodes.prefill[1]
+    os.kill(engine_pids(node)[0], signal.SIGKILL)
+    assert node.process is not None
+    assert node.process.wait(20) != 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ from tests.integration.harness import (
     STOP_TIMEOUT_SECS,
     Deployment,
     Service,
+    at_once,
     deployment,
     engine_pids,
-    generate,
+    output_ids,
     wait_until,
 )
 
@@ -28,10 +28,7 @@ GENERATED = "hisparse_pd:generation_tokens_total"
 
 
 def ask(url: str, number: int) -> list[int]:
-    answer = generate(url, text=PROMPT[number % 8 :], hisparse=FLAGS[number % 3], timeout_secs=120)
-    assert answer.status_code == 200, answer.text
-    found: list[int] = answer.json()["output_ids"]
-    return found
+    return output_ids(url, text=PROMPT[number % 8 :], hisparse=FLAGS[number % 3])
 
 
 def counted(service: Service, name: str) -> float:
@@ -56,10 +53,9 @@ def test_several_fronts_serve_as_one(
         router_options=["--policy", "cache_aware"],
     ) as started:
         (prefill,), (decode,) = started.prefill, started.decode
-        with ThreadPoolExecutor(8) as threads:
-            got = list(threads.map(lambda number: ask(started.url, number), range(NUM_ANSWERS)))
+        got = at_once(lambda number: ask(started.url, number), range(NUM_ANSWERS), 8)
         assert got == [ask(pair.url, number) for number in range(NUM_ANSWERS)]
-        wait_until(lambda: counted(started.router, "router_requests") == NUM_ANSWERS, 30, "all are counted")
+        wait_until(lambda: counted(started.router, "router_requests") == NUM_ANSWERS, "all are counted")
         for _ in range(4):  # whichever process is asked
             assert counted(started.router, "router_requests") == NUM_ANSWERS
             assert counted(prefill, "num_requests") == counted(decode, "num_requests") == NUM_ANSWERS

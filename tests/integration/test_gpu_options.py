@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
-from tests.integration.harness import DEVICE, deployment
+from tests.integration.harness import DEVICE, deployment, generated
 from tools.checkpoints.oracle import Oracle
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="HISPARSE_PD_TEST_DEVICE names no GPU")
@@ -117,8 +116,6 @@ def check_tokens(
 
 
 def generate(url: str, prompts: list[list[int]], *, hisparse: bool) -> list[list[int]]:
-    params = {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
-    body = {"input_ids": prompts, "sampling_params": params, "hisparse": hisparse}
-    answer = httpx.post(url + "/generate", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return [sample["output_ids"] for sample in answer.json()]
+    params = {"max_new_tokens": NUM_NEW_TOKENS}
+    samples = generated(url, input_ids=prompts, hisparse=hisparse, params=params)
+    return [sample["output_ids"] for sample in samples]

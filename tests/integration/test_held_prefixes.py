@@ -7,11 +7,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.integration.harness import deployment, pool_usage, wait_until
+from tests.integration.harness import (
+    at_once,
+    deployment,
+    generate,
+    generate_body,
+    generated,
+    pool_usage,
+    wait_until,
+)
 from tools.checkpoints.oracle import Oracle
 
 NUM_NEW_TOKENS = 30
@@ -45,12 +54,9 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
     ):
 
         def turn(number: int, said: int) -> int:
-            sampling = {"temperature": 0, "max_new_tokens": TURN_TOKENS, "ignore_eos": True}
             prompt = prompts[number] + oracle.tokens[number][:said]
-            body = {"input_ids": prompt, "sampling_params": sampling, "hisparse": (True, "auto")[number % 2]}
-            response = httpx.post(f"{pair.url}/generate", json=body, timeout=200)
-            assert response.status_code == 200, response.text
-            answer = response.json()
+            params, flag = {"max_new_tokens": TURN_TOKENS}, (True, "auto")[number % 2]
+            answer = generated(pair.url, input_ids=prompt, hisparse=flag, params=params)
             assert answer["output_ids"] == oracle.tokens[number][said : said + TURN_TOKENS], len(prompt)
             num_held: int = answer["meta_info"]["held_tokens"]
             assert num_held % 16 == 0
@@ -59,17 +65,19 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
         def talk(number: int) -> list[int]:
             return [turn(number, said) for said in range(0, NUM_NEW_TOKENS, TURN_TOKENS)]
 
-        with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
-            num_held = list(threads.map(talk, range(len(prompts))))
+        num_held = at_once(talk, range(len(prompts)), NUM_CONCURRENT)
         assert sum(map(sum, num_held)) > 0
         # The latest first: in order of age each would drive out the next.
         again = [turn(number, 2 * TURN_TOKENS) for number in reversed(range(len(prompts)))]
         assert 0 < sum(num > 0 for num in again) < len(prompts), "some are held, some were given up"
         decode = pair.decode[0]
-        wait_until(lambda: pool_usage(decode) == 0, 30, "what is held is nobody's")
+        wait_until(lambda: pool_usage(decode) == 0, "what is held is nobody's")
         assert decode.metrics()["hisparse_pd:held_evicted_tokens_total"] > 0
         pair.flush_prefix_caches()
         assert [turn(number, TURN_TOKENS) for number in range(len(prompts))] == [0] * len(prompts)
+        refused = generate(pair.url, hisparse=False)
+        assert refused.status_code == 400
+        assert "dense rooms need equal page sizes: the decode node's is 16" in refused.text
 
 
 @pytest.mark.I2
@@ -103,35 +111,27 @@ def test_many_at_once_share_a_prompt_that_one_of_them_sent(
     ):
         decode = pair.decode[0]
 
-        def body(number: int, num_new: int, **more: bool) -> dict[str, object]:
-            sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
-            return {
-                "input_ids": prompts[number],
-                "sampling_params": sampling,
-                "hisparse": modes[number],
-                **more,
-            }
+        def fields(number: int, num_new: int) -> dict[str, Any]:
+            params = {"max_new_tokens": num_new}
+            return {"input_ids": prompts[number], "hisparse": modes[number], "params": params}
 
         def num_bytes() -> float:
             return decode.metrics()["hisparse_pd:kv_transfer_bytes_total"]
 
         def ask(number: int) -> dict[str, int]:
             """Misses and held tokens of a request, after a look at what it said."""
-            response = httpx.post(f"{pair.url}/generate", json=body(number, NUM_NEW_TOKENS), timeout=60)
-            assert response.status_code == 200, response.text
-            answer = response.json()
+            answer = generated(pair.url, **fields(number, NUM_NEW_TOKENS))
             assert answer["output_ids"] == oracle.tokens[number], f"prompt {number}"
             meta = answer["meta_info"]
             assert meta["hisparse"]["mode"] == ("hisparse" if modes[number] else "dense")
             return {"misses": meta["hisparse"]["misses"], "held": meta["held_tokens"]}
 
         with ThreadPoolExecutor(len(prompts)) as threads:
-            with httpx.stream(
-                "POST", f"{pair.url}/generate", json=body(0, 1500, stream=True), timeout=60
-            ) as first:
+            endless = generate_body(**fields(0, 1500), stream=True)
+            with httpx.stream("POST", f"{pair.url}/generate", json=endless, timeout=60) as first:
                 events = first.iter_lines()
                 assert next(events).startswith("data: {")
-                wait_until(num_bytes, 30, "the first prompt is counted")
+                wait_until(num_bytes, "the first prompt is counted")
                 num_first = num_bytes()
                 answers = [threads.submit(ask, number) for number in range(1, 7)]
                 answers[0].result()
@@ -139,5 +139,5 @@ def test_many_at_once_share_a_prompt_that_one_of_them_sent(
             found = [answer.result() for answer in answers] + list(threads.map(ask, (7, 8)))
         assert [one["held"] for one in found] == [64 if number == outgrows else 288 for number in range(1, 9)]
         assert all(one["misses"] > 0 for one, mode in zip(found, modes[1:], strict=True) if mode)
-        wait_until(lambda: pool_usage(decode) == 0, 30, "what is held is nobody's")
+        wait_until(lambda: pool_usage(decode) == 0, "what is held is nobody's")
         assert num_bytes() - num_first < 0.6 * num_first, "12 to 23 tokens of each, 8 of the first's 303"

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.browser import CHROMIUM, Page, open_page
-from tests.integration.harness import Deployment, deployment
-from tools.bench.retrieval import RETRIEVAL_MODEL
+from tests.integration.harness import Deployment, Service, router_service, running
 
 pytestmark = [
     pytest.mark.browser,
@@ -28,21 +27,15 @@ USAGE = "document.getElementById('usage').innerText"
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A pair of its own: clients need a key, and the test takes a node away."""
+def router(trained_pair: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A router of its own, of which clients need a key."""
     directory = tmp_path_factory.mktemp("page")
     keys = directory / "clients.keys"
     keys.write_text(f"{KEY}\n")
-    with deployment(
-        RETRIEVAL_MODEL,
-        directory,
-        decode_options=[
-            *("--device-buffer-size", "192", "--host-pool-tokens", "32768"),
-            *("--speculative-num-steps", "3"),
-        ],
-        router_options=["--api-key-file", str(keys), "--health-interval-secs", "1"],
-    ) as started:
-        yield started
+    options = ["--api-key-file", str(keys), "--health-interval-secs", "1"]
+    router = router_service(trained_pair.prefill, trained_pair.decode, directory, options)
+    with running([router]):
+        yield router
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +45,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(pair: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def page(router: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """The page as it comes up, before anybody has entered the key. The tests below go on from each other."""
     with open_page(tmp_path_factory.mktemp("profile")) as opened:
         opened.show_as(width=WIDE, height=900)
-        opened.open(pair.url)
+        opened.open(router.url)
         yield opened
 
 
@@ -81,12 +74,12 @@ def test_without_the_key_the_page_says_so(page: Page, pictures: Path) -> None:
     page.wait_for("document.getElementById('error').textContent.includes('API key')")
 
 
-def test_with_the_key_it_shows_the_deployment(page: Page, pair: Deployment) -> None:
+def test_with_the_key_it_shows_the_deployment(page: Page, trained_pair: Deployment) -> None:
     page.type("key", KEY)
     page.wait_for(f"{STATE} === 'serving'")
     page.wait_for("document.getElementById('model').textContent.includes('retrieval')")
     names = page.evaluate("[...document.querySelectorAll('.nodes h4')].map((name) => name.textContent)")
-    assert names == [f"127.0.0.1:{node.port}" for node in (*pair.prefill, *pair.decode)]
+    assert names == [f"127.0.0.1:{node.port}" for node in (*trained_pair.prefill, *trained_pair.decode)]
     states = page.evaluate("[...document.querySelectorAll('.nodes .status')].map((s) => s.textContent)")
     assert states == ["healthy", "healthy"]
     bars = page.evaluate(
@@ -190,8 +183,8 @@ def test_a_router_that_drains_is_shown_as_such(page: Page) -> None:
     page.wait_for(f"{STATE} === 'serving'")
 
 
-def test_a_node_that_goes_away_is_shown_as_such(page: Page, pair: Deployment, pictures: Path) -> None:
-    pair.decode[0].kill()
+def test_a_node_that_goes_away_is_shown_as_such(page: Page, trained_pair: Deployment, pictures: Path) -> None:
+    trained_pair.decode[0].kill()
     page.wait_for(f"{STATE} === 'no healthy pair'")
     page.wait_for("document.querySelector('#decode .status').textContent === 'away'")
     assert "/health" in page.evaluate("document.querySelector('#decode .trouble').textContent")
@@ -199,9 +192,9 @@ def test_a_node_that_goes_away_is_shown_as_such(page: Page, pair: Deployment, pi
     page.screenshot(pictures / "live-page-away.png")
 
 
-def test_the_page_asked_nobody_else_and_broke_no_rule(page: Page, pair: Deployment) -> None:
+def test_the_page_asked_nobody_else_and_broke_no_rule(page: Page, router: Service) -> None:
     """The last test: it looks at everything that the tests before it made the page do."""
-    assert {url for url in page.requests if not url.startswith(f"{pair.url}/")} <= {"about:blank"}
+    assert {url for url in page.requests if not url.startswith(f"{router.url}/")} <= {"about:blank"}
     refused = "the server responded with a status of"  # 401, 400: as they should be
     complaints = [complaint for complaint in page.complaints if refused not in complaint]
     assert not complaints

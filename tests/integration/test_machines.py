@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,10 +16,12 @@ from protocol.channels import ControlKeys
 from tests.integration.harness import (
     Deployment,
     Service,
+    at_once,
     decode_service,
     engine_pids,
     generate,
     is_empty,
+    output_ids,
     prefill_service,
     router_service,
     wait_until,
@@ -103,18 +104,10 @@ def test_tokens_are_the_oracles_whichever_machine_has_a_request(
 
     def answer(job: tuple[int, bool | str]) -> list[int]:
         number, flag = job
-        body = {
-            "input_ids": prompts[number],
-            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True},
-            "hisparse": flag,
-        }
-        got = httpx.post(pair.url + "/generate", json=body, timeout=200)
-        assert got.status_code == 200, got.text
-        found: list[int] = got.json()["output_ids"]
-        return found
+        params = {"max_new_tokens": NUM_NEW_TOKENS}
+        return output_ids(pair.url, input_ids=prompts[number], hisparse=flag, params=params)
 
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(answer, jobs))
+    answers = at_once(answer, jobs, 8)
     wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[0]]]
     assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
     metrics = httpx.get(pair.decode[0].url + "/metrics", timeout=10).text
@@ -122,7 +115,7 @@ def test_tokens_are_the_oracles_whichever_machine_has_a_request(
         assert f'hisparse_pd:requests_total{{dp_rank="{rank}"' in metrics
     pair.flush_prefix_caches()
     for node in (*pair.prefill, *pair.decode):
-        wait_until(lambda node=node: is_empty(node), 30, f"{node.name} is empty")
+        wait_until(lambda node=node: is_empty(node), f"{node.name} is empty")
 
 
 @pytest.mark.slow
@@ -140,17 +133,16 @@ def test_a_port_scan_ends_nothing(nodes: tuple[Deployment, list[Service]]) -> No
     """Every port of every process: fronts, bootstrap, control, engines' channels, ranks, KV, the router."""
     pair, others = nodes
     services = [*pair.services, *others]
-    expected = generate(pair.url).json()["output_ids"]
+    expected = output_ids(pair.url)
     addresses = listening(service.pid for service in services)
     assert len(addresses) > 2 * len(services), addresses
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda address: scan([address]), addresses))
+    at_once(lambda address: scan([address]), addresses, 8)
     for service in services:
         assert service.process is not None
         assert service.process.poll() is None, f"{service.name} has ended:\n{service.log_tail()}"
     pair.flush_prefix_caches()
     for _ in range(4):  # on both ranks
-        assert generate(pair.url).json()["output_ids"] == expected
+        assert output_ids(pair.url) == expected
     for service in pair.services:
         assert httpx.get(service.url + "/health", timeout=60).status_code == 200
 
@@ -168,7 +160,7 @@ def test_machines_leave_together(nodes: tuple[Deployment, list[Service]]) -> Non
     for service in (second_of_decode, pair.decode[0]):
         service.start()
     pair.decode[0].wait_healthy()
-    wait_until(lambda: generate(pair.url, params={"max_new_tokens": 4}).status_code == 200, 60, "an answer")
+    wait_until(lambda: generate(pair.url, params={"max_new_tokens": 4}).status_code == 200, "an answer")
     for service in (second_of_decode, pair.decode[0]):
         assert service.process is not None
         service.process.send_signal(signal.SIGTERM)

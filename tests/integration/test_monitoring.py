@@ -22,8 +22,8 @@ def shown(pair: Deployment) -> dict[str, set[str]]:
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4}
     body = {"text": PROMPT, "sampling_params": sampling, "hisparse": True}
     httpx.post(f"{pair.url}/generate", json=body, timeout=60).raise_for_status()
-    wait_until(lambda: pair.decode[0].metrics()[OF_A_REQUEST] >= 4, 60, "the engine's numbers")
-    wait_until(lambda: COUNTED in pair.router.metrics(), 60, "the router's count")
+    wait_until(lambda: pair.decode[0].metrics()[OF_A_REQUEST] >= 4, "the engine's numbers")
+    wait_until(lambda: COUNTED in pair.router.metrics(), "the router's count")
     samples: dict[str, set[str]] = {}
     for service in pair.services:
         text = httpx.get(f"{service.url}/metrics", timeout=10).text

@@ -14,7 +14,7 @@ from protocol.bootstrap import BootstrapLookupError
 from protocol.channels import ControlClient, ControlKeys
 from protocol.messages import Heartbeat
 from protocol.polling import Poller
-from tests.integration.harness import decode_service, deployment, prefill_service
+from tests.integration.harness import decode_service, deployment, generate_body, generated, prefill_service
 
 PROMPT = "Bytes are compared, not believed. " * 12
 
@@ -44,8 +44,7 @@ def test_encrypted_control_bfloat16_kv_and_policies(
     ) as nodes:
 
         def generate(**flag: Any) -> dict[str, Any]:
-            params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-            body = {"text": PROMPT, "sampling_params": params, **flag}
+            body = generate_body(text=PROMPT, params={"max_new_tokens": 24}, **flag)
             answer = httpx.post(f"{nodes.url}/generate", json=body, headers=headers, timeout=60)
             assert answer.status_code == 200, answer.text
             decoded = answer.json()
@@ -91,17 +90,10 @@ def test_fp8_items_give_the_same_tokens_in_both_modes(
         prefill_options=common,
         decode_options=[*common, "--device-buffer-size", "128", "--stream-interval", "5"],
     ) as nodes:
-
-        def generate(hisparse: bool) -> dict[str, Any]:
-            params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-            body = {"text": PROMPT, "sampling_params": params, "hisparse": hisparse}
-            answer = httpx.post(f"{nodes.url}/generate", json=body, timeout=60)
-            assert answer.status_code == 200, answer.text
-            decoded = answer.json()
-            assert isinstance(decoded, dict)
-            return decoded
-
-        hisparse, dense = generate(True), generate(False)
+        hisparse, dense = (
+            generated(nodes.url, text=PROMPT, params={"max_new_tokens": 24}, hisparse=flag)
+            for flag in (True, False)
+        )
         assert hisparse["meta_info"]["hisparse"]["mode"] == "hisparse"
         assert hisparse["meta_info"]["hisparse"]["misses"] > 0
         assert dense["meta_info"]["hisparse"]["mode"] == "dense"

@@ -1,35 +1,31 @@
 """Greedy tokens through the real pair equal transformers' own, in every mode, alone and in batches.
 
-48 new tokens to each prompt, of the lengths at which off-by-one errors live. Each pass sends all prompts
+New tokens to each prompt, of the lengths at which off-by-one errors live. Each pass sends all prompts
 through router, prefill node and decode node; the passes differ in the flag, in how many requests share a
 batch, and in whether the prefix cache is warm. Invariant I5.
 
-The default run has 17 prompts of one model in short contexts, because most of the oracle's time is in the
-longest prompts; each prompt in every mode in a batch. The full product of modes, batches and caches over 40
-prompts of each, in longer contexts, is marked slow.
+The default run has 17 prompts of one model in short contexts and 24 tokens each, because most of the oracle's
+time is in the longest prompts; each prompt in every mode in a batch. The full product of modes, batches and
+caches over 40 prompts of each model, in longer contexts and with 48 tokens, is marked slow.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.integration.harness import Deployment, deployment
+from tests.integration.harness import Deployment, at_once, deployment, generated
 from tools.checkpoints.oracle import Oracle
 
-NUM_NEW_TOKENS = 48
-TURN_TOKENS = 16
-SAMPLE = [pytest.param(("v32", 1024, 17, 17), id="v32")]
-"""By default: model, context length, prompts, and prompts that are drawn. Four chunks fill it."""
-FULL = [pytest.param(("v32", 8192, 40, 60), id="v32"), pytest.param(("glm", 4096, 40, 40), id="glm")]
+SAMPLE = [pytest.param(("v32", 1024, 17, 17, 24), id="v32")]
+"""By default: model, context length, prompts, prompts that are drawn, and new tokens. Four chunks fill it."""
+FULL = [pytest.param(("v32", 8192, 40, 60, 48), id="v32"), pytest.param(("glm", 4096, 40, 40, 48), id="glm")]
 """The model's own context, and half of it; of V3.2 the first 40 of 60 prompts.
 
 Which prompts they are is not free: where two indexer scores at the boundary of a selection differ by less
@@ -41,7 +37,6 @@ PAGE_SIZE = 32
 HOT_BUFFER = 160
 INDEX_TOPK = 64
 BATCH = 16
-REQUEST_TIMEOUT_SECS = 200.0
 FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
 pytestmark = pytest.mark.timeout(1200)
@@ -51,18 +46,20 @@ CRITICAL_LENGTHS = (
     *(1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE + 7),
     *(INDEX_TOPK - 1, INDEX_TOPK, INDEX_TOPK + 1),
     *(HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1),
-    HOT_BUFFER - NUM_NEW_TOKENS // 2,  # outgrows its hot buffer while decoding
-    1500,
 )
 
 Prompt = tuple[int, ...]
 
 
-def make_prompts(seed: int, context_length: int, num_prompts: int, num_drawn: int) -> list[Prompt]:
+def make_prompts(
+    seed: int, context_length: int, num_prompts: int, num_drawn: int, num_new_tokens: int
+) -> list[Prompt]:
     """Byte tokens: half of the prompts random, half with repetitions, all without a common prefix."""
     generator = random.Random(seed)
-    most = context_length - NUM_NEW_TOKENS
-    lengths = [*(length for length in CRITICAL_LENGTHS if length < most), context_length // 2, most]
+    most = context_length - num_new_tokens
+    outgrowing = HOT_BUFFER - num_new_tokens // 2  # its hot buffer, while it is decoded
+    lengths = [length for length in (*CRITICAL_LENGTHS, outgrowing, 1500) if length < most]
+    lengths += [context_length // 2, most]
     lengths += [generator.randint(3, 700) for _ in range(num_drawn - len(lengths))]
     prompts: list[Prompt] = []
     for number, length in enumerate(lengths[:num_prompts]):
@@ -80,6 +77,7 @@ class Subject:
     pair: Deployment
     prompts: list[Prompt]
     oracle: Oracle
+    num_new_tokens: int
 
     @property
     def expected(self) -> list[list[int]]:
@@ -92,10 +90,10 @@ def subject(
     tiny_checkpoint: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Subject]:
-    variant, context_length, num_prompts, num_drawn = request.param
+    variant, context_length, num_prompts, num_drawn, num_new_tokens = request.param
     checkpoint = tiny_checkpoint(variant)
-    prompts = make_prompts(7, context_length, num_prompts, num_drawn)
-    oracle = Oracle(checkpoint, prompts, NUM_NEW_TOKENS)
+    prompts = make_prompts(7, context_length, num_prompts, num_drawn, num_new_tokens)
+    oracle = Oracle(checkpoint, prompts, num_new_tokens)
     log_dir = tmp_path_factory.mktemp(f"oracle-{variant}")
     common = ["--page-size", str(PAGE_SIZE), "--context-length", str(context_length)]
     with (
@@ -113,37 +111,20 @@ def subject(
             ],
         ) as pair,
     ):
-        yield Subject(pair, prompts, oracle)
+        yield Subject(pair, prompts, oracle, num_new_tokens)
 
 
-def generate(
-    url: str, prompt: Prompt, hisparse: bool | str, num_new_tokens: int = NUM_NEW_TOKENS
-) -> dict[str, Any]:
-    answer = httpx.post(
-        url + "/generate",
-        json={
-            "input_ids": list(prompt),
-            "sampling_params": {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True},
-            "hisparse": hisparse,
-        },
-        timeout=REQUEST_TIMEOUT_SECS,
-    )
-    assert answer.status_code == 200, answer.text
-    body = answer.json()
-    assert isinstance(body, dict)
-    return body
+def generate(url: str, prompt: Prompt, hisparse: bool | str, num_new_tokens: int) -> Any:
+    return generated(url, input_ids=prompt, hisparse=hisparse, params={"max_new_tokens": num_new_tokens})
 
 
 def send_all(
     subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int
 ) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(num_concurrent) as threads:
-        return list(
-            threads.map(
-                lambda number: generate(subject.pair.url, subject.prompts[number], flag_of(number)),
-                range(len(subject.prompts)),
-            )
-        )
+    def ask(number: int) -> Any:
+        return generate(subject.pair.url, subject.prompts[number], flag_of(number), subject.num_new_tokens)
+
+    return at_once(ask, range(len(subject.prompts)), num_concurrent)
 
 
 def check_tokens(subject: Subject, answers: list[dict[str, Any]]) -> None:
@@ -181,7 +162,7 @@ def check_swap_in(subject: Subject, answers: list[dict[str, Any]]) -> None:
     for prompt, answer in zip(subject.prompts, answers, strict=True):
         usage = answer["meta_info"]["hisparse"]
         if usage["mode"] == "hisparse":
-            fits = len(prompt) + NUM_NEW_TOKENS <= HOT_BUFFER
+            fits = len(prompt) + subject.num_new_tokens <= HOT_BUFFER
             assert (usage["misses"] == 0) if fits else (usage["hits"] > 0), (len(prompt), usage)
 
 
@@ -224,21 +205,21 @@ def test_conversations_behind_what_the_decode_node_holds(subject: Subject) -> No
     """A turn's prompt is the one before it with its answer, so that what comes is known."""
     subject.pair.flush_prefix_caches()
     num_held = [0] * len(subject.prompts)
-    for said in range(0, NUM_NEW_TOKENS, TURN_TOKENS):
+    turn_tokens = subject.num_new_tokens // 3
+    for said in range(0, subject.num_new_tokens, turn_tokens):
 
         def turn(number: int, said: int = said) -> tuple[int, dict[str, Any]]:
             prompt = (*subject.prompts[number], *subject.oracle.tokens[number][:said])
             flag = FLAGS[number % len(FLAGS)]
-            return len(prompt), generate(subject.pair.url, prompt, flag, TURN_TOKENS)
+            return len(prompt), generate(subject.pair.url, prompt, flag, turn_tokens)
 
-        with ThreadPoolExecutor(BATCH) as threads:
-            answers = list(threads.map(turn, range(len(subject.prompts))))
+        answers = at_once(turn, range(len(subject.prompts)), BATCH)
         for number, (num_prompt_tokens, answer) in enumerate(answers):
-            expected = subject.oracle.tokens[number][said : said + TURN_TOKENS]
+            expected = subject.oracle.tokens[number][said : said + turn_tokens]
             assert answer["output_ids"] == expected, (num_prompt_tokens, answer["meta_info"])
             if FLAGS[number % len(FLAGS)] != "auto":  # which may take the other mode, and then finds nothing
                 assert answer["meta_info"]["held_tokens"] == num_held[number]
-            num_held[number] = (num_prompt_tokens + TURN_TOKENS - 1) // PAGE_SIZE * PAGE_SIZE
+            num_held[number] = (num_prompt_tokens + turn_tokens - 1) // PAGE_SIZE * PAGE_SIZE
     samples = subject.pair.decode[0].metrics()
     assert samples["hisparse_pd:held_hits_total"] > 0
 

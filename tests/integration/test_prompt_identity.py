@@ -10,25 +10,27 @@ import pytest
 
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging.prompt_keys import PromptIdentity, root_of
-from tests.integration.harness import Deployment, Service, is_idle, pool_usage, wait_until
+from tests.integration.harness import (
+    Deployment,
+    Service,
+    generate,
+    generated,
+    is_idle,
+    pool_usage,
+    wait_until,
+)
 
 pytestmark = pytest.mark.I5
 
 PROMPT = "A room has one prompt, whichever node is asked, and so has what is held of it. " * 4
 OURS = [*range(40, 100), 120] * 5
-SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-
-
-def generate(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/generate", json={"sampling_params": SAMPLING, **body}, timeout=60)
 
 
 def served(url: str, **body: Any) -> tuple[list[int], int, int]:
     """Tokens, and how many of the prompt's were cached and held."""
-    answer = generate(url, **body)
-    assert answer.status_code == 200, answer.text
-    meta = answer.json()["meta_info"]
-    return answer.json()["output_ids"], meta["cached_tokens"], meta["held_tokens"]
+    answer = generated(url, **body)
+    meta = answer["meta_info"]
+    return answer["output_ids"], meta["cached_tokens"], meta["held_tokens"]
 
 
 @pytest.mark.parametrize("hisparse", [True, False])
@@ -63,7 +65,7 @@ def test_a_room_with_another_prompt_on_each_node_ends_on_both_and_leaves_nothing
         assert answer.status_code == 400, answer.text
         assert f"{len(OURS)} tokens of digest {digests[0]} on the decode node" in answer.text
         assert f"{len(OURS)} tokens of digest {digests[1]} on the prefill node" in answer.text
-    wait_until(lambda: is_idle(decode) and pool_usage(decode) == 0, 30, "pools whole")
+    wait_until(lambda: is_idle(decode) and pool_usage(decode) == 0, "pools whole")
     assert served(pair.url, input_ids=OURS, hisparse=hisparse) == (expected, 0, 0)
     tokens, num_cached, num_held = served(pair.url, input_ids=OURS, hisparse=hisparse)
     assert tokens == expected

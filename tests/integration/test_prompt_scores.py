@@ -170,7 +170,6 @@ def router_alone(pair: Deployment, tmp_path_factory: pytest.TempPathFactory) -> 
     with running([router]):
         wait_until(
             lambda: httpx.get(router.url + "/status", timeout=10).json()["nodes"][0]["healthy"],
-            60,
             "the router sees the prefill node",
         )
         yield router

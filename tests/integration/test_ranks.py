@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,14 @@ import torch
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.integration.harness import (
     DEVICE,
-    PROMPT,
     Service,
+    at_once,
+    both_legs,
     decode_service,
     deployment,
     engine_pids,
     generate,
+    generated,
     is_empty,
     pool_usage,
     prefill_service,
@@ -59,20 +60,11 @@ class Nodes:
 
     def ask(self, num_prefill: int, num_decode: int, token_ids: list[int], flag: bool | str) -> list[int]:
         """Through the nodes with so many ranks; as a router does."""
-        prefill, decode = self.prefill[num_prefill], self.decode[num_decode]
-        body = {
-            "input_ids": token_ids,
-            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True},
-            "hisparse": flag,
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": prefill.bootstrap_port,
-            "bootstrap_room": next(self.rooms),
-        }
-        with ThreadPoolExecutor(1) as thread:
-            delivery = thread.submit(httpx.post, prefill.url + "/generate", json=body, timeout=200)
-            answer = httpx.post(decode.url + "/generate", json=body, timeout=200)
-            assert answer.status_code == 200, answer.text
-            assert delivery.result().status_code == 200, delivery.result().text
+        fields = {"input_ids": token_ids, "hisparse": flag, "params": {"max_new_tokens": NUM_NEW_TOKENS}}
+        nodes = self.prefill[num_prefill], self.decode[num_decode]
+        delivery, answer = both_legs(*nodes, next(self.rooms), **fields)
+        assert answer.status_code == 200, answer.text
+        assert delivery.status_code == 200, delivery.text
         found: list[int] = answer.json()["output_ids"]
         return found
 
@@ -102,22 +94,21 @@ def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.I5
 @pytest.mark.timeout(600)
 def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> None:
-    """2 ranks with 2, 1 with 2, 2 with 1, 1 with 1, in all modes at once."""
+    """2 ranks with 2, 1 with 2, 2 with 1, in all modes at once; 1 with 1 is every other test's."""
     drawn = random.Random(11)
     prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
     flags: tuple[bool | str, ...] = (True, False, "auto")
     with closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle:
         expected = oracle.tokens
-    pairs = list(itertools.product((1, 2), (1, 2), range(len(prompts))))
-    jobs = [(*pair, flags[number % len(flags)]) for number, pair in enumerate(pairs)]
+    pairs = list(itertools.product(((2, 2), (1, 2), (2, 1)), range(len(prompts))))
+    jobs = [(*pair, i, flags[number % len(flags)]) for number, (pair, i) in enumerate(pairs)]
     drawn.shuffle(jobs)
 
     def answer(job: tuple[int, int, int, bool | str]) -> list[int]:
         num_prefill, num_decode, number, flag = job
         return nodes.ask(num_prefill, num_decode, prompts[number], flag)
 
-    with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
-        answers = list(threads.map(answer, jobs))
+    answers = at_once(answer, jobs, NUM_CONCURRENT)
     wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[2]]]
     assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
     numbers = httpx.get(nodes.decode[2].url + "/metrics", timeout=10).text
@@ -136,7 +127,7 @@ def test_one_rank_works_while_the_other_has_nothing(nodes: Nodes) -> None:
     assert alone[0] == alone[1]
     for node in (nodes.prefill[2], nodes.decode[2]):
         httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
-        wait_until(lambda node=node: is_empty(node), 30, f"{node.name} is empty")
+        wait_until(lambda node=node: is_empty(node), f"{node.name} is empty")
 
 
 @pytest.mark.timeout(300)
@@ -151,21 +142,8 @@ def test_what_a_node_says_of_its_ranks(nodes: Nodes) -> None:
 
 
 def test_samples_of_one_prompt_go_to_all_ranks(nodes: Nodes) -> None:
-    room = next(nodes.rooms)
-    body: dict[str, Any] = {
-        "text": PROMPT,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "n": 5},
-        "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": nodes.prefill[2].bootstrap_port,
-        "bootstrap_room": room,
-    }
-    with ThreadPoolExecutor(2) as threads:
-        answers = list(
-            threads.map(
-                lambda node: httpx.post(node.url + "/generate", json=body, timeout=100),
-                (nodes.prefill[2], nodes.decode[2]),
-            )
-        )
+    params = {"max_new_tokens": 4, "n": 5}
+    answers = both_legs(nodes.prefill[2], nodes.decode[2], next(nodes.rooms), params=params)
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     assert len({tuple(sample["output_ids"]) for sample in answers[1].json()}) == 1
 
@@ -174,9 +152,8 @@ def test_what_a_rank_has_cached_is_found_again(nodes: Nodes) -> None:
     prompts = [f"{number}: " + "all that was said so far, " * 24 for number in range(4)]
     for num_before in range(3):
         for prompt in prompts:
-            answer = generate(nodes.router.url, text=prompt)
-            assert answer.status_code == 200, answer.text
-            assert (answer.json()["meta_info"]["cached_tokens"] > 0) is (num_before > 0), (prompt, num_before)
+            num_cached = generated(nodes.router.url, text=prompt)["meta_info"]["cached_tokens"]
+            assert (num_cached > 0) is (num_before > 0), (prompt, num_before)
 
 
 def test_the_numbers_of_a_node_are_sums_over_its_ranks(nodes: Nodes) -> None:
@@ -185,7 +162,7 @@ def test_the_numbers_of_a_node_are_sums_over_its_ranks(nodes: Nodes) -> None:
         assert [node["load_trouble"] for node in found] == ["", ""]
         return [node["load"] for node in found]
 
-    wait_until(lambda: all(len(load["ranks"]) == 2 for load in loads()), 30, "every rank's numbers")
+    wait_until(lambda: all(len(load["ranks"]) == 2 for load in loads()), "every rank's numbers")
     for load, pools in zip(loads(), [{"kv"}, {"host", "device", "index", "lookup"}], strict=True):
         assert [rank["rank"] for rank in load["ranks"]] == [0, 1]
         assert set(load["pools"]) == pools
@@ -211,14 +188,9 @@ def test_experts_in_fp8_are_those_of_the_weights_in_float32(tmp_path: Path) -> N
         ) as pair,
     ):
         for hisparse in (True, False):
-            body = {
-                "input_ids": prompts,
-                "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
-                "hisparse": hisparse,
-            }
-            answer = httpx.post(pair.url + "/generate", json=body, timeout=120)
-            assert answer.status_code == 200, answer.text
-            assert [sample["output_ids"] for sample in answer.json()] == oracle.tokens
+            params = {"max_new_tokens": 24}
+            samples = generated(pair.url, input_ids=prompts, hisparse=hisparse, params=params)
+            assert [sample["output_ids"] for sample in samples] == oracle.tokens
 
 
 @pytest.mark.I7
@@ -248,7 +220,7 @@ def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(
         clients = [threading.Thread(target=client, args=(flag,)) for flag in (True, False) * 3]
         for each in clients:
             each.start()
-        wait_until(lambda: len(answers) >= 3, 100, "answers")
+        wait_until(lambda: len(answers) >= 3, "answers")
         os.kill(engine_pids(lost)[1], number)
         assert lost.process is not None
         assert lost.process.wait(60) == 1, "a supervisor is to start it again"
@@ -261,10 +233,8 @@ def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(
         assert says in lost.log_tail(20000)
         lost.start()
         lost.wait_healthy()
-        wait_until(
-            lambda: generate(router.url, params={"max_new_tokens": 4}).status_code == 200, 60, "an answer"
-        )
+        wait_until(lambda: generate(router.url, params={"max_new_tokens": 4}).status_code == 200, "an answer")
         httpx.post(prefill.url + "/flush_cache", timeout=10).raise_for_status()
-        wait_until(lambda: pool_usage(decode) == 0, 60, "the decode node's pools are empty")
+        wait_until(lambda: pool_usage(decode) == 0, "the decode node's pools are empty")
         assert peer.process is not None
         assert peer.process.poll() is None

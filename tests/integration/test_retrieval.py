@@ -8,50 +8,35 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.integration.harness import Deployment, deployment
+from tests.integration.harness import Deployment
 from tools.bench.accuracy import NUM_CLIENTS, ask_pair
 from tools.bench.accuracy_report import Response
-from tools.bench.retrieval import RETRIEVAL_MODEL, Retrieval, retrievals
+from tools.bench.retrieval import Retrieval, retrievals
 
 SAMPLE = {512: 4, 2048: 3}
 FULL = {512: 6, 2048: 4, 8000: 4}
 """Number of prompts by length. Each asks for several answers; most of the time goes to the longest."""
-INDEX_TOPK = 64
 SHARE_RIGHT = 0.96
 """The model itself is right in 99 of 100; a row or a position that is off leaves next to nothing right."""
 MODES: tuple[tuple[str, bool | str], ...] = (("hisparse", True), ("dense", False), ("auto", "auto"))
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """With the smallest hot buffers that are legal, and a device pool that gives auto a choice."""
-    with deployment(
-        RETRIEVAL_MODEL,
-        tmp_path_factory.mktemp("retrieval"),
-        prefill_options=["--kv-pool-tokens", "65536", "--chunked-prefill-size", "1024"],
-        decode_options=[
-            *("--device-buffer-size", str(INDEX_TOPK + 1), "--host-pool-tokens", "65536"),
-            *("--device-pool-tokens", "16384"),
-        ],
-    ) as running_pair:
-        yield running_pair
-
-
 @pytest.mark.parametrize(
     "num_prompts", [SAMPLE, pytest.param(FULL, marks=pytest.mark.slow)], ids=["sample", "full"]
 )
-def test_answers_are_right_and_the_same_in_every_mode(pair: Deployment, num_prompts: dict[int, int]) -> None:
+def test_answers_are_right_and_the_same_in_every_mode(
+    trained_pair: Deployment, num_prompts: dict[int, int]
+) -> None:
     prompts: list[Retrieval] = [
         found for length, count in num_prompts.items() for found in retrievals(length, count)
     ]
     answers: dict[str, list[Response]] = {system: [] for system, _ in MODES}
-    for answer in ask_pair(pair.url, prompts, MODES, lambda: None):
+    for answer in ask_pair(trained_pair.url, prompts, MODES, lambda: None):
         assert not answer.error
         answers[answer.system].append(answer)
     for system, found in answers.items():
@@ -69,9 +54,18 @@ def test_answers_are_right_and_the_same_in_every_mode(pair: Deployment, num_prom
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_an_openai_endpoint(pair: Deployment, tmp_path: Path) -> None:
+def test_the_benchmark_measures_an_openai_endpoint(trained_pair: Deployment, tmp_path: Path) -> None:
     out = tmp_path / "accuracy"
-    arguments = ["--tasks", "retrieval", "--url", f"{pair.url}/v1", "--instruction", "", "--max-tokens", "64"]
+    arguments = [
+        "--tasks",
+        "retrieval",
+        "--url",
+        f"{trained_pair.url}/v1",
+        "--instruction",
+        "",
+        "--max-tokens",
+        "64",
+    ]
     arguments += ["--lengths", "512", "--prompts", "3", "--hisparse", "true", "false", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench.accuracy", *arguments],
@@ -89,13 +83,13 @@ def test_the_benchmark_measures_an_openai_endpoint(pair: Deployment, tmp_path: P
         assert system["modes"] == {mode: num_prompts}
 
 
-def test_a_question_in_a_chat_of_ones_own_is_answered(pair: Deployment) -> None:
+def test_a_question_in_a_chat_of_ones_own_is_answered(trained_pair: Deployment) -> None:
     content = (
         "Notes: The badge of amber falcon is 58213. The clerk opened a window. The code of calm otter is "
         "4012.\nQuestion: calm otter?"
     )
     answer = httpx.post(
-        f"{pair.url}/v1/chat/completions",
+        f"{trained_pair.url}/v1/chat/completions",
         json={"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 32},
         timeout=60,
     ).json()

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.harness import Deployment, deployment
+from tests.integration.harness import Deployment, at_once, deployment, generated
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.support import random_prompt
 from tools.checkpoints.oracle import greedy_tokens
@@ -46,23 +46,16 @@ def pair(
         yield pair
 
 
-def generate(url: str, prompt: tuple[int, ...], hisparse: bool | str, **fields: Any) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True, **fields.pop("params", {})}
-    body = {"input_ids": list(prompt), "sampling_params": params, "hisparse": hisparse, **fields}
-    answer = httpx.post(url + "/generate", json=body, timeout=200.0)
-    assert answer.status_code == 200, answer.text
-    shown: dict[str, Any] = answer.json()
-    return shown
+def generate(url: str, prompt: tuple[int, ...], hisparse: bool | str, **fields: Any) -> Any:
+    params = {"max_new_tokens": NUM_NEW, **fields.pop("params", {})}
+    return generated(url, input_ids=prompt, hisparse=hisparse, params=params, **fields)
 
 
-def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(len(PROMPTS)) as threads:
-        return list(
-            threads.map(
-                lambda number: generate(pair.url, PROMPTS[number], FLAGS[(number + shift) % 3], **fields),
-                range(len(PROMPTS)),
-            )
-        )
+def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[Any]:
+    def ask(number: int) -> Any:
+        return generate(pair.url, PROMPTS[number], FLAGS[(number + shift) % 3], **fields)
+
+    return at_once(ask, range(len(PROMPTS)), len(PROMPTS))
 
 
 @pytest.mark.I5

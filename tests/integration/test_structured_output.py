@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Deployment, deployment
+from tests.integration.harness import Deployment
 from tests.structured_checks import (
     CHECKS,
     MESSAGES,
-    TOOLS_TEMPLATE,
     Served,
     check_chats,
     check_tools,
@@ -20,20 +17,12 @@ from tests.structured_checks import (
 
 
 @pytest.fixture(scope="module")
-def served(
-    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Served, Deployment]]:
-    """A checkpoint whose template takes tools, and calls them as GLM's."""
-    path = tmp_path_factory.mktemp("structured")
-    checkpoint = shutil.copytree(tiny_checkpoint("glm"), path / "model")
-    (checkpoint / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
-    options = ["--served-model-name", "tiny"]
-    with deployment(checkpoint, path, prefill_options=options, decode_options=options) as pair:
-        made = Served(pair.url, {})
-        try:
-            yield made, pair
-        finally:
-            made.close()
+def served(pair: Deployment) -> Iterator[Served]:
+    made = Served(pair.url, {})
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(
@@ -45,17 +34,15 @@ def served(
     ],
     ids=[check.__name__ for check in CHECKS],
 )
-def test_clients_get_what_they_asked_for(
-    check: Callable[[Served], None], served: tuple[Served, Deployment]
-) -> None:
-    check(served[0])
+def test_clients_get_what_they_asked_for(check: Callable[[Served], None], served: Served) -> None:
+    check(served)
 
 
-def test_constrained_and_free_samples_share_a_batch(served: tuple[Served, Deployment]) -> None:
+def test_constrained_and_free_samples_share_a_batch(served: Served) -> None:
     """A free answer is what it would be alone, at temperature 0, whatever runs beside it."""
     shared = {"messages": MESSAGES, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    alone = served[0].post("/v1/chat/completions", **shared)
-    both = served[0].post(
+    alone = served.post("/v1/chat/completions", **shared)
+    both = served.post(
         "/generate",
         text=["one", "two"],
         sampling_params=[
@@ -65,4 +52,4 @@ def test_constrained_and_free_samples_share_a_batch(served: tuple[Served, Deploy
     )
     assert set(both[0]["text"]) <= {"a", "b"}
     assert len(both[0]["text"]) == 20
-    assert served[0].post("/v1/chat/completions", **shared)["choices"] == alone["choices"]
+    assert served.post("/v1/chat/completions", **shared)["choices"] == alone["choices"]

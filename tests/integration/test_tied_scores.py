@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.integration.harness import deployment
+from tests.integration.harness import at_once, deployment, output_ids
 from tools.checkpoints.oracle import Oracle
 
 NUM_NEW_TOKENS = 24
@@ -37,24 +35,15 @@ def test_every_prompt_has_one_answer_under_load(
             tmp_path,
             prefill_options=["--page-size", "16", "--chunked-prefill-size", "230"],
             decode_options=[
-                "--page-size",
-                "16",
-                "--device-buffer-size",
-                "80",
-                "--device-pool-tokens",
-                "3072",
+                *("--page-size", "16", "--device-buffer-size", "80", "--device-pool-tokens", "3072"),
             ],
         ) as pair,
     ):
 
         def answer(job: tuple[int, bool | str]) -> list[int]:
             number, flag = job
-            sampling = {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
-            body = {"input_ids": prompts[number], "sampling_params": sampling, "hisparse": flag}
-            response = httpx.post(f"{pair.url}/generate", json=body, timeout=200)
-            assert response.status_code == 200, response.text
-            token_ids: list[int] = response.json()["output_ids"]
-            return token_ids
+            params = {"max_new_tokens": NUM_NEW_TOKENS}
+            return output_ids(pair.url, input_ids=prompts[number], hisparse=flag, params=params)
 
         alone = [answer((number, False)) for number in range(len(prompts))]
         assert alone == oracle.tokens
@@ -63,7 +52,6 @@ def test_every_prompt_has_one_answer_under_load(
             pair.flush_prefix_caches()
             jobs = [(number, flag) for flag in flags for number in range(len(prompts))]
             drawn.shuffle(jobs)
-            with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
-                answers = list(threads.map(answer, jobs))
+            answers = at_once(answer, jobs, NUM_CONCURRENT)
             wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != alone[job[0]]]
             assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"

@@ -67,7 +67,7 @@ class Given:
 
 
 def whole_trace(receiver: Receiver, trace_id: str, num_spans: int) -> list[Span]:
-    wait_until(lambda: len(receiver.of_trace(trace_id)) >= num_spans, WAIT_SECS, f"{num_spans} spans")
+    wait_until(lambda: len(receiver.of_trace(trace_id)) >= num_spans, f"{num_spans} spans")
     return receiver.of_trace(trace_id)
 
 
@@ -180,7 +180,6 @@ def test_a_refused_request_is_no_error_of_the_service(traced: Deployment, receiv
     assert answer.status_code == 400
     wait_until(
         lambda: any(span.service == ROUTER for span in receiver.of_trace(given.trace_id)),
-        WAIT_SECS,
         "the router's span",
     )
     root = server_span(receiver.of_trace(given.trace_id), ROUTER)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,8 +19,9 @@ import pytest
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,
-    Service,
+    at_once,
     decode_service,
+    generate,
     is_empty,
     prefill_service,
     router_service,
@@ -37,9 +39,7 @@ PATIENCE_SECS = 60.0
 
 
 def ask(url: str, prompt: Sequence[int], num_new_tokens: int, hisparse: bool | str) -> httpx.Response:
-    params = {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": params, "hisparse": hisparse}
-    return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE_SECS)
+    return generate(url, input_ids=prompt, hisparse=hisparse, params={"max_new_tokens": num_new_tokens})
 
 
 @pytest.mark.slow
@@ -69,11 +69,10 @@ def test_right_tokens_or_a_clear_error(
         return ask(router.url, prompts[number % len(prompts)], num_new_tokens, FLAGS[number % len(FLAGS)])
 
     with running([prefill, decode, router]):
-        with ThreadPoolExecutor(NUM_CLIENTS) as threads:
-            answers = list(threads.map(answer, range(NUM_REQUESTS)))
-        wait_until(lambda: is_empty(decode), PATIENCE_SECS, "the decode node's pools are whole")
+        answers = at_once(answer, range(NUM_REQUESTS), NUM_CLIENTS)
+        wait_until(lambda: is_empty(decode), "the decode node's pools are whole")
         httpx.post(prefill.url + "/flush_cache", timeout=PATIENCE_SECS)
-        wait_until(lambda: is_empty(prefill), PATIENCE_SECS, "the prefill node's pools are whole")
+        wait_until(lambda: is_empty(prefill), "the prefill node's pools are whole")
         (report,) = tmp_path.glob("canaries-*.json")
         canaries = json.loads(report.read_text())
     for number, got in enumerate(answers):
@@ -116,27 +115,23 @@ def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_ser
     faults = tmp_path / "faults"
     prefill.module = "tests.faults.node"
     prefill.env["TRANSPORT_FAULTS"] = FaultRates(str(faults), seed=1, slow=1.0, slow_secs=1e4).to_json()
-    body = {
+    fields: dict[str, Any] = {
         "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "ignore_eos": True},
+        "params": {"max_new_tokens": MAX_NEW_TOKENS},
         "hisparse": True,
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": 7,
     }
-
-    def post(node: Service) -> httpx.Response:
-        return httpx.post(f"{node.url}/generate", json=body, timeout=PATIENCE_SECS)
-
     with running([prefill, decode, router]), ThreadPoolExecutor(2) as threads:
-        legs = [threads.submit(post, node) for node in (prefill, decode)]
-        wait_until(faults.exists, PATIENCE_SECS, "a write is under way")
+        legs = [threads.submit(generate, node.url, **fields) for node in (prefill, decode)]
+        wait_until(faults.exists, "a write is under way")
         prefill.kill()
         assert isinstance(legs[0].exception(PATIENCE_SECS), httpx.TransportError)
         answer = legs[1].result(PATIENCE_SECS)
         assert answer.status_code == 502, answer.text
         assert f"127.0.0.1:{prefill.bootstrap_port}" in answer.json()["error"]["message"]
-        wait_until(lambda: is_empty(decode), PATIENCE_SECS, "the decode node's pools are whole")
+        wait_until(lambda: is_empty(decode), "the decode node's pools are whole")
         prefill.module, prefill.env = "hisparse_pd", {}
         prefill.start()
         prefill.wait_healthy()
@@ -145,4 +140,4 @@ def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_ser
             again = ask(router.url, prompt, MAX_NEW_TOKENS, True)
             return again.status_code == 200 and again.json()["output_ids"] == expected
 
-        wait_until(is_served, PATIENCE_SECS, "the node that came back serves, and right")
+        wait_until(is_served, "the node that came back serves, and right")

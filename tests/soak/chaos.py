@@ -87,7 +87,7 @@ class Chaos:
         assert node.process is not None
         node.process.kill()
         node.process.wait()
-        wait_until(lambda: not living({node.pid}), 30, f"the engines of {node.name} end")
+        wait_until(lambda: not living({node.pid}), f"the engines of {node.name} end")
         self._start(node)
 
     def _kill_two(self, node: Service) -> None:

@@ -212,7 +212,7 @@ def ask_until_served(url: str, prompt: Prompt, hisparse: bool) -> list[int]:
         )
         return answers[-1].status_code == 200
 
-    wait_until(is_served, SETTLE_SECS, "an answer")
+    wait_until(is_served, "an answer", SETTLE_SECS)
     tokens: list[int] = answers[-1].json()["output_ids"]
     return tokens
 
@@ -245,13 +245,13 @@ def serves_again(nodes: Deployment, expected: dict[Prompt, list[int]]) -> None:
 
 def settle(nodes: Deployment) -> None:
     for node in nodes.decode:
-        wait_until(lambda node=node: is_empty(node), SETTLE_SECS, f"{node.name} holds nothing")
+        wait_until(lambda node=node: is_empty(node), f"{node.name} holds nothing", SETTLE_SECS)
 
     def flush_and_look() -> bool:
         nodes.flush_prefix_caches()
         return all(is_empty(node) for node in nodes.prefill)
 
-    wait_until(flush_and_look, SETTLE_SECS, "the prefill nodes hold nothing")
+    wait_until(flush_and_look, "the prefill nodes hold nothing", SETTLE_SECS)
 
 
 def stop_all(nodes: Deployment) -> None:
@@ -263,7 +263,7 @@ def stop_all(nodes: Deployment) -> None:
 def processes_left(process_groups: set[int]) -> list[str]:
     """After some time to end: killing is not waiting for the end."""
     with contextlib.suppress(TimeoutError):
-        wait_until(lambda: not living(process_groups), 30, "all processes end")
+        wait_until(lambda: not living(process_groups), "all processes end")
     return living(process_groups)
 
 
