@@ -24,7 +24,7 @@ from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
 from decode_node.prefill_peers import PrefillPeers
-from decode_node.request import PeerAddress, RequestState
+from decode_node.request import PeerAddress, RequestState, RunStage
 from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
 from decode_node.sizing import (
@@ -227,9 +227,9 @@ class DecodeEngine:
         has_work = (
             self.steps.has_launched
             or self._lockstep.is_due
-            or bool(self.requests.ending)
+            or bool(self.requests.select(RequestState.ENDING))
             or any(
-                request.has_slots_for_next and not request.waits_for_grammar
+                request.run_stage in (RunStage.FILLING, RunStage.READY)
                 for request in self.requests.select(RequestState.RUNNING)
             )
         )
@@ -302,7 +302,7 @@ class DecodeEngine:
         for request in self.requests.select(RequestState.LANDING):
             ask_for_grammar(request, self._grammars, now)
         for request in self.requests.select(RequestState.RUNNING):
-            if request.waits_for_grammar:
+            if request.run_stage is RunStage.AWAITS_GRAMMAR:
                 try:
                     follow(request, self._grammars, now)
                 except GrammarError as error:
@@ -342,7 +342,7 @@ class DecodeEngine:
             self._metrics.stats(
                 self.requests,
                 swap_ins=self.hot_buffers.totals(
-                    [*self.requests.select(RequestState.RUNNING), *self.requests.ending]
+                    self.requests.select(RequestState.RUNNING, RequestState.ENDING)
                 ),
                 bytes_per_miss=self.hot_buffers.bytes_per_miss,
                 num_dropped=self.peers.num_dropped,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum, auto
 
 from decode_node.quarantine import Quarantine, Quarantined
@@ -50,23 +50,21 @@ class LiveRequests:
         self.pools = pools
         self.held = PrefixTree(pools)
         self.quarantine = Quarantine(quarantine_secs, pools.release)
-        self.num_queued: Counter[HisparseFlag] = Counter()
-        """Requests that own nothing yet, by what they ask for."""
         self.num_queue_changes = 0
         """Requests that have come to be WAITING, and that were so no more."""
         self._by_room: dict[Room, Request] = {}
         self._by_request_id: dict[str, Request] = {}
-        self._queues: dict[RequestState, dict[PeerAddress, dict[Room, Request]]] = {
+        self._queues: dict[RequestState, dict[PeerAddress, dict[Request, None]]] = {
             RequestState.CONNECTING: {},
             RequestState.WAITING: {},
         }
-        """Each in order of arrival; none is empty."""
-        self._admitted: dict[RequestState, dict[Room, Request]] = {
+        """None is empty. In order of arrival, those in ``_unsorted`` left out."""
+        self._unsorted: set[tuple[RequestState, PeerAddress]] = set()
+        self._admitted: dict[RequestState, dict[Request, None]] = {
             RequestState.LANDING: {},
             RequestState.RUNNING: {},
+            RequestState.ENDING: {},
         }
-        self.ending: dict[Request, bool] = {}
-        """Those that are ENDING, and of each whether the KV that it has made is sound."""
         self._deadlines: list[tuple[float, int, Request]] = []
         """A heap, with every deadline that a request has had; those that it has no more are passed over."""
         self._num_deadlines = 0
@@ -74,7 +72,7 @@ class LiveRequests:
         self._num_admitted = 0
 
     def __len__(self) -> int:
-        return len(self._by_room) + len(self.ending)
+        return len(self._by_room) + len(self._admitted[RequestState.ENDING])
 
     def get(self, room: int) -> Request | None:
         return self._by_room.get(Room(room))
@@ -89,7 +87,7 @@ class LiveRequests:
         """Live requests, state by state; those that wait in order of arrival."""
         found: list[Request] = []
         for state in states:
-            found += self._admitted[state].values() if state in self._admitted else self._in_order(state)
+            found += self._admitted[state] if state in self._admitted else self._in_order(state)
         return found
 
     def waiting(self) -> Iterator[Request]:
@@ -97,24 +95,29 @@ class LiveRequests:
         return self._in_order(RequestState.WAITING)
 
     def _in_order(self, state: RequestState) -> Iterator[Request]:
-        return heapq.merge(*(queue.values() for queue in self._queues[state].values()), key=_arrival)
+        return heapq.merge(*(self.queued(state, peer) for peer in self._queues[state]), key=_arrival)
 
     def queued_at(self, state: RequestState) -> list[PeerAddress]:
         """The prefill nodes of requests that are CONNECTING, or WAITING."""
         return list(self._queues[state])
 
-    def queued(self, state: RequestState, peer: PeerAddress) -> list[Request]:
+    def queued(self, state: RequestState, peer: PeerAddress) -> Collection[Request]:
         """Of those the ones of one node, in order of arrival."""
-        return list(self._queues[state].get(peer, {}).values())
+        queues = self._queues[state]
+        if (state, peer) in self._unsorted and peer in queues:
+            queues[peer] = dict.fromkeys(sorted(queues[peer], key=_arrival))
+        self._unsorted.discard((state, peer))
+        return queues.get(peer, {}).keys()
+
+    def num_queued(self) -> Counter[HisparseFlag]:
+        """Requests that own nothing yet, by what they ask for."""
+        queues = [queue for queues in self._queues.values() for queue in queues.values()]
+        return Counter(request.flag for queue in queues for request in queue)
 
     def of_peer(self, peer: PeerAddress) -> list[Request]:
         queued = [request for state in self._queues for request in self.queued(state, peer)]
-        return queued + [
-            request
-            for requests in self._admitted.values()
-            for request in requests.values()
-            if request.peer == peer
-        ]
+        admitted = self.select(RequestState.LANDING, RequestState.RUNNING)
+        return queued + [request for request in admitted if request.peer == peer]
 
     def expired(self, now: float) -> list[Request]:
         """Live requests that have been in their state for too long. They must end, or get a new deadline."""
@@ -143,42 +146,16 @@ class LiveRequests:
         self._by_request_id[request.request_id] = request
         request.arrived_seq = self._num_opened
         self._num_opened += 1
-        self.num_queued[request.flag] += 1
-        self._queues[request.state].setdefault(request.peer, {})[request.room] = request
-        self._set_deadline(request, request.deadline)
+        self._enter(request, request.deadline)
 
-    def queue(self, request: Request, deadline: float) -> None:
-        """CONNECTING → WAITING: the prefill node is registered with. All of one node, in order."""
+    def queue(
+        self, request: Request, state: RequestState, deadline: float, peer: PeerAddress | None = None
+    ) -> None:
+        """To CONNECTING or WAITING, at another rank of its prefill node if ``peer`` names one."""
         self._leave(request)
-        request.move(RequestState.WAITING)
-        self._queues[RequestState.WAITING].setdefault(request.peer, {})[request.room] = request
-        self.num_queue_changes += 1
-        self._set_deadline(request, deadline)
-
-    def unqueue(self, peer: PeerAddress, latest_deadline: float, room_timeout_secs: float) -> None:
-        """WAITING → CONNECTING: the prefill node is away, but these requests were not its yet."""
-        waiting = self._queues[RequestState.WAITING].pop(peer, {})
-        self.num_queue_changes += len(waiting)
-        for request in waiting.values():
-            request.move(RequestState.CONNECTING)
-            self._set_deadline(request, min(latest_deadline, request.arrived_at + room_timeout_secs))
-        later = self._queues[RequestState.CONNECTING].get(peer, {})
-        if waiting:
-            self._queues[RequestState.CONNECTING][peer] = {**waiting, **later}
-
-    def readdress(self, request: Request, peer: PeerAddress, deadline: float) -> None:
-        """CONNECTING or WAITING → CONNECTING, with another rank of its prefill node."""
-        self._leave(request)
-        if request.state is RequestState.WAITING:
-            request.move(RequestState.CONNECTING)
-        request.peer = peer
-        queue = self._queues[RequestState.CONNECTING].setdefault(peer, {})
-        is_last = not queue or _arrival(next(reversed(queue.values()))) < _arrival(request)
-        queue[request.room] = request
-        if not is_last:
-            in_order = sorted(queue.values(), key=_arrival)
-            self._queues[RequestState.CONNECTING][peer] = {each.room: each for each in in_order}
-        self._set_deadline(request, deadline)
+        request.peer = peer or request.peer
+        request.move(state)
+        self._enter(request, deadline)
 
     def use_held(self, admission: Admission) -> None:
         """Keep what of the prompt is held for the request, before anything of the plan makes room."""
@@ -192,16 +169,12 @@ class LiveRequests:
         request = admission.request
         self.held.make_room(self.pools.rounded(admission.need))
         holding = self.pools.reserve(request.room, admission.need)
-        self._leave(request)
-        self.num_queued[request.flag] -= 1
-        request.move(RequestState.LANDING)
-        self._admitted[RequestState.LANDING][request.room] = request
+        self._move(request, RequestState.LANDING, deadline)
         request.holding = holding
         request.mode = admission.mode
         request.hot_capacity = admission.hot_capacity
         request.instance_id = instance_id
         self._note_reserved(request)
-        self._set_deadline(request, deadline)
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
 
@@ -211,10 +184,7 @@ class LiveRequests:
         The whole pages of its prompt are held from now on, if nothing is to happen to them any more. Where
         others left the same, the request uses those, and its own are free.
         """
-        self._leave(request)
-        request.move(RequestState.RUNNING)
-        self._admitted[RequestState.RUNNING][request.room] = request
-        request.deadline = float("inf")
+        self._move(request, RequestState.RUNNING)
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
         if request.may_share:  # before its tables are filled: its pages may be others afterwards
@@ -247,11 +217,10 @@ class LiveRequests:
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
         """RUNNING → ENDING: it is over, but something on the device still uses what it owns. Then ``end``."""
-        self._leave(request)
-        request.move(RequestState.ENDING)
+        self._move(request, RequestState.ENDING)
         self.pools.move(request.owned, Stage.ENDING)
         self._forget(request)
-        self.ending[request] = is_sound
+        request.is_sound = is_sound
 
     def _forget(self, request: Request) -> None:
         """Its room and its id are others' to use."""
@@ -268,15 +237,11 @@ class LiveRequests:
         What it shares stays where it is.
         """
         was_landing = request.state is RequestState.LANDING
-        if request.state is RequestState.ENDING:
-            del self.ending[request]
-        else:
-            self._leave(request)
+        is_sound |= request.is_sound
+        if request.state is not RequestState.ENDING:
             self._forget(request)
-        request.move(RequestState.ENDED)
-        request.deadline = float("inf")
+        self._move(request, RequestState.ENDED)
         if request.holding is None:
-            self.num_queued[request.flag] -= 1
             return
         may_land = was_landing and landing is not Landing.QUIET
         holding, request.holding = request.owned, None
@@ -344,16 +309,32 @@ class LiveRequests:
 
     # --- the indexes ------------------------------------------------------------------------------
 
+    def _move(self, request: Request, state: RequestState, deadline: float = float("inf")) -> None:
+        """Into ``state``, in which it may be until ``deadline``."""
+        self._leave(request)
+        request.move(state)
+        self._enter(request, deadline)
+
     def _leave(self, request: Request) -> None:
         """Its state, before it enters another."""
-        if request.state in self._admitted:
-            del self._admitted[request.state][request.room]
+        if (queues := self._queues.get(request.state)) is None:
+            del self._admitted[request.state][request]
             return
         self.num_queue_changes += request.state is RequestState.WAITING
-        queues = self._queues[request.state]
-        del queues[request.peer][request.room]
+        del queues[request.peer][request]
         if not queues[request.peer]:
             del queues[request.peer]
+
+    def _enter(self, request: Request, deadline: float) -> None:
+        if (queues := self._queues.get(request.state)) is not None:
+            queue = queues.setdefault(request.peer, {})
+            if queue and _arrival(next(reversed(queue))) > _arrival(request):
+                self._unsorted.add((request.state, request.peer))
+            queue[request] = None
+            self.num_queue_changes += request.state is RequestState.WAITING
+        elif request.state is not RequestState.ENDED:
+            self._admitted[request.state][request] = None
+        self._set_deadline(request, deadline)
 
     def _set_deadline(self, request: Request, deadline: float) -> None:
         request.deadline = deadline
@@ -378,19 +359,18 @@ class LiveRequests:
 
     def check_integrity(self) -> None:
         """Raise PoolIntegrityError unless every slot is free, or held by exactly the requests known here."""
+        admitted = self._admitted
         self.pools.check_integrity(
             {
-                Stage.LANDING: len(self._admitted[RequestState.LANDING]),
-                Stage.RUNNING: len(self._admitted[RequestState.RUNNING]),
-                Stage.ENDING: len(self.ending),
+                Stage.LANDING: len(admitted[RequestState.LANDING]),
+                Stage.RUNNING: len(admitted[RequestState.RUNNING]),
+                Stage.ENDING: len(admitted[RequestState.ENDING]),
                 Stage.QUARANTINED: len(self.quarantine),
                 Stage.HELD: len(self.held),
             }
         )
-        admitted = [request for requests in self._admitted.values() for request in requests.values()]
-        admitted += self.ending
         self.held.check_integrity(
-            users=[request.prefix for request in admitted if request.prefix is not None]
+            request.prefix for request in self.select(*admitted) if request.prefix is not None
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from decode_node.live_requests import LiveRequests
-from decode_node.request import RequestState
+from decode_node.request import RequestState, RunStage
 from hisparse_pd.engine.messages import EngineStats, PeerLane
 from hisparse_pd.paging.pools import PoolKind, Stage
 from hisparse_pd.vocabulary import HisparseFlag, Mode
@@ -79,9 +79,10 @@ class Metrics:
         running = Counter(request.mode for request in all_running)
         # Who only lacks slots if drafts in flight are right is in a step, and in the next one.
         num_paused = sum(
-            r.has_next_step and not r.has_slots_for_next and not r.num_drafts_in_flight for r in all_running
+            request.run_stage is RunStage.SITS_OUT and not request.num_drafts_in_flight
+            for request in all_running
         )
-        queued = requests.num_queued
+        queued = requests.num_queued()
         num_running, num_queued = running.total(), queued.total()
         num_landing = len(requests.select(RequestState.LANDING))
         gauges = {
@@ -122,7 +123,7 @@ class Metrics:
             trouble=requests.trouble(now),
             quarantine=requests.quarantined_runs(now),
             lanes=lanes,
-            num_without_grammar=sum(request.waits_for_grammar for request in all_running),
+            num_without_grammar=sum(request.run_stage is RunStage.AWAITS_GRAMMAR for request in all_running),
         )
 
     def _throughput(self, now: float) -> float:

@@ -44,8 +44,7 @@ class RequestState(StrEnum):
     index pages, an aux slot and a req_row; hisparse: lookup slots, and the device slots of its hot buffer to
     be. Of a held prefix it uses, and does not own, the pages before those."""
     RUNNING = "running"
-    """In the batch. Owns the same but the aux slot, and what it has grown by. It sits steps out while it
-    has no slot for its next token."""
+    """Owns the same but the aux slot, and what it has grown by. In the next step when it is ``READY``."""
     ENDING = "ending"
     """Has ended for its client, and owns the same as long as a step in flight, or what fills its row, uses
     any of it. Its room and its id are free for others."""
@@ -54,13 +53,28 @@ class RequestState(StrEnum):
 
 
 _MOVES: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.CONNECTING: frozenset({RequestState.WAITING, RequestState.ENDED}),
+    RequestState.CONNECTING: frozenset({RequestState.CONNECTING, RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.CONNECTING, RequestState.LANDING, RequestState.ENDED}),
     RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset({RequestState.ENDING, RequestState.ENDED}),
     RequestState.ENDING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
+
+
+class RunStage(StrEnum):
+    """What a RUNNING request is about."""
+
+    AWAITS_GRAMMAR = "awaits grammar"
+    """What its output has to follow is being compiled."""
+    FILLING = "filling"
+    """Its row of the tables is being filled, or its hot buffer is."""
+    LAST = "last"
+    """No token may follow those in flight."""
+    SITS_OUT = "sits out"
+    """It has no slot for its next token."""
+    READY = "ready"
+    """It gets a token in the next step."""
 
 
 class IllegalMove(Exception):
@@ -138,6 +152,10 @@ class Request:
     grammar_asked_at: float = 0.0
     matcher: Matcher | None = None
     """How far its output has come in that, steps in flight left out; None until it is compiled."""
+    is_filling: bool = False
+    """Whether its row, or its hot buffer, may still be being filled."""
+    is_sound: bool = False
+    """When ENDING: whether the KV that it has made is as it should be."""
     num_in_flight: int = 0
     """Output tokens that launched steps will yield and nobody has read yet; at most one where a step is
     planned. Of a step that verifies drafts, the one token that it is sure to yield."""
@@ -245,8 +263,15 @@ class Request:
         return self.reserved_tokens >= self.next_seq_len
 
     @property
-    def waits_for_grammar(self) -> bool:
-        return bool(self.sampling.grammar) and self.matcher is None
+    def run_stage(self) -> RunStage:
+        """Of a RUNNING request."""
+        if self.sampling.grammar and self.matcher is None:
+            return RunStage.AWAITS_GRAMMAR
+        if self.is_filling:
+            return RunStage.FILLING
+        if not self.has_next_step:
+            return RunStage.LAST
+        return RunStage.READY if self.has_slots_for_next else RunStage.SITS_OUT
 
     def take_drafts(self, max_drafts: int) -> list[int]:
         """The drafts that its next step verifies, ``max_drafts`` at most; the step after has others.

@@ -178,7 +178,8 @@ class RequestLife:
                 continue
             address = self.peers.address_for(*event.node, request.room)
             if address != request.peer:
-                self.requests.readdress(request, address, now + self.contact_timeout_secs)
+                until = now + self.contact_timeout_secs
+                self.requests.queue(request, RequestState.CONNECTING, until, address)
                 self.peers.use(address, now)
 
     def _repeat_messages(self, event: PeerReady) -> None:
@@ -283,20 +284,26 @@ class RequestLife:
         """Queue the requests whose prefill node may be entrusted with a room, and only those."""
         for peer in self.requests.queued_at(RequestState.WAITING):
             if not self.peers.may_entrust(peer):
-                self.requests.unqueue(peer, now + self.contact_timeout_secs, self.room_timeout_secs)
+                for request in tuple(self.requests.queued(RequestState.WAITING, peer)):
+                    self.requests.queue(
+                        request, RequestState.CONNECTING, self._contact_deadline(request, now)
+                    )
         for peer in self.requests.queued_at(RequestState.CONNECTING):
             if self.peers.may_entrust(peer):
-                for request in self.requests.queued(RequestState.CONNECTING, peer):
-                    self._queue(request, now)
+                for request in tuple(self.requests.queued(RequestState.CONNECTING, peer)):
+                    self._may_be_admitted(request, now)
 
-    def _queue(self, request: Request, now: float) -> None:
+    def _contact_deadline(self, request: Request, now: float) -> float:
+        return min(now + self.contact_timeout_secs, request.arrived_at + self.room_timeout_secs)
+
+    def _may_be_admitted(self, request: Request, now: float) -> None:
         page_size = self.peers.page_size(request.peer)
         if page_size != self.limits.page_size:
             request.dense_refusal = (
                 f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "
                 f"{self.limits.page_size} here; use hisparse or equal page sizes"
             )
-        self.requests.queue(request, request.arrived_at + self.room_timeout_secs)
+        self.requests.queue(request, RequestState.WAITING, request.arrived_at + self.room_timeout_secs)
         if error := refusal(self.limits, request):
             self._tell_peer(request, error)
             self.fail(request, 400, error, Landing.QUIET, now)
@@ -310,9 +317,9 @@ class RequestLife:
             secs, code = self.room_timeout_secs, ""
             match request.state:
                 case RequestState.CONNECTING:
-                    latest = min(now + self.contact_timeout_secs, request.arrived_at + secs)
+                    latest = self._contact_deadline(request, now)
                     if latest > now and self.peers.is_opening(request.peer, now):
-                        self.requests.readdress(request, request.peer, latest)
+                        self.requests.queue(request, RequestState.CONNECTING, latest)
                         continue
                     status, error = 503, f"no contact with prefill node {request.peer}: "
                     error += self.peers.last_error(request.peer)
@@ -378,16 +385,20 @@ class RequestLife:
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
+        request.is_filling = True
         self._on_device(self.hot_buffers.start, request, "started", now)
 
     def fill_rows(self, now: float) -> None:
-        """A slice of what rows are filled with."""
-        if not (failed := self.hot_buffers.go_on()):
-            return
+        """A slice of what rows are filled with, and who is FILLING no more."""
+        failed = self.hot_buffers.go_on()
         for request in self.requests.select(RequestState.RUNNING):
+            if not request.is_filling:
+                continue
             if (error := failed.get(request.req_row)) is not None:
                 log.error("room %d cannot be started", request.room, exc_info=error)
                 self.fail(request, 500, f"the request cannot be started: {error}", Landing.QUIET, now)
+            else:
+                request.is_filling = not self.hot_buffers.is_ready(request)
 
     def _on_device(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
@@ -496,10 +507,10 @@ class RequestLife:
 
         ``waits``: for what fills their rows; for no step.
         """
-        for request, is_sound in tuple(self.requests.ending.items()):
+        for request in self.requests.select(RequestState.ENDING):
             if not request.num_in_flight and (waits or self.hot_buffers.is_ready(request)):
                 self.hot_buffers.release(request)
-                self.requests.end(request, Landing.QUIET, now, is_sound=is_sound)
+                self.requests.end(request, Landing.QUIET, now)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""

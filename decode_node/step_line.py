@@ -15,7 +15,7 @@ import torch
 from decode_node.draft_choice import DraftChoice, DraftTimer
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.request import Request, RequestState
+from decode_node.request import Request, RequestState, RunStage
 from decode_node.request_life import RequestLife
 from decode_node.step_masks import has_grammar
 from decode_node.steps import Launched, Runner, is_plain_greedy
@@ -105,17 +105,9 @@ class StepLine:
 
     def _next_batch(self) -> list[Request]:
         """Who gets a token in the next step, in order of admission."""
-        return sorted(
-            (
-                request
-                for request in self._requests.select(RequestState.RUNNING)
-                if request.has_next_step
-                and request.has_slots_for_next
-                and not request.waits_for_grammar
-                and self._hot_buffers.is_ready(request)
-            ),
-            key=lambda request: request.admitted_seq,
-        )
+        running = self._requests.select(RequestState.RUNNING)
+        ready = (request for request in running if request.run_stage is RunStage.READY)
+        return sorted(ready, key=lambda request: request.admitted_seq)
 
     def _num_drafts(self, batch: Sequence[Request]) -> int:
         """That the next step verifies, of any of its requests."""

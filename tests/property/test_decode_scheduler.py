@@ -110,7 +110,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     ) -> None:
         """``family``: of its prompt, the tokens of one are all alike; None: nothing is held for it."""
         self.num_arrived += 1
-        over = [each.room for each in self.rooms.ending]
+        over = [each.room for each in self.rooms.select(RequestState.ENDING)]
         room = next((room for room in over if self.rooms.get(room) is None), Room(self.num_arrived))
         request = Request(
             request_id=str(self.num_arrived),
@@ -129,7 +129,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         )
         if not refusal(self.limits, request):
             self.rooms.open(request)
-            self.rooms.queue(request, float("inf"))
+            self.rooms.queue(request, RequestState.WAITING, float("inf"))
             self.stops_after[request.room] = stops_after
 
     @precondition(lambda self: self.landing())
@@ -154,7 +154,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        ending = list(self.rooms.ending.items())
+        ending = [(each, each.is_sound) for each in self.rooms.select(RequestState.ENDING)]
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
@@ -209,7 +209,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         paused = [r for r in running if not r.has_slots_for_next]
         assert not (paused and admitted), "somebody is admitted to slots that another waits for"
-        is_for_a_while = self.returning() or self.rooms.ending
+        is_for_a_while = self.returning() or self.rooms.select(RequestState.ENDING)
         assert not paused or len(paused) < len(running) or is_for_a_while, "nobody comes nearer to its end"
         for request in running:
             if request in paused:
@@ -340,7 +340,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             return claim._replace(prefix=prefix)
 
         running = self.rooms.select(RequestState.RUNNING)
-        ends = [(request, claim(request)._replace(ways=((0, 0, 0, 0),))) for request in self.rooms.ending]
+        ends = [
+            (request, claim(request)._replace(ways=((0, 0, 0, 0),)))
+            for request in self.rooms.select(RequestState.ENDING)
+        ]
         returning = [entry.holding for entry in self.returning()]
         free = self.rooms.available + self.rooms.pools.held_by(returning)
         shared = [request.prefix for request in self.landing() if request.prefix]
@@ -355,7 +358,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         for room, slots in self.writable.items():
             request, entry = self.rooms.get(room), self.rooms.quarantine.get(room)
             if request is None:
-                request = next((r for r in self.rooms.ending if r.room == room), None)
+                request = next((r for r in self.rooms.select(RequestState.ENDING) if r.room == room), None)
             holding = request.holding if request is not None else entry.holding if entry else None
             assert holding is not None, f"room {room} may still be written to, and its slots are free"
             for kind, extents in slots.items():

@@ -111,7 +111,7 @@ class HeldMachine(RuleBasedStateMachine):
             return
         self.prompts[request], self.salts[request] = prompt, salt
         self.rooms.open(request)
-        self.rooms.queue(request, float("inf"))
+        self.rooms.queue(request, RequestState.WAITING, float("inf"))
         hot_capacity = 8 if mode is Mode.HISPARSE else 0
         admission = Admission(request, mode, need, hot_capacity, num_pages)
         self.rooms.use_held(admission)

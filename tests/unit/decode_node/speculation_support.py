@@ -23,7 +23,6 @@ from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
     EngineHarness,
-    PrefillDouble,
     Prompt,
     random_prompt,
 )
@@ -70,13 +69,6 @@ def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
             node.engine.steps._draft_choice, "choose", lambda num_reqs, most: min(next(in_turn), most)
         )
         yield
-
-
-def finish(node: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
-    ending = node.engine.requests.ending
-    node.turn_until(lambda: all(answer.is_over for answer in answers) and not ending, double)
-    assert [answer.failure for answer in answers] == [None] * len(answers)
-    assert node.engine.requests.pools.free == node.engine.requests.pools.totals
 
 
 def num_drafts(answer: Answer) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +24,7 @@ import zmq
 
 from decode_node import sizing
 from decode_node.engine import DecodeEngine
+from decode_node.request import RequestState
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     Abort,
@@ -491,3 +492,12 @@ class EngineHarness:
 
 def landing_slots(bootstrap: Bootstrap) -> set[int]:
     return set(extents_to_slots(bootstrap.kv_extents).tolist())
+
+
+def finish(node: EngineHarness, answers: Sequence[Answer], double: PrefillDouble) -> None:
+    requests = node.engine.requests
+    node.turn_until(
+        lambda: all(answer.is_over for answer in answers) and not requests.select(RequestState.ENDING), double
+    )
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    assert requests.pools.free == requests.pools.totals

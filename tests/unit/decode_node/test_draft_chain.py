@@ -24,7 +24,6 @@ from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     TOP_K,
     drafts,
-    finish,
     harness,
     make_graph_runner,
     num_drafts,
@@ -35,6 +34,7 @@ from tests.unit.decode_node.support import (
     EngineHarness,
     PrefillDouble,
     Prompt,
+    finish,
     load_checkpoint,
     random_prompt,
 )

@@ -32,6 +32,7 @@ from tests.unit.decode_node.support import (
     EngineHarness,
     PrefillDouble,
     Prompt,
+    finish,
     load_checkpoint,
     random_prompt,
 )
@@ -83,13 +84,6 @@ def _stats(answer: Answer) -> RequestStats:
     return answer.last.stats
 
 
-def _finish(harness: EngineHarness, answers: list[Answer], *doubles: PrefillDouble) -> None:
-    harness.turn_until(lambda: all(answer.is_over for answer in answers), *doubles)
-    assert [answer.failure for answer in answers] == [None] * len(answers)
-    pools = harness.engine.requests.pools
-    assert pools.free == pools.totals, "every pool is whole again"
-
-
 @pytest.mark.I2
 @pytest.mark.I3
 @pytest.mark.I4
@@ -101,7 +95,7 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
 ) -> None:
     before = roomy.engine.hot_buffers.totals(())
     answers = [roomy.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
-    _finish(roomy, answers, double)
+    finish(roomy, answers, double)
     each = [(stats.hits, stats.misses, stats.evictions) for stats in map(_stats, answers)]
     assert roomy.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -145,7 +139,7 @@ def test_every_step_selects_what_the_indexer_says(
 
     monkeypatch.setattr(HostStep, "select", select_and_compare)
     answers = [roomy.generate(double, prompt, 4, HisparseFlag.TRUE) for prompt in PROMPTS[1:5]]
-    _finish(roomy, answers, double)
+    finish(roomy, answers, double)
     assert {TOP_K, TOP_K + 1} <= seq_lens
 
 
@@ -167,7 +161,7 @@ def test_index_pages_may_be_scattered(
         node.turn_until(lambda: answer.token_ids, double)
         (scattered,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == len(prompt))
         assert len(scattered.owned[PoolKind.INDEX]) == 2
-        _finish(node, [*long_lived, answer], double)
+        finish(node, [*long_lived, answer], double)
         assert answer.token_ids == expected[prompt]
 
 
@@ -209,7 +203,7 @@ def test_mixed_modes_share_a_batch_under_pressure(
             node.generate(double, prompt, NUM_NEW, flags[number % len(flags)])
             for number, prompt in enumerate(prompts)
         ]
-        _finish(node, answers, double)
+        finish(node, answers, double)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
         node.turn_for(0.5, double)
@@ -259,7 +253,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 
         monkeypatch.setattr(hot_buffers, "retract", retract_and_compare)
         answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
-        _finish(node, answers, double)
+        finish(node, answers, double)
         for answer in answers:
             assert answer.token_ids == expected[prompt]
         kept, spilled = sorted(map(_stats, answers), key=lambda stats: stats.num_retractions)
@@ -325,7 +319,7 @@ def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
         node.turn_until(lambda: answers[-1].token_ids, double)
         (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == len(prompts[-1]))
         assert request.reserved_tokens < request.life_tokens
-        _finish(node, answers, double)
+        finish(node, answers, double)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
 
@@ -366,6 +360,6 @@ def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
             return node.stats is not None and node.stats.gauges["num_paused_reqs"] == 1
 
         node.turn_until(is_one_paused, double)
-        _finish(node, answers, double)
+        finish(node, answers, double)
         assert [answer.token_ids for answer in answers] == [expected[prompt]] * 2
         assert [_stats(answer).num_retractions for answer in answers] == [0, 0]

@@ -28,7 +28,6 @@ from hisparse_pd.grammar.token_trie import Grammar
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     drafts,
-    finish,
     harness,
     make_graph_runner,
     num_drafts,
@@ -39,6 +38,7 @@ from tests.unit.decode_node.support import (
     EngineHarness,
     PrefillDouble,
     Prompt,
+    finish,
     load_checkpoint,
     random_prompt,
 )

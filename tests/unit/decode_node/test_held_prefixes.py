@@ -81,7 +81,7 @@ class Books:
         if mode is Mode.HISPARSE:
             kv = SlotCounts(host=num_own, device=8, lookup=num_slots)
         self.rooms.open(request)
-        self.rooms.queue(request, 9.0)
+        self.rooms.queue(request, RequestState.WAITING, 9.0)
         need = kv + SlotCounts(index=num_own, aux=1, req_row=1)
         hot_capacity = 8 if mode is Mode.HISPARSE else 0
         admission = Admission(request, mode, need, hot_capacity, num_pages)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.request import PeerAddress, Request
+from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import EngineStats
 from hisparse_pd.paging.pools import Pools, SlotCounts
@@ -26,7 +26,7 @@ def _open(rooms: LiveRequests, room: int, flag: HisparseFlag) -> Request:
 def _run(rooms: LiveRequests, room: int, mode: Mode) -> None:
     request = _open(rooms, room, HisparseFlag.AUTO)
     need = SlotCounts(host=10, device=16, index=10, aux=1, req_row=1)
-    rooms.queue(request, 9.0)
+    rooms.queue(request, RequestState.WAITING, 9.0)
     rooms.admit(Admission(request, mode, need, 8 if mode is Mode.HISPARSE else 0), "first", 9.0)
     rooms.start(request)
 

@@ -181,8 +181,8 @@ def test_a_request_that_moves_to_another_rank_keeps_its_place_in_line(state: Req
     moved = [request for request in requests.all() if request.room in (1, 3)]
     for request in moved:
         if state is RequestState.WAITING:
-            requests.queue(request, 100.0)
-        requests.readdress(request, ranks[1], 20.0)
+            requests.queue(request, RequestState.WAITING, 100.0)
+        requests.queue(request, RequestState.CONNECTING, 20.0, ranks[1])
     assert [request.room for request in requests.queued(RequestState.CONNECTING, ranks[1])] == [1, 3, 4, 5]
     assert [request.room for request in requests.queued(RequestState.CONNECTING, ranks[0])] == [0, 2]
     assert requests.queued_at(RequestState.WAITING) == []

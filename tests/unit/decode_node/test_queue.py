@@ -214,7 +214,7 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     node.lifecycle.expire(305.0)
     assert [failed.request_id for failed in node.sent[2:]] == ["id-1"]
     assert len(node.rooms) == 0
-    assert node.rooms.num_queued.total() == 0
+    assert node.rooms.num_queued().total() == 0
 
 
 @pytest.mark.I8

@@ -33,7 +33,6 @@ from tests.unit.decode_node.speculation_support import (
     MakeRunner,
     by_turns,
     drafts,
-    finish,
     harness,
     make_graph_runner,
     num_drafts,
@@ -44,6 +43,7 @@ from tests.unit.decode_node.support import (
     EngineHarness,
     PrefillDouble,
     Prompt,
+    finish,
     load_checkpoint,
 )
 from tools.checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint

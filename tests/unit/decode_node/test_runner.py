@@ -26,11 +26,11 @@ from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
 from tests.unit.decode_node.support import (
-    Answer,
     Checkpoint,
     EngineHarness,
     PrefillDouble,
     Prompt,
+    finish,
     load_checkpoint,
     random_prompt,
 )
@@ -77,13 +77,6 @@ def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> It
         )
     yield harness
     harness.close()
-
-
-def finish(harness: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
-    ending = harness.engine.requests.ending
-    harness.turn_until(lambda: all(answer.is_over for answer in answers) and not ending, double)
-    assert [answer.failure for answer in answers] == [None] * len(answers)
-    assert harness.engine.requests.pools.free == harness.engine.requests.pools.totals
 
 
 @pytest.mark.I3
@@ -198,7 +191,7 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
         patch.setattr(type(engine.steps.in_flight), "result", unreadable)
         patch.setattr(type(engine.steps.in_flight), "wait", lambda launched: waited.append(launched))
         patch.setattr(engine.hot_buffers, "release", release)
-        node.turn_until(lambda: doomed.is_over and not engine.requests.ending, double)
+        node.turn_until(lambda: doomed.is_over and not engine.requests.select(RequestState.ENDING), double)
     assert doomed.failure is not None
     assert "no such token" in doomed.failure.error
     spared = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
@@ -258,6 +251,7 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_tha
     node.engine.steps.settle()
     for request in requests:
         warming[request.req_row] = fillings[request.room]  # type: ignore[assignment]
+        request.is_filling = True
     num_before = [len(request.output_token_ids) for request in requests]
     for _ in range(5):
         node.turn(double)
@@ -267,7 +261,7 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_tha
     node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
     node.turn_until(lambda: staying.is_over, double)
     assert staying.token_ids == expected[PROMPTS[8]]
-    (ending,) = node.engine.requests.ending
+    (ending,) = node.engine.requests.select(RequestState.ENDING)
     assert ending.num_device_slots > 0
     leaves.is_over = True
     finish(node, [staying], double)

@@ -64,7 +64,7 @@ class Node:
             request.prompt_keys = PromptKeys.of(NO_ISOLATION, tokens, self.limits.page_size)
         assert refusal(self.limits, request) == ""
         self.rooms.open(request)
-        self.rooms.queue(request, 9.0)
+        self.rooms.queue(request, RequestState.WAITING, 9.0)
         return request
 
     def plan(self, now: float = 0.0) -> StepPlan:

@@ -25,7 +25,6 @@ from tests.unit.decode_node.speculation_support import (
     PROMPTS,
     by_turns,
     drafts,
-    finish,
     harness,
     make_graph_runner,
     num_drafts,
@@ -35,6 +34,7 @@ from tests.unit.decode_node.support import (
     EngineHarness,
     PrefillDouble,
     Prompt,
+    finish,
     load_checkpoint,
 )
 from tools.checkpoints.oracle import greedy_tokens

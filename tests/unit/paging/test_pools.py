@@ -27,7 +27,7 @@ def make_request(room: int = 1, flag: HisparseFlag = HisparseFlag.TRUE) -> Reque
 def landed(rooms: LiveRequests, room: int, mode: Mode = Mode.HISPARSE) -> Request:
     request = make_request(room)
     rooms.open(request)
-    rooms.queue(request, 9.0)
+    rooms.queue(request, RequestState.WAITING, 9.0)
     rooms.admit(Admission(request, mode, NEED, 8 if mode is Mode.HISPARSE else 0), "first", 9.0)
     return request
 
@@ -189,7 +189,7 @@ def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
         "1", Room(1), 4, SamplingParams(max_new_tokens=1), HisparseFlag.TRUE, PEER, arrived_at=0.0
     )
     rooms.open(request)
-    rooms.queue(request, 9.0)
+    rooms.queue(request, RequestState.WAITING, 9.0)
     rooms.admit(Admission(request, Mode.HISPARSE, SlotCounts(host=4, aux=1), 0), "first", 9.0)
     rooms.end(request, Landing.QUIET_AFTER_FAILURE, 0.0)
     rooms.quarantine.postpone(100.0)
