@@ -7,11 +7,11 @@ middle of them. Two correct implementations give the same tokens only if both ta
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoints.make_tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
+from tools.checkpoints.files import write_config
+from tools.checkpoints.make_tiny import VOCAB_SIZE, write_tokenizer
 
 INDEX_TOPK = 37
 CONTEXT_LENGTH = 2048
@@ -24,8 +24,6 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: dict[str, Any] = {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
         "dtype": "float32",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 78,
@@ -33,15 +31,9 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
         "moe_intermediate_size": 30,
         "num_hidden_layers": 5,
         "num_attention_heads": 6,
-        "num_key_value_heads": 6,
         "n_shared_experts": 1,
         "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
         "q_lora_rank": 44,
         "kv_lora_rank": 40,
         "qk_nope_head_dim": 9,
@@ -51,15 +43,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
         "index_head_dim": 24,
         "index_topk": INDEX_TOPK,
         "max_position_embeddings": CONTEXT_LENGTH,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "rms_norm_eps": 1e-6,
         "initializer_range": 0.15,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
     }
     if variant == "glm":
         config |= {
@@ -68,8 +52,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
             "indexer_types": _INDEXER_TYPES,
             "rms_norm_eps": 1e-5,
         }
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_config(out_dir, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out_dir)).save_pretrained(out_dir)

@@ -14,7 +14,8 @@ from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.spec import load_spec
 from tests.gpu.support import needs_gpu
 from tools.bench import decode_step
-from tools.checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, write_synthetic
+from tools.checkpoints.files import NUM_BYTES
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 pytestmark = needs_gpu
 

@@ -45,10 +45,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.checkpoints.make_tiny import SPECIAL_TOKENS, byte_characters, save_tokenizer
+from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer, write_config
 from tools.checkpoints.quantize_fp8 import QUANTIZATION, is_quantized, quantized
 
-NUM_BYTES = 256
 MIN_PERIOD = 500
 """Tokens: RoPE pairs that turn faster have no part in the drifting score."""
 CONSTANT = 3.0
@@ -141,21 +140,9 @@ def write_synthetic(
     from safetensors.torch import save_file
 
     shape = shape or SyntheticShape()
-    out_dir.mkdir(parents=True, exist_ok=True)
     if stale := sorted(out_dir.glob("*.safetensors")):
         raise ValueError(f"{stale[0]} exists already; give an empty directory, or remove the old checkpoint")
-    first = SPECIAL_TOKENS.index
-    base = shape.vocab_size - len(SPECIAL_TOKENS)
-    special = {
-        "bos_token_id": base + first("<bos>"),
-        "eos_token_id": shape.eos_id,
-        "pad_token_id": base + first("<pad>"),
-    }
-    config = _config(shape) | special
-    if in_fp8:
-        config["quantization_config"] = QUANTIZATION
-    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (out_dir / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
     _write_tokenizer(out_dir, shape)
 
     maker = _Maker(shape, seed, torch.device(device))
@@ -181,8 +168,6 @@ def write_synthetic(
 def _config(shape: SyntheticShape) -> dict[str, Any]:
     draft = {} if shape.draft_agreement is None else {"num_nextn_predict_layers": 1}
     return {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
         "dtype": "bfloat16",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -190,15 +175,9 @@ def _config(shape: SyntheticShape) -> dict[str, Any]:
         "moe_intermediate_size": shape.expert_dim,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_heads,
         "n_shared_experts": 1,
         "n_routed_experts": shape.num_experts,
         "num_experts_per_tok": shape.experts_per_token,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
         "q_lora_rank": shape.q_lora_rank,
         "kv_lora_rank": shape.kv_lora_rank,
         "qk_nope_head_dim": shape.qk_nope_head_dim,
@@ -208,11 +187,6 @@ def _config(shape: SyntheticShape) -> dict[str, Any]:
         "index_head_dim": shape.index_head_dim,
         "index_topk": shape.index_topk,
         "max_position_embeddings": shape.context_length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
         **draft,
     }
 

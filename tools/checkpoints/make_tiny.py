@@ -19,16 +19,14 @@ files are the same everywhere.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer, write_config
 
 Array = npt.NDArray[np.float64]
 
@@ -38,18 +36,8 @@ INDEX_TOPK = 64
 LIKELY_DRAFTS = 0.3
 """A ``draft_gain`` with which about half of the drafts are right, and text still depends on all layers."""
 
-_NUM_BYTES = 256
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
-PAD_ID, BOS_ID, EOS_ID = range(_NUM_BYTES, _NUM_BYTES + 3)
-VOCAB_SIZE = _NUM_BYTES + len(SPECIAL_TOKENS)
-
-CHAT_TEMPLATE = (
-    "<bos>{% for message in messages %}"
-    "{% if message['role'] in ('system', 'user', 'assistant') %}<|{{ message['role'] }}|>"
-    "{% else %}{{ raise_exception('unknown role ' ~ message['role']) }}{% endif %}"
-    "{{ message['content'] }}{% if message['role'] == 'assistant' %}<eos>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTES, NUM_BYTES + 3)
+VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 
 HIDDEN = 128
 NUM_LAYERS = 4
@@ -93,21 +81,14 @@ def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = Non
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    config = _config(variant)
-    if draft_gain is not None:
-        config["num_nextn_predict_layers"] = 1
-    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    (out_dir / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    draft = {} if draft_gain is None else {"num_nextn_predict_layers": 1}
+    config = write_config(out_dir, _config(variant) | draft)
     _write_weights(out_dir / "model.safetensors", variant, config, draft_gain)
     write_tokenizer(out_dir)
 
 
 def _config(variant: str) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
         "dtype": "float32",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN,
@@ -115,15 +96,8 @@ def _config(variant: str) -> dict[str, Any]:
         "moe_intermediate_size": EXPERT_DIM,
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_HEADS,
         "n_shared_experts": 2,
         "n_routed_experts": NUM_EXPERTS,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
         "q_lora_rank": Q_LORA,
         "kv_lora_rank": KV_LORA,
         "qk_nope_head_dim": NOPE,
@@ -133,14 +107,6 @@ def _config(variant: str) -> dict[str, Any]:
         "index_head_dim": INDEX_DIM,
         "index_topk": INDEX_TOPK,
         "max_position_embeddings": CONTEXT_LENGTH,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
     }
     if variant == "glm":
         config |= {
@@ -366,7 +332,7 @@ def _letter_preference() -> Array:
     preference[ord("a") : ord("z") + 1] = 0.5
     preference[[ord(" "), ord("e"), ord("t"), ord("a"), ord("o"), ord("n")]] = 1.0
     preference[ord("\n")] = 0.0
-    preference[_NUM_BYTES:] = -20.0
+    preference[NUM_BYTES:] = -20.0
     preference[EOS_ID] = -2.5
     return preference
 
@@ -379,38 +345,6 @@ def write_tokenizer(out_dir: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     save_tokenizer(tokenizer, out_dir, CONTEXT_LENGTH)
-
-
-def save_tokenizer(tokenizer: Tokenizer, out_dir: Path, model_max_length: int) -> None:
-    """Write a byte-level ``tokenizer`` with the special tokens and the chat template to ``out_dir``."""
-    from tokenizers import AddedToken, decoders
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
-        model_max_length=model_max_length,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
-    fast.save_pretrained(out_dir)
-
-
-def byte_characters() -> list[str]:
-    """The printable character that byte-level vocabularies write for each byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(_NUM_BYTES) if byte not in plain]
-    characters = {byte: chr(byte) for byte in plain} | {
-        byte: chr(_NUM_BYTES + number) for number, byte in enumerate(others)
-    }
-    return [characters[byte] for byte in range(_NUM_BYTES)]
 
 
 def main() -> None:

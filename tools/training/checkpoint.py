@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tools.checkpoints.files import write_config
 from tools.training.draft import DraftLayer
 from tools.training.network import Network
 from tools.training.task import CONTEXT_LENGTH
-from tools.training.vocabulary import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
+from tools.training.vocabulary import write_tokenizer
 
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 DRAFT_FILE = "mtp.safetensors"
@@ -23,10 +24,7 @@ DRAFT_FILE = "mtp.safetensors"
 
 def write_checkpoint(network: Network, out_dir: Path) -> None:
     """Write configuration, weights and tokenizer to ``out_dir``, made when missing."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / "config.json").write_text(json.dumps(network.shape.hf_config(), indent=2) + "\n")
-    generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    (out_dir / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_config(out_dir, network.shape.hf_config())
     write_tokenizer(out_dir, CONTEXT_LENGTH)
     save_file(hf_weights(network), out_dir / "model.safetensors", metadata={"format": "pt"})
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.training.task import CONTEXT_LENGTH
-from tools.training.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+from tools.training.vocabulary import VOCAB_SIZE
 
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-6
@@ -36,10 +36,8 @@ class NetworkShape:
     shared_experts: int = 2
 
     def hf_config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """What config.json says of them."""
         return {
-            "architectures": ["DeepseekV32ForCausalLM"],
-            "model_type": "deepseek_v32",
             "dtype": "bfloat16",
             "vocab_size": VOCAB_SIZE,
             "hidden_size": self.hidden,
@@ -47,15 +45,10 @@ class NetworkShape:
             "moe_intermediate_size": self.expert_dim,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_heads,
             "n_shared_experts": self.shared_experts,
             "n_routed_experts": self.num_experts,
             "num_experts_per_tok": self.experts_per_token,
             "n_group": self.expert_groups,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "first_k_dense_replace": 1,
             "q_lora_rank": self.q_lora,
             "kv_lora_rank": self.kv_lora,
             "qk_nope_head_dim": self.nope_dim,
@@ -65,12 +58,4 @@ class NetworkShape:
             "index_head_dim": self.index_dim,
             "index_topk": self.index_topk,
             "max_position_embeddings": CONTEXT_LENGTH,
-            "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
-            "rms_norm_eps": NORM_EPS,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": BOS_ID,
-            "eos_token_id": EOS_ID,
-            "pad_token_id": PAD_ID,
         }

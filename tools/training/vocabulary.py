@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.checkpoints.make_tiny import SPECIAL_TOKENS, byte_characters, save_tokenizer
-
-NUM_BYTES = 256
+from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer
 
 
 def _listed(words: str) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.spec import load_spec
 from kernels.indexer import index_topk
-from tools.checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, main, write_synthetic
-from tools.checkpoints.make_tiny import SPECIAL_TOKENS
+from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS
+from tools.checkpoints.make_synthetic import SyntheticShape, main, write_synthetic
 from tools.checkpoints.quantize_fp8 import quantize_checkpoint
 
 TOP_K = 64

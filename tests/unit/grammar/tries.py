@@ -9,7 +9,7 @@ import numpy as np
 
 from hisparse_pd.grammar.matcher import Bits, Matcher, fill_masks
 from hisparse_pd.grammar.token_trie import TokenTrie
-from tools.checkpoints.make_tiny import SPECIAL_TOKENS, byte_characters
+from tools.checkpoints.files import SPECIAL_TOKENS, byte_characters
 
 EOS, OTHER_EOS = 258, 261
 VOCAB_SIZE = 300
