@@ -29,6 +29,10 @@ class RouterError(ApiError):
 
     node_headers: Mapping[str, str] = MappingProxyType({})
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, **self.node_headers}
+
 
 class NodeUnreachable(RouterError):
     """The connection to a node could not be made. Nothing of the request reached it."""

@@ -24,15 +24,16 @@ from starlette.types import Message, Receive, Scope, Send
 from hisparse_pd.api.keys import RequireKey, load_api_keys
 from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.http.clients import read_body, unless_client_leaves
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.off_loop import parsed
 from hisparse_pd.http.patience import Patience
-from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
+from hisparse_pd.settings import RouterSettings
 from hisparse_pd.traces import open_tracer
 from router.body import Endpoint, RequestBody
 from router.connect import RawHeaders
 from router.drain import Drain, ShuttingDown
-from router.errors import NodeFailed, RouterError
+from router.errors import RouterError
 from router.fleet import Fleet
 from router.health import LOADING, HealthWatch
 from router.live_page import PAGE_PATHS, page_routes
@@ -209,41 +210,19 @@ class _RelayEndpoint:
 
     async def _serve(self, request: Request, send: Send, span: RequestSpan | None) -> int:
         """Answers the request; the status under which it is counted."""
+        reply = _Reply(send)
         try:
-            body = await self._read_body(request)
+            body = await read_body(request, self._router.settings.request_timeout_secs)
+            return await unless_client_leaves(
+                request.receive, self._relay(request, body, reply, span), lambda: reply.is_complete
+            )
         except ClientDisconnect:
             return CLIENT_GONE
-        except RouterError as error:
+        except ApiError as error:
             return await self._send_error(request, send, error, span)
-        reply = _Reply(send)
-        answering = asyncio.create_task(self._relay(request, body, reply, span))
-        leaving = asyncio.create_task(_client_left(request))
-        try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            return await answering if answering.done() or reply.is_complete else CLIENT_GONE
         except TimeoutError:
             log.warning("%s: the client stopped reading its answer", self._path)
             return CLIENT_GONE
-        finally:
-            for task in (answering, leaving):
-                task.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
-
-    async def _read_body(self, request: Request) -> bytes:
-        declared = request.headers.get("content-length", "0")
-        body = bytearray()
-        if declared.isdecimal() and int(declared) <= MAX_BODY_BYTES:
-            try:
-                async with asyncio.timeout(self._router.settings.request_timeout_secs):
-                    async for chunk in request.stream():
-                        body += chunk
-                        if len(body) > MAX_BODY_BYTES:
-                            break
-            except TimeoutError as error:
-                raise RouterError(408, "the request body did not arrive in time") from error
-        if len(body) > MAX_BODY_BYTES or not declared.isdecimal() or int(declared) > MAX_BODY_BYTES:
-            raise RouterError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
-        return bytes(body)
 
     async def _relay(self, request: Request, body: bytes, send: Send, span: RequestSpan | None) -> int:
         headers = request.headers.raw if span is None else span.passed_on(request.headers.raw)
@@ -287,7 +266,7 @@ class _RelayEndpoint:
                     reading.end()
                     if num_left <= 0:
                         return  # the client has all of it, and may leave before the node's connection ends
-        except (NodeFailed, ShuttingDown) as error:
+        except RouterError as error:
             self._router.metrics.truncated.inc()
             log.warning("%s: %s", self._path, error)
             if span is not None:
@@ -319,13 +298,13 @@ class _RelayEndpoint:
                 reading.close()
 
     async def _send_error(
-        self, request: Request, send: Send, error: RouterError, span: RequestSpan | None
+        self, request: Request, send: Send, error: ApiError, span: RequestSpan | None
     ) -> int:
         if span is not None:
             span.error = str(error)
         if error.status >= 500:
             log.warning("%s: %s", self._path, error)
-        await error.response(error.node_headers, self._error_shape)(request.scope, request.receive, send)
+        await error.response(shape=self._error_shape)(request.scope, request.receive, send)
         return error.status
 
 
@@ -339,11 +318,6 @@ class _Reply:
     async def __call__(self, message: Message) -> None:
         await self._send(message)
         self.is_complete = not message.get("more_body", message["type"] == "http.response.start")
-
-
-async def _client_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from hisparse_pd.api.frame import Answer, FramedEndpoint, Reply
+from hisparse_pd.api.frame import Answer, FramedEndpoint, Reply, Respond
 from hisparse_pd.api.keys import ApiKeys, RequireKey
 from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, show_models
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
@@ -100,7 +100,7 @@ stream reports later ones itself."""
 
 def create_app(front: Front, handler: Handler) -> Starlette:
     """The application with all endpoints of a node."""
-    takers: dict[str, Callable[[bytes, float, Reply], Awaitable[None]]] = {
+    takers: dict[str, Respond] = {
         **{endpoint: _Worker(front, endpoint, handler) for endpoint in Endpoint},
         **{path: partial(_about_tokens, front, path) for path in TokenPath},
     }

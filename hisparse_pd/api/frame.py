@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from hisparse_pd.api.keep_alive import KeepAlive
+from hisparse_pd.http.clients import read_body, unless_client_leaves
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
-from hisparse_pd.settings import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
     from hisparse_pd.tracing import RequestSpan, Tracer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Headers = Sequence[tuple[bytes, bytes]]
-T = TypeVar("T")
+Respond: TypeAlias = "Callable[[bytes, float, Reply], Coroutine[Any, Any, None]]"
 
 BODY_TIMEOUT_SECS = 30.0
 """A client that has not sent its whole body by then is answered 408."""
@@ -81,7 +81,7 @@ class FramedEndpoint:
     def __init__(
         self,
         path: str,
-        respond: Callable[[bytes, float, Reply], Awaitable[None]],
+        respond: Respond,
         count: Callable[[str, int], None],
         tracer: Tracer | None = None,
     ) -> None:
@@ -96,9 +96,9 @@ class FramedEndpoint:
         reply = Reply(send, ErrorShape.of_path(self._path), headers, span)
         try:
             arrived_at = time.monotonic()
-            body = await _read_body(Request(scope, receive))
+            body = await read_body(Request(scope, receive), BODY_TIMEOUT_SECS)
             reply.keep_alive(scope)
-            await _unless_client_leaves(receive, self._answer(body, arrived_at, reply))
+            await unless_client_leaves(receive, self._respond(body, arrived_at, reply))
         except ClientDisconnect:
             reply.status = _CLIENT_LEFT
         except ApiError as error:
@@ -111,9 +111,6 @@ class FramedEndpoint:
             self._count(self._path, reply.status)
             if span is not None:
                 span.end(reply.status)
-
-    async def _answer(self, body: bytes, arrived_at: float, reply: Reply) -> None:
-        await self._respond(body, arrived_at, reply)
 
 
 class Reply:
@@ -194,46 +191,3 @@ class Reply:
     async def _send_piece(self, piece: bytes, *, last: bool = False) -> None:
         message: Message = {"type": "http.response.body", "body": piece, "more_body": not last}
         await self._send(message)
-
-
-async def _read_body(request: Request) -> bytes:
-    """Raises ApiError 413 or 408, or ClientDisconnect."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise _too_large()
-    chunks: list[bytes] = []
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_SECS):
-            async for chunk in request.stream():
-                chunks.append(chunk)
-                num_bytes += len(chunk)
-                if num_bytes > MAX_BODY_BYTES:
-                    raise _too_large()
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECS:g} s") from error
-    return b"".join(chunks)
-
-
-def _too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes, the most that this node takes")
-
-
-async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves. Raises ClientDisconnect."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_client_leaves(receive))
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
