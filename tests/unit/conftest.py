@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +12,6 @@ import pytest
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture
-def on_node(tmp_path: Path) -> Callable[..., None]:
-    from tests.unit.api.support import runs_on_node
-
-    return runs_on_node(tmp_path)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,7 @@ async def serving(
     health_timeout_secs: float = 30.0,
     **options: Any,
 ) -> AsyncIterator[Node]:
+    """For ``WAIT_SECS`` at most."""
     settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
         model_path=tmp_path / "model", **{"served_model_name": "tiny", **options}
     )
@@ -144,7 +145,8 @@ async def serving(
         try:
             if is_ready:
                 await until(lambda: link.ready is not None, "the engine is ready")
-            yield Node(client, engine, link, listeners[0].port, listeners[1].port)
+            async with asyncio.timeout(WAIT_SECS):
+                yield Node(client, engine, link, listeners[0].port, listeners[1].port)
         finally:
             for server in servers:
                 server.should_exit = True
@@ -186,19 +188,3 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECS} s"
         await asyncio.sleep(0.005)
-
-
-OnNode = Callable[..., None]
-
-
-def runs_on_node(tmp_path: Path) -> OnNode:
-    """Serves with a script, and runs the rest of the test against it: the fixture ``on_node``."""
-
-    def run(script: Script, check: Callable[[Node], Awaitable[None]], **options: Any) -> None:
-        async def main() -> None:
-            async with serving(script, tmp_path, **options) as node:
-                await asyncio.wait_for(check(node), WAIT_SECS)
-
-        asyncio.run(main())
-
-    return run

@@ -10,18 +10,13 @@ import multiprocessing.connection
 import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from starlette.types import Message
 
@@ -52,26 +47,27 @@ from protocol.bootstrap import BootstrapInfo, look_up
 from tests.unit.api.scripted_engine import deliver, say, stats
 from tests.unit.api.support import (
     BODY,
-    CODEC,
     MESSAGES,
     NATIVE,
     ROOM,
     TOKENIZER,
     WAIT_SECS,
     Node,
-    OnNode,
     call_app,
     decode_events,
+    serving,
     socketless_front,
     until,
 )
-from tests.unit.api.tiny_tokenizer import EOS, write_checkpoint
+from tests.unit.api.tiny_tokenizer import EOS
+
+pytestmark = pytest.mark.anyio
 
 # --- decode: OpenAI ----------------------------------------------------------------------------------
 
 
-def test_completion(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_completion(tmp_path: Path) -> None:
+    async with serving(say("abcdefgh", mode=Mode.HISPARSE), tmp_path) as node:
         answer = (await node.post("/v1/completions", **BODY, hisparse=True)).json()
         assert answer["object"] == "text_completion"
         assert answer["model"] == "tiny"
@@ -97,11 +93,9 @@ def test_completion(on_node: OnNode) -> None:
         assert await node.metric("hisparse_pd:inter_token_latency_seconds_count") == 4
         assert await node.metric("hisparse_pd:e2e_request_latency_seconds_count") == 1
 
-    on_node(say("abcdefgh", mode=Mode.HISPARSE), check)
 
-
-def test_streamed_completion(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_streamed_completion(tmp_path: Path) -> None:
+    async with serving(say("a€bc"), tmp_path) as node:
         plain = await node.events("/v1/completions", **BODY)
         assert [chunk["choices"][0]["text"] for chunk in plain] == ["a", "€", "b"]
         assert [chunk["choices"][0]["finish_reason"] for chunk in plain] == [None, None, "length"]
@@ -113,11 +107,9 @@ def test_streamed_completion(on_node: OnNode) -> None:
         assert counted[-1]["usage"]["hisparse"] == {"mode": "dense", "hits": 10, "misses": 4}
         assert len({chunk["id"] for chunk in counted}) == 1
 
-    on_node(say("a€bc"), check)
 
-
-def test_usage_in_every_chunk(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_usage_in_every_chunk(tmp_path: Path) -> None:
+    async with serving(say("abcde"), tmp_path) as node:
         options = {"include_usage": True, "continuous_usage_stats": True}
         chunks = await node.events("/v1/completions", **BODY, n=2, stream_options=options)
         for index in (0, 1):
@@ -126,60 +118,33 @@ def test_usage_in_every_chunk(on_node: OnNode) -> None:
             assert [usage["total_tokens"] for usage in mine] == [6, 7, 8, 9, 10]
         assert chunks[-1]["usage"]["completion_tokens"] == 10
 
-    on_node(say("abcde"), check)
 
-
-def test_an_event_stream_names_its_charset(on_node: OnNode) -> None:
+async def test_an_event_stream_names_its_charset(tmp_path: Path) -> None:
     """Clients after the letter of HTTP take text without one for ISO-8859-1."""
-
-    async def check(node: Node) -> None:
+    async with serving(say("a€bc"), tmp_path) as node:
         answer = await node.post("/v1/completions", **BODY, stream=True)
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
 
-    on_node(say("a€bc"), check)
 
-
-@pytest.mark.I8
-def test_streamed_logprobs_cost_the_same_for_every_token(
-    on_node: OnNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_up: list[int] = []
-    text_of = CODEC.token_bytes.text
-
-    def counted(token_id: int) -> str:
-        looked_up.append(token_id)
-        return text_of(token_id)
-
-    async def check(node: Node) -> None:
-        chunks = await node.events("/v1/completions", **{**BODY, "max_tokens": 60}, logprobs=0)
-        offsets = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
-        assert offsets == list(range(60))
-
-    monkeypatch.setattr(CODEC.token_bytes, "text", counted)
-    on_node(say("x" * 60), check)
-    assert len(looked_up) <= 2 * 60
-
-
-def test_completion_logprobs(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
-        whole = (await node.post("/v1/completions", **BODY, logprobs=2)).json()["choices"][0]["logprobs"]
-        assert whole["tokens"] == ["a", "b", "c"]
-        assert whole["token_logprobs"] == [-0.5] * 3
-        assert whole["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
-        assert whole["text_offset"] == [0, 1, 2]
+async def test_completion_logprobs(tmp_path: Path) -> None:
+    """Of all messages of the engine, in a stream with each."""
+    async with serving(say("abcd", per_message=2), tmp_path) as node:
+        for choice in (await node.post("/v1/completions", **BODY, logprobs=2, n=2)).json()["choices"]:
+            whole = choice["logprobs"]
+            assert whole["tokens"] == list("abcd")
+            assert whole["token_logprobs"] == [-0.5] * 4
+            assert whole["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
+            assert whole["text_offset"] == [0, 1, 2, 3]
         chunks = await node.events("/v1/completions", **BODY, logprobs=0)
         streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-        assert [entry["tokens"] for entry in streamed] == [["a"], ["b"], ["c"]]
-        assert [entry["top_logprobs"] for entry in streamed] == [[{"a": -0.5}], [{"b": -0.5}], [{"c": -0.5}]]
-        assert [entry["text_offset"] for entry in streamed] == [[0], [1], [2]]
-
-    on_node(say("abc"), check)
+        assert [entry["tokens"] for entry in streamed] == [["a", "b"], ["c", "d"]]
+        assert streamed[0]["top_logprobs"] == [{"a": -0.5}, {"b": -0.5}]
+        assert [entry["text_offset"] for entry in streamed] == [[0, 1], [2, 3]]
 
 
-def test_token_ids_of_completions(on_node: OnNode) -> None:
+async def test_token_ids_of_completions(tmp_path: Path) -> None:
     """Of each prompt and each answer, also where a token shows no text yet."""
-
-    async def check(node: Node) -> None:
+    async with serving(say("a€b"), tmp_path) as node:
         body: dict[str, Any] = {**BODY, "prompt": ["ab", "c"], "n": 2, "return_token_ids": True}
         choices = (await node.post("/v1/completions", **body)).json()["choices"]
         assert [choice["prompt_token_ids"] for choice in choices] == [[97, 98], [97, 98], [99], [99]]
@@ -193,11 +158,9 @@ def test_token_ids_of_completions(on_node: OnNode) -> None:
             assert [chunk["token_ids"] for chunk in chunks] == [[byte] for byte in "a€b".encode()]
             assert [chunk["text"] for chunk in chunks] == ["a", "", "", "€", "b"]
 
-    on_node(say("a€b"), check)
 
-
-def test_token_ids_of_a_chat(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_token_ids_of_a_chat(tmp_path: Path) -> None:
+    async with serving(say("a€b"), tmp_path) as node:
         body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 5, "return_token_ids": True, **ROOM}
         prompt_ids = TOKENIZER("[user]hi[assistant]").input_ids
         whole = (await node.post("/v1/chat/completions", **body, n=2)).json()
@@ -214,19 +177,15 @@ def test_token_ids_of_a_chat(on_node: OnNode) -> None:
         refused = await node.post("/generate", **NATIVE, return_token_ids=True)
         assert refused.json()["error"]["param"] == "return_token_ids"
 
-    on_node(say("a€b"), check)
 
-
-def test_a_chat_without_a_number_asks_the_engine_for_the_nodes_default(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_chat_without_a_number_asks_the_engine_for_the_nodes_default(tmp_path: Path) -> None:
+    async with serving(say("abc"), tmp_path, default_max_tokens=7) as node:
         await node.post("/v1/chat/completions", messages=MESSAGES, **ROOM)
         assert node.engine.generates[0].sampling.max_new_tokens == 7
 
-    on_node(say("abc"), check, default_max_tokens=7)
 
-
-def test_chat(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_chat(tmp_path: Path) -> None:
+    async with serving(say("abc"), tmp_path) as node:
         body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, **ROOM}
         answer = (await node.post("/v1/chat/completions", **body, metadata={"hisparse": "false"})).json()
         assert answer["object"] == "chat.completion"
@@ -246,18 +205,15 @@ def test_chat(on_node: OnNode) -> None:
         ]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
-    on_node(say("abc"), check)
 
-
-def test_n_and_several_prompts(on_node: OnNode) -> None:
+async def test_n_and_several_prompts(tmp_path: Path) -> None:
     def script(generate: Generate) -> Iterable[Tokens | float]:
         mode = Mode.DENSE if len(node_rooms) % 2 else Mode.HISPARSE
         node_rooms.append(generate.room)
         return say("xyz", mode=mode)(generate)  # type: ignore[return-value]
 
     node_rooms: list[int] = []
-
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         answer = (await node.post("/v1/completions", **{**BODY, "prompt": ["ab", "c"]}, n=2, seed=1)).json()
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert [generate.sampling.seed for generate in node.engine.generates] == [1, 2, 1, 2]
@@ -278,11 +234,9 @@ def test_n_and_several_prompts(on_node: OnNode) -> None:
             texts[choice["index"]] += choice["delta"].get("content", "")
         assert texts == {0: "xy", 1: "xy", 2: "xy"}
 
-    on_node(script, check)
-
 
 @pytest.mark.parametrize("per_message", [1, 3, 8])
-def test_stop_strings(on_node: OnNode, per_message: int) -> None:
+async def test_stop_strings(tmp_path: Path, per_message: int) -> None:
     def script(generate: Generate) -> Iterable[FromEngine | float]:
         """One that is not through before it hears of the stop: nobody would tell it of it."""
         num_said = 0
@@ -292,7 +246,7 @@ def test_stop_strings(on_node: OnNode, per_message: int) -> None:
             if 5 <= num_said < 8:
                 yield 60.0
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         body = {**BODY, "max_tokens": 8, "stop": ["never", "de"]}
         choice = (await node.post("/v1/completions", **body)).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == ("abc", "stop", "de")
@@ -311,32 +265,28 @@ def test_stop_strings(on_node: OnNode, per_message: int) -> None:
             assert all(m.has_finished for m in node.engine.received if isinstance(m, Abort))
         assert node.link.num_in_flight == 0
 
-    on_node(script, check)
-
 
 @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "ok"), (True, "ok!")])
-def test_a_stop_token_is_not_shown(on_node: OnNode, no_stop_trim: bool, text: str) -> None:
+async def test_a_stop_token_is_not_shown(tmp_path: Path, no_stop_trim: bool, text: str) -> None:
     def script(generate: Generate) -> Iterable[Tokens]:
         yield Tokens(generate.request_id, tuple(b"ok"))
         yield Tokens(
             generate.request_id, tuple(b"!"), (), FinishReason.STOP, ord("!"), RequestStats(Mode.DENSE)
         )
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         answer = (await node.post("/v1/completions", **BODY, no_stop_trim=no_stop_trim)).json()
         assert answer["choices"][0]["text"] == text
         assert answer["choices"][0]["matched_stop"] == 33
         assert answer["usage"]["completion_tokens"] == 3
 
-    on_node(script, check)
 
-
-def test_usage_says_what_became_of_drafts(on_node: OnNode) -> None:
+async def test_usage_says_what_became_of_drafts(tmp_path: Path) -> None:
     def script(generate: Generate) -> Iterable[Tokens]:
         drafted = RequestStats(Mode.DENSE, num_drafted=7, num_accepted=3)
         yield Tokens(generate.request_id, tuple(b"ok"), (), FinishReason.LENGTH, None, drafted)
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         answer = (await node.post("/v1/completions", **BODY, speculative=False)).json()
         assert answer["usage"]["completion_tokens_details"] == {
             "accepted_prediction_tokens": 3,
@@ -347,10 +297,8 @@ def test_usage_says_what_became_of_drafts(on_node: OnNode) -> None:
         assert (meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (7, 3)
         assert node.engine.generates[-1].is_speculative
 
-    on_node(script, check)
 
-
-def test_eos_is_shown_only_on_request(on_node: OnNode) -> None:
+async def test_eos_is_shown_only_on_request(tmp_path: Path) -> None:
     eos_id = TOKENIZER.convert_tokens_to_ids(EOS)
 
     def script(generate: Generate) -> Iterable[Tokens]:
@@ -358,19 +306,17 @@ def test_eos_is_shown_only_on_request(on_node: OnNode) -> None:
             generate.request_id, (111, eos_id), (), FinishReason.STOP, None, RequestStats(Mode.DENSE)
         )
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         assert (await node.post("/v1/completions", **BODY)).json()["choices"][0]["text"] == "o"
         shown = await node.post("/v1/completions", **BODY, skip_special_tokens=False)
         assert shown.json()["choices"][0]["text"] == f"o{EOS}"
-
-    on_node(script, check)
 
 
 # --- decode: SGLang ----------------------------------------------------------------------------------
 
 
-def test_generate(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_generate(tmp_path: Path) -> None:
+    async with serving(say("abc"), tmp_path) as node:
         answer = (await node.post("/generate", **NATIVE, rid="mine", return_logprob=True)).json()
         meta = answer["meta_info"]
         assert (answer["text"], answer["output_ids"]) == ("abc", list(b"abc"))
@@ -387,11 +333,9 @@ def test_generate(on_node: OnNode) -> None:
             "output_token_logprobs": [[-0.5, 97, None], [-0.5, 98, None], [-0.5, 99, None]],
         }
 
-    on_node(say("abc"), check)
 
-
-def test_generate_streams_cumulative_text(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_generate_streams_cumulative_text(tmp_path: Path) -> None:
+    async with serving(say("a€bc"), tmp_path) as node:
         events = await node.events("/generate", **NATIVE)
         counts = [len(event["output_ids"]) for event in events]  # some are left out when the front is slow
         assert counts == sorted(set(counts))
@@ -402,12 +346,12 @@ def test_generate_streams_cumulative_text(on_node: OnNode) -> None:
         assert ends == [count == 5 for count in counts]
         assert "index" not in events[0]
 
-    on_node(say("a€bc"), check)
-
 
 @pytest.mark.I8
 @pytest.mark.parametrize(("path", "num_events"), [("/generate", 1), ("/v1/completions", 5)])
-def test_generate_leaves_out_what_the_next_event_repeats(tmp_path: Path, path: str, num_events: int) -> None:
+async def test_generate_leaves_out_what_the_next_event_repeats(
+    tmp_path: Path, path: str, num_events: int
+) -> None:
     """Each event has all the text so far: a reader that lags would cost the square of its length."""
 
     class BackloggedLink(EngineLink):
@@ -419,30 +363,25 @@ def test_generate_leaves_out_what_the_next_event_repeats(tmp_path: Path, path: s
                     group.put(event)
                 yield group
 
-    async def main() -> None:
-        front = socketless_front(tmp_path, BackloggedLink([str(tmp_path / "unused.ipc")], 5.0))
-        body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
-        sent = await call_app(create_decode_app(front), path, body, leaves=False)
-        events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())
-        assert len(events) == num_events
-        if path == "/generate":
-            assert events[0]["text"] == "abcde"
-
-    asyncio.run(main())
+    front = socketless_front(tmp_path, BackloggedLink([str(tmp_path / "unused.ipc")], 5.0))
+    body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
+    sent = await call_app(create_decode_app(front), path, body, leaves=False)
+    events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())
+    assert len(events) == num_events
+    if path == "/generate":
+        assert events[0]["text"] == "abcde"
 
 
-def test_generate_shows_the_text_of_logprobs_on_request(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_generate_shows_the_text_of_logprobs_on_request(tmp_path: Path) -> None:
+    async with serving(say("ab"), tmp_path) as node:
         body = {**NATIVE, "return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
         meta = (await node.post("/generate", **body)).json()["meta_info"]
         assert meta["output_token_logprobs"] == [[-0.5, 97, "a"], [-0.5, 98, "b"]]
         assert meta["output_top_logprobs"][0] == [[-0.5, 97, "a"], [-1.5, 98, "b"]]
 
-    on_node(say("ab"), check)
 
-
-def test_generate_answers_a_list_with_a_list(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_generate_answers_a_list_with_a_list(tmp_path: Path) -> None:
+    async with serving(say("abc"), tmp_path) as node:
         lists = {"bootstrap_host": ["h"] * 2, "bootstrap_port": [None] * 2, "bootstrap_room": [1, 2]}
         answers = (await node.post("/generate", input_ids=[[1], [2, 3]], **lists)).json()
         assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 2]
@@ -452,15 +391,13 @@ def test_generate_answers_a_list_with_a_list(on_node: OnNode) -> None:
         last = {event["index"]: event["text"] for event in events}
         assert last == {0: "abc", 1: "abc"}
 
-    on_node(say("abc"), check)
-
 
 # --- prefill -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_prefill_answers_when_all_rooms_are_delivered(on_node: OnNode, stream: bool) -> None:
-    async def check(node: Node) -> None:
+async def test_prefill_answers_when_all_rooms_are_delivered(tmp_path: Path, stream: bool) -> None:
+    async with serving(deliver, tmp_path, role="prefill") as node:
         response = await node.post("/generate", **NATIVE, stream=stream, return_logprob=True)
         assert response.status_code == 200
         answer = decode_events(response.text)[0] if stream else response.json()
@@ -470,28 +407,24 @@ def test_prefill_answers_when_all_rooms_are_delivered(on_node: OnNode, stream: b
         assert [entry["meta_info"]["cached_tokens"] for entry in answer["prefill"]] == [3, 3, 3]
         assert len({generate.room for generate in node.engine.generates[1:]}) == 3
 
-    on_node(deliver, check, role="prefill")
 
-
-def test_a_room_that_fails_fails_the_prefill(on_node: OnNode) -> None:
+async def test_a_room_that_fails_fails_the_prefill(tmp_path: Path) -> None:
     def script(generate: Generate) -> Iterable[RequestFailed | float]:
         if generate.room == 7:
             yield RequestFailed(generate.request_id, 503, "room 7: the decode node is gone")
         yield 60.0
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path, role="prefill") as node:
         response = await node.post("/v1/completions", **BODY, n=2)
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert response.json()["error"]["message"] == "room 7: the decode node is gone"
         other = node.engine.generates[1].request_id
         await until(lambda: node.engine.aborts == [other], "the other sample was aborted")
 
-    on_node(script, check, role="prefill")
-
 
 @pytest.mark.I7
-def test_bootstrap_endpoint(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_bootstrap_endpoint(tmp_path: Path) -> None:
+    async with serving(deliver, tmp_path, role="prefill") as node:
         info = await asyncio.to_thread(look_up, "127.0.0.1", node.bootstrap_port)
         assert isinstance(info, BootstrapInfo)
         assert info.control_endpoint("10.1.1.1") == "tcp://127.0.0.1:4711", "an address, where it answered"
@@ -509,21 +442,18 @@ def test_bootstrap_endpoint(on_node: OnNode) -> None:
         node.link.engine_died()
         assert (await node.client.get(url)).status_code == 503
 
-    on_node(deliver, check, role="prefill")
-
 
 # --- keys --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_without_a_key_only_probes_and_metrics_are_answered(
-    on_node: OnNode, role: str, tmp_path: Path
-) -> None:
+async def test_without_a_key_only_probes_and_metrics_are_answered(role: str, tmp_path: Path) -> None:
     key = "the-key-of-the-router"
     path = tmp_path / "keys"
     path.write_text(f"{key}\n")
 
-    async def check(node: Node) -> None:
+    script = deliver if role == "prefill" else say("hello")
+    async with serving(script, tmp_path, role=role, api_key_file=path) as node:
         for target in ("/health", "/health_generate", "/metrics"):
             assert (await node.client.get(target)).status_code == 200, target
         closed = ["/server_info", "/model_info", "/get_load", "/v1/models", "/flush_cache", "/nowhere"]
@@ -542,18 +472,16 @@ def test_without_a_key_only_probes_and_metrics_are_answered(
         assert str(path) not in info.text
         assert (await node.post("/v1/completions", **BODY)).status_code == 200
 
-    script = deliver if role == "prefill" else say("hello")
-    on_node(script, check, role=role, api_key_file=path)
-
 
 @pytest.mark.I7
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_headers_that_are_no_text_do_no_harm(role: str, on_node: OnNode, tmp_path: Path) -> None:
+async def test_headers_that_are_no_text_do_no_harm(role: str, tmp_path: Path) -> None:
     names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"origin", b"content-type")
     key = "k" * 32
     (tmp_path / "keys").write_text(key)
-
-    async def check(node: Node) -> None:
+    async with serving(
+        deliver if role == "prefill" else say("hello"), tmp_path, role=role, api_key_file=tmp_path / "keys"
+    ) as node:
         for value in (b"caf\xe9", b"\xff\xfe", b"a\x01b"):
             given = [(name, value) for name in names]
             keyed = [*given, (b"authorization", b"Bearer " + key.encode())]
@@ -567,18 +495,16 @@ def test_headers_that_are_no_text_do_no_harm(role: str, on_node: OnNode, tmp_pat
             response = await node.client.get("/nowhere", headers=keyed)
             assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 
-    on_node(deliver if role == "prefill" else say("hello"), check, role=role, api_key_file=tmp_path / "keys")
-
 
 # --- failures ----------------------------------------------------------------------------------------
 
 
-def test_a_failure_before_the_first_token_has_a_status(on_node: OnNode) -> None:
+async def test_a_failure_before_the_first_token_has_a_status(tmp_path: Path) -> None:
     def script(generate: Generate) -> Iterable[RequestFailed]:
         what = "room 7: no prefill node at 10.0.0.1:8998"
         yield RequestFailed(generate.request_id, 503, what, PREFILL_NODE_FAILED)
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         for stream in (False, True):
             response = await node.post("/v1/completions", **BODY, stream=stream)
             assert response.status_code == 503
@@ -589,16 +515,14 @@ def test_a_failure_before_the_first_token_has_a_status(on_node: OnNode) -> None:
             await node.metric('hisparse_pd:num_requests_total{endpoint="/v1/completions",status="503"}') == 2
         )
 
-    on_node(script, check)
-
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_a_failure_in_a_stream_is_its_last_event(on_node: OnNode, path: str) -> None:
+async def test_a_failure_in_a_stream_is_its_last_event(tmp_path: Path, path: str) -> None:
     def script(generate: Generate) -> Iterable[Tokens | RequestFailed]:
         yield Tokens(generate.request_id, (97,))
         yield RequestFailed(generate.request_id, 500, "the pool broke")
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         response = await node.post(path, **(BODY if path != "/generate" else NATIVE), stream=True)
         assert response.status_code == 200
         first, last, end = response.text.split("\n\n")
@@ -606,13 +530,11 @@ def test_a_failure_in_a_stream_is_its_last_event(on_node: OnNode, path: str) -> 
         assert "error" not in json.loads(first.removeprefix("data: "))
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the pool broke"
 
-    on_node(script, check)
-
 
 @pytest.mark.I7
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
-    async def check(node: Node) -> None:
+async def test_bad_input_reaches_no_engine(tmp_path: Path, role: str) -> None:
+    async with serving(say("x"), tmp_path, role=role) as node:
         bad: list[tuple[bytes, int]] = [
             (b"{", 400),
             (b"\xff\xfe", 400),
@@ -634,31 +556,28 @@ def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         assert (await node.client.get("/generate")).status_code == 405
 
-    on_node(say("x"), check, role=role)
-
 
 @pytest.mark.I8
-def test_a_body_without_a_length_is_limited_too(on_node: OnNode) -> None:
+async def test_a_body_without_a_length_is_limited_too(tmp_path: Path) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(2):
             yield b" " * (MAX_BODY_BYTES // 2 + 1)
 
-    async def check(node: Node) -> None:
+    async with serving(say("x"), tmp_path) as node:
         response = await node.client.post("/v1/completions", content=chunks())
         assert response.status_code == 413
-
-    on_node(say("x"), check)
 
 
 @pytest.mark.I8
 @pytest.mark.parametrize(("role", "stream"), [("decode", False), ("decode", True), ("prefill", False)])
-def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, stream: bool) -> None:
+async def test_a_client_that_leaves_aborts_its_samples(tmp_path: Path, role: str, stream: bool) -> None:
     def script(generate: Generate) -> Iterable[Tokens | float]:
         if stream:
             yield Tokens(generate.request_id, (97,))
         yield 60.0
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path, role=role) as node:
+
         async def ask() -> None:
             body = {**BODY, "n": 2, "stream": stream}
             async with node.client.stream("POST", "/v1/completions", json=body) as response:
@@ -677,11 +596,9 @@ def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, str
         while await node.metric(name) != 1:
             await asyncio.sleep(0.01)
 
-    on_node(script, check, role=role)
-
 
 @pytest.mark.I8
-def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> None:
+async def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> None:
     """Nothing in such a stream ever waits: neither the tokens, nor writing to a connection that is gone."""
 
     async def backlog() -> AsyncGenerator[bytes, None]:
@@ -691,12 +608,9 @@ def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> N
     async def answer(work: Work) -> Answer:
         return Answer(b"data: {}\n\n", "text/event-stream", backlog())
 
-    async def main() -> None:
-        front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
-        sent = await call_app(create_app(front, answer), "/v1/completions", BODY, leaves=True)
-        assert len(sent) < 100
-
-    asyncio.run(main())
+    front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
+    sent = await call_app(create_app(front, answer), "/v1/completions", BODY, leaves=True)
+    assert len(sent) < 100
 
 
 def test_a_client_that_leaves_amid_its_body_is_counted_and_not_answered(tmp_path: Path) -> None:
@@ -720,8 +634,8 @@ def test_a_client_that_leaves_amid_its_body_is_counted_and_not_answered(tmp_path
 
 
 @pytest.mark.I7
-def test_an_engine_that_dies_fails_what_is_in_flight(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_an_engine_that_dies_fails_what_is_in_flight(tmp_path: Path) -> None:
+    async with serving(lambda generate: [60.0], tmp_path) as node:
         answer = asyncio.create_task(node.post("/v1/completions", **BODY))
         await until(lambda: node.link.num_in_flight == 1, "the request is in flight")
         node.link.engine_died()
@@ -731,40 +645,36 @@ def test_an_engine_that_dies_fails_what_is_in_flight(on_node: OnNode) -> None:
         assert (await node.client.get("/health")).status_code == 503
         assert (await node.post("/v1/completions", **BODY)).status_code == 503
 
-    on_node(lambda generate: [60.0], check)
-
 
 @pytest.mark.I7
-def test_an_engine_that_hangs_does_not_hang_its_clients(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_an_engine_that_hangs_does_not_hang_its_clients(tmp_path: Path) -> None:
+    async with serving(lambda generate: [60.0], tmp_path, health_timeout_secs=0.4) as node:
         node.engine.num_running = 1  # stats come, steps do not
         response = await node.post("/v1/completions", **BODY)
         assert response.status_code == 503
         assert "no progress" in response.json()["error"]["message"]
 
-    on_node(lambda generate: [60.0], check, health_timeout_secs=0.4)
 
-
-def test_an_h2c_preface_is_turned_away_quietly(on_node: OnNode, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_h2c_preface_is_turned_away_quietly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def talk(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECS) as connection:
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
             return connection.recv(4096)
 
-    async def check(node: Node) -> None:
+    async with serving(say("x"), tmp_path) as node:
         with caplog.at_level(logging.INFO):
             answer = await asyncio.to_thread(talk, node.port)
         assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
         assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
         assert (await node.client.get("/health")).status_code == 200
 
-    on_node(say("x"), check)
-
 
 # --- information -------------------------------------------------------------------------------------
 
 
-def test_health_follows_the_engine(on_node: OnNode) -> None:
+async def test_health_follows_the_engine(tmp_path: Path) -> None:
     async def status(node: Node) -> tuple[int, str]:
         response = await node.client.get("/health")
         return response.status_code, response.json().get("reason", "")
@@ -773,7 +683,7 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         while (shown := await status(node))[0] != status_code or reason not in shown[1]:
             await asyncio.sleep(0.01)
 
-    async def check(node: Node) -> None:
+    async with serving(say("x"), tmp_path, is_ready=False, health_timeout_secs=0.4) as node:
         assert await status(node) == (503, "the engine is loading")
         assert (await node.post("/v1/completions", **BODY)).status_code == 503
         assert (await node.client.get("/server_info")).status_code == 200
@@ -794,11 +704,9 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         node.engine.num_running = 0
         await becomes(node, 200, "")
 
-    on_node(say("x"), check, is_ready=False, health_timeout_secs=0.4)
 
-
-def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_loading_shows_how_far_it_is_and_that_it_stands_still(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path, is_ready=False) as node:
         now = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
@@ -830,12 +738,10 @@ def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -
             assert (await node.client.get("/liveness")).status_code == 200
             assert (await node.client.get("/health")).json()["reason"] == "the engine is loading: pools"
 
-    on_node(say("x"), check, is_ready=False)
-
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
-    async def check(node: Node) -> None:
+async def test_information(role: str, tmp_path: Path) -> None:
+    async with serving(deliver, tmp_path, role=role) as node:
         for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
             response = await node.client.get(path)
             assert response.status_code == 200
@@ -865,11 +771,9 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
         assert (await node.client.post("/flush_cache")).status_code == 200
         await until(lambda: FlushCache() in node.engine.received, "the engine was told")
 
-    on_node(deliver, check, role=role)
 
-
-def test_models_as_anthropics_client_reads_them(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_models_as_anthropics_client_reads_them(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
         headers = {"anthropic-version": "2023-06-01"}
         listing = (await node.client.get("/v1/models", headers=headers)).json()
         (model,) = listing["data"]
@@ -886,11 +790,9 @@ def test_models_as_anthropics_client_reads_them(on_node: OnNode) -> None:
         assert missing.status_code == 404
         assert (missing.json()["type"], missing.json()["error"]["type"]) == ("error", "not_found_error")
 
-    on_node(say("x"), check)
 
-
-def test_metrics_of_the_engine(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_metrics_of_the_engine(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
         await until(lambda: node.link.ranks[0].stats is not None, "stats")
         response = await node.client.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain")
@@ -901,8 +803,6 @@ def test_metrics_of_the_engine(on_node: OnNode) -> None:
         assert "# TYPE hisparse_pd:requests_total counter" in lines
         assert "# TYPE hisparse_pd:pool_used_tokens gauge" in lines
         assert "# TYPE hisparse_pd:time_to_first_token_seconds histogram" in lines
-
-    on_node(say("x"), check)
 
 
 def test_steps_of_the_engine_are_a_counter() -> None:
@@ -926,122 +826,6 @@ def test_metric_families_keep_their_labels_apart() -> None:
 
 
 # --- the front process -------------------------------------------------------------------------------
-
-FRONT = """
-    import sys
-    from pathlib import Path
-    from hisparse_pd.settings import DecodeSettings
-    from tests.unit.api.scripted_engine import run_slow_engine
-
-    if __name__ == "__main__":
-        from decode_node.server import create_decode_app
-        from hisparse_pd.api.node import run_front
-        from hisparse_pd.http.engine_link import least_loaded
-
-        settings = DecodeSettings(
-            model_path=Path(sys.argv[1]), port=int(sys.argv[2]), served_model_name="tiny"
-        )
-        sys.exit(run_front(
-            settings, role="decode", engine=run_slow_engine, holds_output=True, choose_rank=least_loaded,
-            ports=(settings.port,), apps=lambda front: (create_decode_app(front),),
-        ))
-"""
-
-
-@dataclass
-class FrontProcess:
-    process: subprocess.Popen[str]
-    port: int
-    tmp_dir: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def engine_pid(self) -> int:
-        """The child whose command line says that it was spawned."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
-        return int(pid)
-
-    def wait_healthy(self) -> None:
-        deadline = time.monotonic() + WAIT_SECS
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.process.communicate()
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(self.url + "/health", timeout=WAIT_SECS, trust_env=False).is_success:
-                    return
-            time.sleep(0.05)
-        raise TimeoutError("the front is not healthy")
-
-    def ipc_dirs(self) -> list[Path]:
-        return list(self.tmp_dir.glob("hisparse-pd-*"))
-
-
-@pytest.fixture(scope="module")
-def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FrontProcess]]:
-    """Two fronts with their engine processes, started side by side."""
-    tmp_path = tmp_path_factory.mktemp("fronts")
-    model_path = write_checkpoint(tmp_path / "tiny")
-    script = tmp_path / "front_process.py"
-    script.write_text(textwrap.dedent(FRONT))
-    started = []
-    for name in ("a", "b"):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        (tmp_path / name).mkdir()
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[3]),
-            "TMPDIR": str(tmp_path / name),
-        }
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(model_path), str(port)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        started.append(FrontProcess(process, port, tmp_path / name))
-    try:
-        for front in started:
-            front.wait_healthy()
-        yield started
-    finally:
-        for front in started:
-            front.process.kill()
-            front.process.communicate()
-
-
-def test_sigterm_lets_requests_finish_and_leaves_nothing(fronts: list[FrontProcess]) -> None:
-    front = fronts[0]
-    assert front.ipc_dirs() == [], "front and engine are connected, and a kill would leave it"
-    engine_pid = front.engine_pid()
-    body = {**BODY, "max_tokens": 8, "stream": True}
-    with httpx.stream(
-        "POST", front.url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
-    ) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        front.process.send_signal(signal.SIGTERM)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert front.process.wait(WAIT_SECS) == 0
-    assert not Path(f"/proc/{engine_pid}").exists()
-    assert front.ipc_dirs() == []
-
-
-def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
-    front = fronts[1]
-    body = {**BODY, "max_tokens": 8, "stream": True}
-    with httpx.stream(
-        "POST", front.url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
-    ) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        os.kill(front.engine_pid(), signal.SIGKILL)
-        last = [line for line in lines if line][-1]
-    assert "engine has died" in json.loads(last.removeprefix("data: "))["error"]["message"]
-    assert front.process.wait(WAIT_SECS) == 1
-    assert front.ipc_dirs() == []
 
 
 @pytest.mark.parametrize("trouble", ["no checkpoint", "port in use"])

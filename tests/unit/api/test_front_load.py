@@ -50,6 +50,8 @@ from tests.unit.api.support import (
     until,
 )
 
+pytestmark = pytest.mark.anyio
+
 GREEDY = SamplingParams(1, temperature=0.0)
 
 
@@ -91,7 +93,7 @@ class Turns:
 @pytest.mark.I7
 @pytest.mark.I8
 @pytest.mark.parametrize(("role", "holds_prefixes"), [("prefill", True), ("decode", True), ("decode", False)])
-def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
+async def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, holds_prefixes: bool
 ) -> None:
     for name in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
@@ -105,18 +107,14 @@ def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
 
     monkeypatch.setattr("hisparse_pd.http.rank_link.FrontSocket", Spy)
     prompt = [i % 251 for i in range(131_072)]
-
-    async def main() -> None:
-        more = {"disable_held_prefixes": not holds_prefixes} if role == "decode" else {}
-        async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role, **more) as node:
-            answer = await node.post("/v1/completions", **{**BODY, "prompt": prompt, "n": 128})
-            assert answer.status_code == 200
-            (group,) = node.engine.groups
-            assert len(group.samples) == 128
-            assert unpack_token_ids(group.prompt).tolist() == (prompt if holds_prefixes else [])
-            assert {sample.num_prompt_tokens for sample in group.samples} == {131_072}
-
-    asyncio.run(main())
+    more = {"disable_held_prefixes": not holds_prefixes} if role == "decode" else {}
+    async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role, **more) as node:
+        answer = await node.post("/v1/completions", **{**BODY, "prompt": prompt, "n": 128})
+        assert answer.status_code == 200
+        (group,) = node.engine.groups
+        assert len(group.samples) == 128
+        assert unpack_token_ids(group.prompt).tolist() == (prompt if holds_prefixes else [])
+        assert {sample.num_prompt_tokens for sample in group.samples} == {131_072}
     assert sum(map(len, sent)) < 4 * 131_072 * holds_prefixes + 128 * 400
 
 
@@ -202,7 +200,7 @@ def test_prompt_tokens_times_samples_are_bounded() -> None:
 @pytest.mark.I7
 @pytest.mark.I8
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: str) -> None:
+async def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: str) -> None:
     def script(generate: Generate) -> Iterable[FromEngine | float]:
         return [60.0]
 
@@ -225,59 +223,46 @@ def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: s
             post.cancel()
         await asyncio.gather(*posts, return_exceptions=True)
 
-    async def main() -> None:
-        limits = QueueLimits(3, 1000)
-        async with serving(script, tmp_path, role=role) as node:
-            node.link.limits = limits
-            await check(node)
-
-    asyncio.run(main())
+    limits = QueueLimits(3, 1000)
+    async with serving(script, tmp_path, role=role) as node:
+        node.link.limits = limits
+        await check(node)
 
 
 @pytest.mark.I8
-def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
-    async def main() -> None:
-        link = connectionless_link(QueueLimits(1000, 100))
-        with link.open([group_of(128, 60)]):  # once for all samples
-            with pytest.raises(QueueFull, match="60 tokens run or wait here, and 50 more would exceed 100"):
-                link.open([group_of(1, 50, "other")]).__enter__()
-            link.require_place(1, 40)
-            with pytest.raises(ApiError, match="101 prompt tokens are in this request, 100 fit") as caught:
-                link.require_place(1, 101)
-            assert caught.value.status == 400
-
-    asyncio.run(main())
+async def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
+    link = connectionless_link(QueueLimits(1000, 100))
+    with link.open([group_of(128, 60)]):  # once for all samples
+        with pytest.raises(QueueFull, match="60 tokens run or wait here, and 50 more would exceed 100"):
+            link.open([group_of(1, 50, "other")]).__enter__()
+        link.require_place(1, 40)
+        with pytest.raises(ApiError, match="101 prompt tokens are in this request, 100 fit") as caught:
+            link.require_place(1, 101)
+        assert caught.value.status == 400
 
 
 @pytest.mark.I7
 @pytest.mark.I8
-def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left() -> None:
+async def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left() -> None:
     """Else clients that come and go would fill the memory of a front whose engine takes nothing in."""
-
-    async def main() -> None:
-        link = connectionless_link(QueueLimits(50, 1000))
-        num_opened = 0
-        with contextlib.suppress(QueueFull):
-            for number in range(100):
-                with link.open([group_of(1, 10, f"r{number}")]):
-                    num_opened += 1
-        assert 0 < num_opened <= 50
-        link.limits = QueueLimits(10**6, 10 * num_opened)
-        with pytest.raises(QueueFull, match="tokens run or wait"):
-            link.require_place(1, 1)
-
-    asyncio.run(main())
+    link = connectionless_link(QueueLimits(50, 1000))
+    num_opened = 0
+    with contextlib.suppress(QueueFull):
+        for number in range(100):
+            with link.open([group_of(1, 10, f"r{number}")]):
+                num_opened += 1
+    assert 0 < num_opened <= 50
+    link.limits = QueueLimits(10**6, 10 * num_opened)
+    with pytest.raises(QueueFull, match="tokens run or wait"):
+        link.require_place(1, 1)
 
 
 @pytest.mark.I8
-def test_tokens_have_a_place_again_once_the_engine_took_the_prompt(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(say("x"), tmp_path) as node:
-            node.link.limits = QueueLimits(1000, 5)
-            for _ in range(3):
-                assert (await node.post("/v1/completions", **BODY)).status_code == 200
-
-    asyncio.run(main())
+async def test_tokens_have_a_place_again_once_the_engine_took_the_prompt(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
+        node.link.limits = QueueLimits(1000, 5)
+        for _ in range(3):
+            assert (await node.post("/v1/completions", **BODY)).status_code == 200
 
 
 # --- turns of the loop -------------------------------------------------------------------------------
@@ -401,7 +386,9 @@ def test_the_values_of_a_conversation_are_few_enough_to_be_let_go_at_once(
 
 @pytest.mark.I7
 @pytest.mark.I8
-def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_bodies_are_parsed_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parsed_in: list[int] = []
 
     async def recorded(function: Callable[..., Any], *args: Any) -> Any:
@@ -410,14 +397,10 @@ def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pyt
         return function(*args)
 
     monkeypatch.setattr("hisparse_pd.http.off_loop.off_loop", recorded)
-
-    async def main() -> None:
-        front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))
-        for num_chars in (10, 100_000):
-            body = {**BODY, "prompt": "a" * num_chars, "n": 11}
-            await call_app(create_decode_app(front), "/v1/completions", body, leaves=False)
-
-    asyncio.run(main())
+    front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))
+    for num_chars in (10, 100_000):
+        body = {**BODY, "prompt": "a" * num_chars, "n": 11}
+        await call_app(create_decode_app(front), "/v1/completions", body, leaves=False)
     (num_bytes,) = parsed_in
     assert num_bytes > 100_000
 
@@ -543,18 +526,3 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
     assert sum(looked_up_in.values()) >= 21 * Backlogged.num_messages, "each token was shown"
     assert sum(looked_up_in.values()) <= 30 * Backlogged.num_messages, "and no more than once"
     assert max(looked_up_in.values()) <= 60, "the work of one or two messages in a turn"
-
-
-def test_a_whole_answer_has_the_logprobs_of_all_its_messages(tmp_path: Path) -> None:
-    async def main() -> None:
-        script = say("abcdef", per_message=2)
-        body = {**BODY, "max_tokens": 6, "logprobs": 1, "n": 2}
-        async with serving(script, tmp_path) as node:
-            whole = (await node.post("/v1/completions", **body)).json()["choices"]
-        for choice in whole:
-            assert choice["logprobs"]["tokens"] == list("abcdef")
-            assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5]
-            assert choice["logprobs"]["token_logprobs"] == [-0.5] * 6
-            assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * 6
-
-    asyncio.run(main())

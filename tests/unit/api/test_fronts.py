@@ -1,4 +1,4 @@
-"""A node of several fronts in processes of their own, with engines that speak slowly."""
+"""A node of one front or several in processes of their own, with engines that speak slowly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from tests.unit.api.support import BODY, WAIT_SECS
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 
 REPO = Path(__file__).parents[3]
-NUM_FRONTS = 2
 NUM_STREAMS = 8
 STREAM = {**BODY, "max_tokens": 8, "stream": True}
 
@@ -48,16 +47,16 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
     serve_script(endpoints, ScriptedEngine(endpoints, script))
 
 
-def run(model_path: Path, port: int, drain_timeout_secs: float) -> int:
+def run(model_path: Path, port: int, num_fronts: int) -> int:
     settings = DecodeSettings(
         model_path=model_path,
         port=port,
         served_model_name="tiny",
-        dp_size=2,
-        api_server_count=NUM_FRONTS,
+        dp_size=num_fronts,
+        api_server_count=num_fronts,
         max_running_requests=4,
         max_queued_requests=2,
-        drain_timeout_secs=drain_timeout_secs,
+        drain_timeout_secs=WAIT_SECS,
     )
     return run_front(
         settings,
@@ -75,13 +74,17 @@ class NodeProcess:
     process: subprocess.Popen[bytes]
     client: httpx.Client
     scratch: Path
+    num_fronts: int
 
     def children(self) -> dict[int, str]:
         """Those that were spawned, in the order of their start: the engines, then the fronts."""
         pid = self.process.pid
         pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         spawned = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return {pid: "engine" if number < 2 else "front" for number, pid in enumerate(sorted(spawned))}
+        return {
+            pid: "engine" if number < self.num_fronts else "front"
+            for number, pid in enumerate(sorted(spawned))
+        }
 
     @contextlib.contextmanager
     def streams(self, num: int) -> Iterator[list[Iterator[str]]]:
@@ -116,14 +119,15 @@ class NodeProcess:
 
 
 @contextlib.contextmanager
-def node(tmp_path: Path, drain_timeout_secs: float = WAIT_SECS) -> Iterator[NodeProcess]:
+def node(tmp_path: Path, num_fronts: int = 2) -> Iterator[NodeProcess]:
+    """With as many engines as fronts."""
     model_path = write_checkpoint(tmp_path / "tiny")
     port = free_port()
     script = tmp_path / "node.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom tests.unit.api.test_fronts import run\n"
         "if __name__ == '__main__':\n"
-        f"    sys.exit(run(Path({str(model_path)!r}), {port}, {drain_timeout_secs}))\n"
+        f"    sys.exit(run(Path({str(model_path)!r}), {port}, {num_fronts}))\n"
     )
     limits = httpx.Limits(max_keepalive_connections=0)
     with (
@@ -135,7 +139,7 @@ def node(tmp_path: Path, drain_timeout_secs: float = WAIT_SECS) -> Iterator[Node
             [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": scratch}
         ) as process,
     ):
-        started = NodeProcess(process, client, Path(scratch))
+        started = NodeProcess(process, client, Path(scratch), num_fronts)
         try:
             started.until("/health", '"ok"')
             yield started
@@ -152,7 +156,7 @@ def error_of(line: str) -> str:
 def test_fronts_serve_as_one_until_sigterm_lets_them_finish(tmp_path: Path) -> None:
     with node(tmp_path) as one:
         children = one.children()
-        assert sorted(children.values()) == ["engine"] * 2 + ["front"] * (NUM_FRONTS - 1)
+        assert sorted(children.values()) == ["engine", "engine", "front"]
         for _ in range(8):
             assert one.client.post("/v1/completions", json={**BODY, "max_tokens": 1}).status_code == 200
         counted = 'num_requests_total{endpoint="/v1/completions",status="200"} 8.0'
@@ -183,6 +187,19 @@ def test_fronts_serve_as_one_until_sigterm_lets_them_finish(tmp_path: Path) -> N
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
+def test_a_front_alone_lets_them_finish_too(tmp_path: Path) -> None:
+    with node(tmp_path, num_fronts=1) as one:
+        children = one.children()
+        assert list(children.values()) == ["engine"]
+        with one.streams(1) as streams:
+            one.process.send_signal(signal.SIGTERM)
+            one.until("/health", "shutting down")
+            (tmp_path / "go_on").touch()
+            assert list(streams[0])[-1] == "data: [DONE]"
+        assert one.process.wait(WAIT_SECS) == 0
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_the_requests_of_all_fronts(tmp_path: Path) -> None:
     with node(tmp_path) as one, one.streams(NUM_STREAMS) as streams:
@@ -194,11 +211,15 @@ def test_a_second_signal_ends_the_requests_of_all_fronts(tmp_path: Path) -> None
         assert one.process.wait(WAIT_SECS) == 0
 
 
-@pytest.mark.parametrize("victim", ["front", pytest.param("engine", marks=pytest.mark.slow)])
-def test_the_death_of_a_child_ends_the_node(tmp_path: Path, victim: str) -> None:
-    with node(tmp_path) as one:
+@pytest.mark.parametrize(
+    ("victim", "num_fronts"),
+    [("front", 2), ("engine", 1), pytest.param("engine", 2, marks=pytest.mark.slow)],
+)
+def test_the_death_of_a_child_ends_the_node(tmp_path: Path, victim: str, num_fronts: int) -> None:
+    with node(tmp_path, num_fronts) as one:
         children = one.children()
-        with one.streams(NUM_STREAMS) as streams:
+        num_streams = 4 * num_fronts
+        with one.streams(num_streams) as streams:
             os.kill(next(pid for pid, kind in children.items() if kind == victim), signal.SIGKILL)
             ends = []
             for lines in streams:
@@ -211,4 +232,4 @@ def test_the_death_of_a_child_ends_the_node(tmp_path: Path, victim: str) -> None
         what = "a front process of the node has died" if victim == "front" else "the engine has died"
         num_lost = ends.count("broken off")
         assert victim == "front" or not num_lost
-        assert ends.count(f"{what}; the request is lost, send it again") == NUM_STREAMS - num_lost
+        assert ends.count(f"{what}; the request is lost, send it again") == num_streams - num_lost

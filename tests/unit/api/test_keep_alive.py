@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ import pytest
 from hisparse_pd.api import keep_alive
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
 from hisparse_pd.vocabulary import FinishReason
-from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, OnNode, decode_events, named_events
+from tests.unit.api.support import (
+    BODY,
+    MESSAGES,
+    NATIVE,
+    ROOM,
+    decode_events,
+    named_events,
+    serving,
+)
+
+pytestmark = pytest.mark.anyio
 
 COMMENT = b": ping\n\n"
 CHAT = {"model": "tiny", "max_tokens": 5, **ROOM, "messages": MESSAGES}
@@ -25,7 +36,9 @@ STREAMS: dict[str, tuple[dict[str, Any], bytes]] = {
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_stream_is_not_silent_for_long(on_node: OnNode, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_not_silent_for_long(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model writes on once the client has seen two pings; what else comes is as without them."""
     monkeypatch.setattr(keep_alive, "PING_SECS", 0.02)
     body, ping = STREAMS[path]
@@ -37,7 +50,7 @@ def test_a_stream_is_not_silent_for_long(on_node: OnNode, path: str, monkeypatch
             yield 0.001
         yield Tokens(generate.request_id, tuple(b"e"), (), FinishReason.STOP)
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         received = b""
         async with node.client.stream("POST", path, json=body | {"stream": True}) as answer:
             async for chunk in answer.aiter_bytes():
@@ -48,6 +61,4 @@ def test_a_stream_is_not_silent_for_long(on_node: OnNode, path: str, monkeypatch
         assert "ping" not in text
         is_named = path in ("/v1/responses", "/v1/messages")
         assert named_events(text) if is_named else decode_events(text)
-
-    on_node(script, check)
     assert is_seen.is_set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, deliver, say, stops_after
-from tests.unit.api.support import ROOM, Node, OnNode, named_events
+from tests.unit.api.support import ROOM, named_events, serving
+
+pytestmark = pytest.mark.anyio
 
 PATH = "/v1/messages"
 TOOL = {
@@ -36,8 +39,8 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
     return codec
 
 
-def test_a_whole_answer(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_whole_answer(tmp_path: Path) -> None:
+    async with serving(say("abcdef"), tmp_path) as node:
         answer = (await node.post(PATH, **{**BODY, "max_tokens": 3}, hisparse=True)).json()
         assert answer.pop("id").startswith("msg_")
         assert answer == {
@@ -63,11 +66,9 @@ def test_a_whole_answer(on_node: OnNode) -> None:
         counted = await node.post(PATH + "/count_tokens", model="tiny", messages=BODY["messages"])
         assert counted.json() == {"input_tokens": generate.num_prompt_tokens}
 
-    on_node(say("abcdef"), check)
 
-
-def test_the_events_of_a_stream(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_the_events_of_a_stream(tmp_path: Path) -> None:
+    async with serving(stops_after(f"hm, hm</think>Look:\n{CALL}\n{CALL}"), tmp_path) as node:
         answer = await node.post(PATH, **BODY, stream=True, tools=[TOOL], thinking={"type": "adaptive"})
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         events = named_events(answer.text)
@@ -109,11 +110,9 @@ def test_the_events_of_a_stream(on_node: OnNode) -> None:
         assert last["usage"]["output_tokens_details"] == {"thinking_tokens": len("hm, hm</think>")}
         assert stop == {"type": "message_stop"}
 
-    on_node(stops_after(f"hm, hm</think>Look:\n{CALL}\n{CALL}"), check)
 
-
-def test_a_whole_answer_with_thinking_and_a_call(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_whole_answer_with_thinking_and_a_call(tmp_path: Path) -> None:
+    async with serving(stops_after(f"<think>so</think>{CALL}"), tmp_path) as node:
         answer = (await node.post(PATH, **BODY, tools=[TOOL])).json()
         call = answer["content"].pop()
         assert call.pop("id").startswith("toolu_")
@@ -121,8 +120,6 @@ def test_a_whole_answer_with_thinking_and_a_call(on_node: OnNode) -> None:
         assert answer["content"] == [{"type": "thinking", "thinking": "so", "signature": ""}]
         assert answer["stop_reason"] == "tool_use"
         assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": len("<think>so</think>")}
-
-    on_node(stops_after(f"<think>so</think>{CALL}"), check)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +130,15 @@ def test_a_whole_answer_with_thinking_and_a_call(on_node: OnNode) -> None:
         ("abcd", {"max_tokens": 4}, "max_tokens", None),
     ],
 )
-def test_stop_reasons(
-    on_node: OnNode, text: str, options: dict[str, Any], stop_reason: str, stop_sequence: str | None
+async def test_stop_reasons(
+    tmp_path: Path, text: str, options: dict[str, Any], stop_reason: str, stop_sequence: str | None
 ) -> None:
-    async def check(node: Node) -> None:
+    async with serving(say(text) if "max_tokens" in options else stops_after(text), tmp_path) as node:
         body = BODY | options
         whole = (await node.post(PATH, **body)).json()
         assert (whole["stop_reason"], whole["stop_sequence"]) == (stop_reason, stop_sequence)
         events = named_events((await node.post(PATH, **body, stream=True)).text)
         assert events[-2][1]["delta"] == {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-
-    on_node(say(text) if "max_tokens" in options else stops_after(text), check)
 
 
 TURNS = [
@@ -266,10 +261,11 @@ SHOWN_TURNS = '[user]ab[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2
         ),
     ],
 )
-def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
+async def test_the_prompt(
+    tmp_path: Path, codec: RecordingCodec, options: dict[str, Any], prompt: str
+) -> None:
     """The same is counted as is served."""
-
-    async def check(node: Node) -> None:
+    async with serving(say("abcdef"), tmp_path) as node:
         answer = await node.post(PATH, **{**BODY, "max_tokens": 5, **options})
         assert answer.status_code == 200, answer.text
         assert codec.prompt == prompt
@@ -279,13 +275,10 @@ def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, A
         assert codec.prompt == prompt
         assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
-    on_node(say("abcdef"), check)
 
-
-def test_omitted_thinking_is_in_its_signature(on_node: OnNode, codec: RecordingCodec) -> None:
+async def test_omitted_thinking_is_in_its_signature(tmp_path: Path, codec: RecordingCodec) -> None:
     """The client does not see it, and the model sees it again when the block comes back."""
-
-    async def check(node: Node) -> None:
+    async with serving(stops_after("hm, hm</think>Look"), tmp_path) as node:
         body = BODY | {"thinking": {"type": "adaptive", "display": "omitted"}, "max_tokens": 100}
         whole = (await node.post(PATH, **body)).json()
         thinking, text = whole["content"]
@@ -300,19 +293,15 @@ def test_omitted_thinking_is_in_its_signature(on_node: OnNode, codec: RecordingC
             assert (await node.post(PATH, **BODY | {"messages": turns})).status_code == 200
             assert codec.prompt == f"[user]hi[assistant]{shown}<t1 weather {{}}>[toolt1][assistant]"
 
-    on_node(stops_after("hm, hm</think>Look"), check)
 
-
-def test_tools_that_are_left_out_are_named_in_a_header(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_tools_that_are_left_out_are_named_in_a_header(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
         search = {"type": "web_search_20250305", "name": "web_search"}
         for is_streamed in (False, True):
             answer = await node.post(PATH, **BODY, tools=[TOOL, search], stream=is_streamed)
             assert answer.headers["x-hisparse-pd-left-out"] == "tools[1] (web_search_20250305)"
             answer = await node.post(PATH, **BODY, tools=[TOOL], stream=is_streamed)
             assert "x-hisparse-pd-left-out" not in answer.headers
-
-    on_node(say("x"), check)
 
 
 def user(*content: Any) -> dict[str, Any]:
@@ -381,8 +370,8 @@ REFUSED_TO_GENERATE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), [*REFUSED, *REFUSED_TO_GENERATE])
-def test_what_is_refused_is_named(on_node: OnNode, options: dict[str, Any], said: str) -> None:
-    async def check(node: Node) -> None:
+async def test_what_is_refused_is_named(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    async with serving(say("x"), tmp_path) as node:
         paths = [PATH] if (options, said) in REFUSED_TO_GENERATE else [PATH, PATH + "/count_tokens"]
         for path in paths:
             answer = await node.post(path, **{**BODY, **options})
@@ -392,57 +381,45 @@ def test_what_is_refused_is_named(on_node: OnNode, options: dict[str, Any], said
             assert error["error"]["type"] == "invalid_request_error"
             assert said in error["error"]["message"]
 
-    on_node(say("x"), check)
 
-
-def test_errors_have_anthropics_shape(on_node: OnNode) -> None:
-    def fails(status: int, num_before: int) -> Script:
+async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
+    def fails(num_before: int) -> Script:
         def script(generate: Generate) -> Any:
             yield from list(say("abcdef")(generate))[:num_before]
-            yield RequestFailed(generate.request_id, status, "the pool burst", "prefill_node_failed")
+            yield RequestFailed(generate.request_id, 502, "the pool burst", "prefill_node_failed")
 
         return script
 
-    async def unknown(node: Node) -> None:
+    async with serving(fails(0), tmp_path) as node:
         answer = await node.post(PATH, **{**BODY, "model": "other"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
         answer = await node.client.get(PATH)
         assert (answer.status_code, answer.json()["type"]) == (405, "error")
-
-    async def at_once(node: Node) -> None:
         for is_streamed in (False, True):
             answer = await node.post(PATH, **BODY, stream=is_streamed)
             assert answer.status_code == 502
             error = {"type": "api_error", "message": "the pool burst", "code": "prefill_node_failed"}
             assert answer.json() == {"type": "error", "error": error}
-
-    async def midway(node: Node) -> None:
+    async with serving(fails(2), tmp_path) as node:
         events = named_events((await node.post(PATH, **BODY, stream=True)).text)
         name, event = events[-1]
         assert (name, event["type"]) == ("error", "error")
         assert event["error"]["message"] == "the pool burst"
         assert events[0][0] == "message_start"
 
-    on_node(say("x"), unknown)
-    on_node(fails(502, 0), at_once)
-    on_node(fails(502, 2), midway)
 
-
-def test_a_prefill_node_takes_the_same_body(on_node: OnNode, codec: RecordingCodec) -> None:
-    async def check(node: Node) -> None:
+async def test_a_prefill_node_takes_the_same_body(tmp_path: Path, codec: RecordingCodec) -> None:
+    async with serving(deliver, tmp_path, role="prefill") as node:
         for is_streamed in (False, True):
             answer = await node.post(PATH, **BODY, stream=is_streamed)
             assert answer.status_code == 200
             assert codec.prompt == "[user]hi[assistant]"
         assert node.engine.generates[0].room == ROOM["bootstrap_room"]
 
-    on_node(deliver, check, role="prefill")
 
-
-def test_a_key_may_come_as_anthropics_clients_send_it(on_node: OnNode, tmp_path: Any) -> None:
+async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("the-key-of-a-client\n")
-
-    async def check(node: Node) -> None:
+    async with serving(say("x"), tmp_path, api_key_file=tmp_path / "keys") as node:
         for key, status in (("the-key-of-a-client", 200), ("the-key-of-another", 401)):
             headers = {"x-api-key": key}
             answer = await node.client.post(PATH, json=BODY, headers=headers)
@@ -450,5 +427,3 @@ def test_a_key_may_come_as_anthropics_clients_send_it(on_node: OnNode, tmp_path:
         assert answer.json()["error"]["type"] == "authentication_error"
         both = {"x-api-key": "the-key-of-a-client", "authorization": "Bearer the-key-of-another"}
         assert (await node.client.post(PATH, json=BODY, headers=both)).status_code == 401
-
-    on_node(say("x"), check, api_key_file=tmp_path / "keys")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import jsonschema
+import pytest
 
 from hisparse_pd.api.bodies import BODIES
 from hisparse_pd.api.openapi import openapi_document
 from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.api.tokens import TokenPath
 from tests.unit.api.scripted_engine import say
-from tests.unit.api.support import Node, OnNode
+from tests.unit.api.support import serving
+
+pytestmark = pytest.mark.anyio
 
 DOCUMENT = json.loads(openapi_document())
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -50,10 +54,8 @@ def test_what_is_not_supported_is_marked() -> None:
     assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
 
 
-def test_a_node_serves_it(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_node_serves_it(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
         answer = await node.client.get("/openapi.json")
         assert answer.headers["content-type"] == "application/json"
         assert answer.json() == DOCUMENT
-
-    on_node(say("x"), check)

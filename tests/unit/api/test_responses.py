@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,9 @@ from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import deliver, say, stops_after
-from tests.unit.api.support import ROOM, Node, OnNode, named_events
+from tests.unit.api.support import ROOM, named_events, serving
+
+pytestmark = pytest.mark.anyio
 
 PATH = "/v1/responses"
 TOOL = {
@@ -34,8 +37,8 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
     return codec
 
 
-def test_a_whole_answer(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_whole_answer(tmp_path: Path) -> None:
+    async with serving(say("abcdef"), tmp_path) as node:
         body = BODY | {"max_output_tokens": 3, "temperature": 0.5, "metadata": {"hisparse": "true"}}
         answer = (await node.post(PATH, **body, instructions="S", reasoning={"effort": "low"})).json()
         assert answer.pop("id").startswith("resp_")
@@ -85,13 +88,10 @@ def test_a_whole_answer(on_node: OnNode) -> None:
             },
         }
 
-    on_node(say("abcdef"), check)
 
-
-def test_the_events_of_a_stream(on_node: OnNode) -> None:
+async def test_the_events_of_a_stream(tmp_path: Path) -> None:
     """Each item is opened, grows, and is closed; the last event has all of them as they were closed."""
-
-    async def check(node: Node) -> None:
+    async with serving(stops_after(f"<think>hm</think>Look:\n{CALL}"), tmp_path) as node:
         answer = await node.post(PATH, **BODY, stream=True, tools=[TOOL])
         events = named_events(answer.text)
         assert all(name == event["type"] for name, event in events)
@@ -154,19 +154,15 @@ def test_the_events_of_a_stream(on_node: OnNode) -> None:
         assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
         assert (whole["status"], whole["usage"]) == ("completed", last["usage"])
 
-    on_node(stops_after(f"<think>hm</think>Look:\n{CALL}"), check)
 
-
-def test_a_stream_that_is_cut_is_incomplete(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_stream_that_is_cut_is_incomplete(tmp_path: Path) -> None:
+    async with serving(say("abcdef"), tmp_path) as node:
         body = BODY | {"max_output_tokens": 3}
         *_, (_, item_done), (name, last) = named_events((await node.post(PATH, **body, stream=True)).text)
         assert name == "response.incomplete"
         assert item_done["item"]["status"] == "incomplete"
         assert last["response"]["output"] == [item_done["item"]]
         assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-
-    on_node(say("abcdef"), check)
 
 
 ITEMS = [
@@ -256,13 +252,13 @@ SHOWN = (
         ),
     ],
 )
-def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
-    async def check(node: Node) -> None:
+async def test_the_prompt(
+    tmp_path: Path, codec: RecordingCodec, options: dict[str, Any], prompt: str
+) -> None:
+    async with serving(say("abcdef"), tmp_path) as node:
         answer = await node.post(PATH, **{**BODY, "max_output_tokens": 5, **options})
         assert answer.status_code == 200, answer.text
         assert codec.prompt == prompt
-
-    on_node(say("abcdef"), check)
 
 
 def call_of(name: str, key: str, value: str) -> str:
@@ -281,14 +277,13 @@ def call_of(name: str, key: str, value: str) -> str:
         ("unknown", {"type": "function_call", "name": "unknown"}),
     ],
 )
-def test_calls_are_the_clients_own(on_node: OnNode, name: str, shown: dict[str, Any]) -> None:
+async def test_calls_are_the_clients_own(tmp_path: Path, name: str, shown: dict[str, Any]) -> None:
     """The model calls a function by the name that it was shown, the client sees its tool."""
     is_custom = shown["type"] == "custom_tool_call"
     key, value = ("input", PATCH) if is_custom else ("city", "Rome")
     field = "input" if is_custom else "arguments"
     kind = "custom_tool_call_input" if is_custom else "function_call_arguments"
-
-    async def check(node: Node) -> None:
+    async with serving(stops_after(call_of(name, key, value)), tmp_path) as node:
         tools = [TOOL, NAMESPACE, CUSTOM, CUSTOM | {"name": "exec"}, SEARCH]
         whole = await node.post(PATH, **BODY, tools=tools)
         assert whole.headers["x-hisparse-pd-left-out"] == "tools[4] (web_search)"
@@ -310,19 +305,15 @@ def test_calls_are_the_clients_own(on_node: OnNode, name: str, shown: dict[str, 
             assert told.pop("call_id").startswith("call_")
             assert told == shown | {"status": "completed"}
 
-    on_node(stops_after(call_of(name, key, value)), check)
 
-
-def test_a_custom_call_that_is_cut_off_has_what_was_written(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_custom_call_that_is_cut_off_has_what_was_written(tmp_path: Path) -> None:
+    async with serving(say(call_of("apply_patch", "input", PATCH)), tmp_path) as node:
         body = BODY | {"max_output_tokens": len(call_of("apply_patch", "input", PATCH)) - 40}
         answer = (await node.post(PATH, **body, tools=[CUSTOM])).json()
         (item,) = answer["output"]
         assert (item["status"], answer["status"]) == ("incomplete", "incomplete")
         assert PATCH.startswith(item["input"])
         assert item["input"]
-
-    on_node(say(call_of("apply_patch", "input", PATCH)), check)
 
 
 SPAWN, WAIT = {"type": "function", "name": "spawn"}, {"type": "function", "name": "wait"}
@@ -423,8 +414,10 @@ def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
         ({"n": 2}, "n", "is not supported"),
     ],
 )
-def test_what_is_refused_is_named(on_node: OnNode, options: dict[str, Any], param: str, said: str) -> None:
-    async def check(node: Node) -> None:
+async def test_what_is_refused_is_named(
+    tmp_path: Path, options: dict[str, Any], param: str, said: str
+) -> None:
+    async with serving(say("x"), tmp_path) as node:
         answer = await node.post(PATH, **{**BODY, **options})
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
@@ -432,15 +425,13 @@ def test_what_is_refused_is_named(on_node: OnNode, options: dict[str, Any], para
         assert error["message"].startswith(param)
         assert said in error["message"]
 
-    on_node(say("x"), check)
 
-
-def test_a_failure_midway_is_an_event_of_its_own(on_node: OnNode) -> None:
+async def test_a_failure_midway_is_an_event_of_its_own(tmp_path: Path) -> None:
     def script(generate: Generate) -> Any:
         yield from list(say("abcdef")(generate))[:2]
         yield RequestFailed(generate.request_id, 502, "the pool burst")
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         events = named_events((await node.post(PATH, **BODY, stream=True)).text)
         name, event = events[-1]
         assert name == "response.failed"
@@ -449,13 +440,9 @@ def test_a_failure_midway_is_an_event_of_its_own(on_node: OnNode) -> None:
         assert event["response"]["error"] == {"code": "server_error", "message": "the pool burst"}
         assert event["response"]["completed_at"] is None
 
-    on_node(script, check)
 
-
-def test_a_prefill_node_takes_the_same_body(on_node: OnNode, codec: RecordingCodec) -> None:
-    async def check(node: Node) -> None:
+async def test_a_prefill_node_takes_the_same_body(tmp_path: Path, codec: RecordingCodec) -> None:
+    async with serving(deliver, tmp_path, role="prefill") as node:
         for is_streamed in (False, True):
             assert (await node.post(PATH, **BODY, stream=is_streamed)).status_code == 200
             assert codec.prompt == "[user]hi[assistant]"
-
-    on_node(deliver, check, role="prefill")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from dataclasses import asdict
@@ -19,6 +18,8 @@ from prefill_node import server as prefill_server
 from tests.unit.api.scripted_engine import deliver, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, serving
 from tests.unit.api.tiny_tokenizer import write_checkpoint
+
+pytestmark = pytest.mark.anyio
 
 GLM = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
 OURS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=40, min_p=0.05, repetition_penalty=1.1)
@@ -111,7 +112,7 @@ def test_a_request_that_does_not_say_gets_them(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path) -> None:
+async def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path) -> None:
     async def ask(node: Node) -> None:
         for path, body in (("/v1/completions", BODY), ("/generate", NATIVE)):
             assert (await node.post(path, **body)).status_code == 200
@@ -127,13 +128,10 @@ def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path
             assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 40)
             assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.1)
 
-    async def main() -> None:
-        script = deliver if role == "prefill" else say("abcde")
-        write(tmp_path / "model", asdict(OURS))
-        async with serving(script, tmp_path, role=role) as node:
-            await ask(node)
-
-    asyncio.run(main())
+    script = deliver if role == "prefill" else say("abcde")
+    write(tmp_path / "model", asdict(OURS))
+    async with serving(script, tmp_path, role=role) as node:
+        await ask(node)
 
 
 def test_nodes_compare_what_differs_from_openais() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import struct
 from dataclasses import replace
@@ -641,30 +640,6 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
     }  # fmt: skip
     for endpoint in Endpoint:
         parse(endpoint, **extras | ({"tool_choice": None} if endpoint is Endpoint.MESSAGES else {}))
-
-
-@given(
-    st.sampled_from(sorted(Endpoint)),
-    st.dictionaries(
-        st.sampled_from(sorted({field for _, changes, *_ in CASES for field in changes})),
-        st.recursive(
-            st.none()
-            | st.booleans()
-            | st.integers()
-            | st.floats(allow_nan=False, allow_infinity=False)
-            | st.text(),
-            lambda inner: (
-                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-            ),
-            max_leaves=6,
-        ),
-        max_size=4,
-    ),
-)
-@settings(derandomize=True, max_examples=300)
-def test_any_json_parses_or_is_a_client_error(endpoint: Endpoint, changes: dict[str, Any]) -> None:
-    with contextlib.suppress(ApiError):  # which can only be made for a client error
-        parse(endpoint, **changes)
 
 
 def test_large_fields_are_refused_and_large_unknown_ones_are_not_decoded() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from hisparse_pd.vocabulary import FinishReason
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, say, stops_after
-from tests.unit.api.support import MESSAGES, ROOM, Node, OnNode, decode_events, named_events
+from tests.unit.api.support import MESSAGES, ROOM, decode_events, named_events, serving
+
+pytestmark = pytest.mark.anyio
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "times": {"type": "integer"}}}
 FUNCTION = {"name": "write", "parameters": PARAMETERS}
@@ -74,7 +77,7 @@ def arguments_in(event: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_names_come_at_once_and_arguments_as_they_are_written(on_node: OnNode, path: str) -> None:
+async def test_names_come_at_once_and_arguments_as_they_are_written(tmp_path: Path, path: str) -> None:
     """Each piece of the text is written once the client has seen what the one before it says."""
     pieces = ["<tool_call>write<arg_key>", "text</arg_key><arg_value>one", "\ntwo", CALL.partition("two")[2]]
     seen = ["write", '{"text": "one', "\\ntwo", '", "times": 3}']
@@ -87,7 +90,7 @@ def test_names_come_at_once_and_arguments_as_they_are_written(on_node: OnNode, p
             finish = FinishReason.STOP if number == len(pieces) else None
             yield Tokens(generate.request_id, tuple(piece.encode()), (), finish)
 
-    async def check(node: Node) -> None:
+    async with serving(script, tmp_path) as node:
         waits_for = iter(seen)
         expected, grown, received = next(waits_for), "", b""
         async with node.client.stream("POST", path, json=body_of(path, stream=True)) as answer:
@@ -104,12 +107,10 @@ def test_names_come_at_once_and_arguments_as_they_are_written(on_node: OnNode, p
                         may_go_on.release()
         assert grown == "write" + ARGUMENTS
 
-    on_node(script, check)
-
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_whole_answer_has_the_arguments_of_its_stream(on_node: OnNode, path: str) -> None:
-    async def check(node: Node) -> None:
+async def test_a_whole_answer_has_the_arguments_of_its_stream(tmp_path: Path, path: str) -> None:
+    async with serving(stops_after(CALL * 2), tmp_path) as node:
         events = events_of(path, (await node.post(path, **body_of(path, stream=True))).text)
         assert [name for event in events if (name := name_in(event))] == ["write"] * 2
         assert "".join(map(arguments_in, events)) == ARGUMENTS * 2
@@ -123,8 +124,6 @@ def test_a_whole_answer_has_the_arguments_of_its_stream(on_node: OnNode, path: s
             case _:
                 assert [item["arguments"] for item in whole["output"]] == [ARGUMENTS] * 2
 
-    on_node(stops_after(CALL * 2), check)
-
 
 def say_with_limit(text: str) -> Script:
     """A model that would go on: the answer ends for its length."""
@@ -137,8 +136,8 @@ class TestCut:
     text = CALL[:CUT_AT]
     arguments = '{"text": "one\\nt'
 
-    def test_a_chat(self, on_node: OnNode) -> None:
-        async def check(node: Node) -> None:
+    async def test_a_chat(self, tmp_path: Path) -> None:
+        async with serving(say_with_limit(self.text), tmp_path) as node:
             (choice,) = (await node.post(CHAT, **body_of(CHAT))).json()["choices"]
             assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
             (call,) = choice["message"]["tool_calls"]
@@ -148,10 +147,8 @@ class TestCut:
             assert not any(event["choices"][0]["delta"].get("content") for event in events)
             assert events[-1]["choices"][0]["finish_reason"] == "length"
 
-        on_node(say_with_limit(self.text), check)
-
-    def test_messages(self, on_node: OnNode) -> None:
-        async def check(node: Node) -> None:
+    async def test_messages(self, tmp_path: Path) -> None:
+        async with serving(say_with_limit(self.text), tmp_path) as node:
             whole = (await node.post(MESSAGES_PATH, **body_of(MESSAGES_PATH))).json()
             (block,) = whole["content"]
             assert (block["type"], block["name"], block["input"]) == ("tool_use", "write", {})
@@ -163,17 +160,13 @@ class TestCut:
             assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
             assert events[-2]["delta"]["stop_reason"] == "max_tokens"
 
-        on_node(say_with_limit(self.text), check)
-
-    def test_of_messages_arguments_that_are_complete_stay(self, on_node: OnNode) -> None:
-        async def check(node: Node) -> None:
+    async def test_of_messages_arguments_that_are_complete_stay(self, tmp_path: Path) -> None:
+        async with serving(say_with_limit(CALL[: CALL.index("3<")]), tmp_path) as node:
             whole = (await node.post(MESSAGES_PATH, **body_of(MESSAGES_PATH))).json()
             assert [block["input"] for block in whole["content"]] == [{"text": "one\ntwo"}]
 
-        on_node(say_with_limit(CALL[: CALL.index("3<")]), check)
-
-    def test_responses(self, on_node: OnNode) -> None:
-        async def check(node: Node) -> None:
+    async def test_responses(self, tmp_path: Path) -> None:
+        async with serving(say_with_limit(self.text), tmp_path) as node:
             whole = (await node.post(RESPONSES, **body_of(RESPONSES))).json()
             (item,) = whole["output"]
             assert (item["status"], item["arguments"]) == ("incomplete", self.arguments)
@@ -187,23 +180,18 @@ class TestCut:
             assert item_done["item"]["status"] == "incomplete"
             assert last["type"] == "response.incomplete"
 
-        on_node(say_with_limit(self.text), check)
-
     @pytest.mark.parametrize("path", BODIES)
-    def test_nothing_is_shown_of_a_call_without_a_name(self, on_node: OnNode, path: str) -> None:
-        async def check(node: Node) -> None:
+    async def test_nothing_is_shown_of_a_call_without_a_name(self, tmp_path: Path, path: str) -> None:
+        async with serving(say_with_limit("So: <tool_call>wri"), tmp_path) as node:
             for is_streamed in (False, True):
                 answer = (await node.post(path, **body_of(path, stream=is_streamed))).text
                 assert re.search("<tool_call|wri(?!te)", answer) is None
 
-        on_node(say_with_limit("So: <tool_call>wri"), check)
 
-
-def test_a_call_that_cannot_be_read_is_no_json_in_any_api(on_node: OnNode) -> None:
+async def test_a_call_that_cannot_be_read_is_no_json_in_any_api(tmp_path: Path) -> None:
     fault = "<tool_call>write<arg_key>text</arg_key>oops</tool_call>"
     arguments = "<arg_key>text</arg_key>oops</tool_call>"
-
-    async def check(node: Node) -> None:
+    async with serving(stops_after(fault), tmp_path) as node:
         (choice,) = (await node.post(CHAT, **body_of(CHAT))).json()["choices"]
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
@@ -212,13 +200,11 @@ def test_a_call_that_cannot_be_read_is_no_json_in_any_api(on_node: OnNode) -> No
         whole = (await node.post(RESPONSES, **body_of(RESPONSES))).json()
         assert whole["output"][0]["arguments"] == arguments
 
-    on_node(stops_after(fault), check)
 
-
-def test_what_stands_between_calls_keeps_its_place(on_node: OnNode) -> None:
+@pytest.mark.parametrize("per_message", [3, 1000])
+async def test_what_stands_between_calls_keeps_its_place(tmp_path: Path, per_message: int) -> None:
     """However the answer came: an item each, in the order of the text."""
-
-    async def check(node: Node) -> None:
+    async with serving(stops_after(f"One.{CALL}Two.{CALL}", per_message), tmp_path) as node:
         for is_streamed in (False, True):
             answer = await node.post(RESPONSES, **body_of(RESPONSES, stream=is_streamed))
             last = (
@@ -227,15 +213,11 @@ def test_what_stands_between_calls_keeps_its_place(on_node: OnNode) -> None:
             kinds = [item["type"] for item in last["output"]]
             assert kinds == ["message", "function_call", "message", "function_call"]
 
-    for per_message in (3, 1000):
-        on_node(stops_after(f"One.{CALL}Two.{CALL}", per_message), check)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_of_a_chat_tells_its_reasoning_tokens(on_node: OnNode, stream: bool) -> None:
+async def test_usage_of_a_chat_tells_its_reasoning_tokens(tmp_path: Path, stream: bool) -> None:
     """Up to the mark that ends it, which of GLM may be a call's."""
-
-    async def check(node: Node) -> None:
+    async with serving(stops_after(f"<think>hm{CALL}"), tmp_path) as node:
         options: dict[str, Any] = {"stream": stream, "n": 2}
         if stream:
             options["stream_options"] = {"include_usage": True}
@@ -243,5 +225,3 @@ def test_usage_of_a_chat_tells_its_reasoning_tokens(on_node: OnNode, stream: boo
         last = decode_events(answer.text)[-1] if stream else answer.json()
         num_tokens = len("<think>hm<tool_call>")
         assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * num_tokens}
-
-    on_node(stops_after(f"<think>hm{CALL}"), check)

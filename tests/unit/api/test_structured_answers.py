@@ -23,6 +23,8 @@ from tests.unit.api.scripted_engine import stops_after
 from tests.unit.api.support import ROOM, Node, serving
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
+pytestmark = pytest.mark.anyio
+
 MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
@@ -43,16 +45,13 @@ def says_what_it_may(generate: Generate) -> Iterable[FromEngine | float]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])
-def test_clients_get_what_they_asked_for(check: Callable[[Served], None], tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(says_what_it_may, tmp_path) as node:
-            served = Served(f"http://127.0.0.1:{node.port}", ROOM)
-            try:
-                await asyncio.to_thread(check, served)
-            finally:
-                served.close()
-
-    asyncio.run(main())
+async def test_clients_get_what_they_asked_for(check: Callable[[Served], None], tmp_path: Path) -> None:
+    async with serving(says_what_it_may, tmp_path) as node:
+        served = Served(f"http://127.0.0.1:{node.port}", ROOM)
+        try:
+            await asyncio.to_thread(check, served)
+        finally:
+            served.close()
 
 
 def asked(tmp_path: Path, **body: Any) -> tuple[httpx.Response, list[str]]:

@@ -12,8 +12,10 @@ from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.vocabulary import CheckpointError
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH, deliver, say
-from tests.unit.api.support import BODY, MESSAGES, NATIVE, Node, OnNode
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
 from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer, write_checkpoint
+
+pytestmark = pytest.mark.anyio
 
 TOKENIZER = make_tokenizer(bos=True)
 BOS_ID, EOS_ID = TOKENIZER.convert_tokens_to_ids([BOS, EOS])
@@ -25,8 +27,8 @@ def tokenizer_with_bos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_text_in_tokens_and_back(on_node: OnNode, role: str) -> None:
-    async def check(node: Node) -> None:
+async def test_a_text_in_tokens_and_back(tmp_path: Path, role: str) -> None:
+    async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role) as node:
         text = "a page €"
         answer = (await node.post("/tokenize", model="tiny", prompt=text, return_token_strs=True)).json()
         token_ids = TOKENIZER(text).input_ids
@@ -43,8 +45,6 @@ def test_a_text_in_tokens_and_back(on_node: OnNode, role: str) -> None:
         assert back.json() == {"prompt": BOS + text + EOS}
         assert (await node.post("/detokenize", tokens=[])).json() == {"prompt": ""}
         assert await node.metric('hisparse_pd:num_requests_total{endpoint="/detokenize",status="200"}') == 2
-
-    on_node(deliver if role == "prefill" else say("x"), check, role=role)
 
 
 CONTINUED = [*MESSAGES, {"role": "assistant", "content": "Well"}]
@@ -65,12 +65,10 @@ CONTINUED = [*MESSAGES, {"role": "assistant", "content": "Well"}]
         ),
     ],
 )
-def test_a_chat_in_tokens(on_node: OnNode, options: dict[str, Any], text: str) -> None:
-    async def check(node: Node) -> None:
+async def test_a_chat_in_tokens(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    async with serving(say("x"), tmp_path) as node:
         tokens = (await node.post("/tokenize", **{"messages": MESSAGES, **options})).json()["tokens"]
         assert TOKENIZER.decode(tokens) == text
-
-    on_node(say("x"), check)
 
 
 def edit_tokenizer_config(checkpoint: Path, **changes: Any) -> None:
@@ -80,8 +78,8 @@ def edit_tokenizer_config(checkpoint: Path, **changes: Any) -> None:
 
 @pytest.mark.I5
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_texts_begin_with_the_bos_token_where_the_configuration_alone_says_so(
-    on_node: OnNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, adds_bos: bool
+async def test_texts_begin_with_the_bos_token_where_the_configuration_alone_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, adds_bos: bool
 ) -> None:
     """DeepSeek's tokenizers have ``add_bos_token`` and no post-processor that adds one."""
     checkpoint = write_checkpoint(tmp_path / "tokenizer")
@@ -91,8 +89,7 @@ def test_texts_begin_with_the_bos_token_where_the_configuration_alone_says_so(
     bare = [list(text.removeprefix(BOS).encode()) for text in texts]
     first = [BOS_ID] if adds_bos else []
     expected = [first + bare[0], [BOS_ID, *bare[1]], first + bare[2]]
-
-    async def check(node: Node) -> None:
+    async with serving(say("x"), tmp_path) as node:
         for text, token_ids in zip(texts, expected, strict=True):
             answer = (await node.post("/tokenize", prompt=text)).json()
             assert answer["tokens"] == token_ids
@@ -111,8 +108,6 @@ def test_texts_begin_with_the_bos_token_where_the_configuration_alone_says_so(
         lengths = [sample.num_prompt_tokens for sample in node.engine.generates]
         assert lengths == [len(token_ids) for token_ids in expected for _ in range(3)]
 
-    on_node(say("x"), check)
-
 
 def test_a_bos_token_that_does_not_exist_is_named(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path)
@@ -121,17 +116,14 @@ def test_a_bos_token_that_does_not_exist_is_named(tmp_path: Path) -> None:
         TextCodec.load(checkpoint)
 
 
-def test_long_lists_come_in_pieces(on_node: OnNode, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_lists_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hisparse_pd.api.tokens._TOKENS_A_PIECE", 32)
-
-    async def check(node: Node) -> None:
+    async with serving(say("x"), tmp_path) as node:
         text = "z" * (CONTEXT_LENGTH - 1)
         answer = (await node.post("/tokenize", prompt=text, return_token_strs=True)).json()
         assert answer["tokens"] == [BOS_ID, *text.encode()]
         assert answer["token_strs"] == [BOS, *text]
         assert (await node.post("/detokenize", tokens=list(text.encode()))).json() == {"prompt": text}
-
-    on_node(say("x"), check)
 
 
 @pytest.mark.I8
@@ -161,22 +153,16 @@ def test_long_lists_come_in_pieces(on_node: OnNode, monkeypatch: pytest.MonkeyPa
         ("/detokenize", {"tokens": [1] * (CONTEXT_LENGTH + 1)}, f"a context has {CONTEXT_LENGTH}"),
     ],
 )
-def test_what_is_refused(on_node: OnNode, path: str, body: dict[str, Any], message: str) -> None:
-    async def check(node: Node) -> None:
+async def test_what_is_refused(tmp_path: Path, path: str, body: dict[str, Any], message: str) -> None:
+    async with serving(say("x"), tmp_path) as node:
         answer = await node.post(path, **body)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
 
-    on_node(say("x"), check)
 
-
-def test_another_model_is_unknown_and_a_node_that_loads_says_so(on_node: OnNode) -> None:
-    async def other(node: Node) -> None:
+async def test_another_model_is_unknown_and_a_node_that_loads_says_so(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
         for path in ("/tokenize", "/detokenize"):
             assert (await node.post(path, model="other", prompt="a", tokens=[1])).status_code == 404
-
-    async def loading(node: Node) -> None:
+    async with serving(say("x"), tmp_path, is_ready=False) as node:
         assert (await node.post("/tokenize", prompt="a")).status_code == 503
-
-    on_node(say("x"), other)
-    on_node(say("x"), loading, is_ready=False)

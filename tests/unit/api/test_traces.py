@@ -29,8 +29,10 @@ from hisparse_pd.tracing import Tracer
 from hisparse_pd.vocabulary import FinishReason, Mode
 from protocol.messages import PrefillTimes
 from tests.otlp_receiver import Receiver, Span, receiving
-from tests.unit.api.scripted_engine import Script, say
-from tests.unit.api.support import BODY, WAIT_SECS, Node, serving, until
+from tests.unit.api.scripted_engine import say
+from tests.unit.api.support import BODY, Node, serving, until
+
+pytestmark = pytest.mark.anyio
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
@@ -92,33 +94,21 @@ def fails_in_landing(generate: Generate) -> Iterable[FromEngine | float]:
     yield RequestFailed(generate.request_id, 502, "the prefill node is gone", phases=told)
 
 
-def run(tmp_path: Path, script: Script, check: Any, collector: str, **options: Any) -> None:
-    """What ``check`` does with the node; then the node ends, and with it all spans have been sent."""
-
-    async def main() -> None:
-        async with serving(script, tmp_path, collector=collector, **options) as node:
-            await asyncio.wait_for(check(node), WAIT_SECS)
-
-    asyncio.run(main())
-
-
-def post(body: dict[str, Any], headers: dict[str, str], status: int = 200) -> Any:
-    async def check(node: Node) -> None:
-        response = await node.client.post("/v1/completions", json=body, headers=headers)
-        assert response.status_code == status
-
-    return check
+async def post(node: Node, body: dict[str, Any], headers: dict[str, str], status: int = 200) -> None:
+    response = await node.client.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == status
 
 
 def by_name(spans: Iterable[Span]) -> dict[str, Span]:
     return {span.name: span for span in spans}
 
 
-def test_spans_that_wait_are_sent_at_the_end(
+async def test_spans_that_wait_are_sent_at_the_end(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
-    run(tmp_path, answers, post(BODY, TRACEPARENT), receiver.url)
+    async with serving(answers, tmp_path, collector=receiver.url) as node:
+        await post(node, BODY, TRACEPARENT)
     spans = by_name(receiver.of_trace(TRACE_ID))
     assert set(spans) == {"POST /v1/completions", "tokenize", "queue", "landing", "first_step", "decode"}
     of_node = spans.pop("POST /v1/completions")
@@ -130,8 +120,11 @@ def test_spans_that_wait_are_sent_at_the_end(
     assert of_node.attributes["gen_ai.response.finish_reasons"] == ["length"]
 
 
-def test_a_request_that_fails_ends_the_phase_in_which_it_did(tmp_path: Path, receiver: Receiver) -> None:
-    run(tmp_path, fails_in_landing, post(BODY, TRACEPARENT, 502), receiver.url)
+async def test_a_request_that_fails_ends_the_phase_in_which_it_did(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    async with serving(fails_in_landing, tmp_path, collector=receiver.url) as node:
+        await post(node, BODY, TRACEPARENT, 502)
     spans = by_name(receiver.of_trace(TRACE_ID))
     assert {name: span.error for name, span in spans.items()} == {
         "POST /v1/completions": "the prefill node is gone",
@@ -141,8 +134,9 @@ def test_a_request_that_fails_ends_the_phase_in_which_it_did(tmp_path: Path, rec
     }
 
 
-def test_a_stream_that_breaks_off_is_an_error(tmp_path: Path, receiver: Receiver) -> None:
-    run(tmp_path, breaks_off, post({**BODY, "stream": True}, TRACEPARENT), receiver.url)
+async def test_a_stream_that_breaks_off_is_an_error(tmp_path: Path, receiver: Receiver) -> None:
+    async with serving(breaks_off, tmp_path, collector=receiver.url) as node:
+        await post(node, {**BODY, "stream": True}, TRACEPARENT)
     spans = by_name(receiver.of_trace(TRACE_ID))
     assert spans["POST /v1/completions"].attributes["http.response.status_code"] == 200
     for name in ("POST /v1/completions", "decode"):
@@ -150,8 +144,13 @@ def test_a_stream_that_breaks_off_is_an_error(tmp_path: Path, receiver: Receiver
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver, role: str) -> None:
-    async def check(node: Node) -> None:
+async def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver, role: str) -> None:
+    async with serving(
+        starts if role == "decode" else lambda generate: [FOREVER],
+        tmp_path,
+        collector=receiver.url,
+        role=role,
+    ) as node:
         body = {**BODY, "stream": True}
         if role == "prefill":
             asking = asyncio.create_task(node.client.post("/v1/completions", json=body, headers=TRACEPARENT))
@@ -167,8 +166,6 @@ def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver,
                 while '"b"' not in await anext(lines):
                     continue
         await until(lambda: bool(node.engine.aborts), "the engine hears of it")
-
-    run(tmp_path, starts if role == "decode" else lambda generate: [FOREVER], check, receiver.url, role=role)
     spans = by_name(receiver.of_trace(TRACE_ID))
     of_node = spans["POST /v1/completions"]
     assert (of_node.attributes["http.response.status_code"], of_node.error) == (499, "the client is gone")
@@ -176,13 +173,14 @@ def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver,
         assert spans["decode"].error == "the request was aborted"
 
 
-def test_a_delivered_prompt(tmp_path: Path, receiver: Receiver) -> None:
+async def test_a_delivered_prompt(tmp_path: Path, receiver: Receiver) -> None:
     def delivers(generate: Generate) -> Iterable[FromEngine]:
         names = ("bootstrap", "queue", "prefill", "transfer")
         told = phases(*((name, 0.1) for name in names), started_at=time.time() - 1)
         yield PrefillFinished(generate.request_id, 5, 3, 4096, 0.25, 1, 2, Mode.DENSE, told)
 
-    run(tmp_path, delivers, post(BODY, TRACEPARENT), receiver.url, role="prefill")
+    async with serving(delivers, tmp_path, collector=receiver.url, role="prefill") as node:
+        await post(node, BODY, TRACEPARENT)
     spans = by_name(receiver.of_trace(TRACE_ID))
     assert set(spans) >= {"bootstrap", "queue", "prefill", "transfer"}
     attributes = spans["prefill"].attributes
@@ -193,7 +191,7 @@ def test_a_delivered_prompt(tmp_path: Path, receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("ahead_secs", [-3600.0, 3600.0])
-def test_clocks_of_other_machines_do_not_tear_a_request_apart(
+async def test_clocks_of_other_machines_do_not_tear_a_request_apart(
     tmp_path: Path, receiver: Receiver, ahead_secs: float
 ) -> None:
     def answers_elsewhere(generate: Generate) -> Iterable[FromEngine | float]:
@@ -207,7 +205,8 @@ def test_clocks_of_other_machines_do_not_tear_a_request_apart(
                 message.request_id, message.token_ids, finish_reason=message.finish_reason, phases=moved
             )
 
-    run(tmp_path, answers_elsewhere, post(BODY, TRACEPARENT), receiver.url)
+    async with serving(answers_elsewhere, tmp_path, collector=receiver.url) as node:
+        await post(node, BODY, TRACEPARENT)
     spans = by_name(receiver.of_trace(TRACE_ID))
     of_node = spans["POST /v1/completions"]
     until_now = spans["tokenize"].end
@@ -217,8 +216,9 @@ def test_clocks_of_other_machines_do_not_tear_a_request_apart(
 
 
 @pytest.mark.I8
-def test_of_many_samples_a_few_are_traced(tmp_path: Path, receiver: Receiver) -> None:
-    run(tmp_path, answers, post({**BODY, "n": 20}, TRACEPARENT), receiver.url)
+async def test_of_many_samples_a_few_are_traced(tmp_path: Path, receiver: Receiver) -> None:
+    async with serving(answers, tmp_path, collector=receiver.url) as node:
+        await post(node, {**BODY, "n": 20}, TRACEPARENT)
     spans = receiver.of_trace(TRACE_ID)
     assert len([span for span in spans if span.name == "landing"]) == 16
     (of_node,) = [span for span in spans if span.parent_id == SPAN_ID]
@@ -241,14 +241,12 @@ def test_of_many_samples_a_few_are_traced(tmp_path: Path, receiver: Receiver) ->
     ],
     ids=str,
 )
-def test_a_trace_that_cannot_be_continued_begins_anew(
+async def test_a_trace_that_cannot_be_continued_begins_anew(
     tmp_path: Path, receiver: Receiver, headers: list[tuple[bytes, bytes]]
 ) -> None:
-    async def check(node: Node) -> None:
+    async with serving(answers, tmp_path, collector=receiver.url) as node:
         response = await node.client.post("/v1/completions", json=BODY, headers=headers)
         assert response.status_code == 200
-
-    run(tmp_path, answers, check, receiver.url)
     (of_node,) = [span for span in receiver.spans if span.parent_id == ""]
     assert of_node.trace_id != TRACE_ID
     assert len(receiver.of_trace(of_node.trace_id)) == 6
@@ -260,7 +258,7 @@ def test_a_trace_that_cannot_be_continued_begins_anew(
 @pytest.mark.I7
 @pytest.mark.I8
 @pytest.mark.parametrize("trouble", ["hangs", "refuses", "away"])
-def test_no_request_waits_for_a_collector(
+async def test_no_request_waits_for_a_collector(
     tmp_path: Path,
     receiver: Receiver,
     trouble: str,
@@ -280,7 +278,9 @@ def test_no_request_waits_for_a_collector(
     async def outcome(node: Node, name: str) -> float:
         return await node.metric(f'hisparse_pd:trace_spans_total{{outcome="{name}"}}') or 0
 
-    async def check(node: Node) -> None:
+    async with serving(
+        answers, tmp_path, collector="http://127.0.0.1:9" if trouble == "away" else receiver.url
+    ) as node:
         num_requests = 0
         while await outcome(node, "failed" if trouble == "refuses" else "dropped") < 24:
             response = await node.client.post("/v1/completions", json=BODY)
@@ -289,8 +289,6 @@ def test_no_request_waits_for_a_collector(
         if trouble == "hangs":  # a batch is under way, eight wait, the last request may not be quite over
             assert await outcome(node, "dropped") >= 6 * num_requests - 4 - 8 - 6
             assert await outcome(node, "exported") == await outcome(node, "failed") == 0
-
-    run(tmp_path, answers, check, "http://127.0.0.1:9" if trouble == "away" else receiver.url)
     assert receiver.spans == []
     assert len([record for record in caplog.records if record.name.startswith("opentelemetry")]) <= 1
 
@@ -371,8 +369,8 @@ def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_says_how_long_it_took_if_asked(tmp_path: Path, stream: bool) -> None:
-    async def check(node: Node) -> None:
+async def test_an_answer_says_how_long_it_took_if_asked(tmp_path: Path, stream: bool) -> None:
+    async with serving(answers, tmp_path) as node:
         body = {**BODY, "stream": stream}
         for headers in ({}, {"x-request-timing": "0"}):
             response = await node.client.post("/v1/completions", json=body, headers=headers)
@@ -386,20 +384,17 @@ def test_an_answer_says_how_long_it_took_if_asked(tmp_path: Path, stream: bool) 
         assert ("decode" in told) >= (not stream)
         assert float(told["ttft"]) <= float(told["total"])
 
-    run(tmp_path, answers, check, "")
 
-
-def test_phases_are_counted(tmp_path: Path) -> None:
-    async def check(node: Node) -> None:
+async def test_phases_are_counted(tmp_path: Path) -> None:
+    async with serving(answers, tmp_path) as node:
         await node.post("/v1/completions", **BODY)
         for phase in ("tokenize", "queue", "landing", "first_step", "decode"):
             assert await node.metric(f'hisparse_pd:request_phase_seconds_count{{phase="{phase}"}}') == 1
         total = await node.metric('hisparse_pd:request_phase_seconds_sum{phase="landing"}')
         assert total == pytest.approx(0.2, abs=1e-4)
 
-    run(tmp_path, answers, check, "")
 
-
-def test_an_engine_that_tells_of_no_phases(tmp_path: Path, receiver: Receiver) -> None:
-    run(tmp_path, say("hello"), post(BODY, TRACEPARENT), receiver.url)
+async def test_an_engine_that_tells_of_no_phases(tmp_path: Path, receiver: Receiver) -> None:
+    async with serving(say("hello"), tmp_path, collector=receiver.url) as node:
+        await post(node, BODY, TRACEPARENT)
     assert {span.name for span in receiver.of_trace(TRACE_ID)} == {"POST /v1/completions", "tokenize"}

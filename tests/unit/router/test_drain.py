@@ -25,11 +25,14 @@ from hisparse_pd.http.engine_link import EngineLink, LinkState
 from hisparse_pd.ports import free_port
 from router import supervisor
 from router.supervisor import Child, Supervisor
+from tests.unit.api import support
 from tests.unit.api.scripted_engine import say
-from tests.unit.api.support import BODY, Node, OnNode, until
+from tests.unit.api.support import BODY, until
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 from tests.unit.router.cluster import FakeNode, delivers, never, serving, start, write
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.anyio
 
 REPO = Path(__file__).resolve().parents[3]
 WAIT_SECS = 60.0
@@ -93,65 +96,56 @@ async def router_process(
                 await process.wait()
 
 
-def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest() -> None:
-    async def main() -> None:
-        async with router_process() as router:
-            async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
-                chunks = answer.aiter_raw()
-                assert await anext(chunks) == b"data: 1\n\n"
-                router.process.send_signal(signal.SIGTERM)
-                await router.until_draining()
-                assert (await router.client.get("/health")).status_code == 503
-                late = await router.client.post("/generate", json={"text": "b"})
-                assert late.status_code == 503
-                assert "shutting down; send the request again" in late.json()["error"]["message"]
-                assert len(router.decode.requests) == 1
-                router.decode.release.set()
-                assert b"".join([chunk async for chunk in chunks]) == b"data: 2\n\n"
-            assert await router.exit_status() == 0
-
-    asyncio.run(main())
+async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest() -> None:
+    async with router_process() as router:
+        async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"data: 1\n\n"
+            router.process.send_signal(signal.SIGTERM)
+            await router.until_draining()
+            assert (await router.client.get("/health")).status_code == 503
+            late = await router.client.post("/generate", json={"text": "b"})
+            assert late.status_code == 503
+            assert "shutting down; send the request again" in late.json()["error"]["message"]
+            assert len(router.decode.requests) == 1
+            router.decode.release.set()
+            assert b"".join([chunk async for chunk in chunks]) == b"data: 2\n\n"
+        assert await router.exit_status() == 0
 
 
 @pytest.mark.parametrize("options", [["--drain-timeout-secs", "0.2"], []], ids=["timeout", "second signal"])
-def test_what_does_not_finish_in_time_ends_with_an_error(options: list[str]) -> None:
-    async def main() -> None:
-        async with router_process(*options) as router:
-            async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
-                chunks = answer.aiter_raw()
-                await anext(chunks)
-                router.process.send_signal(signal.SIGTERM)
-                if not options:
-                    await router.until_draining()
-                    router.process.send_signal(signal.SIGTERM)
-                event = b"".join([chunk async for chunk in chunks])
-            message = json.loads(event.removeprefix(b"data: "))["error"]["message"]
-            assert "the router is shutting down" in message
-            await asyncio.wait_for(router.decode.client_left.wait(), WAIT_SECS)
-            assert await router.exit_status() == 0
-
-    asyncio.run(main())
-
-
-def test_a_request_without_an_answer_yet_gets_a_503() -> None:
-    async def main() -> None:
-        async with router_process("--drain-timeout-secs", "0.2", decode=never) as router:
-            asking = asyncio.create_task(router.client.post("/generate", json={"text": "a"}))
-            await until(lambda: bool(router.decode.requests), "the node has the request")
+async def test_what_does_not_finish_in_time_ends_with_an_error(options: list[str]) -> None:
+    async with router_process(*options) as router:
+        async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
+            chunks = answer.aiter_raw()
+            await anext(chunks)
             router.process.send_signal(signal.SIGTERM)
-            answer = await asking
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-            assert "the router is shutting down" in answer.json()["error"]["message"]
-            assert await router.exit_status() == 0
+            if not options:
+                await router.until_draining()
+                router.process.send_signal(signal.SIGTERM)
+            event = b"".join([chunk async for chunk in chunks])
+        message = json.loads(event.removeprefix(b"data: "))["error"]["message"]
+        assert "the router is shutting down" in message
+        await asyncio.wait_for(router.decode.client_left.wait(), WAIT_SECS)
+        assert await router.exit_status() == 0
 
-    asyncio.run(main())
+
+async def test_a_request_without_an_answer_yet_gets_a_503() -> None:
+    async with router_process("--drain-timeout-secs", "0.2", decode=never) as router:
+        asking = asyncio.create_task(router.client.post("/generate", json={"text": "a"}))
+        await until(lambda: bool(router.decode.requests), "the node has the request")
+        router.process.send_signal(signal.SIGTERM)
+        answer = await asking
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "the router is shutting down" in answer.json()["error"]["message"]
+        assert await router.exit_status() == 0
 
 
 # --- a node --------------------------------------------------------------------------------------------
 
 
-def test_a_stopping_node_refuses_new_requests_and_finishes_its_own(on_node: OnNode) -> None:
-    async def check(node: Node) -> None:
+async def test_a_stopping_node_refuses_new_requests_and_finishes_its_own(tmp_path: Path) -> None:
+    async with support.serving(say("abcde", delay_secs=0.05), tmp_path) as node:
         async with node.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -163,21 +157,17 @@ def test_a_stopping_node_refuses_new_requests_and_finishes_its_own(on_node: OnNo
             assert [line async for line in lines if line][-1] == "data: [DONE]"
         assert len(node.engine.generates) == 1
 
-    on_node(say("abcde", delay_secs=0.05), check)
 
-
-def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(on_node: OnNode) -> None:
+async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(tmp_path: Path) -> None:
     def waits(generate: Generate) -> Iterator[object]:
         yield 0.5  # longer than health_timeout_secs
         yield from say("ab")(generate)
 
-    async def check(node: Node) -> None:
+    async with support.serving(waits, tmp_path, health_timeout_secs=0.2) as node:
         asking = asyncio.create_task(node.post("/v1/completions", **BODY))
         await until(lambda: node.link.num_in_flight == 1, "the request is with the engine")
         node.link.stop_accepting()
         assert (await asking).status_code == 200
-
-    on_node(waits, check, health_timeout_secs=0.2)
 
 
 def test_only_a_live_engine_is_asked_while_the_node_stops(tmp_path: Path) -> None:
