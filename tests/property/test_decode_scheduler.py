@@ -26,8 +26,9 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Extent, Room
+from tests.books import carry_out, enqueue, make_request
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
 
@@ -112,24 +113,20 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.num_arrived += 1
         over = [each.room for each in self.rooms.select(RequestState.ENDING)]
         room = next((room for room in over if self.rooms.get(room) is None), Room(self.num_arrived))
-        request = Request(
+        prompt = None if family is None else pack_token_ids([family] * num_prompt_tokens)
+        request = make_request(
+            room,
+            num_prompt_tokens,
+            min(max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens),
+            flag,
+            peer,
+            self.now,
             request_id=str(self.num_arrived),
-            room=room,
-            num_prompt_tokens=num_prompt_tokens,
-            sampling=SamplingParams(
-                max_new_tokens=min(max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
-            ),
-            flag=flag,
-            peer=peer,
-            arrived_at=self.now,
             dense_refusal=dense_refusal,
-            prompt_keys=None
-            if family is None
-            else PromptKeys.of(NO_ISOLATION, pack_token_ids([family] * num_prompt_tokens), PAGE_SIZE),
+            prompt_keys=None if prompt is None else PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE),
         )
         if not refusal(self.limits, request):
-            self.rooms.open(request)
-            self.rooms.queue(request, RequestState.WAITING, float("inf"))
+            enqueue(self.rooms, request, float("inf"))
             self.stops_after[request.room] = stops_after
 
     @precondition(lambda self: self.landing())
@@ -159,19 +156,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
             assert NextPlan(self.limits, self.rooms).make(self.now) == plan, "somebody who fits is forgotten"
-        for admission in plan.admissions:
-            self.rooms.use_held(admission)
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
-            self.rooms.grow(exchange.request, exchange.need)
-            self.rooms.exchange(exchange)
-        for growth in plan.growths:
-            self.rooms.grow(growth.request, growth.need)
+        carry_out(self.rooms, plan, float("inf"))
         for admission in plan.admissions:
-            self.rooms.admit(admission, f"run of {admission.request.peer}", float("inf"))
             self.writable[admission.request.room] = remote_slots(admission.request)
         assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
         self._check_nothing_is_lost(before)

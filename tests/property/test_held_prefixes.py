@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission
+from decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging import prefix_tree
 from hisparse_pd.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.paging.prompt_keys import PageKey, PromptKeys, root_of
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
-from protocol.messages import Extent, Room
+from hisparse_pd.vocabulary import Mode
+from protocol.messages import Extent
+from tests.books import admission_of, land, make_request
 
 pytestmark = pytest.mark.I2
 
@@ -88,34 +88,16 @@ class HeldMachine(RuleBasedStateMachine):
     def arrive(self, before: int, num_new: int, family: int, mode: Mode, extra: int, salt: str) -> None:
         prompt = (*self.said[-1 - before % len(self.said)], *[family] * num_new)[:24]
         number = len(self.prompts)
-        request = Request(
-            f"id-{number}",
-            Room(number),
-            len(prompt),
-            SamplingParams(12),
-            HisparseFlag.AUTO,
-            PeerAddress("prefill", 1),
-            arrived_at=self.now,
-            prompt_keys=PromptKeys.of(root_of(salt), pack_token_ids(prompt), PAGE_SIZE),
-        )
-        found = self.rooms.held.find(request.usable_keys, KV_POOLS[mode])
-        num_pages = found.num_pages if found else 0
-        num_slots = len(prompt) + extra
-        num_own = num_slots - num_pages * PAGE_SIZE
-        kv = SlotCounts(device=num_own)
-        if mode is Mode.HISPARSE:
-            kv = SlotCounts(host=num_own, device=8, lookup=num_slots)
-        need = self.rooms.pools.rounded(kv + SlotCounts(index=num_own, aux=1, req_row=1))
+        keys = PromptKeys.of(root_of(salt), pack_token_ids(prompt), PAGE_SIZE)
+        request = make_request(number, len(prompt), 12, arrived_at=self.now, prompt_keys=keys)
+        admission = admission_of(self.rooms, request, mode, len(prompt) + extra)
+        num_pages = admission.num_shared_pages
         unused = num_pages * PAGE_SIZE  # at most
+        need = self.rooms.pools.rounded(admission.need)
         if not (need + SlotCounts(unused, unused, 2 * unused)).fits_in(self.rooms.available):
             return
         self.prompts[request], self.salts[request] = prompt, salt
-        self.rooms.open(request)
-        self.rooms.queue(request, RequestState.WAITING, float("inf"))
-        hot_capacity = 8 if mode is Mode.HISPARSE else 0
-        admission = Admission(request, mode, need, hot_capacity, num_pages)
-        self.rooms.use_held(admission)
-        self.rooms.admit(admission, "run", float("inf"))
+        land(self.rooms, request, mode, len(prompt) + extra)
         num_held = request.held_prefix_tokens
         assert num_held == num_pages * PAGE_SIZE < len(prompt), "the last token is always computed"
         self.landing_zones[request] = [

@@ -7,23 +7,16 @@ from typing import Any
 import pytest
 
 from decode_node.drafting import max_verifiable, num_accepted
-from decode_node.request import PeerAddress, Request
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
-from protocol.messages import Room
+from decode_node.request import Request
+from hisparse_pd.vocabulary import Mode
+from tests import books
 
 TOP_K, MAX_NEW, MAX_CONTEXT = 64, 4, 1000
 
 
 def make_request(num_prompt_tokens: int, max_new_tokens: int = 100, **values: Any) -> Request:
-    request = Request(
-        "r", Room(1), num_prompt_tokens, SamplingParams(max_new_tokens=max_new_tokens), HisparseFlag.TRUE,
-        PeerAddress("", 0), arrived_at=0.0,
-    )  # fmt: skip
-    request.output_token_ids.append(5)
-    request.reserved_tokens = 2000
-    for name, value in values.items():
-        setattr(request, name, value)
-    return request
+    values = {"output_token_ids": [5], "reserved_tokens": 2000} | values
+    return books.make_request(1, num_prompt_tokens, max_new_tokens, **values)
 
 
 def verifiable(request: Request, num_drafts: int = 3) -> int:

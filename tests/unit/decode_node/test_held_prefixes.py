@@ -16,14 +16,13 @@ import pytest
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
 from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
 from hisparse_pd.paging.allocator import PoolExhausted
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
-from protocol.messages import Room
+from hisparse_pd.vocabulary import HisparseFlag, Mode
+from tests.books import land, make_request
 from tests.identities import identity_of
 from tests.unit.decode_node.support import (
     Answer,
@@ -48,19 +47,6 @@ def keys_of(prompt: Prompt, page_size: int = PAGE, root: PageKey = NO_ISOLATION)
 # --- requests ------------------------------------------------------------------------------------------
 
 
-def make_request(room: int, prompt: Prompt, max_new_tokens: int = 6) -> Request:
-    return Request(
-        f"id-{room}",
-        Room(room),
-        len(prompt),
-        SamplingParams(max_new_tokens=max_new_tokens),
-        HisparseFlag.TRUE,
-        PEER,
-        arrived_at=0.0,
-        prompt_keys=keys_of(prompt),
-    )
-
-
 class Books:
     """Live requests without an engine."""
 
@@ -72,21 +58,8 @@ class Books:
     def land(self, prompt: Prompt, mode: Mode, num_slots: int = 0) -> Request:
         """With ``num_slots`` for KV, those that it shares included, and all that is held of its prompt."""
         self._num_rooms += 1
-        request = make_request(self._num_rooms, prompt)
-        num_slots = num_slots or len(prompt) + 4
-        found = self.rooms.held.find(request.usable_keys, KV_POOLS[mode])
-        num_pages = found.num_pages if found else 0
-        num_own = num_slots - num_pages * PAGE
-        kv = SlotCounts(device=num_own)
-        if mode is Mode.HISPARSE:
-            kv = SlotCounts(host=num_own, device=8, lookup=num_slots)
-        self.rooms.open(request)
-        self.rooms.queue(request, RequestState.WAITING, 9.0)
-        need = kv + SlotCounts(index=num_own, aux=1, req_row=1)
-        hot_capacity = 8 if mode is Mode.HISPARSE else 0
-        admission = Admission(request, mode, need, hot_capacity, num_pages)
-        self.rooms.use_held(admission)
-        self.rooms.admit(admission, "run", 9.0)
+        request = make_request(self._num_rooms, len(prompt), 6, prompt_keys=keys_of(prompt))
+        land(self.rooms, request, mode, num_slots or len(prompt) + 4)
         self.rooms.check_integrity()
         return request
 

@@ -11,11 +11,12 @@ import torch
 from decode_node import hot_buffers
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
-from decode_node.request import PeerAddress, Request
+from decode_node.request import Request
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.vocabulary import Mode
 from kernels.swap_in import RowStart
 from protocol.messages import Room
+from tests.books import make_request
 from tests.unit.kernels.table_rules import check_consistency
 from tests.unit.model.model_specs import make_spec
 
@@ -46,10 +47,7 @@ class Node:
         )
 
     def request(self, hot_positions: list[Any] | None) -> Request:
-        request = Request(
-            "r", Room(1), 100, SamplingParams(max_new_tokens=9), HisparseFlag.TRUE, PeerAddress("", 0),
-            arrived_at=0.0,
-        )  # fmt: skip
+        request = make_request(1, 100, 9)
         request.mode, request.hot_capacity = Mode.HISPARSE, 32
         need = SlotCounts(host=108, device=32, index=108, lookup=108, aux=0, req_row=1)
         request.holding = self.pools.reserve(request.room, need)

@@ -6,29 +6,16 @@ from collections import Counter
 
 from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import EngineStats
 from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
-from protocol.messages import Room
+from hisparse_pd.vocabulary import HisparseFlag, Mode
+from tests.books import land, make_request
 
 BYTES_PER_MISS = 1152 * 3
 
 
-def _open(rooms: LiveRequests, room: int, flag: HisparseFlag) -> Request:
-    peer = PeerAddress("prefill", 8998)
-    request = Request(f"id-{room}", Room(room), 8, SamplingParams(max_new_tokens=3), flag, peer, 0.0)
-    rooms.open(request)
-    return request
-
-
 def _run(rooms: LiveRequests, room: int, mode: Mode) -> None:
-    request = _open(rooms, room, HisparseFlag.AUTO)
-    need = SlotCounts(host=10, device=16, index=10, aux=1, req_row=1)
-    rooms.queue(request, RequestState.WAITING, 9.0)
-    rooms.admit(Admission(request, mode, need, 8 if mode is Mode.HISPARSE else 0), "first", 9.0)
-    rooms.start(request)
+    rooms.start(land(rooms, make_request(room, flag=HisparseFlag.AUTO), mode, 10))
 
 
 def _stats(rooms: LiveRequests, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> EngineStats:
@@ -56,7 +43,7 @@ def test_requests_are_told_apart_by_mode_and_by_what_they_asked_for() -> None:
     _run(rooms, 2, Mode.HISPARSE)
     _run(rooms, 3, Mode.DENSE)
     for room, flag in enumerate((HisparseFlag.FALSE, HisparseFlag.AUTO, HisparseFlag.AUTO), start=4):
-        _open(rooms, room, flag)
+        rooms.open(make_request(room, flag=flag))
     gauges = _stats(rooms).gauges
     assert {mode: gauges[f'running_reqs{{mode="{mode}"}}'] for mode in Mode} == {"hisparse": 2, "dense": 1}
     asked_for = {flag: gauges[f'queue_reqs{{hisparse="{flag}"}}'] for flag in HisparseFlag}

@@ -11,12 +11,12 @@ import pytest
 from decode_node import prefill_peers
 from decode_node.live_requests import LiveRequests
 from decode_node.prefill_peers import InstanceGone, PeerLost, PeerReady, PrefillPeers, RanksChanged
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import PeerAddress, RequestState
 from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
 from protocol.bootstrap import BootstrapInfo, RankInfo
 from protocol.channels import ControlServer
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered, Room
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered
+from tests.books import make_request
 from tests.unit.decode_node.peers_support import make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
 
@@ -166,18 +166,8 @@ def test_a_request_that_moves_to_another_rank_keeps_its_place_in_line(state: Req
     requests = LiveRequests(Pools(totals, 16), 60.0)
     ranks = [PeerAddress(HOST, PORT, rank) for rank in range(2)]
     for number in range(6):
-        requests.open(
-            Request(
-                f"r{number}",
-                Room(number),
-                20,
-                SamplingParams(max_new_tokens=4),
-                HisparseFlag.TRUE,
-                ranks[0] if number < 4 else ranks[1],
-                arrived_at=0.0,
-                deadline=10.0,
-            )
-        )
+        peer = ranks[0] if number < 4 else ranks[1]
+        requests.open(make_request(number, 20, 4, peer=peer, deadline=10.0))
     moved = [request for request in requests.all() if request.room in (1, 3)]
     for request in moved:
         if state is RequestState.WAITING:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import Request, RequestState
 from decode_node.row_counts import RowCounts
 from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
@@ -23,6 +23,7 @@ from hisparse_pd.engine.messages import Generate, GenerateGroup
 from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
 from protocol.messages import Room
+from tests import books
 from tests.identities import ANY
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.speculation_support import (
@@ -266,14 +267,10 @@ def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(
 def make_request(number: int, pools: Pools, generator: random.Random) -> Request:
     prompt = [generator.randrange(VOCAB_SIZE) for _ in range(generator.randrange(1, 5))]
     settings = generator.choice(({}, {"frequency_penalty": 0.5}, {"repetition_penalty": 0.5}))
-    request = Request(
-        request_id=str(number),
-        room=Room(number),
-        num_prompt_tokens=len(prompt),
+    request = books.make_request(
+        number,
+        len(prompt),
         sampling=SamplingParams(max_new_tokens=99, **settings),
-        flag=HisparseFlag.TRUE,
-        peer=PeerAddress("", 0),
-        arrived_at=0.0,
         prompt_token_ids=np.unique(np.array(prompt, np.int32)),
         holding=pools.reserve(Room(number), SlotCounts(req_row=1)),
     )

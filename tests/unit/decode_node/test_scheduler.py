@@ -8,7 +8,7 @@ import pytest
 
 from decode_node.beginnings import Beginnings
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
+from decode_node.request import KV_POOLS, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
@@ -17,8 +17,9 @@ from hisparse_pd.paging.pools import Holding, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prefix_tree import Prefix
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
+from tests.books import carry_out, enqueue, make_request
 
 LIMITS = Limits(
     totals=SlotCounts(host=400, device=160, index=560, lookup=800, aux=16, req_row=8),
@@ -50,22 +51,12 @@ class Node:
     ) -> Request:
         """``family``: prompts of one begin alike, and are held."""
         self.num_requests += 1
-        request = Request(
-            str(self.num_requests),
-            Room(self.num_requests),
-            num_prompt_tokens,
-            SamplingParams(max_new_tokens=max_new_tokens),
-            flag,
-            PeerAddress("prefill", 1),
-            arrived_at=0.0,
-        )
+        request = make_request(self.num_requests, num_prompt_tokens, max_new_tokens, flag)
         if family is not None:
             tokens = pack_token_ids([family] * num_prompt_tokens)
             request.prompt_keys = PromptKeys.of(NO_ISOLATION, tokens, self.limits.page_size)
         assert refusal(self.limits, request) == ""
-        self.rooms.open(request)
-        self.rooms.queue(request, RequestState.WAITING, 9.0)
-        return request
+        return enqueue(self.rooms, request)
 
     def plan(self, now: float = 0.0) -> StepPlan:
         return plan_step(
@@ -80,15 +71,8 @@ class Node:
 
     def step(self, now: float = 0.0) -> StepPlan:
         plan = self.plan(now)
+        carry_out(self.rooms, plan)
         for admission in plan.admissions:
-            self.rooms.use_held(admission)
-        for exchange in plan.exchanges:
-            self.rooms.grow(exchange.request, exchange.need)
-            self.rooms.exchange(exchange)
-        for growth in plan.growths:
-            self.rooms.grow(growth.request, growth.need)
-        for admission in plan.admissions:
-            self.rooms.admit(admission, "first", 9.0)
             self.rooms.start(admission.request)
             admission.request.output_token_ids.append(0)
         self.rooms.check_integrity()
@@ -149,16 +133,7 @@ def test_auto_takes_what_is_possible_at_all() -> None:
 def test_a_refusal_names_the_bound(
     flag: HisparseFlag, num_prompt_tokens: int, dense_refusal: str, parts: list[str]
 ) -> None:
-    request = Request(
-        "1",
-        Room(1),
-        num_prompt_tokens,
-        SamplingParams(max_new_tokens=1),
-        flag,
-        PeerAddress("prefill", 1),
-        0.0,
-        dense_refusal=dense_refusal,
-    )
+    request = make_request(1, num_prompt_tokens, 1, flag, dense_refusal=dense_refusal)
     error = refusal(LIMITS, request)
     assert bool(error) is bool(parts)
     assert all(part in error for part in parts)

@@ -1,4 +1,4 @@
-"""Books of the decode node: what they say when they do not add up, and who may move where."""
+"""Pools: reservations of whole pages, all or nothing, and books that say when they do not add up."""
 
 from __future__ import annotations
 
@@ -6,30 +6,12 @@ import re
 
 import pytest
 
-from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
-from decode_node.quarantine import Quarantine, Quarantined
-from decode_node.request import IllegalMove, PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission, Exchange
 from hisparse_pd.paging.allocator import PoolExhausted, PoolIntegrityError
-from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
-from protocol.messages import Extent, Room
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from protocol.messages import Room
 
 TOTALS = SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4)
 NEED = SlotCounts(host=10, device=17, index=10, lookup=10, aux=1, req_row=1)
-PEER = PeerAddress("prefill", 8998)
-
-
-def make_request(room: int = 1, flag: HisparseFlag = HisparseFlag.TRUE) -> Request:
-    return Request(f"id-{room}", Room(room), 8, SamplingParams(max_new_tokens=3), flag, PEER, arrived_at=0.0)
-
-
-def landed(rooms: LiveRequests, room: int, mode: Mode = Mode.HISPARSE) -> Request:
-    request = make_request(room)
-    rooms.open(request)
-    rooms.queue(request, RequestState.WAITING, 9.0)
-    rooms.admit(Admission(request, mode, NEED, 8 if mode is Mode.HISPARSE else 0), "first", 9.0)
-    return request
 
 
 def test_slot_counts_list_the_pools_in_order() -> None:
@@ -74,140 +56,3 @@ def test_integrity_finds_slots_with_two_owners() -> None:
     second.extents[PoolKind.HOST] = first[PoolKind.HOST]
     with pytest.raises(PoolIntegrityError, match=r"belongs to two.*free 64 \+ landing 32"):
         pools.check_integrity()
-
-
-@pytest.mark.I2
-def test_integrity_finds_a_holding_that_nobody_knows() -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), 1.0)
-    rooms.pools.reserve(Room(1), NEED)
-    with pytest.raises(PoolIntegrityError, match="landing: 1 held, 0 known"):
-        rooms.check_integrity()
-
-
-def test_an_illegal_move_names_the_room() -> None:
-    request = make_request(77)
-    with pytest.raises(IllegalMove, match="room 77 cannot go from connecting to running"):
-        request.move(RequestState.RUNNING)
-    with pytest.raises(IllegalMove, match="room 77 is connecting and owns nothing"):
-        _ = request.req_row
-
-
-@pytest.mark.I1
-@pytest.mark.I2
-@pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("known", list(Landing))
-def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, known: Landing) -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
-    rooms.end(landed(rooms, 1, mode), known, now=0.0)
-    used = rooms.pools.totals - rooms.pools.free
-    if known is Landing.QUIET:
-        assert used == SlotCounts()
-        return
-    kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
-    assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
-    with pytest.raises(DuplicateRoom, match="quarantined"):
-        rooms.open(make_request(1))
-    rooms.quarantine.quiet(Room(1), batch_failed=False, now=1.0)  # an earlier failure is not forgotten
-    is_free = rooms.pools.free == rooms.pools.totals
-    assert is_free is (known is Landing.IN_FLIGHT)
-    rooms.quarantine.expire(6.0)
-    assert rooms.pools.free == rooms.pools.totals
-
-
-@pytest.mark.I2
-@pytest.mark.I7
-def test_what_has_landed_is_freed_at_once() -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
-    request = landed(rooms, 1)
-    assert rooms.expired(9.0) == [request], "what is on its way has a deadline"
-    rooms.start(request)
-    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
-    assert rooms.expired(1e9) == [], "who runs ends by itself"
-    rooms.end(request, Landing.IN_FLIGHT, now=0.0)
-    assert rooms.pools.free == rooms.pools.totals
-    rooms.open(make_request(1))  # The room may be used again.
-
-
-def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
-    request = landed(rooms, 1, Mode.DENSE)
-    rooms.start(request)
-    assert request.reserved_tokens == 16, "of 32 device and 16 index slots"
-    rooms.exchange(Exchange(request, hot_capacity=16))
-    assert (request.mode, request.hot_capacity, request.num_device_slots) == (Mode.HISPARSE, 16, 16)
-    assert request.reserved_tokens == 16
-    rooms.grow(request, SlotCounts(host=16, index=16, lookup=16))
-    assert (request.reserved_tokens, request.held_tokens.index) == (32, 32)
-    rooms.check_integrity()
-
-
-def test_a_room_belongs_to_the_first_that_comes() -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), 1.0)
-    first = make_request(5)
-    rooms.open(first)
-    with pytest.raises(DuplicateRoom, match="bootstrap_room 5 is in use"):
-        rooms.open(make_request(5))
-    assert rooms.get(5) is first
-
-
-# --- quarantine -----------------------------------------------------------------------------------
-
-
-def quarantine_with_one() -> tuple[Quarantine, list[Holding]]:
-    freed: list[Holding] = []
-    quarantine = Quarantine(10.0, freed.append)
-    holding = Holding(Room(1), Stage.QUARANTINED, {PoolKind.HOST: (Extent(0, 4),)})
-    quarantine.add(Quarantined(Room(1), holding, PEER, "first", batch_failed=False, since=0.0))
-    return quarantine, freed
-
-
-@pytest.mark.I1
-def test_nothing_is_freed_by_time_alone() -> None:
-    quarantine, freed = quarantine_with_one()
-    quarantine.expire(1e9)
-    assert not freed
-    assert Room(1) in quarantine
-
-
-@pytest.mark.I1
-def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
-    quarantine, freed = quarantine_with_one()
-    quarantine.failed(Room(1))
-    quarantine.quiet(Room(1), batch_failed=False, now=5.0)
-    quarantine.expire(14.9)
-    assert not freed
-    quarantine.expire(15.0)
-    assert len(freed) == 1
-    assert len(quarantine) == 0
-
-
-@pytest.mark.I1
-def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
-    pools = Pools(SlotCounts(host=32, device=16, index=16, lookup=64, aux=2, req_row=1), 16)
-    rooms = LiveRequests(pools, quarantine_secs=60.0)
-    request = Request(
-        "1", Room(1), 4, SamplingParams(max_new_tokens=1), HisparseFlag.TRUE, PEER, arrived_at=0.0
-    )
-    rooms.open(request)
-    rooms.queue(request, RequestState.WAITING, 9.0)
-    rooms.admit(Admission(request, Mode.HISPARSE, SlotCounts(host=4, aux=1), 0), "first", 9.0)
-    rooms.end(request, Landing.QUIET_AFTER_FAILURE, 0.0)
-    rooms.quarantine.postpone(100.0)
-    rooms.quarantine.expire(159.0)
-    assert pools.free.host == 16
-    rooms.quarantine.expire(160.0)
-    assert pools.free == pools.totals
-
-
-@pytest.mark.I1
-def test_a_run_that_is_gone_frees_its_own_rooms_only_and_later() -> None:
-    quarantine, freed = quarantine_with_one()
-    quarantine.instance_gone("second", now=0.0)
-    quarantine.expire(100.0)
-    assert not freed
-    quarantine.instance_gone("first", now=100.0)
-    quarantine.instance_gone("first", now=105.0)
-    quarantine.expire(109.9)
-    assert not freed
-    quarantine.expire(110.0)
-    assert len(freed) == 1

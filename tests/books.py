@@ -1,0 +1,72 @@
+"""Requests of a decode node without an engine: their records, and the books that plans are carried out in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decode_node.live_requests import LiveRequests
+from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
+from decode_node.scheduler import Admission, StepPlan
+from hisparse_pd.paging.pools import SlotCounts
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
+from protocol.messages import Room
+
+PEER = PeerAddress("prefill", 8998)
+HOT_BUFFER = 8
+"""Entries, of requests that no plan admits."""
+
+
+def make_request(
+    room: int = 1,
+    num_prompt_tokens: int = 8,
+    max_new_tokens: int = 3,
+    flag: HisparseFlag = HisparseFlag.TRUE,
+    peer: PeerAddress = PEER,
+    arrived_at: float = 0.0,
+    **more: Any,
+) -> Request:
+    """``more``: other attributes."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    request = Request(f"id-{room}", Room(room), num_prompt_tokens, sampling, flag, peer, arrived_at)
+    for name, value in more.items():
+        setattr(request, name, value)
+    return request
+
+
+def enqueue(rooms: LiveRequests, request: Request, deadline: float = 9.0) -> Request:
+    """Its prefill node is registered with at once."""
+    rooms.open(request)
+    rooms.queue(request, RequestState.WAITING, deadline)
+    return request
+
+
+def admission_of(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> Admission:
+    """With ``num_slots`` for KV, those included of all that is held of its prompt."""
+    found = rooms.held.find(request.usable_keys, KV_POOLS[mode])
+    num_pages = found.num_pages if found else 0
+    num_own = num_slots - num_pages * rooms.pools.page_size
+    need = SlotCounts(index=num_own, aux=1, req_row=1)
+    if mode is Mode.DENSE:
+        return Admission(request, mode, need + SlotCounts(device=num_own), 0, num_pages)
+    need += SlotCounts(host=num_own, device=HOT_BUFFER, lookup=num_slots)
+    return Admission(request, mode, need, HOT_BUFFER, num_pages)
+
+
+def land(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> Request:
+    """Open it, and admit it at once."""
+    admission = admission_of(rooms, enqueue(rooms, request), mode, num_slots)
+    carry_out(rooms, StepPlan(admissions=(admission,)))
+    return request
+
+
+def carry_out(rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0) -> None:
+    """As a node does, without its memory. The run of a prefill node is named after its address."""
+    for admission in plan.admissions:
+        rooms.use_held(admission)
+    for exchange in plan.exchanges:
+        rooms.grow(exchange.request, exchange.need)
+        rooms.exchange(exchange)
+    for growth in plan.growths:
+        rooms.grow(growth.request, growth.need)
+    for admission in plan.admissions:
+        rooms.admit(admission, f"run of {admission.request.peer}", deadline)
