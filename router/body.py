@@ -13,10 +13,10 @@ from enum import StrEnum
 import msgspec
 from msgspec import Raw
 
-from hisparse_pd.api.raw_json import first_chars, split_list
+from hisparse_pd.api.raw_json import check_text, first_chars, not_json, split_list
+from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.http.off_loop import taking_interpreter
-from protocol.decoding import TypedDecoder, check_nesting
-from router.errors import RouterError
+from protocol.decoding import TypedDecoder
 from router.rooms import draw_room
 
 MAX_PROMPTS = 4096
@@ -84,26 +84,19 @@ class RequestBody:
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
-        """Raises RouterError 400 for anything that is not a JSON object in UTF-8, and for logprobs of the
-        prompt beside more tokens than the prefill node draws."""
+        """Raises ApiError 400 for anything that is not a JSON object in UTF-8, and for logprobs of the prompt
+        beside more tokens than the prefill node draws."""
+        check_text(content)
         try:
-            with taking_interpreter(len(content)):
-                content.decode()
-            with taking_interpreter(len(content)):
-                check_nesting(content)
             if len(content) > MAX_OTHER_BYTES:
                 with taking_interpreter(len(content)):
                     _check_others(content)
             with taking_interpreter(len(content)):
                 fields = _OBJECT_DECODER.decode(content)
-        except UnicodeDecodeError as error:
-            raise RouterError(
-                400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
-            ) from error
         except msgspec.ValidationError as error:
-            raise RouterError(400, f"the body must be a JSON object: {error}") from error
+            raise ApiError(400, f"the body must be a JSON object: {error}") from error
         except msgspec.DecodeError as error:
-            raise RouterError(400, f"the body is not valid JSON: {error}") from error
+            raise not_json("", error) from error
         values = [memoryview(fields[name]) for name in _PROMPT_FIELDS[endpoint] if name in fields]
         if endpoint is Endpoint.GENERATE:
             values = [max(values, key=len, default=memoryview(b""))]  # the other is null, or both are refused
@@ -112,7 +105,7 @@ class RequestBody:
         try:
             num_prompts = _count_prompts(fields, endpoint)
         except msgspec.MsgspecError as error:
-            raise RouterError(400, f"the prompts are not valid JSON: {error}") from error
+            raise ApiError(400, f"the prompts are not valid JSON: {error}") from error
         return cls(fields, num_prompts, prompt, _is_prefill_only(fields, endpoint))
 
     def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None, first_room: int) -> bytes:
@@ -135,11 +128,11 @@ class RequestBody:
 
 
 def _check_others(content: bytes) -> None:
-    """Raises RouterError 400 where they are too large, and what msgspec raises."""
+    """Raises ApiError 400 where they are too large, and what msgspec raises."""
     large = msgspec.structs.astuple(_LARGE_DECODER.decode(content))
     num_bytes = len(content) - sum(len(memoryview(value)) for value in large)
     if num_bytes > MAX_OTHER_BYTES:
-        raise RouterError(
+        raise ApiError(
             400,
             f"the fields of the body that are neither the prompt nor tools have {num_bytes} bytes of JSON; "
             f"{MAX_OTHER_BYTES} are the most",
@@ -154,7 +147,7 @@ def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
             continue  # a string, one list of token ids, or something that the nodes will refuse
         prompts = split_list(fields[name], MAX_PROMPTS)
         if prompts is None:
-            raise RouterError(400, f"{name}: must have at most {MAX_PROMPTS} prompts; split the request")
+            raise ApiError(400, f"{name}: must have at most {MAX_PROMPTS} prompts; split the request")
         return len(prompts)
     return None
 
@@ -171,7 +164,7 @@ _limit_decoder: TypedDecoder[_Limit] = TypedDecoder.json(_Limit)
 
 def _is_prefill_only(fields: dict[str, Raw], endpoint: Endpoint) -> bool:
     """Whether the prefill node answers alone. It alone has the prompt's logprobs: asked for beside more than
-    its own token, they are a RouterError 400."""
+    its own token, they are a ApiError 400."""
     limit = "max_tokens"
     if endpoint is Endpoint.GENERATE:
         limit = "sampling_params.max_new_tokens"
@@ -185,7 +178,7 @@ def _is_prefill_only(fields: dict[str, Raw], endpoint: Endpoint) -> bool:
     name = limit.partition(".")[0]
     given = fields.get(name)
     value = "not given" if given is None else str(memoryview(given)[:_MAX_SHOWN_BYTES], errors="replace")
-    raise RouterError(
+    raise ApiError(
         400,
         f"{field}: logprobs of the prompt come beside 1 generated token at most, and {name} is {value}: "
         f"set {limit} to 0 or 1, and generate the rest by a second request",

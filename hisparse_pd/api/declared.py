@@ -19,10 +19,16 @@ import msgspec
 from msgspec import Meta, Raw, inspect
 
 from hisparse_pd.api.faults import fault, is_raw, path_of, steps_of, structures_of
-from hisparse_pd.api.raw_json import MAX_FIELD_BYTES, check_size, decode_item, first_chars, not_json
+from hisparse_pd.api.raw_json import (
+    MAX_FIELD_BYTES,
+    check_size,
+    check_text,
+    decode_item,
+    first_chars,
+    not_json,
+)
 from hisparse_pd.http.http_errors import ApiError, InvalidField
 from hisparse_pd.http.off_loop import taking_interpreter
-from protocol.decoding import NestedTooDeeply, check_nesting
 
 T = TypeVar("T")
 Schema = dict[str, object]
@@ -121,17 +127,7 @@ def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
 
 def decode_body(kind: type[T], body: bytes) -> T:
     """Raises ApiError 400 unless ``body`` is a JSON object in UTF-8, of bounded nesting, and as declared."""
-    try:
-        with taking_interpreter(len(body)):
-            body.decode()
-    except UnicodeDecodeError as error:
-        message = f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
-        raise ApiError(400, message, code="invalid_utf8") from error
-    try:
-        with taking_interpreter(len(body)):
-            check_nesting(body)
-    except NestedTooDeeply as error:
-        raise not_json("", error) from error
+    check_text(body)
     return decode(kind, body)
 
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from hisparse_pd.http.http_errors import ApiError, InvalidField
 from hisparse_pd.http.off_loop import taking_interpreter
-from protocol.decoding import decode_json
+from protocol.decoding import NestedTooDeeply, check_nesting, decode_json
 
 MAX_FIELD_BYTES = 2 << 20
 """Of a field's JSON, strings and split lists aside: 0.2 s of decoding at the very worst."""
@@ -106,6 +106,20 @@ def check_size(name: str, value: Raw) -> None:
             f"{name}: has {num_bytes} bytes of JSON; {MAX_FIELD_BYTES} are the most for a field",
             param=name,
         )
+
+
+def check_text(body: bytes) -> None:
+    """Raise ApiError for a body that is no UTF-8, or nested more deeply than ``check_nesting`` allows."""
+    try:
+        with taking_interpreter(len(body)):
+            body.decode()
+        with taking_interpreter(len(body)):
+            check_nesting(body)
+    except UnicodeDecodeError as error:
+        message = f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+        raise ApiError(400, message, code="invalid_utf8") from error
+    except NestedTooDeeply as error:
+        raise not_json("", error) from error
 
 
 def not_json(name: str, error: Exception) -> ApiError:

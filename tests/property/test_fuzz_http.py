@@ -25,7 +25,7 @@ from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 from router import body as router_body
 from router.body import RequestBody
-from router.errors import NodeRefused, RouterError
+from router.errors import NodeRefused
 from tests.property.declared_bodies import make_declared
 from tests.property.fuzzing import (
     BATCH,
@@ -360,7 +360,7 @@ def test_the_router_sends_what_it_was_sent_with_its_own_bootstrap_fields(
 def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
     try:
         body = RequestBody.parse(content, endpoint)
-    except RouterError as error:
+    except ApiError as error:
         check_error(error)
         return
     sent = body.with_bootstrap("host", 8998, 7)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
+from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.settings import RouterSettings
 from router.body import Endpoint, RequestBody
 from router.errors import RouterError
@@ -91,7 +92,7 @@ def test_nodes_are_told_whose_the_answer_is(
 def test_logprobs_of_the_prompt_beside_more_than_one_token_are_refused(
     endpoint: Endpoint, fields: dict[str, Any], asking: str, said: str
 ) -> None:
-    with pytest.raises(RouterError) as caught:
+    with pytest.raises(ApiError) as caught:
         RequestBody.parse(json.dumps({"prompt": "a", **fields}).encode(), endpoint)
     assert (caught.value.status, caught.value.param) == (400, asking)
     assert caught.value.message.startswith(f"{asking}: ")

@@ -17,11 +17,11 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Send
 
+from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
 from protocol.access import KeyFileError
 from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, Endpoint, RequestBody
-from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
 from router.server import RELAYED, TO_ONE_NODE, create_app
 from tests.property.fuzzing import peak_bytes
@@ -126,7 +126,7 @@ async def test_a_body_of_nothing_but_fields_is_refused_before_it_is_taken_apart(
     large = {"prompt": "a" * MAX_OTHER_BYTES, "tools": [{"a": "b" * MAX_OTHER_BYTES}], "model": "m"}
     assert RequestBody.parse(json.dumps(large).encode(), Endpoint.COMPLETIONS).fields.keys() == large.keys()
     body = json.dumps({"prompt": "a"} | {f"field {number}": 1 for number in range(1 << 17)}).encode()
-    with pytest.raises(RouterError, match=f"{MAX_OTHER_BYTES} are the most") as caught:
+    with pytest.raises(ApiError, match=f"{MAX_OTHER_BYTES} are the most") as caught:
         RequestBody.parse(body, Endpoint.COMPLETIONS)
     assert caught.value.status == 400
 
@@ -138,7 +138,7 @@ async def test_too_many_prompts_are_refused(prompt: object, num_prompts: int) ->
     body = json.dumps({"prompt": [prompt] * num_prompts}).encode()
 
     def refuse() -> None:
-        with pytest.raises(RouterError, match=f"at most {MAX_PROMPTS}") as caught:
+        with pytest.raises(ApiError, match=f"at most {MAX_PROMPTS}") as caught:
             RequestBody.parse(body, Endpoint.COMPLETIONS)
         assert caught.value.status == 400
 
