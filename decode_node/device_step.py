@@ -1,8 +1,7 @@
 """The model's view of the pools in one decode forward, dense and hisparse together: the new positions of each
 request, which are its newest token's and its drafts'. To the model each of them is a row of its own.
 
-``DeviceStep`` is device work only: what a CUDA graph can capture, and nothing that reads the host.
-``HostStep`` is the same on the CPU, but for the selection, which is faster there a request at a time.
+All of it is device work: what a CUDA graph can capture, and nothing that reads the host.
 
 Everything about the batch that changes from step to step (rows, lengths, how many requests are real) is in
 tensors with fixed addresses. Requests from ``num_real_reqs`` on are padding, which writes to the scratch
@@ -11,7 +10,7 @@ slots at the ends of the pools and is ignored by every kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,12 +18,9 @@ import torch
 from torch import Tensor
 
 from decode_node.hot_buffers import HotBuffers
-from decode_node.request import Request
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.paging.pools import PoolKind
 from kernels.hot_state import ABSENT, StepRequests
-from kernels.indexer import gather_pages, index_topk
 from kernels.miss_plan import MissPlan
 from kernels.paged_indexer import paged_index_topk
 from kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
@@ -261,64 +257,3 @@ class DeviceStep:
     def _backup(self, requests: StepRequests, num_newest: Tensor | None = None) -> None:
         memory = self._memory
         backup_newest(requests, k_host=memory.k_host, k_dev=memory.k_dev, num_newest=num_newest)
-
-
-class HostStep(DeviceStep):
-    """A step on the CPU, of indexer keys in a plain format and of real requests only.
-
-    ``seq_lens``: of each request, as of ``DeviceStep``, and so ``ends``; without them every request has its
-    newest token, and no draft.
-    """
-
-    def __init__(
-        self,
-        hot_buffers: HotBuffers,
-        kernels: AttentionKernels,
-        requests: Sequence[Request],
-        seq_lens: Sequence[int] | None = None,
-        ends: Sequence[int] | None = None,
-        *,
-        num_new: int = 1,
-        first_row: int = 0,
-    ) -> None:
-        self._batch = requests
-        last = [request.next_seq_len for request in requests] if seq_lens is None else seq_lens
-        super().__init__(
-            hot_buffers,
-            kernels,
-            torch.tensor(last, dtype=torch.int64),
-            torch.tensor([request.req_row for request in requests], dtype=torch.int64),
-            torch.tensor([len(requests)], dtype=torch.int32),
-            num_new=num_new,
-            first_row=first_row,
-            ends=None if ends is None else torch.tensor(ends, dtype=torch.int64),
-        )
-        self._rows_each = num_new - first_row
-        self._seq_len_of: list[int] = torch.where(self._is_there, self.positions + 1, 0).tolist()
-        """Of each row; 0: it sees nothing."""
-        # Where everything fits in the top-k, the selection is the same in all groups.
-        top = torch.arange(self._spec.index_topk, dtype=torch.int32)
-        self._everything = torch.where(top < torch.tensor(self._seq_len_of)[:, None], top, ABSENT)
-
-    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        top_k = self._spec.index_topk
-        layer_keys = self._kernels.index_format.load(self._memory.index[group])
-        selected = self._everything.clone()
-        for row, seq_len in enumerate(self._seq_len_of):
-            if seq_len > top_k:
-                keys = self._keys(row, layer_keys)
-                one = slice(row, row + 1)
-                selected[one] = index_topk(q_index[one], weights[one], keys, self.positions[one], top_k)
-        return selected
-
-    def _keys(self, row: int, layer_keys: Tensor) -> Tensor:
-        """[seq_len, index_head_dim] of ``layer_keys`` [num_slots, index_head_dim].
-
-        Mostly in contiguous pages, and then reading copies nothing.
-        """
-        request, seq_len = self._batch[row // self._rows_each], self._seq_len_of[row]
-        first, *more = request.extents(PoolKind.INDEX)
-        if not more:
-            return layer_keys[first.start : first.start + seq_len]
-        page_ids = self._index_page_table[request.req_row]
-        return gather_pages(layer_keys, page_ids, self._page_size, seq_len)

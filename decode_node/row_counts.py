@@ -25,7 +25,7 @@ class RowCounts:
         self._counted: dict[int, tuple[str, int]] = {}
         """By row: whose output was counted, and how many tokens of it."""
 
-    def count(self, batch: Sequence[Request], in_flight: Tensor | None = None) -> None:
+    def count(self, batch: Sequence[Request], in_flight: Tensor) -> None:
         """Bring the rows of a step's requests up to date, before it is launched.
 
         ``in_flight``: int64 by req_row, the token that each row's last step sampled, as far as it was not
@@ -50,8 +50,6 @@ class RowCounts:
         if rows:
             self._table.add(*to_device([rows, token_ids], self._device))
         if rows_in_flight:
-            if in_flight is None:
-                raise RuntimeError(f"tokens of rows {rows_in_flight} are in flight, and nobody says which")
             rows_dev = to_device(rows_in_flight, self._device)
             self._table.add(rows_dev, in_flight[rows_dev])
 

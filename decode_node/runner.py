@@ -1,26 +1,37 @@
-"""Runs decode steps on the CPU, where they are done when they are launched, and chooses who runs them."""
+"""Runs decode steps: fills their inputs, launches their device work, draws their tokens and reads them.
+
+A GPU is one step behind: a step's input tokens may still be on the device (the last step's, which nobody has
+read yet), and the host reads tokens, counters and error flags in one copy. So is, after a step that verifies
+drafts, how long a sequence is. What a grammar lets a request draw depends on the last step's tokens: the
+forward is launched before they are read, and the draws are enqueued when they have been, while the device
+works. On a CPU, where a step is over when it is launched, each is read first.
+
+A batch with many hisparse requests runs as micro-batches, which have no drafts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from decode_node.device_step import HostStep
-from decode_node.draft_chain import draft_chain
-from decode_node.drafting import num_accepted
-from decode_node.graph_runner import GraphRunner
+from decode_node.device_rows import DeviceRows
+from decode_node.forwards import Forward, Forwards
 from decode_node.hot_buffers import HotBuffers
+from decode_node.micro_batches import NUM_MICRO_BATCHES
 from decode_node.request import Request
 from decode_node.row_counts import RowCounts
+from decode_node.step_buffers import StepBuffers, StepInputs
 from decode_node.step_masks import has_grammar, masks_of
 from decode_node.steps import (
-    Done,
     Launched,
     Runner,
     StepResult,
     check_slots,
+    is_plain_greedy,
     next_index,
     step_result,
     take_drafts,
@@ -28,147 +39,203 @@ from decode_node.steps import (
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.sampling import sample
+from hisparse_pd.model.sampling import Sampled, enqueue_sample
+from hisparse_pd.model.token_counts import CountedRows, to_device
 from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import TokenLogprob
-from kernels.kv_format import FP8_E4M3
-
-
-class HostRunner:
-    """Steps on the CPU, which are done when they are launched."""
-
-    def __init__(self, model: DsaModel, hot_buffers: HotBuffers, kernels: AttentionKernels) -> None:
-        self._model = model
-        self._hot_buffers = hot_buffers
-        self._kernels = kernels
-        self._counts = RowCounts(hot_buffers.state.num_rows, model.spec.vocab_size, hot_buffers.device)
-
-    def would_split(self, batch: Sequence[Request]) -> bool:
-        return False
-
-    def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
-        if not batch:
-            return Done(batch, self._take_part(step))
-        check_slots(batch)
-        self._counts.count(batch)
-        if step.num_new > 1:
-            return Done(batch, self._verify(batch, step))
-        take_drafts(batch, 1, self._hot_buffers)
-        access = HostStep(self._hot_buffers, self._kernels, batch)
-        newest = torch.tensor([request.output_token_ids[-1] for request in batch])
-        inputs = newest, access.positions, access, torch.arange(len(batch))
-        hidden: Tensor | None = None
-        if self._hot_buffers.state.max_new == 1:
-            logits = self._model.forward(*inputs)
-        else:
-            logits, hidden = self._model.forward_with_hidden(*inputs)
-        access.finish()
-        token_ids, logprobs = sample(
-            logits,
-            [request.sampling for request in batch],
-            [next_index(request) for request in batch],
-            self._model.spec.eos_token_ids,
-            counts=self._counts.of(batch),
-            masks=self._masks(batch, [()] * len(batch)),
-        )
-        if hidden is not None:
-            access.write_draft_kv(self._model, torch.tensor(token_ids), hidden)
-        rows = self._row_results(batch)
-        return Done(batch, step_result([[one] for one in token_ids], [[one] for one in logprobs], rows))
-
-    def _take_part(self, step: NodeStep) -> StepResult:
-        """In a step in which this rank has nobody, and others have."""
-        self._model.expect_tokens(step.num_tokens * step.num_new)
-        self._model.forward_of_others()
-        for number in range(step.num_new - 1):
-            if number == 1:
-                self._model.expect_tokens(step.num_tokens)
-            self._model.draft_of_others()
-        return step_result([], [], [])
-
-    def _verify(self, batch: Sequence[Request], step: NodeStep) -> StepResult:
-        """One step in which each request's drafts follow its newest token."""
-        model, num_reqs, num_new = self._model, len(batch), step.num_new
-        model.expect_tokens(step.num_tokens * num_new)
-        drafts, _ = take_drafts(batch, num_new, self._hot_buffers)
-        lens = [request.next_seq_len for request in batch]
-        ends = [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)]
-        last = [seq_len + num_new - 1 for seq_len in lens]
-        access = HostStep(self._hot_buffers, self._kernels, batch, last, ends, num_new=num_new)
-        tokens = torch.zeros((num_reqs, num_new), dtype=torch.int64)
-        for req, (request, of_req) in enumerate(zip(batch, drafts, strict=True)):
-            tokens[req, : 1 + len(of_req)] = torch.tensor([request.output_token_ids[-1], *of_req])
-        rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
-        logit_rows = torch.tensor([req * num_new + row for req, row in rows])
-        logits, hidden = model.forward_with_hidden(tokens.flatten(), access.positions, access, logit_rows)
-        token_ids, logprobs = sample(
-            logits,
-            [batch[req].sampling for req, _ in rows],
-            [next_index(batch[req]) + row for req, row in rows],
-            model.spec.eos_token_ids,
-            counts=self._counts.of([batch[req] for req, _ in rows], [drafts[req][:row] for req, row in rows]),
-            masks=self._masks(batch, drafts),
-        )
-        drawn: list[list[int]] = [[] for _ in batch]
-        of_drawn: list[list[TokenLogprob | None]] = [[] for _ in batch]
-        for (req, _), token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
-            drawn[req].append(token_id)
-            of_drawn[req].append(logprob)
-        accepted = [num_accepted(*each) for each in zip(drafts, drawn, strict=True)]
-        # The draft layer has each position with the token that was drawn behind it.
-        tokens.zero_()
-        for req, of_req in enumerate(drawn):
-            tokens[req, : len(of_req)] = torch.tensor(of_req)
-        newest_rows = torch.tensor([req * num_new + count for req, count in enumerate(accepted)])
-        logits, hidden = model.draft(tokens.flatten(), hidden, access.positions, access, newest_rows)
-        lens = [seq_len + count for seq_len, count in zip(lens, accepted, strict=True)]
-        access.back_up(torch.tensor(lens), torch.tensor(accepted, dtype=torch.int32) + 1)
-        ends = [min(request.reserved_tokens, model.spec.context_length) for request in batch]
-        model.expect_tokens(step.num_tokens)
-
-        def step_of(number: int) -> HostStep:
-            last = [seq_len + number for seq_len in lens]
-            return HostStep(
-                self._hot_buffers, self._kernels, batch, last, ends, num_new=number, first_row=number - 1
-            )
-
-        made = draft_chain(
-            model, access, newest_rows, logits, hidden, torch.tensor(lens), num_new - 1, step_of
-        )
-        return step_result(
-            [of_req[: count + 1] for of_req, count in zip(drawn, accepted, strict=True)],
-            [of_req[: count + 1] for of_req, count in zip(of_drawn, accepted, strict=True)],
-            self._row_results(batch),
-            [len(of_req) for of_req in drafts],
-            made.tolist(),
-        )
-
-    def _masks(self, batch: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor | None:
-        if not has_grammar(batch):
-            return None
-        num_rows = len(batch) + sum(map(len, drafts))
-        num_words = -(-self._model.spec.vocab_size // 32)
-        return masks_of(batch, drafts, torch.empty((num_rows, num_words), dtype=torch.int32))
-
-    def _row_results(self, batch: Sequence[Request]) -> list[list[int]]:
-        rows: list[list[int]] = self._hot_buffers.row_results(
-            torch.tensor([request.req_row for request in batch])
-        ).tolist()
-        return rows
+from hisparse_pd.vocabulary import Mode, TokenLogprob
 
 
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
     """The runner for the device and the formats. Raises AttentionBackendError."""
     max_reqs = settings.max_running_requests
     scratch_tokens = max_reqs * hot_buffers.state.max_new
-    kernels = AttentionKernels.choose(model, settings.attention_backend, scratch_tokens=scratch_tokens)
-    if model.device.type == "cpu" and kernels.index_format.name != FP8_E4M3:
-        return HostRunner(model, hot_buffers, kernels)
-    return GraphRunner(
+    is_gpu = hot_buffers.device.type == "cuda"
+    return DeviceRunner(
         model,
         hot_buffers,
-        kernels,
+        AttentionKernels.choose(model, settings.attention_backend, scratch_tokens=scratch_tokens),
         max_reqs=max_reqs,
-        graph_batches=settings.graph_batches,
-        min_split_reqs=settings.micro_batch_min_bs,
+        graph_batches=settings.graph_batches if is_gpu else (),
+        min_split_reqs=settings.micro_batch_min_bs if is_gpu else 0,
+        is_behind=is_gpu,
     )
+
+
+class DeviceRunner:
+    """Steps in CUDA graphs of ``graph_batches`` requests; larger batches go without.
+
+    A batch with at least ``min_split_reqs`` hisparse requests runs as micro-batches; 0: none does.
+    ``is_behind``: the next step may be launched before the last one is read.
+    """
+
+    def __init__(
+        self,
+        model: DsaModel,
+        hot_buffers: HotBuffers,
+        kernels: AttentionKernels,
+        *,
+        max_reqs: int,
+        graph_batches: Sequence[int],
+        min_split_reqs: int,
+        is_behind: bool,
+    ) -> None:
+        self._spec = model.spec
+        self._hot_buffers = hot_buffers
+        self._is_behind = is_behind
+        self._min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
+        device, max_new = hot_buffers.device, hot_buffers.state.max_new
+        self._inputs = StepInputs.create(max_reqs, max_new, device)
+        self._rows = DeviceRows.create(hot_buffers.state.num_rows, max_new, device)
+        self._counts = RowCounts(hot_buffers.state.num_rows, model.spec.vocab_size, device)
+        self._forwards = Forwards(
+            model,
+            hot_buffers,
+            kernels,
+            self._inputs,
+            self._rows,
+            max_reqs=max_reqs,
+            min_split_reqs=self._min_split_reqs,
+        )
+        is_pinned = device.type == "cuda"
+        self._buffers = [
+            StepBuffers.create(max_reqs, max_new, model.spec.vocab_size, is_pinned, model.ranks)
+            for _ in range(2)
+        ]
+        self._num_launched = 0
+        self._has_verified = False
+        """The last step verified drafts: it says on the device what its requests go on with."""
+        if graph_batches:
+            self._fill((), [], [], [], max_new)
+            self._forwards.capture(sorted(graph_batches, reverse=True))
+
+    def would_split(self, batch: Sequence[Request]) -> bool:
+        return sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
+
+    @torch.inference_mode()  # as the capture, whose results are written to
+    def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
+        check_slots(batch)
+        num_new = step.num_new
+        self._counts.count(batch, self._rows.tokens)
+        unread = [request.num_in_flight > 0 and self._has_verified for request in batch]
+        drafts, most_drafts = take_drafts(batch, num_new, self._hot_buffers, unread)
+        buffers = self._fill(batch, drafts, most_drafts, unread, num_new)
+        self._has_verified = num_new > 1
+        forward = self._forwards.launch(step.num_tokens, num_new, is_split=step.is_split)
+        sample = None
+        if not all(map(is_plain_greedy, batch)):
+            rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
+            indices = [next_index(batch[req]) + row for req, row in rows]
+            before = [drafts[req][:row] for req, row in rows] if any(drafts) else ()
+            counts = self._counts.of([batch[req] for req, _ in rows], before)
+            sample = partial(self._sample, batch, drafts, rows, indices, counts, forward, buffers)
+        feeds_next = self._is_behind and (num_new == 1 or sample is None)
+        finish = partial(self._forwards.follow, forward)
+        launched = _OnDevice(batch, buffers, most_drafts, num_new, feeds_next, sample, finish)
+        if has_grammar(batch):
+            buffers.mark()
+        else:
+            launched.draw()
+        return launched
+
+    def _fill(
+        self,
+        batch: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        most_drafts: Sequence[int],
+        unread: Sequence[bool],
+        num_new: int,
+    ) -> StepBuffers:
+        """The inputs of the next step."""
+        buffers = self._buffers[self._num_launched % 2]
+        self._num_launched += 1
+        buffers.fill(batch, drafts, most_drafts, unread, num_new, self._spec.context_length)
+        self._inputs.values.copy_(buffers.inputs.values, non_blocking=True)
+        return buffers
+
+    def _sample(
+        self,
+        batch: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        rows: Sequence[tuple[int, int]],
+        indices: Sequence[int],
+        counts: CountedRows | None,
+        forward: Forward,
+        buffers: StepBuffers,
+    ) -> Sampled:
+        """Put what the requests ask for in the likeliest tokens' place, at the positions that can count:
+        ``rows``, of each the request's number in the batch and its own in the request.
+
+        Behind the graph and not in it: how many rows are drawn, and how, changes from step to step.
+        """
+        device, num_new = forward.logits.device, forward.num_new
+        where: slice | Tensor = slice(len(batch))
+        if num_new > 1:
+            where = to_device([req * num_new + row for req, row in rows], device)
+        masks = None
+        if has_grammar(batch):
+            masks = masks_of(batch, drafts, buffers.masks).to(device, non_blocking=True)
+        sampled = enqueue_sample(
+            forward.logits[where],
+            [batch[req].sampling for req, _ in rows],
+            indices,
+            self._spec.eos_token_ids,
+            counts=counts,
+            masks=masks,
+        )
+        forward.token_ids[where] = sampled.token_ids
+        if num_new == 1:
+            self._rows.tokens[self._inputs.req_rows[where]] = sampled.token_ids
+        return sampled
+
+
+@dataclass
+class _OnDevice:
+    """A step that the device works on."""
+
+    batch: Sequence[Request]
+    buffers: StepBuffers
+    most_drafts: list[int]
+    num_new: int
+    feeds_next: bool
+    sample: Callable[[], Sampled] | None
+    """Of the positions that can count. None when all tokens are just the likeliest: with drafts, only then
+    nothing of the next step depends on what is read of this one."""
+    finish: Callable[[], Tensor]
+    """What follows from the draws; returns what is read."""
+    sampled: Sampled | None = field(default=None, init=False)
+    is_drawn: bool = field(default=False, init=False)
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        if self.is_drawn:
+            return
+        with self.buffers.marked():
+            if self.sample is not None:
+                self.sampled = self.sample()
+            self.buffers.take(self.finish()[: len(self.batch)])
+        self.is_drawn = True
+
+    def wait(self) -> None:
+        self.buffers.wait()
+
+    def result(self) -> StepResult:
+        if not self.is_drawn:  # what is in its memory until then is that of an earlier step
+            raise RuntimeError("the step's tokens were not drawn")
+        has_drafts = self.num_new > 1
+        rows = self.buffers.read(len(self.batch), 5 + 2 * self.num_new if has_drafts else 5)
+        if not has_drafts:
+            rows = [[*row_results, 0, 0, token_id] for *row_results, token_id in rows]
+        num_drafted = [row[4] for row in rows]
+        kept = [1 + row[5] for row in rows]
+        drawn = [row[6 : 7 + count] for row, count in zip(rows, num_drafted, strict=True)]
+        logprobs: list[list[TokenLogprob | None]] = [[None] * len(of_req) for of_req in drawn]
+        if self.sampled is not None:
+            of_rows = iter(self.sampled.read_logprobs([one for of_req in drawn for one in of_req]))
+            logprobs = [[next(of_rows) for _ in of_req] for of_req in drawn]
+        return step_result(
+            [of_req[:count] for of_req, count in zip(drawn, kept, strict=True)],
+            [of_req[:count] for of_req, count in zip(logprobs, kept, strict=True)],
+            [row[:4] for row in rows],
+            num_drafted,
+            [row[6 + self.num_new :] for row in rows],
+        )

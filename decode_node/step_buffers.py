@@ -1,4 +1,4 @@
-"""What a step of the graph runner gets from the host and gives back: fixed addresses on both sides."""
+"""What a step gets from the host and gives back: fixed addresses on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step is to the engine: a batch in, its tokens out; and what its runners have in common.
+"""What a decode step is to the engine: a batch in, its tokens out; and what of it any runner needs.
 
 ``launch`` enqueues a step and returns; ``Launched.result`` waits for its tokens.
 """
@@ -49,7 +49,7 @@ class Launched(Protocol):
 
     @property
     def feeds_next(self) -> bool:
-        """Whether the next step may be launched before this one's result was taken, or is over already."""
+        """Whether the next step may be launched before this one's result was taken."""
 
     def draw(self) -> None:
         """Enqueue the draws, and what follows from them. To be called once, when the step before is read:
@@ -77,38 +77,15 @@ class Runner(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Done:
-    """A step that was over when ``launch`` returned."""
-
-    batch: Sequence[Request]
-    step_result: StepResult
-    feeds_next: bool = False
-    num_new: int = 1
-
-    @property
-    def most_drafts(self) -> list[int]:
-        return [0] * len(self.batch)
-
-    def draw(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def result(self) -> StepResult:
-        return self.step_result
-
-
 def take_drafts(
-    batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers, unread: Sequence[bool] = ()
+    batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers, unread: Sequence[bool]
 ) -> tuple[list[list[int]], list[int]]:
     """What each request's next step of ``num_new`` positions verifies, and how many at most.
 
     ``unread``: of which requests the drafts are still on the device; none are listed for these.
     """
     drafts, most_drafts = [], []
-    for request, is_unread in zip(batch, unread or [False] * len(batch), strict=True):
+    for request, is_unread in zip(batch, unread, strict=True):
         most = hot_buffers.max_verifiable(request, num_new - 1) if num_new > 1 else 0
         drafts.append(request.take_drafts(0 if is_unread else most))
         most_drafts.append(most if is_unread else len(drafts[-1]))
@@ -119,17 +96,17 @@ def step_result(
     token_ids: list[list[int]],
     logprobs: list[list[TokenLogprob | None]],
     row_results: list[list[int]],
-    num_drafted: list[int] | None = None,
-    drafts: list[list[int]] | None = None,
+    num_drafted: list[int],
+    drafts: list[list[int]],
 ) -> StepResult:
-    """``row_results``: as ``HotBuffers.row_results``. Without the last two there were no drafts."""
+    """``row_results``: as ``HotBuffers.row_results``."""
     return StepResult(
         token_ids,
         logprobs,
         [str(HotBufferError(flags).name) if flags else "" for flags, *_ in row_results],
         [(hits, misses, evictions) for _, hits, misses, evictions in row_results],
-        [0] * len(token_ids) if num_drafted is None else num_drafted,
-        [[] for _ in token_ids] if drafts is None else drafts,
+        num_drafted,
+        drafts,
     )
 
 
@@ -141,12 +118,6 @@ def check_slots(batch: Sequence[Request]) -> None:
                 f"room {request.room}: no slot for position {request.next_seq_len - 1}, it has "
                 f"{request.reserved_tokens}"
             )
-
-
-def check_drawn(is_drawn: bool) -> None:
-    """Raises RuntimeError: what is in a step's memory until then is that of an earlier one."""
-    if not is_drawn:
-        raise RuntimeError("the step's tokens were not drawn")
 
 
 def next_index(request: Request) -> int:

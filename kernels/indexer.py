@@ -72,12 +72,17 @@ def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 def gather_pages(pool: Tensor, page_ids: Tensor, page_size: int, num_tokens: int) -> Tensor:
     """The first ``num_tokens`` rows of a request's pages, [num_tokens, dim], copied whole pages at a time.
+    On a CPU it is a view of ``pool`` where the pages follow each other in it, as they mostly do.
 
     ``pool``: [num_slots, dim] of one layer, num_slots a multiple of ``page_size``; ``page_ids``: integer
     [>= num_tokens / page_size], in position order.
     """
     num_pages = -(-num_tokens // page_size)
     check_at_least("page_ids length", page_ids.shape[0], num_pages)
+    page_ids = page_ids[:num_pages]
+    if page_ids.device.type == "cpu" and num_pages and bool((page_ids.diff() == 1).all()):
+        start = int(page_ids[0]) * page_size
+        return pool[start : start + num_tokens]
     num_whole_pages = pool.shape[0] // page_size
     pages = pool[: num_whole_pages * page_size].view(num_whole_pages, page_size, pool.shape[1])
-    return pages.index_select(0, page_ids[:num_pages]).view(-1, pool.shape[1])[:num_tokens]
+    return pages.index_select(0, page_ids).view(-1, pool.shape[1])[:num_tokens]

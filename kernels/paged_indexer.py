@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
-from kernels.indexer import gather_pages, index_logits
+from kernels.indexer import gather_pages, index_topk
 from kernels.kv_format import FORMAT_NAMES, FP8_E4M3, IndexKeyFormat
-from kernels.selection import ABSENT, select_topk
+from kernels.selection import ABSENT
 
 MAX_TOP_K = 4096
 MAX_HEADS = 128
@@ -27,8 +27,6 @@ MAX_CONTEXT = 1 << 20
 MAX_TOKENS_OF_A_BLOCK = 65535
 """Of a grid's second dimension."""
 
-_BLOCK_BYTES = 4 << 20
-"""Per-head scores that the reference holds at a time: small enough to stay in a CPU's cache."""
 _PASSING_SCRATCH_BYTES = 256 << 20
 """Logits that a call without a scratch makes at most."""
 _ALIGNMENT = 64
@@ -96,7 +94,6 @@ def paged_index_topk(
     page_size: int,
     top_k: int,
     key_format: str,
-    out: Tensor | None = None,
     scratch: IndexerScratch | None = None,
 ) -> Tensor:
     """Positions that each query attends to: exactly the best, of equal ones the lowest.
@@ -112,13 +109,13 @@ def paged_index_topk(
     its row. A row out of range or a negative position sees nothing. Positions from
     ``max_pages * page_size`` or, on a GPU, ``scratch.max_context`` on are not seen.
     ``num_real``: int32 [1]; queries from there on are padding.
-    ``out``: int32 [num_tokens, top_k], written; made if None. ``top_k``: 1 to 4096.
+    ``top_k``: 1 to 4096.
     ``scratch``: the memory for the launches on a GPU, made for the call if None; not used on a CPU. More
     queries than its ``max_tokens`` are taken in blocks.
 
-    Returns ``out``: ascending positions, -1 behind them. A query that sees at most ``top_k`` positions gets
-    all of them, padding none. 0.0 and -0.0 are equal; NaN counts as -inf, which is chosen when there are too
-    few numbers.
+    Returns int32 [num_tokens, top_k]: ascending positions, -1 behind them. A query that sees at most
+    ``top_k`` positions gets all of them, padding none. 0.0 and -0.0 are equal; NaN counts as -inf, which is
+    chosen when there are too few numbers.
 
     All tensors on one device, contiguous. On a GPU everything goes to the current stream without a
     synchronisation, and nothing depends on values on the host, so that a CUDA graph can capture it, given
@@ -140,22 +137,15 @@ def paged_index_topk(
         check_tensor(name, tensor, dtypes=(dtype,), shape=shape, device=device)
     check_at_least("page_size", page_size, 1)
     check_range("top_k", top_k, 1, MAX_TOP_K + 1)
-    if out is None:
-        out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
-    check_tensor("out", out, dtypes=(torch.int32,), shape=(num_tokens, top_k), device=device)
-    if num_tokens == 0:
-        return out
     max_len = page_table.shape[1] * page_size
-    if page_table.numel() == 0:
-        return out.fill_(ABSENT)
+    if num_tokens == 0 or page_table.numel() == 0:
+        return torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=device)
     if device.type == "cpu":
-        out.copy_(
-            paged_index_topk_reference(
-                q_index, weights, index_pool, page_table, req_rows, query_positions, num_real,
-                page_size=page_size, top_k=top_k, key_format=key_format,
-            )
+        return paged_index_topk_reference(
+            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real,
+            page_size=page_size, top_k=top_k, key_format=key_format,
         )  # fmt: skip
-        return out
+    out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
 
     from kernels.topk import select
     from kernels.triton_indexer import write_logits
@@ -196,8 +186,11 @@ def paged_index_topk_reference(
     top_k: int,
     key_format: str,
 ) -> Tensor:
-    """As ``paged_index_topk``, in plain torch on any device; reads rows and positions on the host."""
-    num_tokens, num_heads, head_dim = q_index.shape
+    """As ``paged_index_topk``, in plain torch on any device; reads rows and positions on the host.
+
+    One matrix product a row, as transformers has it, and on a CPU the fastest.
+    """
+    num_tokens, _, head_dim = q_index.shape
     num_rows, max_pages = page_table.shape
     device = q_index.device
     out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=device)
@@ -214,20 +207,16 @@ def paged_index_topk_reference(
         if seq_len == 0:
             continue
         keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)
-        block = max(1, _BLOCK_BYTES // (4 * num_heads * seq_len))
-        for start in range(0, len(row_tokens), block):
-            some = tokens[start : start + block]
-            scores = index_logits(q_index[some], weights[some], keys)
-            out[some] = select_topk(scores, num_seen[start : start + block], top_k)
+        out[tokens] = index_topk(q_index[tokens], weights[tokens], keys, num_seen - 1, top_k)
     return out
 
 
 def gather_keys(
     index_pool: Tensor, page_ids: Tensor, page_size: int, seq_len: int, head_dim: int, key_format: str
 ) -> Tensor:
-    """float32 [seq_len, head_dim]: the keys of the first ``seq_len`` positions of a request.
+    """[seq_len, head_dim]: the keys of the first ``seq_len`` positions of a request.
 
     ``index_pool``: uint8 [num_slots, index_item_bytes]; ``page_ids``: integer [>= seq_len / page_size].
     """
     rows = gather_pages(index_pool, page_ids, page_size, seq_len)
-    return IndexKeyFormat(key_format, head_dim).load(rows).float()
+    return IndexKeyFormat(key_format, head_dim).load(rows)

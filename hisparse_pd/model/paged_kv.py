@@ -11,8 +11,6 @@ from torch import Tensor
 
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.spec import ModelSpec
-from kernels.indexer import gather_pages, index_topk
-from kernels.kv_format import FP8_E4M3
 from kernels.paged_indexer import paged_index_topk
 
 
@@ -106,40 +104,23 @@ class PagedKv:
             self._on_written(layer)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        if self.positions.device.type == "cpu" and self._kernels.index_format.name != FP8_E4M3:
-            selected = self._select_by_request(group, q_index, weights)
-        else:
-            selected = paged_index_topk(
-                q_index,
-                weights,
-                self._index_pool[group],
-                self._page_table,
-                self._request_of_token,
-                self.positions,
-                self._num_tokens,
-                page_size=self._page_size,
-                top_k=self._spec.index_topk,
-                key_format=self._kernels.index_format.name,
-                scratch=self._kernels.indexer_scratch,
-            )
+        selected = paged_index_topk(
+            q_index,
+            weights,
+            self._index_pool[group],
+            self._page_table,
+            self._request_of_token,
+            self.positions,
+            self._num_tokens,
+            page_size=self._page_size,
+            top_k=self._spec.index_topk,
+            key_format=self._kernels.index_format.name,
+            scratch=self._kernels.indexer_scratch,
+        )
         for number, hint in enumerate(self.hints):
             if hint is not None:
                 hint[group] = selected[self._last_row_of[number]]
         return selected
-
-    def _select_by_request(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        """On the CPU one matrix product a request is fastest, and its selection is transformers' own."""
-        keys_of_layer = self._kernels.index_format.load(self._index_pool[group])
-        parts = []
-        start = 0
-        for number, request in enumerate(self._requests):
-            rows = slice(start, start + request.num_new_tokens)
-            start = rows.stop
-            keys = gather_pages(keys_of_layer, self._page_table[number], self._page_size, request.seq_len)
-            parts.append(
-                index_topk(q_index[rows], weights[rows], keys, self.positions[rows], self._spec.index_topk)
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         # Shared-index layers attend to the very tensor of their group's first layer.

@@ -99,8 +99,8 @@ class Batch:
         names += ("page_size", "top_k", "key_format")
         return {name: getattr(self, name) for name in names}
 
-    def call(self, out: Tensor | None = None, scratch: IndexerScratch | None = None) -> Tensor:
-        return paged_index_topk(**self.arguments(), out=out, scratch=scratch)
+    def call(self, scratch: IndexerScratch | None = None) -> Tensor:
+        return paged_index_topk(**self.arguments(), scratch=scratch)
 
     def expected(self) -> Tensor:
         return paged_index_topk_reference(**self.arguments())
@@ -109,4 +109,4 @@ class Batch:
         """float32 [seq_len, head_dim]"""
         return gather_keys(
             self.index_pool, self.page_table[row], self.page_size, seq_len, self.head_dim, self.key_format
-        )
+        ).float()

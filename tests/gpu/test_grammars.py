@@ -1,4 +1,4 @@
-"""Masks on the GPU, and steps of the graph runner under them: every token that comes is one that may come."""
+"""Masks on the GPU, and steps of the runner under them: every token that comes is one that may come."""
 
 from __future__ import annotations
 

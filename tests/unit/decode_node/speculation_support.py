@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import decode_node.engine
-from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
-from decode_node.runner import make_runner
+from decode_node.runner import DeviceRunner
 from decode_node.steps import Runner
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
@@ -39,20 +38,21 @@ PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumera
 MakeRunner = Callable[[DecodeSettings, DsaModel, HotBuffers], Runner]
 
 
-def make_graph_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
-    """What a GPU has, without graphs."""
-    return GraphRunner(
+def make_behind(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+    """Steps as a GPU has them, one behind, without graphs."""
+    return DeviceRunner(
         model,
         hot_buffers,
         AttentionKernels.reference(model.spec),
         max_reqs=settings.max_running_requests,
         graph_batches=(),
         min_split_reqs=3,
+        is_behind=True,
     )
 
 
 def harness(
-    checkpoint: Checkpoint, ipc_dir: Path, make: MakeRunner = make_runner, **settings: Any
+    checkpoint: Checkpoint, ipc_dir: Path, make: MakeRunner = make_behind, **settings: Any
 ) -> EngineHarness:
     settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS, **settings}
     with pytest.MonkeyPatch.context() as patch:

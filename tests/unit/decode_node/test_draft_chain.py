@@ -15,17 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_node.device_step import DeviceStep, HostStep
+from decode_node.device_step import DeviceStep
 from decode_node.drafting import full_buffer
 from decode_node.request import RequestState
-from decode_node.runner import make_runner
 from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     TOP_K,
     drafts,
     harness,
-    make_graph_runner,
     num_drafts,
 )
 from tests.unit.decode_node.support import (
@@ -72,12 +70,10 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
         yield double
 
 
-@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
-def node(
-    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineHarness]:
+@pytest.fixture(scope="module")
+def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS}
-    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), request.param, **settings)) as node:
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), **settings)) as node:
         yield node
 
 
@@ -131,10 +127,9 @@ class Passes:
     def __init__(self, node: EngineHarness, patch: pytest.MonkeyPatch) -> None:
         spec = node.engine.hot_buffers.spec
         self.counts: Counter[str] = Counter()
-        for step, names in ((DeviceStep, ("write", "select", "_swap_in")), (HostStep, ("select",))):
-            for name in names:
-                of_drafts = spec.num_layers if name != "select" else spec.num_index_layers
-                patch.setattr(step, name, self._counting(getattr(step, name), name, of_drafts))
+        for name in ("write", "select", "_swap_in"):
+            of_drafts = spec.num_layers if name != "select" else spec.num_index_layers
+            patch.setattr(DeviceStep, name, self._counting(getattr(DeviceStep, name), name, of_drafts))
 
     def _counting(self, method: Callable[..., Any], name: str, of_drafts: int) -> Callable[..., Any]:
         def counted(step: DeviceStep, layer_or_group: int, *arguments: Any) -> Any:

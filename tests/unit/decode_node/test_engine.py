@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_node.device_step import HostStep
+from decode_node.device_step import DeviceStep
 from decode_node.memory import slots_tensor
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Exchange, StepPlan
@@ -25,6 +25,7 @@ from hisparse_pd.engine.messages import RequestStats
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
 from kernels.indexer import index_topk
+from kernels.paged_indexer import gather_keys
 from tests.unit.decode_node.support import (
     TIMES,
     Answer,
@@ -122,22 +123,25 @@ def test_every_step_selects_what_the_indexer_says(
     double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While all positions fit in the top-k nothing is scored; one more, and the indexer decides."""
-    select = HostStep.select
+    select = DeviceStep.select
     seq_lens: set[int] = set()
 
-    def select_and_compare(step: HostStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+    def select_and_compare(step: DeviceStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         selected = select(step, group, q_index, weights)
-        keys_of_layer = step._kernels.index_format.load(step._memory.index[group])
-        top_k = step._spec.index_topk
-        for req in range(len(selected)):
+        index_format, top_k = step._kernels.index_format, step._spec.index_topk
+        for req, row in enumerate(step._row_reqs.tolist()):
             one, seq_len = slice(req, req + 1), int(step.positions[req]) + 1
-            keys = step._keys(req, keys_of_layer)
+            page_ids = step._index_page_table[row]
+            keys = gather_keys(
+                step._memory.index[group], page_ids, step._page_size, seq_len,
+                index_format.index_head_dim, index_format.name,
+            )  # fmt: skip
             expected = index_topk(q_index[one], weights[one], keys, step.positions[one], top_k)
             assert set(selected[req].tolist()) == set(expected[0].tolist()), f"seq_len {seq_len}"
             seq_lens.add(seq_len)
         return selected
 
-    monkeypatch.setattr(HostStep, "select", select_and_compare)
+    monkeypatch.setattr(DeviceStep, "select", select_and_compare)
     answers = [roomy.generate(double, prompt, 4, HisparseFlag.TRUE) for prompt in PROMPTS[1:5]]
     finish(roomy, answers, double)
     assert {TOP_K, TOP_K + 1} <= seq_lens

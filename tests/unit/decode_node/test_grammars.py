@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import decode_node.graph_runner
+import decode_node.runner
 import decode_node.step_masks
-import decode_node.verifying
 from decode_node.request import Request
-from decode_node.runner import make_runner
 from decode_node.step_buffers import StepBuffers
 from decode_node.step_masks import masks_of
 from decode_node.steps import Launched
@@ -29,7 +27,6 @@ from hisparse_pd.vocabulary import FinishReason, HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     drafts,
     harness,
-    make_graph_runner,
     num_drafts,
 )
 from tests.unit.decode_node.support import (
@@ -77,13 +74,17 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
         yield double
 
 
-@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
-def node(
-    checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[EngineHarness]:
-    """Steps as the CPU has them, and as a GPU has them."""
+@pytest.fixture(scope="module")
+def plain_double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    """Of ``plain_node``: to one double all nodes of a process are one."""
+    with closing(PrefillDouble(checkpoint, page_size=4)) as double:
+        yield double
+
+
+@pytest.fixture(scope="module")
+def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     ipc_dir = tmp_path_factory.mktemp("node")
-    with closing(harness(checkpoint, ipc_dir, request.param, page_size=4)) as node:
+    with closing(harness(checkpoint, ipc_dir, page_size=4)) as node:
         yield node
 
 
@@ -91,9 +92,7 @@ def node(
 def plain_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     """Without drafts, and a step behind."""
     ipc_dir = tmp_path_factory.mktemp("plain")
-    with closing(
-        harness(checkpoint, ipc_dir, make_graph_runner, page_size=4, speculative_num_steps=0)
-    ) as node:
+    with closing(harness(checkpoint, ipc_dir, page_size=4, speculative_num_steps=0)) as node:
         yield node
 
 
@@ -167,7 +166,6 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
-@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
 def test_any_number_of_drafts_gives_the_same_tokens(double: PrefillDouble, node: EngineHarness) -> None:
     without = with_drafts(node, double, 0)
     for numbers in [(1,), (2,), (3, 0, 1, 0, 2, 3, 3)]:
@@ -177,7 +175,6 @@ def test_any_number_of_drafts_gives_the_same_tokens(double: PrefillDouble, node:
         assert sum(num_drafts(answer)[1] for answer in answers) > 0, "no draft was right: nothing was tried"
 
 
-@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_mask_that_is_missing_at_one_position_shows(
     checkpoint: Checkpoint,
@@ -198,7 +195,7 @@ def test_a_mask_that_is_missing_at_one_position_shows(
         return filled
 
     expected = tokens(with_drafts(node, double, 2))
-    monkeypatch.setattr(decode_node.verifying, "masks_of", forgetful)
+    monkeypatch.setattr(decode_node.runner, "masks_of", forgetful)
     with drafts(node, 2):
         answers = [
             ask(node, double, prompt, **sampling)
@@ -209,7 +206,10 @@ def test_a_mask_that_is_missing_at_one_position_shows(
 
 
 def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_read(
-    checkpoint: Checkpoint, double: PrefillDouble, plain_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint,
+    plain_double: PrefillDouble,
+    plain_node: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
@@ -225,7 +225,7 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
 
     kept: list[Launched] = []
     monkeypatch.setattr(runner, "launch", recorded_launch)
-    kind: Any = decode_node.graph_runner._OnDevice
+    kind: Any = decode_node.runner._OnDevice
     for name in ("draw", "result"):
         method = getattr(kind, name)
 
@@ -235,9 +235,9 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
             return method(self)
 
         monkeypatch.setattr(kind, name, recorded)
-    answer = ask(plain_node, double, PROMPTS[1])
-    plain = plain_node.generate(double, PLAIN, 8)
-    finish(plain_node, [answer, plain], double)
+    answer = ask(plain_node, plain_double, PROMPTS[1])
+    plain = plain_node.generate(plain_double, PLAIN, 8)
+    finish(plain_node, [answer, plain], plain_double)
     jsonschema.validate(json.loads(text_of(answer, checkpoint)), SCHEMA)
     for number in range(1, len(answer.token_ids) - 2):
         at = [
@@ -248,7 +248,6 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
 
 
 @pytest.mark.I1
-@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
 def test_a_step_that_writes_behind_its_draws_is_launched_when_all_before_is_read(
     double: PrefillDouble, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,54 +339,57 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(
 
 
 def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
-    checkpoint: Checkpoint, double: PrefillDouble, plain_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint,
+    plain_double: PrefillDouble,
+    plain_node: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = plain_node
 
     def broken(*_: Any, **__: Any) -> Any:
         raise GrammarError("no memory, say")
 
-    finish(node, [ask(node, double, PROMPTS[1])], double)  # its grammar need not be compiled again
-    neighbour = node.generate(double, PLAIN, 200)
-    node.turn_until(lambda: neighbour.token_ids, double)
+    before = ask(node, plain_double, PROMPTS[1])  # its grammar need not be compiled again
+    finish(node, [before], plain_double)
+    neighbour = node.generate(plain_double, PLAIN, 200)
+    node.turn_until(lambda: neighbour.token_ids, plain_double)
     with monkeypatch.context() as patch:
-        patch.setattr(decode_node.graph_runner, "masks_of", broken)
-        answer = ask(node, double, PROMPTS[1])
-        node.turn_until(lambda: answer.is_over and neighbour.is_over, double)
+        patch.setattr(decode_node.runner, "masks_of", broken)
+        answer = ask(node, plain_double, PROMPTS[1])
+        node.turn_until(lambda: answer.is_over and neighbour.is_over, plain_double)
     for failed in (answer, neighbour):
         assert failed.failure is not None
         assert failed.failure.status == 500
-    after = ask(node, double, PROMPTS[1])
-    finish(node, [after], double)
+    after = ask(node, plain_double, PROMPTS[1])
+    finish(node, [after], plain_double)
     jsonschema.validate(json.loads(text_of(after, checkpoint)), SCHEMA)
 
 
 def test_what_was_not_drawn_is_read_by_nobody(
-    double: PrefillDouble, plain_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    plain_double: PrefillDouble, plain_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that breaks off in the middle of a step closes, and the step's memory has older tokens."""
     node = plain_node
-    answer = ask(node, double, PROMPTS[1])
-    node.turn_until(lambda: len(answer.token_ids) >= 5, double)
+    answer = ask(node, plain_double, PROMPTS[1])
+    node.turn_until(lambda: len(answer.token_ids) >= 5, plain_double)
 
     def broken(*_: Any, **__: Any) -> Any:
         raise torch.AcceleratorError("the device is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode_node.graph_runner, "masks_of", broken)
+        patch.setattr(decode_node.runner, "masks_of", broken)
         with pytest.raises(torch.AcceleratorError):
-            node.turn_until(lambda: answer.is_over, double)
+            node.turn_until(lambda: answer.is_over, plain_double)
     (request,) = node.engine.requests.all()
     given = list(request.output_token_ids)
     node.engine.steps.settle()
     assert request.output_token_ids == given
-    node.turn_until(lambda: answer.is_over, double)
+    node.turn_until(lambda: answer.is_over, plain_double)
     assert answer.failure is not None
     assert "not drawn" in answer.failure.error
 
 
 @pytest.mark.I1
-@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
 @pytest.mark.parametrize("num", [0, 2])
 def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
     double: PrefillDouble, node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num: int
@@ -413,8 +415,7 @@ def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
     with drafts(node, num), monkeypatch.context() as patch:
         patch.setattr(StepBuffers, "mark", recorded)
         patch.setattr(node.engine.requests, "end", recorded_end)
-        for part in (decode_node.graph_runner, decode_node.verifying):
-            patch.setattr(part, "masks_of", broken)
+        patch.setattr(decode_node.runner, "masks_of", broken)
         answer = ask(node, double, PROMPTS[1])
         node.turn_until(lambda: answer.is_over, double)
     assert calls == ["mark", "draw", "mark", "end"]
@@ -429,7 +430,6 @@ def test_a_spilled_request_goes_on_in_its_grammar(
         harness(
             checkpoint,
             tmp_path,
-            make_graph_runner,
             page_size=4,
             growth_pages=1,
             device_pool_tokens=420,

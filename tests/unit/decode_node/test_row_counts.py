@@ -17,7 +17,6 @@ import torch
 
 from decode_node.request import Request, RequestState
 from decode_node.row_counts import RowCounts
-from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Generate, GenerateGroup
 from hisparse_pd.paging.pools import Pools, SlotCounts
@@ -31,11 +30,10 @@ from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     PROMPTS,
     TOP_K,
-    MakeRunner,
     by_turns,
     drafts,
     harness,
-    make_graph_runner,
+    make_behind,
     num_drafts,
 )
 from tests.unit.decode_node.support import (
@@ -67,7 +65,6 @@ PENALIZED: list[tuple[Prompt, dict[str, Any]]] = [
     (prompt, settings | {"logit_bias": pack_logit_bias(settings.get("logit_bias", ()))})
     for prompt, settings in PENALTIES
 ]
-MAKERS = pytest.mark.parametrize("make", [make_runner, make_graph_runner], ids=["host", "graph"])
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +95,9 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
         yield double
 
 
-@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
-def node(
-    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineHarness]:
-    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), request.param)) as node:
+@pytest.fixture(scope="module")
+def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"))) as node:
         yield node
 
 
@@ -177,7 +172,7 @@ def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
     checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
 ) -> None:
     in_flight = 0
-    with closing(harness(checkpoint, tmp_path, make_graph_runner, speculative_num_steps=0)) as node:
+    with closing(harness(checkpoint, tmp_path, make_behind, speculative_num_steps=0)) as node:
         answers = generate_all(node, double)
         while not all(answer.is_over for answer in answers):
             node.turn(double)
@@ -187,12 +182,11 @@ def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
     assert [answer.token_ids for answer in answers] == expected
 
 
-@MAKERS
 def test_a_row_keeps_nothing_of_the_request_before(
-    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path, make: MakeRunner
+    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
 ) -> None:
     """One row, which all have in turn, and one of them twice in a row."""
-    with closing(harness(checkpoint, tmp_path, make, max_running_requests=1)) as node, drafts(node, 2, 0):
+    with closing(harness(checkpoint, tmp_path, max_running_requests=1)) as node, drafts(node, 2, 0):
         again = node.generate(double, PENALIZED[0][0], NUM_NEW, **PENALIZED[0][1])
         answers = generate_all(node, double)
         finish(node, [again, *answers], double)
@@ -200,12 +194,11 @@ def test_a_row_keeps_nothing_of_the_request_before(
     assert [answer.token_ids for answer in answers] == expected
 
 
-@MAKERS
 def test_hot_buffers_may_change_in_every_step(
-    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path, make: MakeRunner
+    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
 ) -> None:
     sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
-    with closing(harness(checkpoint, tmp_path, make)) as node, drafts(node, 3, 0):
+    with closing(harness(checkpoint, tmp_path)) as node, drafts(node, 3, 0):
         engine = node.engine
         answers = [
             node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, **settings)
@@ -222,9 +215,8 @@ def test_hot_buffers_may_change_in_every_step(
 
 
 @pytest.mark.I2
-@MAKERS
 def test_where_pages_and_slots_run_out(
-    checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path, make: MakeRunner
+    checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path
 ) -> None:
     """Dense requests are retracted, hot buffers shrink, drafts lack slots, somebody waits."""
     with (
@@ -233,7 +225,6 @@ def test_where_pages_and_slots_run_out(
             harness(
                 checkpoint,
                 tmp_path,
-                make,
                 page_size=4,
                 growth_pages=1,
                 host_pool_tokens=1000,

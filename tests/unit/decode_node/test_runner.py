@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import decode_node.engine
-from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import matmuls_without
 from decode_node.request import Request, RequestState
+from decode_node.runner import DeviceRunner
 from decode_node.steps import Launched, Runner, StepResult
 from hisparse_pd.engine.messages import Abort
 from hisparse_pd.model.attention_kernels import AttentionKernels
@@ -46,8 +46,14 @@ PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumera
 def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
     kernels = AttentionKernels.reference(model.spec)
     max_reqs = settings.max_running_requests
-    return GraphRunner(
-        model, hot_buffers, kernels, max_reqs=max_reqs, graph_batches=(), min_split_reqs=MIN_SPLIT_REQS
+    return DeviceRunner(
+        model,
+        hot_buffers,
+        kernels,
+        max_reqs=max_reqs,
+        graph_batches=(),
+        min_split_reqs=MIN_SPLIT_REQS,
+        is_behind=True,
     )
 
 

@@ -59,7 +59,7 @@ def num_device_bytes(settings: DecodeSettings, spec: ModelSpec, totals: SlotCoun
     num_rows = settings.max_running_requests
     rooms = [num_rows]
     if 0 < settings.micro_batch_min_bs <= num_rows:
-        rooms += [-(-num_rows // 2)] * 2  # as GraphRunner makes them
+        rooms += [-(-num_rows // 2)] * 2  # as DeviceRunner makes them
     miss_plans = [MissPlan.create(room, spec.index_topk, GPU) for room in rooms]
     counts = TokenCounts.create(num_rows, spec.vocab_size, GPU)
     tables = [
@@ -245,7 +245,7 @@ def test_tables_and_reserve_have_room_for_drafts() -> None:
     plain, drafting = decode(), decode(speculative_num_steps=3)
     assert table_bytes(drafting, spec) - table_bytes(plain, spec) >= plain.max_running_requests * 3 * 16 * 64
     per_row = (sizing.reserve_bytes(plain, spec) - (1 << 30)) // plain.max_running_requests
-    drawn = 4 * spec.vocab_size + 2 * spec.hidden_size + 8  # as Verifier keeps them
+    drawn = 4 * spec.vocab_size + 2 * spec.hidden_size + 8  # as Forwards keeps them
     num_rows = 4 * drafting.max_running_requests
     assert sizing.reserve_bytes(drafting, spec) == (1 << 30) + num_rows * (per_row + drawn)
 

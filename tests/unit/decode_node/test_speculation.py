@@ -17,7 +17,6 @@ import torch
 
 from decode_node.memory import slots_tensor
 from decode_node.request import RequestState
-from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import HisparseFlag, Mode
@@ -26,11 +25,9 @@ from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     PROMPTS,
     TOP_K,
-    MakeRunner,
     by_turns,
     drafts,
     harness,
-    make_graph_runner,
     num_drafts,
 )
 from tests.unit.decode_node.support import (
@@ -68,11 +65,9 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
     double.close()
 
 
-@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
-def node(
-    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineHarness]:
-    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), request.param)) as node:
+@pytest.fixture(scope="module")
+def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"))) as node:
         yield node
 
 
@@ -369,14 +364,11 @@ def test_an_abort_after_any_step_leaves_the_others_and_the_pools_whole(
 
 # --- other sizes ---------------------------------------------------------------------------------------
 
-MAKERS = pytest.mark.parametrize("make", [make_runner, make_graph_runner], ids=["host", "graph"])
 
-
-@MAKERS
 @pytest.mark.I5
 @V32
 def test_slots_that_come_one_by_one_and_pages_that_go(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, make: MakeRunner
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     """Small pools: drafts lack slots, hot buffers shrink, dense requests are retracted, somebody waits."""
     prompts = PROMPTS[1:]
@@ -386,7 +378,6 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
             harness(
                 checkpoint,
                 tmp_path,
-                make,
                 page_size=4,
                 growth_pages=1,
                 host_pool_tokens=1300,
@@ -405,11 +396,10 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
     assert sum(num_drafts(answer)[1] for answer in answers) > 0
 
 
-@MAKERS
 @pytest.mark.I6
 @V32
 def test_the_context_can_be_filled_to_its_end(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, make: MakeRunner
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     """No draft is placed behind it, whether a page ends there or not."""
     prompt = PROMPTS[3]  # 65 tokens
@@ -419,7 +409,7 @@ def test_the_context_can_be_filled_to_its_end(
         ipc_dir.mkdir()
         with (
             closing(PrefillDouble(checkpoint, page_size=4)) as double,
-            closing(harness(small, ipc_dir, make, page_size=4)) as node,
+            closing(harness(small, ipc_dir, page_size=4)) as node,
             drafts(node, 3),
         ):
             answers = [node.generate(double, prompt, NUM_NEW, flag) for flag in HisparseFlag]
@@ -428,7 +418,6 @@ def test_the_context_can_be_filled_to_its_end(
         assert [answer.token_ids for answer in answers] == [expected[prompt][:num_tokens]] * 3
 
 
-@MAKERS
 @pytest.mark.I5
 @V32
 @pytest.mark.parametrize(("capacity", "most"), [(TOP_K + 4, 0), (2 * TOP_K + 4, 1)])
@@ -436,14 +425,13 @@ def test_a_hot_buffer_bounds_the_drafts(
     checkpoint: Checkpoint,
     expected: dict[Prompt, list[int]],
     tmp_path: Path,
-    make: MakeRunner,
     capacity: int,
     most: int,
 ) -> None:
     prompt = PROMPTS[8]
     with (
         closing(PrefillDouble(checkpoint)) as double,
-        closing(harness(checkpoint, tmp_path, make, device_buffer_size=capacity)) as node,
+        closing(harness(checkpoint, tmp_path, device_buffer_size=capacity)) as node,
         drafts(node, 3),
     ):
         sparse, dense = [

@@ -1,6 +1,6 @@
 """With drafts too, the host is a step behind: what is launched when, and that nothing but that changes.
 
-The graph runner on the CPU, where a step is over when it is launched; the order of calls is a GPU's.
+The runner on the CPU, where a step is over when it is launched; the order of calls is a GPU's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-import decode_node.graph_runner
-import decode_node.verifying
+import decode_node.runner
 from decode_node.request import Request, RequestState
 from decode_node.runner import make_runner
 from decode_node.steps import Launched, StepResult
@@ -26,7 +25,6 @@ from tests.unit.decode_node.speculation_support import (
     by_turns,
     drafts,
     harness,
-    make_graph_runner,
     num_drafts,
 )
 from tests.unit.decode_node.support import (
@@ -63,7 +61,7 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
 @pytest.fixture(scope="module")
 def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     ipc_dir = tmp_path_factory.mktemp("node")
-    with closing(harness(checkpoint, ipc_dir, make_graph_runner, page_size=4, growth_pages=1)) as node:
+    with closing(harness(checkpoint, ipc_dir, page_size=4, growth_pages=1)) as node:
         yield node
 
 
@@ -92,16 +90,15 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    launch = decode_node.graph_runner.GraphRunner.launch
+    launch = decode_node.runner.DeviceRunner.launch
 
     def recorded_launch(*args: Any) -> Launched:
         launched = launch(*args)
         calls.all.append(("launch", launched))
         return launched
 
-    monkeypatch.setattr(decode_node.graph_runner.GraphRunner, "launch", recorded_launch)
-    for kind in (decode_node.graph_runner._OnDevice, decode_node.verifying.Verified):
-        record(monkeypatch, calls, kind)
+    monkeypatch.setattr(decode_node.runner.DeviceRunner, "launch", recorded_launch)
+    record(monkeypatch, calls, decode_node.runner._OnDevice)
     return calls
 
 
@@ -322,7 +319,6 @@ def test_where_slots_run_out_a_step_is_read_first(
             harness(
                 checkpoint,
                 tmp_path,
-                make_graph_runner,
                 page_size=4,
                 growth_pages=1,
                 host_pool_tokens=sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 24,

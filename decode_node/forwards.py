@@ -1,0 +1,291 @@
+"""The device work of decode steps: the model over the new positions of all requests, and what follows from
+the draws. On a GPU both are CUDA graphs, of the next larger number of requests.
+
+A step without drafts has one new position of each request; what follows is that the draft layer, if there is
+one, learns of it. A step that verifies drafts has more, and what follows is acceptance, backup and the next
+drafts. What the step after needs of them stays on the device too (``DeviceRows``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_node.device_rows import DeviceRows
+from decode_node.device_step import DeviceStep
+from decode_node.draft_chain import draft_chain
+from decode_node.hot_buffers import HotBuffers
+from decode_node.micro_batches import MicroBatches
+from decode_node.step_buffers import StepInputs
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the model's part of a step leaves for the draws, and for what follows from them."""
+
+    num_reqs: int
+    num_new: int
+    logits: Tensor
+    """float32 [num_reqs * num_new, vocab_size]: of each request's new positions, next to each other."""
+    token_ids: Tensor
+    """int64 [num_reqs * num_new]: the likeliest tokens, in whose place others may be drawn."""
+    results: Tensor | None = None
+    """Of a step without drafts, what is read: int64 [num_reqs, 5], row results and ``token_ids``."""
+    verified: _Verified | None = None
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """What only steps that verify drafts leave."""
+
+    access: DeviceStep
+    seq_lens: Tensor
+    """int64 [num_reqs]: before the step, the newest token included."""
+    drafts: Tensor
+    """int64 [num_reqs, num_new - 1]: verified ones, and NO_DRAFT."""
+    num_drafts: Tensor
+
+
+class Forwards:
+    """Forwards of the requests in ``inputs``, and what follows them.
+
+    Batches of at least ``min_split_reqs`` requests may run as micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: DsaModel,
+        hot_buffers: HotBuffers,
+        kernels: AttentionKernels,
+        inputs: StepInputs,
+        rows: DeviceRows,
+        *,
+        max_reqs: int,
+        min_split_reqs: int,
+    ) -> None:
+        self._model = model
+        self._hot_buffers = hot_buffers
+        self._kernels = kernels
+        self._inputs = inputs
+        self._rows = rows
+        self._max_new = hot_buffers.state.max_new
+        self._min_split_reqs = min_split_reqs
+        device = hot_buffers.device
+        self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._micro_batches: MicroBatches | None = None
+        if min_split_reqs <= max_reqs:
+            self._micro_batches = MicroBatches(model, hot_buffers, kernels, max_reqs, self._backup_stream)
+        self._kept = _Kept.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
+        self._graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
+        """By new positions and whether a batch runs as micro-batches, then by its size, smallest first."""
+        self._following: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """What follows, by new positions and size, and what is read then."""
+
+    def launch(self, num_reqs: int, num_new: int, *, is_split: bool) -> Forward:
+        """The model's part of a step. ``num_reqs``: of the rank that has most."""
+        graphs = self._graphs.get((num_new, is_split), {})
+        size = next((size for size in graphs if size >= num_reqs), None)
+        if size is None:
+            return self._forward(num_reqs, num_new, is_split)
+        graph, forward = graphs[size]
+        graph.replay()
+        return forward
+
+    def follow(self, forward: Forward) -> Tensor:
+        """What follows from the draws in ``forward.token_ids``. Returns what is read: int64 [num_reqs, 5], or
+        with drafts [num_reqs, 5 + 2 * num_new]."""
+        captured = self._following.get((forward.num_new, forward.num_reqs))
+        if captured is None:
+            return self._follow(forward)
+        graph, results = captured
+        graph.replay()
+        return results if forward.results is None else forward.results
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture graphs of each size, largest first, so that they can share their memory.
+
+        All requests are padding meanwhile. Each is run once before, for what kernels allocate or compile on
+        their first launch.
+        """
+        started = time.monotonic()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        kinds = [
+            (size, 1, is_split)
+            for size in sizes
+            for is_split in (False, True)
+            if size >= self._min_split_reqs or not is_split
+        ]
+        kinds += [(size, num_new, False) for num_new in range(self._max_new, 1, -1) for size in sizes]
+        ranks = self._model.ranks
+        with torch.cuda.stream(stream):
+            if ranks is not None:  # which compile for unlike times, longer than they may wait for each other
+                with ranks.rehearsal():
+                    self._warm_up(kinds)
+            self._warm_up(kinds)
+        stream.synchronize()
+        pool = None
+        for size, num_new, is_split in kinds:
+            graph, following = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                forward = self._forward(size, num_new, is_split)
+            pool = graph.pool()
+            self._graphs.setdefault((num_new, is_split), {})[size] = graph, forward
+            if self._max_new > 1 and (num_new, size) not in self._following:
+                with torch.cuda.graph(following, pool=pool, stream=stream):
+                    results = self._follow(forward)
+                self._following[num_new, size] = following, results
+        self._graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self._graphs.items()}
+        log.info(
+            "captured CUDA graphs of %s requests, with up to %d drafts, as micro-batches from %d hisparse "
+            "ones on, in %.1f s",
+            list(self._graphs[1, False]),
+            self._max_new - 1,
+            self._min_split_reqs,
+            time.monotonic() - started,
+        )
+
+    def _warm_up(self, kinds: Sequence[tuple[int, int, bool]]) -> None:
+        for size, num_new, is_split in kinds:
+            self._follow(self._forward(size, num_new, is_split))
+
+    def _forward(self, num_reqs: int, num_new: int, is_split: bool) -> Forward:
+        return self._verify(num_reqs, num_new) if num_new > 1 else self._plain(num_reqs, is_split)
+
+    def _follow(self, forward: Forward) -> Tensor:
+        if forward.results is None:
+            return self._accept_and_draft(forward)
+        if self._kept is not None:
+            self._write_draft_kv(forward.num_reqs, self._kept.hidden)
+        return forward.results
+
+    def _plain(self, num_reqs: int, is_split: bool) -> Forward:
+        """The model over the newest position of each request."""
+        inputs = self._inputs
+        req_rows, num_real_reqs = inputs.req_rows[:num_reqs], inputs.num_real_reqs
+        token_ids = self._rows.newest_tokens(inputs.tokens[:num_reqs], req_rows)
+        seq_lens = self._rows.lengths(inputs, num_reqs)
+        hidden: Tensor | None = None
+        if is_split and self._micro_batches is not None:
+            logits, hidden = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
+        else:
+            rows = torch.arange(num_reqs, device=token_ids.device)
+            step = DeviceStep(
+                self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
+            )
+            if self._kept is None:
+                logits = self._model.forward(token_ids, step.positions, step, rows)
+            else:
+                logits, hidden = self._model.forward_with_hidden(token_ids, step.positions, step, rows)
+            step.finish()
+        if self._kept is not None and hidden is not None:
+            self._kept.hidden[:num_reqs] = hidden
+        sampled = logits.argmax(dim=-1)
+        self._rows.put(inputs, sampled)
+        results = torch.cat((self._hot_buffers.row_results(req_rows), sampled[:, None]), dim=1)
+        return Forward(num_reqs, 1, logits, results[:, 4], results)
+
+    def _write_draft_kv(self, num_reqs: int, hidden: Tensor) -> None:
+        """Without this the next guesses, made from what the draft layer knows, would be worse for each step
+        without drafts before them."""
+        inputs = self._inputs
+        req_rows = inputs.req_rows[:num_reqs]
+        seq_lens = self._rows.lengths(inputs, num_reqs)
+        access = DeviceStep(self._hot_buffers, self._kernels, seq_lens, req_rows, inputs.num_real_reqs)
+        access.write_draft_kv(self._model, self._rows.tokens[req_rows], hidden[:num_reqs])
+
+    def _verify(self, num_reqs: int, num_new: int) -> Forward:
+        """The model over ``num_new`` positions of each request, into ``_kept``."""
+        kept, inputs = self._kept, self._inputs
+        assert kept is not None
+        req_rows = inputs.req_rows[:num_reqs]
+        num_rows = num_reqs * num_new
+        seq_lens = self._rows.lengths(inputs, num_reqs)
+        drafts, num_drafts = self._rows.drafts_to_verify(inputs, seq_lens, num_new)
+        newest = self._rows.newest_tokens(inputs.tokens[:num_rows:num_new], req_rows)
+        token_ids = torch.cat((newest[:, None], drafts.clamp(min=0)), dim=1).flatten()
+        access = DeviceStep(
+            self._hot_buffers,
+            self._kernels,
+            seq_lens + num_new - 1,
+            req_rows,
+            inputs.num_real_reqs,
+            num_new=num_new,
+            ends=seq_lens + num_drafts,
+        )
+        rows = torch.arange(num_rows, device=token_ids.device)
+        logits, hidden = self._model.forward_with_hidden(token_ids, access.positions, access, rows)
+        kept.logits[:num_rows] = logits
+        kept.hidden[:num_rows] = hidden
+        kept.token_ids[:num_rows] = logits.argmax(dim=-1)
+        verified = _Verified(access, seq_lens, drafts, num_drafts)
+        return Forward(
+            num_reqs, num_new, kept.logits[:num_rows], kept.token_ids[:num_rows], verified=verified
+        )
+
+    def _accept_and_draft(self, forward: Forward) -> Tensor:
+        """Row results, then of each request its numbers of drafts and of accepted ones, the tokens drawn, and
+        the next drafts."""
+        kept, verified, inputs = self._kept, forward.verified, self._inputs
+        assert kept is not None
+        assert verified is not None
+        num_reqs, num_new, access = forward.num_reqs, forward.num_new, verified.access
+        req_rows = inputs.req_rows[:num_reqs]
+        token_ids = forward.token_ids.view(num_reqs, num_new)
+        accepted = (verified.drafts == token_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+        reqs = torch.arange(num_reqs, device=accepted.device)
+        newest_rows = reqs * num_new + accepted
+        logits, hidden = self._model.draft(
+            forward.token_ids, kept.hidden[: num_reqs * num_new], access.positions, access, newest_rows
+        )
+        seq_lens = verified.seq_lens + accepted
+        access.back_up(seq_lens, (accepted + 1).to(torch.int32))
+
+        def step_of(number: int) -> DeviceStep:
+            return DeviceStep(
+                self._hot_buffers,
+                self._kernels,
+                seq_lens + number,
+                req_rows,
+                inputs.num_real_reqs,
+                num_new=number,
+                first_row=number - 1,
+                ends=inputs.slot_ends[:num_reqs],
+            )
+
+        made = draft_chain(self._model, access, newest_rows, logits, hidden, seq_lens, num_new - 1, step_of)
+        self._rows.put(inputs, forward.token_ids[newest_rows], seq_lens + 1, made)
+        counts = torch.stack((verified.num_drafts, accepted), dim=1)
+        return torch.cat((self._hot_buffers.row_results(req_rows), counts, token_ids, made), dim=1)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Between a forward and what follows, whatever the step's size: a row for each new position of each
+    request. Where nothing is drafted, none is."""
+
+    logits: Tensor
+    """float32 [max_rows, vocab_size]"""
+    hidden: Tensor
+    """[max_rows, hidden_size]"""
+    token_ids: Tensor
+    """int64 [max_rows]"""
+
+    @classmethod
+    def create(cls, model: DsaModel, max_rows: int) -> _Kept:
+        device = model.device
+        return cls(
+            torch.zeros((max_rows, model.spec.vocab_size), dtype=torch.float32, device=device),
+            torch.zeros((max_rows, model.hidden_size), dtype=model.spec.dtype, device=device),
+            torch.zeros(max_rows, dtype=torch.int64, device=device),
+        )
