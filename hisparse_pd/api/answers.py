@@ -452,8 +452,7 @@ class Generate:
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
     def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
-        text = self._token_bytes.text(token_id) if output.sample.options.text_in_logprobs else None
-        return [finite(logprob), token_id, text]
+        return sglang_token(self._token_bytes, token_id, logprob, output.sample.options.text_in_logprobs)
 
     def _request_id(self, output: SampleOutput) -> str:
         given = self._work.request.request_ids
@@ -547,6 +546,13 @@ def likeliest_by_text(
     for top_id, of_top in (*top, (token_id, logprob)):
         shown.setdefault(token_bytes.text(top_id), finite(of_top))
     return shown
+
+
+def sglang_token(
+    token_bytes: TokenBytes, token_id: int, logprob: float | None, with_text: bool
+) -> list[object]:
+    text = token_bytes.text(token_id) if with_text else None
+    return [None if logprob is None else finite(logprob), token_id, text]
 
 
 def finite(logprob: float) -> float:

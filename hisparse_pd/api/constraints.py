@@ -33,12 +33,9 @@ from hisparse_pd.http.http_errors import ApiError, InvalidField
 from protocol.decoding import check_nesting
 
 MAX_SCHEMA_BYTES = 128 << 10
-MAX_REGEX_CHARS = 16 << 10
-MAX_LARK_CHARS = 64 << 10
 MAX_GBNF_CHARS = 16 << 10
 MAX_GBNF_RULES = 128
 """Converting a grammar takes time that grows with its rules times its length: a quarter of a second."""
-MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 64 << 10
 """Of all choices together."""
 

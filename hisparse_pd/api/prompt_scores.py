@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Raw, Struct
 
-from hisparse_pd.api.answers import finite, likeliest_by_text
+from hisparse_pd.api.answers import finite, likeliest_by_text, sglang_token
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.requests import SampleRequest
@@ -130,14 +130,14 @@ def _write(
         if options.logprob_start is not None:
             # SGLang has no logprob of the first token from where it starts, wherever that is.
             with_text = options.text_in_logprobs
-            shown = [_as_sglang(token_bytes, token.token_id, None, with_text) for token in piece[:first]]
+            shown = [sglang_token(token_bytes, token.token_id, None, with_text) for token in piece[:first]]
             shown += [
-                _as_sglang(token_bytes, token.token_id, token.logprob, with_text) for token in piece[first:]
+                sglang_token(token_bytes, token.token_id, token.logprob, with_text) for token in piece[first:]
             ]
             meta["input_token_logprobs"] += _encoded(shown)
             if num_shown:
                 tops = [
-                    [_as_sglang(token_bytes, *entry, with_text) for entry in token.top[:num_shown]]
+                    [sglang_token(token_bytes, *entry, with_text) for entry in token.top[:num_shown]]
                     for token in piece[first:]
                 ]
                 meta["input_top_logprobs"] += _encoded([None] * first)
@@ -207,10 +207,3 @@ def _by_id(token_bytes: TokenBytes, token: _Token, num_top: int) -> dict[str, ob
         }
         for token_id, logprob, rank in ranked
     }
-
-
-def _as_sglang(
-    token_bytes: TokenBytes, token_id: int, logprob: float | None, with_text: bool
-) -> list[object]:
-    text = token_bytes.text(token_id) if with_text else None
-    return [None if logprob is None else finite(logprob), token_id, text]

@@ -26,6 +26,12 @@ from hisparse_pd.vocabulary import FinishReason
 Json = dict[str, object]
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg"}
+_GROWING = {
+    BlockKind.REASONING: ("reasoning_text", "text"),
+    BlockKind.TEXT: ("output_text", "text"),
+    BlockKind.CALL: ("function_call_arguments", "arguments"),
+}
+"""What the events of an item's text are called, and its field in the last one."""
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 
@@ -68,12 +74,9 @@ class Responses(BlockAnswer):
         place: Json = {"item_id": self._id_of(block), "output_index": block.index}
         if block.kind is not BlockKind.CALL:
             place["content_index"] = 0
-        names = {
-            BlockKind.REASONING: "response.reasoning_text",
-            BlockKind.TEXT: "response.output_text",
-            BlockKind.CALL: "response.function_call_arguments",
-        }
         is_custom = self._is_custom(block)
+        name, field = ("custom_tool_call_input", "input") if is_custom else _GROWING[block.kind]
+        name = f"response.{name}"
         logprobs: Json = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
         match change:
             case Change.OPENED:
@@ -83,17 +86,12 @@ class Responses(BlockAnswer):
                     yield self._event("response.content_part.added", **place, part=_part(block.kind, ""))
             case Change.GREW:
                 if not is_custom:
-                    yield self._event(f"{names[block.kind]}.delta", **place, delta=text, **logprobs)
-            case Change.CLOSED if is_custom:
-                name, given = "response.custom_tool_call_input", custom_input(block.text)
-                yield self._event(f"{name}.delta", **place, delta=given)
-                yield self._event(f"{name}.done", **place, input=given)
-                yield self._event(
-                    "response.output_item.done", output_index=block.index, item=self._item(block)
-                )
+                    yield self._event(f"{name}.delta", **place, delta=text, **logprobs)
             case Change.CLOSED:
-                field = "arguments" if block.kind is BlockKind.CALL else "text"
-                yield self._event(f"{names[block.kind]}.done", **place, **{field: block.text}, **logprobs)
+                given = custom_input(block.text) if is_custom else block.text
+                if is_custom:
+                    yield self._event(f"{name}.delta", **place, delta=given)
+                yield self._event(f"{name}.done", **place, **{field: given}, **logprobs)
                 if block.kind is not BlockKind.CALL:
                     part = _part(block.kind, block.text)
                     yield self._event("response.content_part.done", **place, part=part)

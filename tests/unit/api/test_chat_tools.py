@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from hisparse_pd.api.prompts import Prompt
-from hisparse_pd.api.text_codec import TextCodec
-from hisparse_pd.engine.messages import unpack_token_ids
 from tests.unit.api import scripted_engine, support
+from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import stops_after
 from tests.unit.api.support import ROOM, serving
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
-TEMPLATE = (
-    "{% if tools %}[tools]{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
-    "{% for call in m.tool_calls %}"
-    "<{{ call.function.name }} {% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}"
-    "{% endfor %}>{% endfor %}{% endfor %}[assistant]{% if thinking %}<think>\n{% endif %}"
-)
+pytestmark = pytest.mark.anyio
+
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -45,38 +38,20 @@ CALL = (
 )
 
 
-class RecordingCodec(TextCodec):
-    """Keeps the prompts of the last request: the engine of a decode node is not sent them."""
-
-    encoded: tuple[bytes, ...] = ()
-
-    async def encode(
-        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int
-    ) -> tuple[bytes, ...]:
-        self.encoded = await super().encode(prompts, names, max_tokens)
-        return self.encoded
+@pytest.fixture(autouse=True)
+def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
+    codec = RecordingCodec.make()
+    monkeypatch.setattr(support, "CODEC", codec)
+    return codec
 
 
-@pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Answer a request with the scripted text; returns what the check returns, and the prompt as text."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    monkeypatch.setattr(support, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
-
-    def run(text: str, check: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> tuple[Any, str]:
-        async def main() -> tuple[Any, str]:
-            async with serving(stops_after(text), tmp_path) as node:
-                url = f"http://127.0.0.1:{node.port}/v1"
-                async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=60) as client:
-                    result = await check(client)
-                encoded = support.CODEC.encoded  # type: ignore[attr-defined]
-                token_ids = [i for prompt in encoded for i in unpack_token_ids(prompt).tolist()]
-                return result, str(tokenizer.decode(token_ids))
-
-        return asyncio.run(main())
-
-    return run
+@asynccontextmanager
+async def answering(tmp_path: Path, text: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of a node whose model says ``text``."""
+    async with serving(stops_after(text), tmp_path) as node:
+        url = f"http://127.0.0.1:{node.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=60) as client:
+            yield client
 
 
 async def whole(client: openai.AsyncOpenAI, **options: Any) -> Any:
@@ -113,95 +88,94 @@ def calls_of(choices: list[Any]) -> list[tuple[str, str]]:
     return calls
 
 
-def test_a_call_in_a_whole_answer(ask: Callable[..., Any]) -> None:
-    choice, prompt = ask(CALL, whole)
-    assert prompt == "[tools]weather[user]hi[assistant]"
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.content is None
-    (call,) = choice.message.tool_calls
-    assert call.type == "function"
-    assert call.function.name == "weather"
-    assert json.loads(call.function.arguments) == {"city": "7", "days": 3}
+def reasoning_of(choices: list[Any]) -> str:
+    return "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices)
 
 
-def test_calls_in_a_stream(ask: Callable[..., Any]) -> None:
-    choices, _ = ask(f"Look:\n{CALL}\n{CALL}", streamed)
-    assert "".join(choice.delta.content or "" for choice in choices) == "Look:\n"
-    assert [json.loads(arguments) for _, arguments in calls_of(choices)] == [{"city": "7", "days": 3}] * 2
-    assert {name for name, _ in calls_of(choices)} == {"weather"}
-    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
-    assert choices[-1].finish_reason
+def content_of(choices: list[Any]) -> str:
+    return "".join(choice.delta.content or "" for choice in choices)
 
 
-def test_reasoning_is_shown_beside_the_content(ask: Callable[..., Any]) -> None:
-    text = "Hm.\n</think>\n\nYes."
-    options = {"tools": openai.NOT_GIVEN, "extra_body": {"chat_template_kwargs": {"thinking": True}}}
-    choice, prompt = ask(text, lambda client: whole(client, **options))
-    assert prompt.endswith("<think>\n")
-    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.\n", "Yes.")
-    assert choice.finish_reason == "stop"
-    choices, _ = ask(text, lambda client: streamed(client, **options))
-    assert "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices) == "Hm.\n"
-    assert "".join(choice.delta.content or "" for choice in choices) == "Yes."
+ARGUMENTS = {"city": "7", "days": 3}
+THINKING = {"chat_template_kwargs": {"thinking": True, "enable_thinking": True}}
 
 
-def test_a_call_ends_the_reasoning_that_the_prompt_began(ask: Callable[..., Any]) -> None:
-    options = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
-    choice, _ = ask(f"Hm.{CALL}", lambda client: whole(client, **options))
-    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", None)
-    assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
-    choices, _ = ask(f"Hm.{CALL}", lambda client: streamed(client, **options))
-    assert "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices) == "Hm."
-    assert [name for name, _ in calls_of(choices)] == ["weather"]
+async def test_calls_in_a_whole_answer_and_in_a_stream(tmp_path: Path, codec: RecordingCodec) -> None:
+    async with answering(tmp_path, CALL) as client:
+        choice = await whole(client)
+        assert codec.prompt == "[tools]weather[user]hi[assistant]"
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "weather")
+        assert json.loads(call.function.arguments) == ARGUMENTS
+    async with answering(tmp_path, f"Look:\n{CALL}\n{CALL}") as client:
+        choices = await streamed(client)
+        assert content_of(choices) == "Look:\n"
+        found = [(name, json.loads(arguments)) for name, arguments in calls_of(choices)]
+        assert found == [("weather", ARGUMENTS)] * 2
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+        assert choices[-1].finish_reason
 
 
-def test_reasoning_stays_where_it_is_for_who_wants_that(ask: Callable[..., Any]) -> None:
-    text = "Hm.</think>Yes."
-    extra = {"chat_template_kwargs": {"thinking": True}, "separate_reasoning": False}
-    choice, _ = ask(text, lambda client: whole(client, extra_body=extra))
-    assert choice.message.content == text
+async def test_reasoning_is_shown_beside_the_content(tmp_path: Path, codec: RecordingCodec) -> None:
+    async with answering(tmp_path, "Hm.\n</think>\n\nYes.") as client:
+        options = {"tools": openai.NOT_GIVEN, "extra_body": THINKING}
+        choice = await whole(client, **options)
+        assert codec.prompt.endswith("<think>\n")
+        assert (choice.message.reasoning_content, choice.message.content) == ("Hm.\n", "Yes.")
+        assert choice.finish_reason == "stop"
+        choices = await streamed(client, **options)
+        assert (reasoning_of(choices), content_of(choices)) == ("Hm.\n", "Yes.")
+        choice = await whole(client, extra_body={**THINKING, "separate_reasoning": False})
+        assert choice.message.content == "Hm.\n</think>\n\nYes."
+
+
+async def test_a_call_ends_the_reasoning_that_the_prompt_began(tmp_path: Path) -> None:
+    async with answering(tmp_path, f"Hm.{CALL}") as client:
+        choice = await whole(client, extra_body=THINKING)
+        assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", None)
+        assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
+        choices = await streamed(client, extra_body=THINKING)
+        assert reasoning_of(choices) == "Hm."
+        assert [name for name, _ in calls_of(choices)] == ["weather"]
 
 
 @pytest.mark.parametrize("options", [{"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}])
-def test_without_tools_a_call_is_text(ask: Callable[..., Any], options: dict[str, Any]) -> None:
-    choice, prompt = ask(CALL, lambda client: whole(client, **options))
-    assert prompt == "[user]hi[assistant]"
-    assert choice.message.content == CALL
-    assert choice.message.tool_calls is None
-    assert choice.finish_reason == "stop"
+async def test_without_tools_a_call_is_text(
+    tmp_path: Path, codec: RecordingCodec, options: dict[str, Any]
+) -> None:
+    async with answering(tmp_path, CALL) as client:
+        choice = await whole(client, **options)
+        assert codec.prompt == "[user]hi[assistant]"
+        assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
+        assert choice.finish_reason == "stop"
 
 
-def test_earlier_calls_and_their_results_reach_the_template(ask: Callable[..., Any]) -> None:
+async def test_earlier_calls_and_their_results_reach_the_template(
+    tmp_path: Path, codec: RecordingCodec
+) -> None:
+    function = {"name": "weather", "arguments": '{"days": 2}'}
+    called = [{"id": "c1", "type": "function", "function": function}]
     messages = [
         *MESSAGES,
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "(hm)",
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"days": 2}'}}
-            ],
-        },
+        {"role": "assistant", "content": None, "reasoning_content": "(hm)", "tool_calls": called},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
-    _, prompt = ask("Rain.", lambda client: whole(client, messages=messages))
-    assert prompt == "[tools]weather[user]hi[assistant](hm)<weather days=2>[tool]rain[assistant]"
+    async with answering(tmp_path, "Rain.") as client:
+        await whole(client, messages=messages)
+    shown = '(hm)<c1 weather {"days": 2}>[toolc1]rain[assistant]'
+    assert codec.prompt == f"[tools]weather[user]hi[assistant]{shown}"
 
 
-def test_tools_that_the_template_does_not_show_are_refused(
-    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+async def test_tools_that_the_template_does_not_show_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer()
     monkeypatch.setattr(support, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
-
-    async def refused(client: openai.AsyncOpenAI) -> str:
-        with pytest.raises(openai.BadRequestError) as caught:
+    async with answering(tmp_path, "x") as client:
+        with pytest.raises(openai.BadRequestError, match="tools: the model's chat template takes none"):
             await whole(client)
         await whole(client, tools=openai.NOT_GIVEN)
-        return str(caught.value)
-
-    said, _ = ask("x", refused)
-    assert "tools: the model's chat template takes none" in said
 
 
 # --- DeepSeek-V3.2, which has no template -----------------------------------------------------------
@@ -217,58 +191,55 @@ DSML_CALL = (
 
 
 @pytest.fixture
-def ask_deepseek(ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def deepseek(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    monkeypatch.setattr(support, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "deepseek_v32"))
+    codec = RecordingCodec(tokenizer, len(tokenizer), "deepseek_v32")
+    monkeypatch.setattr(support, "CODEC", codec)
     for limit in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
         monkeypatch.setattr(scripted_engine, limit, 4096)
-    return ask
+    return codec
 
 
-def test_deepseek_calls_tools_without_a_template(ask_deepseek: Callable[..., Any]) -> None:
-    thinking = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
-    choice, prompt = ask_deepseek(
-        f"Where?</think>I look.{DSML_CALL}", lambda client: whole(client, **thinking)
-    )
-    assert '<functions>\n{"name": "weather"' in prompt
-    assert prompt.endswith("<think>")
-    assert choice.finish_reason == "tool_calls"
-    assert (choice.message.reasoning_content, choice.message.content) == ("Where?", "I look.")
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "7", "days": 3})
-    # What was answered goes back as it is, and the model reads what it wrote.
-    answer = choice.message.model_dump(exclude_none=True)
-    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    _, prompt = ask_deepseek(
-        "Rain.", lambda client: whole(client, messages=[*MESSAGES, answer, result], **thinking)
-    )
-    assert f"<think>Where?</think>I look.{DSML_CALL}" in prompt
-    assert prompt.endswith("<function_results>\n<result>rain</result>\n</function_results>\n\n<think>")
+async def test_deepseek_calls_tools_without_a_template(tmp_path: Path, deepseek: RecordingCodec) -> None:
+    async with answering(tmp_path, f"Where?</think>I look.{DSML_CALL}") as client:
+        choice = await whole(client, extra_body=THINKING)
+        assert '<functions>\n{"name": "weather"' in deepseek.prompt
+        assert deepseek.prompt.endswith("<think>")
+        assert choice.finish_reason == "tool_calls"
+        assert (choice.message.reasoning_content, choice.message.content) == ("Where?", "I look.")
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
+        # What was answered goes back as it is, and the model reads what it wrote.
+        answer = choice.message.model_dump(exclude_none=True)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        await whole(client, messages=[*MESSAGES, answer, result], extra_body=THINKING)
+        assert f"<think>Where?</think>I look.{DSML_CALL}" in deepseek.prompt
+        results = "<function_results>\n<result>rain</result>\n</function_results>\n\n<think>"
+        assert deepseek.prompt.endswith(results)
 
 
-def test_a_deepseek_stream_shows_calls_of_a_developers_own_tools(ask_deepseek: Callable[..., Any]) -> None:
+async def test_a_deepseek_stream_shows_calls_of_a_developers_own_tools(
+    tmp_path: Path, deepseek: RecordingCodec
+) -> None:
     messages = [{"role": "developer", "content": "hi", "tools": TOOLS}]
     options = {"tools": openai.NOT_GIVEN, "messages": messages}
-    choices, prompt = ask_deepseek(f"Look:{DSML_CALL}", lambda client: streamed(client, **options))
-    assert '<functions>\n{"name": "weather"' in prompt
-    assert "".join(choice.delta.content or "" for choice in choices) == "Look:"
-    ((_, arguments),) = calls_of(choices)
-    assert json.loads(arguments) == {"city": "7", "days": 3}
-    choice, prompt = ask_deepseek(DSML_CALL, lambda client: whole(client, tool_choice="none", **options))
-    assert "<functions>" not in prompt
-    assert choice.message.content == DSML_CALL
-    assert choice.message.tool_calls is None
+    async with answering(tmp_path, f"Look:{DSML_CALL}") as client:
+        choices = await streamed(client, **options)
+        assert '<functions>\n{"name": "weather"' in deepseek.prompt
+        assert content_of(choices) == "Look:"
+        ((_, arguments),) = calls_of(choices)
+        assert json.loads(arguments) == ARGUMENTS
+        choice = await whole(client, tool_choice="none", **options)
+        assert "<functions>" not in deepseek.prompt
+        assert (choice.message.content, choice.message.tool_calls) == (f"Look:{DSML_CALL}", None)
 
 
-def test_a_format_for_the_answer_is_refused_in_messages_too(ask_deepseek: Callable[..., Any]) -> None:
+async def test_a_format_for_the_answer_is_refused_in_messages_too(
+    tmp_path: Path, deepseek: RecordingCodec
+) -> None:
     message = {"role": "system", "content": "hi", "response_format": {"type": "json_object"}}
-
-    async def refused(client: openai.AsyncOpenAI) -> str:
-        with pytest.raises(openai.BadRequestError) as caught:
+    async with answering(tmp_path, "x") as client:
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].response_format"):
             await whole(client, messages=[message])
         await whole(client)
-        return str(caught.value)
-
-    said, _ = ask_deepseek("x", refused)
-    assert "messages[0].response_format" in said
