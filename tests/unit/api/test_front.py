@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import multiprocessing.connection
@@ -11,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,14 +29,13 @@ from hisparse_pd.engine.messages import (
     FlushCache,
     FromEngine,
     Generate,
-    GenerateGroup,
     RequestFailed,
     RequestStats,
     Tokens,
 )
 from hisparse_pd.http import front as front_module
 from hisparse_pd.http import rank_link
-from hisparse_pd.http.engine_link import EngineLink, SampleGroup, least_loaded
+from hisparse_pd.http.engine_link import EngineLink, least_loaded
 from hisparse_pd.http.listening import Listener, _SharedSocket
 from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.http.workers import Workers
@@ -96,7 +94,10 @@ async def test_completion(tmp_path: Path) -> None:
 
 async def test_streamed_completion(tmp_path: Path) -> None:
     async with serving(say("a€bc"), tmp_path) as node:
-        plain = await node.events("/v1/completions", **BODY)
+        answer = await node.post("/v1/completions", **BODY, stream=True)
+        # Clients after the letter of HTTP take text without a charset for ISO-8859-1.
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        plain = decode_events(answer.text)
         assert [chunk["choices"][0]["text"] for chunk in plain] == ["a", "€", "b"]
         assert [chunk["choices"][0]["finish_reason"] for chunk in plain] == [None, None, "length"]
         assert all("usage" not in chunk for chunk in plain)
@@ -117,13 +118,6 @@ async def test_usage_in_every_chunk(tmp_path: Path) -> None:
             assert [usage["completion_tokens"] for usage in mine] == [1, 2, 3, 4, 5]
             assert [usage["total_tokens"] for usage in mine] == [6, 7, 8, 9, 10]
         assert chunks[-1]["usage"]["completion_tokens"] == 10
-
-
-async def test_an_event_stream_names_its_charset(tmp_path: Path) -> None:
-    """Clients after the letter of HTTP take text without one for ISO-8859-1."""
-    async with serving(say("a€bc"), tmp_path) as node:
-        answer = await node.post("/v1/completions", **BODY, stream=True)
-        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
 
 
 async def test_completion_logprobs(tmp_path: Path) -> None:
@@ -345,31 +339,6 @@ async def test_generate_streams_cumulative_text(tmp_path: Path) -> None:
         ends = [event["meta_info"]["finish_reason"] is not None for event in events]
         assert ends == [count == 5 for count in counts]
         assert "index" not in events[0]
-
-
-@pytest.mark.I8
-@pytest.mark.parametrize(("path", "num_events"), [("/generate", 1), ("/v1/completions", 5)])
-async def test_generate_leaves_out_what_the_next_event_repeats(
-    tmp_path: Path, path: str, num_events: int
-) -> None:
-    """Each event has all the text so far: a reader that lags would cost the square of its length."""
-
-    class BackloggedLink(EngineLink):
-        @contextlib.contextmanager
-        def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
-            with super().open(prompts) as group:
-                for event in say("abcde")(prompts[0].samples[0]):
-                    assert isinstance(event, Tokens)
-                    group.put(event)
-                yield group
-
-    front = socketless_front(tmp_path, BackloggedLink([str(tmp_path / "unused.ipc")], 5.0))
-    body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
-    sent = await call_app(create_decode_app(front), path, body, leaves=False)
-    events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())
-    assert len(events) == num_events
-    if path == "/generate":
-        assert events[0]["text"] == "abcde"
 
 
 async def test_generate_shows_the_text_of_logprobs_on_request(tmp_path: Path) -> None:

@@ -41,10 +41,12 @@ from tests.unit.api.scripted_engine import deliver, ready, say
 from tests.unit.api.support import (
     BODY,
     CODEC,
+    NATIVE,
     ROOM,
     TOKENIZER,
     Node,
     call_app,
+    decode_events,
     serving,
     socketless_front,
     until,
@@ -526,3 +528,18 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
     assert sum(looked_up_in.values()) >= 21 * Backlogged.num_messages, "each token was shown"
     assert sum(looked_up_in.values()) <= 30 * Backlogged.num_messages, "and no more than once"
     assert max(looked_up_in.values()) <= 60, "the work of one or two messages in a turn"
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize(("path", "num_events"), [("/generate", 1), ("/v1/completions", 200)])
+async def test_generate_leaves_out_what_the_next_event_repeats(
+    tmp_path: Path, path: str, num_events: int
+) -> None:
+    """Each event has all the text so far: a reader that lags would cost the square of its length."""
+    front = socketless_front(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
+    body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
+    sent = await call_app(create_decode_app(front), path, body, leaves=False)
+    events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())
+    assert len(events) == num_events
+    if path == "/generate":
+        assert len(events[0]["text"]) == Backlogged.num_messages
