@@ -11,13 +11,13 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from hisparse_pd.http.certificates import Certificate
-from hisparse_pd.http.listening import HttpServer, Listener
+from hisparse_pd.http.listening import Listener
 from hisparse_pd.settings import DecodeSettings, RouterSettings
 from tests.tls_files import make_tls_files, needs_openssl
+from tests.unit.servers import serving
+from tests.waiting import WAIT_SECS
 
 pytestmark = needs_openssl
-
-WAIT_SECS = 60.0
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,8 +45,8 @@ async def until_presented(port: int, der: bytes) -> None:
 def test_https_with_a_certificate_that_is_exchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = make_tls_files(tmp_path)
 
-    async def check(server: HttpServer, listener: Listener) -> None:
-        url = f"https://127.0.0.1:{listener.port}/"
+    async def check(port: int) -> None:
+        url = f"https://127.0.0.1:{port}/"
         async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as old:
             assert (await old.get(url)).text == "https"
             with pytest.raises(httpx.HTTPError):
@@ -57,26 +57,18 @@ def test_https_with_a_certificate_that_is_exchanged(tmp_path: Path, caplog: pyte
                 while "stays as it was" not in caplog.text:
                     await asyncio.sleep(0.05)
             assert str(files.cert) in caplog.text
-            assert (await presented(listener.port)) == files.der
+            assert (await presented(port)) == files.der
             new_der = other.der
             other.cert.replace(files.cert)
-            await until_presented(listener.port, new_der)
+            await until_presented(port, new_der)
             assert (await old.get(url)).text == "https"  # on the connection that stood
         async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as new:
             assert (await new.get(url)).text == "https"
         assert caplog.text.count("stays as it was") == 1
 
     async def main() -> None:
-        listener = Listener("127.0.0.1", 0, Certificate(files.cert, files.key))
-        assert listener.scheme == "https"
-        server = listener.server(app)
-        serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
-        try:
-            await check(server, listener)
-        finally:
-            server.should_exit = True
-            await serving
-            listener.socket.close()
+        async with serving(app, Certificate(files.cert, files.key)) as (_, port):
+            await check(port)
 
     asyncio.run(main())
 
@@ -87,24 +79,13 @@ def test_a_client_that_never_agrees_on_tls_is_let_go(tmp_path: Path, monkeypatch
     files = make_tls_files(tmp_path)
 
     async def main() -> None:
-        secure = Listener("127.0.0.1", 0, Certificate(files.cert, files.key))
-        plain = Listener("127.0.0.1", 0)
-        servers = [secure.server(app), plain.server(app)]
-        listeners = [secure, plain]
-        tasks = [
-            asyncio.create_task(server.serve(sockets=[listener.socket]))
-            for server, listener in zip(servers, listeners, strict=True)
-        ]
-        reader, writer = await asyncio.open_connection("127.0.0.1", secure.port)
-        assert await asyncio.wait_for(reader.read(), WAIT_SECS) == b""
-        writer.close()
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert (await client.get(f"http://127.0.0.1:{plain.port}/")).text == "http"
-        for server in servers:
-            server.should_exit = True
-        await asyncio.gather(*tasks)
-        for listener in listeners:
-            listener.socket.close()
+        certificate = Certificate(files.cert, files.key)
+        async with serving(app, certificate) as (_, secure), serving(app) as (_, plain):
+            reader, writer = await asyncio.open_connection("127.0.0.1", secure)
+            assert await asyncio.wait_for(reader.read(), WAIT_SECS) == b""
+            writer.close()
+            async with httpx.AsyncClient(trust_env=False) as client:
+                assert (await client.get(f"http://127.0.0.1:{plain}/")).text == "http"
 
     asyncio.run(main())
 

@@ -6,12 +6,9 @@ import asyncio
 import resource
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -29,12 +26,13 @@ from hisparse_pd.http.connections import (
     UNREAD_SECS,
     Connections,
 )
-from hisparse_pd.http.listening import HttpServer, Listener
-from tests.waiting import until
+from hisparse_pd.http.listening import HttpServer
+from tests.unit import servers
+from tests.unit.servers import server_process
+from tests.waiting import WAIT_SECS, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
 
-WAIT_SECS = 60.0
 LIMIT = 6
 GET = b"GET /hello HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n"
@@ -119,21 +117,15 @@ async def serving(limit: int = LIMIT) -> AsyncIterator[Served]:
         return StreamingResponse(chunks())
 
     routes = [Route(f"/{f.__name__}", f, methods=["GET", "POST"]) for f in (hello, echo, wait, pour)]
-    listener = Listener("127.0.0.1", 0)
-    server = listener.server(Starlette(routes=routes))
-    server.connections.limit = limit
-    served = Served(server, listener.port)
-    task = asyncio.create_task(server.serve(sockets=[listener.socket]))
-    try:
-        await until(lambda: server.started)
-        yield served
-    finally:
-        for client in served.clients:
-            client.close()
-        served.release.set()
-        server.should_exit = True
-        await asyncio.wait_for(task, WAIT_SECS)
-        listener.socket.close()
+    async with servers.serving(Starlette(routes=routes)) as (server, port):
+        server.connections.limit = limit
+        served = Served(server, port)
+        try:
+            yield served
+        finally:
+            for client in served.clients:
+                client.close()
+            served.release.set()
 
 
 # --- time limits -------------------------------------------------------------------------------------
@@ -299,29 +291,10 @@ SERVER = """
 """
 
 
-@contextmanager
-def own_process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server with 320 descriptors, of which it uses 110 itself, and its port."""
-    script = tmp_path / "server.py"
-    script.write_text(textwrap.dedent(SERVER))
-    root = str(Path(__file__).parents[3])
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": root},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process, int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
 def test_more_silent_connections_than_there_are_descriptors_lock_nobody_out(tmp_path: Path) -> None:
-    """They come at once, and no descriptor is missing: without one, a loop accepts nobody for a second."""
-    with own_process(tmp_path) as (server, port), ExitStack() as stack:
+    """They come at once, to a server with 320 descriptors, of which it uses 110 itself, and no descriptor is
+    missing: without one, a loop accepts nobody for a second."""
+    with server_process(tmp_path, SERVER) as (server, port), ExitStack() as stack:
         server.send_signal(signal.SIGSTOP)
         for number in range(700):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECS))

@@ -6,11 +6,8 @@ import asyncio
 import resource
 import socket
 import ssl
-import subprocess
-import sys
-import textwrap
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from hisparse_pd.http import handshakes
 from hisparse_pd.http.certificates import Certificate
-from hisparse_pd.http.listening import HttpServer, Listener
+from hisparse_pd.http.listening import HttpServer
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
-from tests.waiting import until
+from tests.unit import servers
+from tests.unit.servers import server_process
+from tests.waiting import WAIT_SECS, until
 
 pytestmark = [needs_openssl, pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
 
-WAIT_SECS = 60.0
 LIMIT = 6
 ELSEWHERE = "127.0.0.2"
 
@@ -75,18 +73,9 @@ class Served:
 
 @asynccontextmanager
 async def serving(files: TlsFiles, limit: int = LIMIT) -> AsyncIterator[Served]:
-    listener = Listener("127.0.0.1", 0, Certificate(files.cert, files.key))
-    server = listener.server(app)
-    server.connections.limit = limit
-    served = Served(server, listener.port, files)
-    task = asyncio.create_task(server.serve(sockets=[listener.socket]))
-    try:
-        await until(lambda: server.started)
-        yield served
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(task, WAIT_SECS)
-        listener.socket.close()
+    async with servers.serving(app, Certificate(files.cert, files.key)) as (server, port):
+        server.connections.limit = limit
+        yield Served(server, port, files)
 
 
 def hello() -> bytes:
@@ -187,21 +176,6 @@ SERVER = """
 """
 
 
-@contextmanager
-def own_process(tmp_path: Path, files: TlsFiles) -> Iterator[tuple[int, int]]:
-    """A server with 1,500 descriptors; yields its port and pid."""
-    script = tmp_path / "server.py"
-    script.write_text(textwrap.dedent(SERVER))
-    command = [sys.executable, str(script), str(files.cert), str(files.key)]
-    root = str(Path(__file__).parents[3])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": root}) as process:
-        try:
-            assert process.stdout is not None
-            yield int(process.stdout.readline()), process.pid
-        finally:
-            process.kill()
-
-
 def resident_mib(pid: int) -> float:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize() / (1 << 20)
@@ -211,13 +185,16 @@ def test_thousands_of_silent_connections_cost_little_and_lock_nobody_out(
     tmp_path: Path, files: TlsFiles
 ) -> None:
     said = (b"", hello()[:100])
-    with own_process(tmp_path, files) as (port, pid), ExitStack() as stack:
+    with (
+        server_process(tmp_path, SERVER, files.cert, files.key) as (process, port),
+        ExitStack() as stack,
+    ):
         client = stack.enter_context(httpx.Client(verify=files.trusting(), timeout=WAIT_SECS))
         url = f"https://127.0.0.1:{port}/"
         assert client.post(url).text == "https0"
-        before = resident_mib(pid)
+        before = resident_mib(process.pid)
         for number in range(2000):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_SECS))
             stranger.sendall(said[number % 2])
         assert httpx.post(url, verify=files.trusting(), timeout=WAIT_SECS).text == "https0"
-        assert resident_mib(pid) - before < 40, "each may have 30 kB"
+        assert resident_mib(process.pid) - before < 40, "each may have 30 kB"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -19,34 +18,17 @@ from hisparse_pd.settings import RouterSettings
 from router.drain import Drain
 from router.nodes import NodeKind
 from router.server import create_app
+from tests.unit import servers
+from tests.waiting import WAIT_SECS
 
 Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
-WAIT_SECS = 60.0
-"""Until a test gives up; a busy machine takes its time."""
-
-
-class _Server(uvicorn.Server):
-    """Leaves the test process's signal handlers alone."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
 
 
 @asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[str]:
     """Serve an ASGI application; yields its URL."""
-    sock = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(task, WAIT_SECS)
-        sock.close()
+    async with servers.serving(app, lifespan="on" if isinstance(app, Starlette) else "off") as (_, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @dataclass
@@ -143,6 +125,15 @@ class CutConnection(Exception):
     """Raised by a behaviour: the node's end of the connection goes away."""
 
 
+def at_first(first: Behaviour, then: Behaviour) -> Behaviour:
+    """A node's first request, and those after it."""
+
+    async def behaviour(node: FakeNode, send: Send) -> None:
+        await (first if len(node.requests) == 1 else then)(node, send)
+
+    return behaviour
+
+
 async def never(node: FakeNode, send: Send) -> None:
     await asyncio.Event().wait()
 
@@ -163,6 +154,25 @@ async def streams(node: FakeNode, send: Send) -> None:
         await write(send, event)
         await asyncio.sleep(0.01)
     await write(send, b"", more=False)
+
+
+async def in_two_steps(node: FakeNode, send: Send) -> None:
+    await start(send)
+    await write(send, b"data: 1\n\n")
+    await node.release.wait()
+    await write(send, b"data: 2\n\n", more=False)
+
+
+async def breaks_off(node: FakeNode, send: Send) -> None:
+    await start(send)
+    await write(send, b"data: 1\n\n")
+    raise CutConnection
+
+
+async def cuts_off(node: FakeNode, send: Send) -> None:
+    await start(send, content_type="application/json")
+    await write(send, b"{")
+    raise CutConnection
 
 
 @dataclass
@@ -223,12 +233,6 @@ def _once(exit_server: Callable[[None, None, None], Awaitable[Any]]) -> Callable
             await exit_server(None, None, None)
 
     return close
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_SECS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:

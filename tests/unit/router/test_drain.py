@@ -18,7 +18,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from starlette.types import Send
 
 from hisparse_pd.engine.messages import Generate
 from hisparse_pd.http.engine_link import EngineLink, LinkState
@@ -27,15 +26,14 @@ from router import supervisor
 from router.supervisor import Child, Supervisor
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import say
-from tests.unit.api.support import BODY, until
+from tests.unit.api.support import BODY
 from tests.unit.api.tiny_tokenizer import write_checkpoint
-from tests.unit.router.cluster import FakeNode, delivers, never, serving, start, write
-from tests.waiting import wait_until
+from tests.unit.router.cluster import FakeNode, delivers, in_two_steps, never, serving
+from tests.waiting import WAIT_SECS, until, wait_until
 
 pytestmark = pytest.mark.anyio
 
 REPO = Path(__file__).resolve().parents[3]
-WAIT_SECS = 60.0
 
 
 # --- the router ----------------------------------------------------------------------------------------
@@ -55,13 +53,6 @@ class RouterProcess:
     async def exit_status(self) -> int:
         async with asyncio.timeout(WAIT_SECS):
             return await self.process.wait()
-
-
-async def in_two_steps(node: FakeNode, send: Send) -> None:
-    await start(send)
-    await write(send, b"data: 1\n\n")
-    await node.release.wait()
-    await write(send, b"data: 2\n\n", more=False)
 
 
 @contextlib.asynccontextmanager

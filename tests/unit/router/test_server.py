@@ -33,17 +33,21 @@ from tests.unit.router.cluster import (
     CutConnection,
     FakeNode,
     answer,
+    at_first,
+    breaks_off,
     cluster,
+    cuts_off,
     delivers,
     error_of,
     eventually,
+    in_two_steps,
     never,
     says,
     start,
     streams,
-    until,
     write,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -221,14 +225,8 @@ async def test_the_stream_is_the_decode_nodes_and_does_not_wait_for_the_prefill_
 
 
 async def test_a_chunk_reaches_the_client_before_the_next_one_exists() -> None:
-    async def two_steps(node: FakeNode, send: Send) -> None:
-        await start(send)
-        await write(send, b"data: 1\n\n")
-        await node.release.wait()
-        await write(send, b"data: 2\n\n", more=False)
-
     async with (
-        cluster(decode=two_steps) as pair,
+        cluster(decode=in_two_steps) as pair,
         pair.client.stream("POST", "/generate", json={"text": "a"}) as response,
     ):
         chunks = response.aiter_raw()
@@ -300,12 +298,7 @@ async def test_a_prefill_error_after_the_first_byte_changes_nothing() -> None:
 
 
 async def test_a_prefill_node_that_closes_early_is_a_bad_gateway() -> None:
-    async def closes(node: FakeNode, send: Send) -> None:
-        await start(send, content_type="application/json")
-        await write(send, b"{")
-        raise CutConnection
-
-    async with cluster(prefill=closes, decode=never) as pair:
+    async with cluster(prefill=cuts_off, decode=never) as pair:
         response = await pair.client.post("/generate", json={})
         assert response.status_code == 502
         assert pair.prefill[0].url in error_of(response)
@@ -327,11 +320,6 @@ async def test_a_node_error_that_is_not_json_becomes_json() -> None:
 
 
 async def test_a_stream_that_the_decode_node_breaks_off_ends_in_an_error_event() -> None:
-    async def breaks_off(node: FakeNode, send: Send) -> None:
-        await start(send)
-        await write(send, b"data: 1\n\n")
-        raise CutConnection
-
     async with cluster(decode=breaks_off) as pair:
         response = await pair.client.post("/generate", json={"stream": True})
         first, last, rest = response.content.split(b"\n\n")
@@ -437,12 +425,6 @@ async def test_a_request_that_reached_a_node_is_not_sent_twice() -> None:
         assert not pair.decode[1].requests
 
 
-async def cuts_off(node: FakeNode, send: Send) -> None:
-    await start(send, content_type="application/json")
-    await write(send, b"{")
-    raise CutConnection
-
-
 BROKEN_TRANSFER = b'{"error": {"message": "the write failed", "type": "server_error", "code": null}}'
 
 
@@ -453,10 +435,7 @@ BROKEN_TRANSFER = b'{"error": {"message": "the write failed", "type": "server_er
     ids=["died", "502", "503", "429"],
 )
 async def test_a_request_goes_on_with_another_prefill_node(fails: Behaviour) -> None:
-    async def waits_or_answers(node: FakeNode, send: Send) -> None:
-        await (never if len(node.requests) == 1 else says(b"{}"))(node, send)
-
-    async with cluster(prefill=[fails, delivers], decode=waits_or_answers) as pair:
+    async with cluster(prefill=[fails, delivers], decode=at_first(never, says(b"{}"))) as pair:
         broken, spare = pair.prefill
         (decode,) = pair.decode
         response = await pair.client.post("/generate", json={"text": "a"})
@@ -474,22 +453,15 @@ async def test_a_request_goes_on_with_another_prefill_node(fails: Behaviour) -> 
 
 
 async def test_a_write_that_failed_is_tried_again_where_there_is_no_other_prefill_node() -> None:
-    async def fails_once(node: FakeNode, send: Send) -> None:
-        await (says(BROKEN_TRANSFER, 502) if len(node.requests) == 1 else delivers)(node, send)
-
-    async def waits_or_answers(node: FakeNode, send: Send) -> None:
-        await (never if len(node.requests) == 1 else says(b"{}"))(node, send)
-
-    async with cluster(prefill=fails_once, decode=waits_or_answers) as pair:
+    fails_once = at_first(says(BROKEN_TRANSFER, 502), delivers)
+    async with cluster(prefill=fails_once, decode=at_first(never, says(b"{}"))) as pair:
         response = await pair.client.post("/generate", json={"text": "a"})
         assert (response.status_code, response.content) == (200, b"{}")
         assert len(pair.prefill[0].requests) == 2
 
 
 async def test_a_decode_node_that_lost_the_prefill_node_gets_another_one() -> None:
-    async def lost_at_first(node: FakeNode, send: Send) -> None:
-        await (says(BROKEN_TRANSFER, 502) if len(node.requests) == 1 else says(b"{}"))(node, send)
-
+    lost_at_first = at_first(says(BROKEN_TRANSFER, 502), says(b"{}"))
     async with cluster(prefill=[never, delivers], decode=lost_at_first) as pair:
         response = await pair.client.post("/generate", json={"text": "a"})
         assert response.status_code == 200
@@ -502,9 +474,7 @@ def about(code: str, status: int = 503) -> Behaviour:
 
 
 async def test_a_decode_node_that_cannot_contact_the_prefill_node_is_not_to_blame() -> None:
-    async def no_contact_at_first(node: FakeNode, send: Send) -> None:
-        await (about(PREFILL_NODE_FAILED) if len(node.requests) == 1 else says(b"{}"))(node, send)
-
+    no_contact_at_first = at_first(about(PREFILL_NODE_FAILED), says(b"{}"))
     async with cluster(prefill=[never, delivers], decode=no_contact_at_first) as pair:
         response = await pair.client.post("/generate", json={"text": "a"})
         assert (response.status_code, response.content) == (200, b"{}")
@@ -524,14 +494,11 @@ async def test_a_prefill_node_whose_decode_node_gave_up_is_not_to_blame(
         await about("unavailable")(node, send)
 
     async def hears_of_it(node: FakeNode, send: Send) -> None:
-        if len(node.requests) > 1:
-            await delivers(node, send)
-            return
         await about(DECODE_NODE_FAILED)(node, send)
         if says_why:
             pair.decode[0].release.set()
 
-    async with cluster(prefill=hears_of_it, decode=[gives_up, says(b"{}")]) as pair:
+    async with cluster(prefill=at_first(hears_of_it, delivers), decode=[gives_up, says(b"{}")]) as pair:
         response = await pair.client.post("/generate", json={"text": "a"})
         assert (response.status_code, response.content) == (200, b"{}")
         assert response.headers["x-hisparse-pd-decode"] == pair.decode[1].url
@@ -644,12 +611,8 @@ async def test_a_router_says_that_its_nodes_are_loading() -> None:
         (said,) = [entry for entry in body["nodes"] if entry["url"] == node.url]
         assert said["trouble"] == "it loads its model"
         node.trouble = b'{"status": "unavailable"}'
-        await eventually(lambda: _says(pair.client, "unavailable"))
-
-
-async def _says(client: httpx.AsyncClient, status: str) -> bool:
-    says: str = (await client.get("/health")).json()["status"]
-    return says == status
+        while (await pair.client.get("/health")).json()["status"] != "unavailable":
+            await asyncio.sleep(0.01)
 
 
 async def _status_is(client: httpx.AsyncClient, path: str, status: int) -> bool:
@@ -917,11 +880,6 @@ async def test_anthropics_client_gets_its_own_listing_of_models() -> None:
 @pytest.mark.I7
 async def test_errors_on_anthropics_paths_have_its_shape() -> None:
     """The router's own, and a node's in another shape; of a node that breaks off, in an event with a name."""
-
-    async def breaks_off(node: FakeNode, send: Send) -> None:
-        await start(send)
-        await write(send, EVENTS[0])
-        raise CutConnection
 
     body = {"max_tokens": 1, "messages": [], "system": "S"}
     async with cluster(decode=[breaks_off]) as pair:

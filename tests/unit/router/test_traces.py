@@ -18,9 +18,9 @@ from tests.unit.router.cluster import (
     never,
     says,
     start,
-    until,
     write,
 )
+from tests.waiting import until
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "vendor=1"}

@@ -1,0 +1,58 @@
+"""HTTP servers that tests run: within the test's loop, or as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from starlette.types import ASGIApp
+
+from hisparse_pd.http.certificates import Certificate
+from hisparse_pd.http.listening import HttpServer, Listener
+from tests.waiting import WAIT_SECS, until
+
+REPO = Path(__file__).parents[2]
+
+
+@asynccontextmanager
+async def serving(
+    app: ASGIApp, certificate: Certificate | None = None, lifespan: Literal["on", "off"] = "off"
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    """The server, once it has started, and its port."""
+    listener = Listener("127.0.0.1", 0, certificate)
+    server = listener.server(app, lifespan)
+    task = asyncio.create_task(server.serve(sockets=[listener.socket]))
+    try:
+        await until(lambda: server.started or task.done(), "the server has started")
+        yield server, listener.port
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, WAIT_SECS)
+        listener.socket.close()
+
+
+@contextmanager
+def server_process(
+    tmp_path: Path, source: str, *arguments: object
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A program that prints the port that it serves, and this port."""
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(source))
+    with subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(REPO)},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
