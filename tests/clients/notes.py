@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 NUMBERS = {
     "amber falcon": "58213",
     "calm otter": "4012",
@@ -20,6 +22,11 @@ NOTES = (
 def question(*keys: str) -> str:
     """Of a chat; a plain text ends in " Answer:" besides."""
     return f"{NOTES}\nQuestion: {', '.join(keys)}?"
+
+
+def said(*keys: str) -> list[Any]:
+    """A chat that asks."""
+    return [{"role": "user", "content": question(*keys)}]
 
 
 def sentences(*keys: str) -> str:

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 from tests.clients.conftest import Served
-from tests.clients.notes import answer, question
+from tests.clients.notes import answer, said
 from tests.clients.shapes import MAX_TOKENS, QUESTION, Mark, Time, Weather
 
 pytestmark = pytest.mark.clients
@@ -37,10 +37,6 @@ def writer(tiny: Served) -> Iterator[anthropic.Anthropic]:
 
 def ask(client: anthropic.Anthropic, **fields: Any) -> Any:
     return client.messages.create(**{"model": "retrieval", "max_tokens": 64, **fields})
-
-
-def said(*keys: str) -> list[Any]:
-    return [{"role": "user", "content": question(*keys)}]
 
 
 def test_messages(client: anthropic.Anthropic) -> None:

@@ -10,7 +10,7 @@ import litellm
 import pytest
 
 from tests.clients.conftest import Served
-from tests.clients.notes import NUMBERS, answer, question, sentences
+from tests.clients.notes import NUMBERS, answer, question, said, sentences
 from tests.clients.shapes import MAX_TOKENS, QUESTION, SAMPLING, Ticket, Weather
 
 pytestmark = pytest.mark.clients
@@ -35,10 +35,6 @@ def options(served: Served, provider: str = "openai") -> dict[str, Any]:
         "max_retries": 0,
         "timeout": 300,
     }
-
-
-def said(*keys: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question(*keys)}]
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "anthropic"])

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.clients.conftest import Served
-from tests.clients.notes import NUMBERS, answer, question, sentences
+from tests.clients.notes import NUMBERS, answer, question, said, sentences
 from tests.clients.shapes import MAX_TOKENS, QUESTION, SAMPLING, Ticket, Time, Weather
 
 pytestmark = pytest.mark.clients
@@ -31,10 +31,6 @@ def writer(tiny: Served) -> Iterator[openai.OpenAI]:
     """Of the model that writes anything."""
     with openai.OpenAI(base_url=tiny.v1, api_key="none", max_retries=0, timeout=300) as made:
         yield made
-
-
-def said(*keys: str) -> list[Any]:
-    return [{"role": "user", "content": question(*keys)}]
 
 
 # --- models, chats, completions ----------------------------------------------------------------------

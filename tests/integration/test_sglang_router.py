@@ -15,6 +15,7 @@ from hisparse_pd.ports import free_port
 from tests.integration.harness import Deployment, Service, running
 
 PROMPT = "Extents, not one integer a token, say where the bytes of a room are to land. " * 4
+CHAT = [{"role": "user", "content": PROMPT}]
 
 
 @pytest.fixture(scope="module", params=["rust", "mini-lb"])
@@ -50,37 +51,22 @@ def post(router: Service, path: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
-@pytest.mark.parametrize("hisparse", [True, False])
-def test_completions(router: Service, hisparse: bool) -> None:
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    answer = post(router, "/v1/completions", {**body, "hisparse": hisparse})
-    assert answer["usage"]["completion_tokens"] == 8
-    assert answer["usage"]["hisparse"]["mode"] == ("hisparse" if hisparse else "dense")
-
-
-@pytest.mark.parametrize("hisparse", [True, False])
-def test_chat_takes_the_flag_from_metadata(router: Service, hisparse: bool) -> None:
-    body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": 8,
-        "temperature": 0,
-        "metadata": {"hisparse": "true" if hisparse else "false"},
-    }
-    answer = post(router, "/v1/chat/completions", body)
-    assert answer["usage"]["hisparse"]["mode"] == ("hisparse" if hisparse else "dense")
-
-
-@pytest.mark.parametrize("hisparse", [True, False])
-def test_generate_takes_the_flag_from_custom_labels(router: Service, hisparse: bool) -> None:
-    body = {
-        "text": PROMPT,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
-        "custom_labels": {"hisparse": "true" if hisparse else "false"},
-    }
-    answer = post(router, "/generate", body)
-    assert len(answer["output_ids"]) == 8
-    assert answer["meta_info"]["hisparse"]["mode"] == ("hisparse" if hisparse else "dense")
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 8}, ""),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 8}, "metadata"),
+        ("/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 8}}, "custom_labels"),
+    ],
+)
+def test_the_flag_reaches_the_nodes(router: Service, path: str, body: dict[str, Any], field: str) -> None:
+    """As a field of the body, or where a router that drops those leaves it."""
+    for hisparse, mode in ((True, "hisparse"), (False, "dense")):
+        flag = {field: {"hisparse": str(hisparse).lower()}} if field else {"hisparse": hisparse}
+        answer = post(router, path, {"model": "tiny", "ignore_eos": True, **body, **flag})
+        usage = answer["meta_info"] if path == "/generate" else answer["usage"]
+        assert usage["completion_tokens"] > 0
+        assert usage["hisparse"]["mode"] == mode
 
 
 def test_generate_with_input_ids_and_lists(router: Service) -> None:

@@ -7,13 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.integration.harness import Deployment
-from tests.structured_checks import (
-    CHECKS,
-    MESSAGES,
-    Served,
-    check_chats,
-    check_tools,
-)
+from tests.structured_checks import MESSAGES, Served, check_chats, check_tools
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +19,7 @@ def served(pair: Deployment) -> Iterator[Served]:
         made.close()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        # All of them run against an engine that plays a script, too.
-        pytest.param(check, marks=() if check in (check_chats, check_tools) else pytest.mark.slow)
-        for check in CHECKS
-    ],
-    ids=[check.__name__ for check in CHECKS],
-)
+@pytest.mark.parametrize("check", [check_chats, check_tools])  # all run against an engine that plays a script
 def test_clients_get_what_they_asked_for(check: Callable[[Served], None], served: Served) -> None:
     check(served)
 

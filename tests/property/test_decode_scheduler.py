@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.next_plan import NextPlan
@@ -75,12 +75,10 @@ def slots_of(request: Request) -> dict[PoolKind, list[int]]:
 
 
 class DecodeNodeMachine(RuleBasedStateMachine):
-    limits = LIMITS
-
     def __init__(self) -> None:
         super().__init__()
         self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
-        self.next_plan = NextPlan(self.limits, self.rooms)
+        self.choose(0)
         self.now = 0.0
         self.num_arrived = 0
         self.writable: dict[Room, SlotsByKind] = {}
@@ -90,6 +88,12 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.failed_batches: set[Room] = set()
         self.stops_after: dict[Room, int] = {}
         """Output tokens, of which the last one is a stop token, unless max_new_tokens come first."""
+
+    @initialize(max_drafts=st.sampled_from([0, 3]))
+    def choose(self, max_drafts: int) -> None:
+        """With drafts, the steps of requests verify some, where these have slots."""
+        self.limits = replace(LIMITS, max_drafts=max_drafts)
+        self.next_plan = NextPlan(self.limits, self.rooms)
 
     # --- front ------------------------------------------------------------------------------------
 
@@ -372,17 +376,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         assert self.rooms.pools.free == self.rooms.pools.totals
 
 
-class SpeculatingMachine(DecodeNodeMachine):
-    """Of requests whose steps verify drafts, where these have slots."""
-
-    limits = replace(LIMITS, max_drafts=3)
-
-
 TestDecodeNode = DecodeNodeMachine.TestCase
-TestSpeculatingNode = SpeculatingMachine.TestCase
-TestDecodeNode.settings = TestSpeculatingNode.settings = settings(
+TestDecodeNode.settings = settings(
     derandomize=True,
-    max_examples=120,
+    max_examples=160,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
