@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +35,7 @@ DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
 START_TIMEOUT_SECS = 90.0 if DEVICE == "cpu" else 240.0
 """Without progress of a node that loads, or compiles all kernels of its steps where there are none yet."""
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
+FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
 wait_until = functools.partial(waiting.wait_until, poll_secs=0.05)
 _RANK_LABEL = re.compile(r'(?<=[{,])dp_rank="\d+",?')
@@ -203,6 +206,46 @@ def both_legs(prefill: Service, decode: Service, room: int, **change: Any) -> li
     room_fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
     body = {**room_fields, "bootstrap_room": room, **change}
     return at_once(lambda node: generate(node.url, **body), (prefill, decode), 2)
+
+
+@dataclass
+class Load:
+    """Clients that send requests one after the other until told to stop, and keep every answer."""
+
+    url: str
+    num_clients: int
+    max_new_tokens: int = 0
+    """0: from 8 to 24, by turns."""
+    answers: list[httpx.Response] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _counter: Iterator[int] = field(default_factory=itertools.count)
+
+    def _client(self) -> None:
+        while not self._over.is_set():
+            number = next(self._counter)
+            text = f"{number} {PROMPT}" if number % 3 else PROMPT
+            params = {"max_new_tokens": self.max_new_tokens or 8 + number % 17}
+            self.answers.append(generate(self.url, text=text, hisparse=FLAGS[number % 3], params=params))
+
+    def __enter__(self) -> Load:
+        self._threads = [threading.Thread(target=self._client) for _ in range(self.num_clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for_more(self, num_answers: int) -> None:
+        """Until so many further requests came back right."""
+        target = self.num_ok + num_answers
+        wait_until(lambda: self.num_ok >= target, f"{num_answers} further answers")
+
+    @property
+    def num_ok(self) -> int:
+        return sum(answer.status_code == 200 for answer in list(self.answers))
 
 
 @dataclass

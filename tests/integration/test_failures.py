@@ -8,10 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,10 @@ import httpx
 import pytest
 
 from tests.integration.harness import (
+    FLAGS,
     PROMPT,
     Deployment,
+    Load,
     Service,
     at_once,
     both_legs,
@@ -37,50 +37,11 @@ from tests.integration.harness import (
 
 PAGE_SIZE = 64
 LENGTHS = (1, 2, 63, 64, 65, 200, 700)
-FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 NUM_NEW_TOKENS = 12
 SAME = "both see the same memory"
 HEARTBEATS = ["--heartbeat-interval-secs", "1", "--heartbeat-max-failures", "5"]
 DECODE = ["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS]
 ROUTER = ["--health-interval-secs", "0.5"]
-
-
-@dataclass
-class Load:
-    """Clients that send requests one after the other until told to stop, and keep every answer."""
-
-    url: str
-    num_clients: int
-    answers: list[httpx.Response] = field(default_factory=list)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _counter: Iterator[int] = field(default_factory=itertools.count)
-
-    def _client(self) -> None:
-        while not self._over.is_set():
-            number = next(self._counter)
-            text = f"{number} {PROMPT}" if number % 3 else PROMPT
-            params = {"max_new_tokens": 8 + number % 17}
-            self.answers.append(generate(self.url, text=text, hisparse=FLAGS[number % 3], params=params))
-
-    def __enter__(self) -> Load:
-        self._threads = [threading.Thread(target=self._client) for _ in range(self.num_clients)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def wait_for_more(self, num_answers: int) -> None:
-        """Until so many further requests came back right."""
-        target = self.num_ok + num_answers
-        wait_until(lambda: self.num_ok >= target, f"{num_answers} further answers")
-
-    @property
-    def num_ok(self) -> int:
-        return sum(answer.status_code == 200 for answer in list(self.answers))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import (
+    FLAGS,
     PROMPT,
     STOP_TIMEOUT_SECS,
     Deployment,
@@ -22,7 +23,6 @@ from tests.integration.harness import (
 )
 
 FRONTS = ("--served-model-name", "tiny", "--api-server-count", "2")
-FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 NUM_ANSWERS = 24
 GENERATED = "hisparse_pd:generation_tokens_total"
 

@@ -20,12 +20,18 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import Deployment, at_once, deployment, generated
+from tests.integration.harness import FLAGS, Deployment, at_once, deployment, generated
 from tools.checkpoints.oracle import Oracle
 
-SAMPLE = [pytest.param(("v32", 1024, 17, 17, 24), id="v32")]
-"""By default: model, context length, prompts, prompts that are drawn, and new tokens. Four chunks fill it."""
-FULL = [pytest.param(("v32", 8192, 40, 60, 48), id="v32"), pytest.param(("glm", 4096, 40, 40, 48), id="glm")]
+SAMPLE = [pytest.param(("v32", 1024, 17, 17, 24, 3), id="v32")]
+"""By default: model, context length, prompts, prompts that are drawn, new tokens, and drafts of a step.
+
+Four chunks fill the context.
+"""
+FULL = [
+    pytest.param(("v32", 8192, 40, 60, 48, 0), id="v32"),
+    pytest.param(("glm", 4096, 40, 40, 48, 0), id="glm"),
+]
 """The model's own context, and half of it; of V3.2 the first 40 of 60 prompts.
 
 Which prompts they are is not free: where two indexer scores at the boundary of a selection differ by less
@@ -37,7 +43,6 @@ PAGE_SIZE = 32
 HOT_BUFFER = 160
 INDEX_TOPK = 64
 BATCH = 16
-FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
 pytestmark = pytest.mark.timeout(1200)
 """Each test is hundreds of requests; every one of them has REQUEST_TIMEOUT_SECS."""
@@ -78,6 +83,7 @@ class Subject:
     prompts: list[Prompt]
     oracle: Oracle
     num_new_tokens: int
+    num_drafts: int
 
     @property
     def expected(self) -> list[list[int]]:
@@ -88,10 +94,11 @@ class Subject:
 def subject(
     request: pytest.FixtureRequest,
     tiny_checkpoint: Callable[[str], Path],
+    drafting_checkpoint: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Subject]:
-    variant, context_length, num_prompts, num_drawn, num_new_tokens = request.param
-    checkpoint = tiny_checkpoint(variant)
+    variant, context_length, num_prompts, num_drawn, num_new_tokens, num_drafts = request.param
+    checkpoint = (drafting_checkpoint if num_drafts else tiny_checkpoint)(variant)
     prompts = make_prompts(7, context_length, num_prompts, num_drawn, num_new_tokens)
     oracle = Oracle(checkpoint, prompts, num_new_tokens)
     log_dir = tmp_path_factory.mktemp(f"oracle-{variant}")
@@ -107,22 +114,27 @@ def subject(
                 *common,
                 *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "65536"),
                 *("--device-pool-tokens", "16384"),
-                *("--micro-batch-min-bs", "4"),
+                *("--micro-batch-min-bs", "4", "--speculative-num-steps", str(num_drafts)),
             ],
         ) as pair,
     ):
-        yield Subject(pair, prompts, oracle, num_new_tokens)
+        yield Subject(pair, prompts, oracle, num_new_tokens, num_drafts)
 
 
-def generate(url: str, prompt: Prompt, hisparse: bool | str, num_new_tokens: int) -> Any:
-    return generated(url, input_ids=prompt, hisparse=hisparse, params={"max_new_tokens": num_new_tokens})
+def generate(
+    url: str, prompt: Prompt, hisparse: bool | str, num_new_tokens: int, **fields: bool
+) -> dict[str, Any]:
+    params = {"max_new_tokens": num_new_tokens}
+    answer: dict[str, Any] = generated(url, input_ids=prompt, hisparse=hisparse, params=params, **fields)
+    return answer
 
 
 def send_all(
-    subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int
+    subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int, **fields: bool
 ) -> list[dict[str, Any]]:
-    def ask(number: int) -> Any:
-        return generate(subject.pair.url, subject.prompts[number], flag_of(number), subject.num_new_tokens)
+    def ask(number: int) -> dict[str, Any]:
+        prompt, flag = subject.prompts[number], flag_of(number)
+        return generate(subject.pair.url, prompt, flag, subject.num_new_tokens, **fields)
 
     return at_once(ask, range(len(subject.prompts)), num_concurrent)
 
@@ -162,18 +174,18 @@ def check_swap_in(subject: Subject, answers: list[dict[str, Any]]) -> None:
     for prompt, answer in zip(subject.prompts, answers, strict=True):
         usage = answer["meta_info"]["hisparse"]
         if usage["mode"] == "hisparse":
-            fits = len(prompt) + subject.num_new_tokens <= HOT_BUFFER
+            fits = len(prompt) + subject.num_new_tokens + subject.num_drafts <= HOT_BUFFER
             assert (usage["misses"] == 0) if fits else (usage["hits"] > 0), (len(prompt), usage)
 
 
 def check_pass(
-    subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int, *, warm: bool
-) -> None:
+    subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int, *, warm: bool, **fields: bool
+) -> list[dict[str, Any]]:
     """All prompts once; every answer checked, and that misses and evictions really happened."""
     if not warm:
         subject.pair.flush_prefix_caches()
     misses_before, evictions_before = swap_in_counters(subject.pair)
-    answers = send_all(subject, flag_of, num_concurrent)
+    answers = send_all(subject, flag_of, num_concurrent, **fields)
     check_tokens(subject, answers)
     check_cached(subject, answers, warm)
     check_swap_in(subject, answers)
@@ -184,6 +196,7 @@ def check_pass(
         misses, evictions = swap_in_counters(subject.pair)
         assert misses > misses_before
         assert evictions > evictions_before
+    return answers
 
 
 def in_turn(shift: int) -> Callable[[int], bool | str]:
@@ -195,8 +208,14 @@ def in_turn(shift: int) -> Callable[[int], bool | str]:
 @pytest.mark.I5
 @pytest.mark.parametrize("subject", SAMPLE, indirect=True)
 def test_mixed_batches_of_16_in_every_mode(subject: Subject) -> None:
-    for shift in range(len(FLAGS)):
+    """With drafts, how many of which a step verifies is the node's choice by its own clock, then without."""
+    for shift in range(2):
         check_pass(subject, in_turn(shift), BATCH, warm=shift > 0)
+    counters = subject.pair.decode[0].metrics()
+    accepted = counters["hisparse_pd:accepted_draft_tokens_total"]
+    assert 0 < accepted < counters["hisparse_pd:drafted_tokens_total"]
+    plain = check_pass(subject, in_turn(2), BATCH, warm=True, speculative=False)
+    assert all("spec_draft_token_num" not in answer["meta_info"] for answer in plain)
 
 
 @pytest.mark.I5

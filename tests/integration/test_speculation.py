@@ -1,6 +1,7 @@
 """Speculation through the real pair: tokens are transformers' own, cold and warm, in every mode.
 
-How many drafts a step verifies is the node's choice, by its own clock; what it says of them is checked.
+How many drafts a step verifies is the node's choice, by its own clock; what it says of them is checked. The
+default run's sample of this is ``test_oracle``'s.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.harness import Deployment, at_once, deployment, generated
+from tests.integration.harness import FLAGS, Deployment, at_once, deployment, generated
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.support import random_prompt
 from tools.checkpoints.oracle import greedy_tokens
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 32
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate([1, 31, 64, 100, 240, 300, 420, 700])]
-FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[Any]:
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("pair", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("pair", [1, 2], indirect=True)
 def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, checkpoint: Path) -> None:
     expected = greedy_tokens(checkpoint, PROMPTS, NUM_NEW)
     for shift in range(3):  # with a cold cache, then with a warm one and held prefixes
@@ -78,7 +80,6 @@ def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, check
 
 
 @pytest.mark.I5
-@pytest.mark.slow
 def test_tokens_are_those_of_the_oracle_with_seven_drafts_by_one_selection(
     sharing_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -94,7 +95,6 @@ def test_tokens_are_those_of_the_oracle_with_seven_drafts_by_one_selection(
 
 
 @pytest.mark.I5
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None:
     drawn = {"params": {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 7}}
@@ -106,7 +106,6 @@ def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None
 
 
 @pytest.mark.I5
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
     pair: Deployment, checkpoint: Path
@@ -143,7 +142,6 @@ def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
 
 
 @pytest.mark.I5
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_samples_stop_strings_and_logprobs_are_those_without_drafts(pair: Deployment) -> None:
     def complete(prompt: tuple[int, ...], *, speculative: bool) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import at_once, deployment, output_ids
+from tests.integration.harness import FLAGS, at_once, deployment, output_ids
 from tools.checkpoints.oracle import Oracle
 
 NUM_NEW_TOKENS = 24
@@ -47,10 +47,9 @@ def test_every_prompt_has_one_answer_under_load(
 
         alone = [answer((number, False)) for number in range(len(prompts))]
         assert alone == oracle.tokens
-        flags: tuple[bool | str, ...] = (True, False, "auto")
         for _ in range(2):
             pair.flush_prefix_caches()
-            jobs = [(number, flag) for flag in flags for number in range(len(prompts))]
+            jobs = [(number, flag) for flag in FLAGS for number in range(len(prompts))]
             drawn.shuffle(jobs)
             answers = at_once(answer, jobs, NUM_CONCURRENT)
             wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != alone[job[0]]]

@@ -18,6 +18,7 @@ import pytest
 
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
+    FLAGS,
     Deployment,
     at_once,
     decode_service,
@@ -33,7 +34,6 @@ NUM_REQUESTS = 60
 NUM_CLIENTS = 8
 MAX_NEW_TOKENS = 8
 LENGTHS = (1, 3, 64, 65, 130, 300)
-FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 RATES = {"dropped": 0.04, "partial": 0.06, "late": 0.06, "slow": 0.06, "twice": 0.15, "shuffled": 0.15}
 PATIENCE_SECS = 60.0
 

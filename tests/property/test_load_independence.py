@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.sampling import sample
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from tests.tied_checkpoint import INDEX_TOPK
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, PrefillDouble, Prompt, load_checkpoint
+from tests.unit.model.paged_model import PagedModel
 from tools.checkpoints.oracle import greedy_tokens
 
 pytestmark = pytest.mark.I5
@@ -45,21 +45,13 @@ def _prompts() -> list[Prompt]:
 PROMPTS = _prompts()
 
 
-class Pool:
+class Pool(PagedModel):
     """Pages of one layout, full of what others left there."""
 
     def __init__(self, checkpoint: Checkpoint, page_size: int) -> None:
-        spec = checkpoint.spec
-        self.checkpoint, self.page_size = checkpoint, page_size
         num_pages = sum(-(-(len(prompt) + NUM_NEW) // page_size) for prompt in PROMPTS)
-        num_slots = num_pages * page_size
-        generator = torch.Generator().manual_seed(page_size)
-        shapes = ((spec.num_layers, spec.item_bytes), (spec.num_index_layers, spec.index_item_bytes))
-        self._pools = [
-            torch.rand((num_layers, num_slots, num_bytes // 4), generator=generator).view(torch.uint8)
-            for num_layers, num_bytes in shapes
-        ]
-        self._free = torch.randperm(num_pages, generator=generator).tolist()
+        super().__init__(checkpoint.spec, checkpoint.model, num_pages, page_size)
+        self._free = self.free_pages.tolist()
 
     def take(self, num_pages: int) -> Tensor:
         return torch.tensor([self._free.pop() for _ in range(num_pages)])
@@ -69,13 +61,6 @@ class Pool:
         count = -(-(len(prompt) + NUM_NEW) // self.page_size) - (0 if shared is None else len(shared))
         own = self.take(count)
         return own if shared is None else torch.cat((shared, own))
-
-    def extend(self, parts: list[tuple[Tensor, int, Prompt]]) -> Tensor:
-        """The logits behind each of (page ids, tokens that are there, new tokens), in one forward."""
-        requests = [PagedRequest(page_ids, start, len(tokens)) for page_ids, start, tokens in parts]
-        kv = PagedKv(self.checkpoint.spec, *self._pools, self.page_size, requests)
-        token_ids = torch.tensor([token_id for _, _, tokens in parts for token_id in tokens])
-        return self.checkpoint.model.forward(token_ids, kv.positions, kv, kv.last_rows)
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ def expected(checkpoint: Checkpoint) -> dict[Prompt, Expected]:
         answer = Expected([], [])
         new, start = prompt, 0
         for _ in range(NUM_NEW):
-            (token_id,), (logprob,) = sample(pool.extend([(page_ids, start, new)]), [GREEDY], [0], ())
+            (token_id,), (logprob,) = sample(pool.extend([(page_ids, start, new)])[0], [GREEDY], [0], ())
             assert logprob is not None
             answer.token_ids.append(token_id)
             answer.logprobs.append(logprob)
@@ -136,7 +121,7 @@ def test_scores_are_tied_at_the_boundary(
 
     monkeypatch.setattr("kernels.indexer.select_topk", highest_first)
     pool = Pool(checkpoint, 64)
-    logits = pool.extend([(pool.pages(prompt), 0, prompt) for prompt in PROMPTS])
+    logits, _ = pool.extend([(pool.pages(prompt), 0, prompt) for prompt in PROMPTS])
     _, logprobs = sample(logits, [GREEDY] * len(PROMPTS), [0] * len(PROMPTS), ())
     moved = [
         abs(got.top[0][1] - expected[prompt].logprobs[0].top[0][1])
@@ -173,7 +158,7 @@ def test_prefill_in_any_chunks_pages_company_and_cache(
                 parts.append((page_ids[prompt], done[prompt], prompt[done[prompt] : done[prompt] + size]))
                 done[prompt] += size
                 left -= size
-        token_ids, logprobs = sample(pool.extend(parts), [GREEDY] * len(parts), [0] * len(parts), ())
+        token_ids, logprobs = sample(pool.extend(parts)[0], [GREEDY] * len(parts), [0] * len(parts), ())
         for token_id, logprob, (ids, start, new) in zip(token_ids, logprobs, parts, strict=True):
             prompt = next(each for each in order if page_ids[each] is ids)
             if start + len(new) == len(prompt):

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.model import loader
-from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.rank_group import RankGroup
-from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.model.spec import load_spec
 from hisparse_pd.vocabulary import CheckpointError
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.loading import joined, load_ours
+from tests.unit.model.paged_model import PagedModel
 from tests.unit.model.plain_mtp import PlainMtp
 from tools.checkpoints.make_tiny import HIDDEN, INDEX_TOPK, NUM_LAYERS, VOCAB_SIZE, write_checkpoint
 from tools.checkpoints.oracle import load as load_oracle
@@ -34,35 +34,25 @@ PROMPT = torch.randint(32, 127, (300,), generator=torch.Generator().manual_seed(
 FIRST = f"model.layers.{NUM_LAYERS}."
 
 
-class Drafter:
-    """A model with its MTP layer, over a paged pool whose free slots hold garbage."""
+class Drafter(PagedModel):
+    """A model with its MTP layer."""
 
     def __init__(
         self, path: Path, num_draft_layers: int | None = None, ranks: RankGroup | None = None
     ) -> None:
-        self.spec: ModelSpec = load_spec(path, num_draft_layers=num_draft_layers)
-        self.model: DsaModel = load_model(path, self.spec, ranks=ranks)
-        generator = torch.Generator().manual_seed(0)
-        shapes = (
-            (self.spec.num_kv_layers, NUM_PAGES * PAGE_SIZE, self.spec.item_bytes // 4),
-            (self.spec.num_index_groups, NUM_PAGES * PAGE_SIZE, self.spec.index_item_bytes // 4),
-        )
-        self.device_pool, self.index_pool = (
-            torch.rand(shape, generator=generator).view(torch.uint8) for shape in shapes
-        )
-        self.pages = torch.randperm(NUM_PAGES, generator=generator)
+        spec = load_spec(path, num_draft_layers=num_draft_layers)
+        super().__init__(spec, load_model(path, spec, ranks=ranks), NUM_PAGES, PAGE_SIZE)
 
-    def kv(self, start: int, num_tokens: int, want_hint: bool = False) -> PagedKv:
-        request = PagedRequest(self.pages, start, num_tokens, want_hint)
-        return PagedKv(self.spec, self.device_pool, self.index_pool, PAGE_SIZE, [request])
+    def kv_of(self, start: int, num_tokens: int, want_hint: bool = False) -> PagedKv:
+        return self.kv(PagedRequest(self.free_pages, start, num_tokens, want_hint))
 
     def forward(self, tokens: list[int], start: int = 0) -> tuple[Tensor, Tensor]:
-        kv = self.kv(start, len(tokens))
+        kv = self.kv_of(start, len(tokens))
         rows = torch.arange(len(tokens))
         return self.model.forward_with_hidden(torch.tensor(tokens), kv.positions, kv, rows)
 
     def draft(self, next_tokens: list[int], hidden: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        kv = self.kv(start, len(next_tokens))
+        kv = self.kv_of(start, len(next_tokens))
         rows = torch.arange(len(next_tokens))
         return self.model.draft(torch.tensor(next_tokens), hidden, kv.positions, kv, rows)
 
@@ -123,7 +113,7 @@ def test_chunks_write_the_bytes_of_one_pass(drafter: Drafter) -> None:
     parts = [drafter.draft(tokens[i : i + 70], hidden[i : i + 70], i) for i in range(0, len(tokens), 70)]
     for in_chunks, at_once in zip(zip(*parts, strict=True), whole, strict=True):
         assert torch.equal(torch.cat(in_chunks), at_once)
-    slots = drafter.kv(0, len(tokens))._new_slots
+    slots = drafter.kv_of(0, len(tokens))._new_slots
     for pool, expected in zip((drafter.device_pool, drafter.index_pool), pools, strict=True):
         assert torch.equal(pool[-1, slots], expected[-1, slots])
 
@@ -134,12 +124,12 @@ def test_a_draft_writes_its_own_layer_alone(drafter: Drafter) -> None:
     drafter.draft([66, 67], hidden)
     for pool, old in zip((drafter.device_pool, drafter.index_pool), before, strict=True):
         changed = (pool != old).any(dim=2).nonzero().tolist()
-        slots = drafter.kv(0, 2)._new_slots.tolist()
+        slots = drafter.kv_of(0, 2)._new_slots.tolist()
         assert changed == sorted([len(pool) - 1, slot] for slot in slots)
 
 
 def test_the_hint_has_the_draft_layers_selection_last(drafter: Drafter) -> None:
-    kv = drafter.kv(0, len(PROMPT), want_hint=True)
+    kv = drafter.kv_of(0, len(PROMPT), want_hint=True)
     inputs = (torch.tensor(PROMPT), kv.positions, kv, kv.last_rows)
     _, hidden = drafter.model.forward_with_hidden(*inputs)
     (hint,) = kv.hints
@@ -157,12 +147,12 @@ def test_the_model_computes_the_same_bits_beside_a_draft_layer(
     variant: str, checkpoints: dict[str, Path], drafter: Drafter
 ) -> None:
     alone = Drafter(checkpoints[variant], num_draft_layers=0)
-    kv = alone.kv(0, len(PROMPT))
+    kv = alone.kv_of(0, len(PROMPT))
     rows = torch.arange(len(PROMPT))
     expected = alone.model.forward(torch.tensor(PROMPT), kv.positions, kv, rows)
     logits, _ = drafter.forward(PROMPT)
     assert torch.equal(logits, expected)
-    written = drafter.device_pool[:NUM_LAYERS, drafter.kv(0, len(PROMPT))._new_slots]
+    written = drafter.device_pool[:NUM_LAYERS, drafter.kv_of(0, len(PROMPT))._new_slots]
     assert torch.equal(written, alone.device_pool[:, kv._new_slots])
     with pytest.raises(ValueError, match="num_draft_layers of its model is 0"):
         alone.model.draft(torch.tensor(PROMPT), logits, kv.positions, kv, rows)

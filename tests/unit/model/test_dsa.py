@@ -23,6 +23,7 @@ from kernels.attention import TorchAttention
 from kernels.hadamard import hadamard_matrix
 from kernels.rope import rotate
 from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.unit.model.paged_model import PagedModel
 from tests.unit.model.rank_stand_in import RankStandIn
 from tools.checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
 from tools.checkpoints.oracle import greedy_tokens
@@ -44,38 +45,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {variant: root / variant for variant in ("v32", "glm")}
 
 
-class Runner:
-    """Our model over a paged pool whose free slots hold garbage."""
-
+class Runner(PagedModel):
     def __init__(self, path: Path) -> None:
-        self.spec: ModelSpec = load_spec(path)
-        self.model: DsaModel = load_model(path, self.spec)
-        generator = torch.Generator().manual_seed(0)
-        num_slots = NUM_PAGES * PAGE_SIZE
-        self.device_pool, self.index_pool = (
-            torch.rand((num_layers, num_slots, num_bytes // 4), generator=generator).view(torch.uint8)
-            for num_layers, num_bytes in (
-                (self.spec.num_layers, self.spec.item_bytes),
-                (self.spec.num_index_layers, self.spec.index_item_bytes),
-            )
-        )
-        self.free_pages = torch.randperm(NUM_PAGES, generator=generator)
+        spec = load_spec(path)
+        super().__init__(spec, load_model(path, spec), NUM_PAGES, PAGE_SIZE)
 
     def pages(self, lengths: list[int]) -> list[Tensor]:
         counts = [-(-(length + NUM_OUTPUT) // PAGE_SIZE) for length in lengths]
         return list(self.free_pages[: sum(counts)].split(counts))
-
-    def extend(
-        self, parts: list[tuple[Tensor, int, Tokens]], want_hint: bool = False
-    ) -> tuple[Tensor, PagedKv]:
-        """Run (page_ids, prefix_len, new tokens) of several requests; logits of each last token."""
-        requests = [
-            PagedRequest(page_ids, prefix_len, len(tokens), want_hint)
-            for page_ids, prefix_len, tokens in parts
-        ]
-        kv = PagedKv(self.spec, self.device_pool, self.index_pool, PAGE_SIZE, requests)
-        token_ids = torch.tensor([token_id for _, _, tokens in parts for token_id in tokens])
-        return self.model.forward(token_ids, kv.positions, kv, kv.last_rows), kv
 
     def generate(
         self, prompts: list[Tokens], chunk: int, on_decode: Callable[[], None] | None = None
