@@ -7,7 +7,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,19 +51,17 @@ HEARTBEATS = ("--heartbeat-interval-secs", "2")
 
 @dataclass(frozen=True)
 class Nodes:
-    """Of one rank and of two, of each kind."""
+    """Of two ranks each."""
 
-    prefill: dict[int, Service]
-    decode: dict[int, Service]
+    prefill: Service
+    decode: Service
     router: Service
-    """Ours, before the nodes of two ranks."""
     rooms: Iterator[int]
 
-    def ask(self, num_prefill: int, num_decode: int, token_ids: list[int], flag: bool | str) -> list[int]:
-        """Through the nodes with so many ranks; as a router does."""
+    def ask(self, prefill: Service, decode: Service, token_ids: list[int], flag: bool | str) -> list[int]:
+        """Through these two; as a router does."""
         fields = {"input_ids": token_ids, "hisparse": flag, "params": {"max_new_tokens": NUM_NEW_TOKENS}}
-        nodes = self.prefill[num_prefill], self.decode[num_decode]
-        delivery, answer = both_legs(*nodes, next(self.rooms), **fields)
+        delivery, answer = both_legs(prefill, decode, next(self.rooms), **fields)
         assert answer.status_code == 200, answer.text
         assert delivery.status_code == 200, delivery.text
         found: list[int] = answer.json()["output_ids"]
@@ -79,39 +77,36 @@ def checkpoint(tied_checkpoint: Callable[[str], Path], tiny_checkpoint: Callable
 @pytest.fixture(scope="module")
 def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     directory = tmp_path_factory.mktemp("ranks")
-    prefill = {
-        size: prefill_service(checkpoint, directory, f"prefill-{size}", [*PREFILL, "--dp-size", str(size)])
-        for size in (1, 2)
-    }
-    decode = {
-        size: decode_service(checkpoint, directory, f"decode-{size}", [*DECODE, "--dp-size", str(size)])
-        for size in (1, 2)
-    }
-    router = router_service([prefill[2]], [decode[2]], directory, ["--policy", "cache_aware"])
-    with running([*prefill.values(), *decode.values(), router]):
+    prefill = prefill_service(checkpoint, directory, "prefill", [*PREFILL, *RANKS])
+    decode = decode_service(checkpoint, directory, "decode", [*DECODE, *RANKS])
+    router = router_service([prefill], [decode], directory, ["--policy", "cache_aware"])
+    with running([prefill, decode, router]):
         yield Nodes(prefill, decode, router, itertools.count(1))
+
+
+def check_tokens(nodes: Nodes, pairs: Sequence[tuple[Service, Service]], checkpoint: Path) -> None:
+    """Of each pair, in all modes at once."""
+    drawn = random.Random(11)
+    prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
+    with closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle:
+        expected = oracle.tokens
+    jobs = list(itertools.product(range(len(pairs)), range(len(prompts)), FLAGS))
+    drawn.shuffle(jobs)
+
+    def answer(job: tuple[int, int, bool | str]) -> list[int]:
+        pair, number, flag = job
+        return nodes.ask(*pairs[pair], prompts[number], flag)
+
+    answers = at_once(answer, jobs, NUM_CONCURRENT)
+    wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[1]]]
+    assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
 
 
 @pytest.mark.I5
 @pytest.mark.timeout(600)
 def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> None:
-    """2 ranks with 2, 1 with 2, 2 with 1, in all modes at once; 1 with 1 is every other test's."""
-    drawn = random.Random(11)
-    prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
-    with closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle:
-        expected = oracle.tokens
-    pairs = list(itertools.product(((2, 2), (1, 2), (2, 1)), range(len(prompts))))
-    jobs = [(*pair, i, FLAGS[number % len(FLAGS)]) for number, (pair, i) in enumerate(pairs)]
-    drawn.shuffle(jobs)
-
-    def answer(job: tuple[int, int, int, bool | str]) -> list[int]:
-        num_prefill, num_decode, number, flag = job
-        return nodes.ask(num_prefill, num_decode, prompts[number], flag)
-
-    answers = at_once(answer, jobs, NUM_CONCURRENT)
-    wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[2]]]
-    assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
-    numbers = httpx.get(nodes.decode[2].url + "/metrics", timeout=10).text
+    check_tokens(nodes, [(nodes.prefill, nodes.decode)], checkpoint)
+    numbers = httpx.get(nodes.decode.url + "/metrics", timeout=10).text
     for rank in (0, 1):
         served = re.findall(
             rf'^hisparse_pd:requests_total{{dp_rank="{rank}",mode=".*"}} (.*)$', numbers, re.M
@@ -120,30 +115,41 @@ def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> 
 
 
 @pytest.mark.I5
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_are_the_oracles_where_nodes_have_other_numbers_of_ranks(
+    nodes: Nodes, checkpoint: Path, tmp_path: Path
+) -> None:
+    prefill = prefill_service(checkpoint, tmp_path, "prefill", PREFILL)
+    decode = decode_service(checkpoint, tmp_path, "decode", DECODE)
+    with running([prefill, decode]):
+        check_tokens(nodes, [(prefill, nodes.decode), (nodes.prefill, decode)], checkpoint)
+
+
+@pytest.mark.I5
 def test_one_rank_works_while_the_other_has_nothing(nodes: Nodes) -> None:
     """And nothing is left in the pools of either."""
     token_ids = [32 + number % 90 for number in range(150)]
-    alone = [nodes.ask(2, 2, token_ids, flag) for flag in (True, False)]
+    alone = [nodes.ask(nodes.prefill, nodes.decode, token_ids, flag) for flag in (True, False)]
     assert alone[0] == alone[1]
-    for node in (nodes.prefill[2], nodes.decode[2]):
+    for node in (nodes.prefill, nodes.decode):
         httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
         wait_until(lambda node=node: is_empty(node), f"{node.name} is empty")
 
 
 @pytest.mark.timeout(300)
 def test_what_a_node_says_of_its_ranks(nodes: Nodes) -> None:
-    for kind in (nodes.prefill, nodes.decode):
-        assert httpx.get(kind[2].url + "/server_info").json()["dp_size"] == 2
-        assert [load["dp_rank"] for load in httpx.get(kind[2].url + "/get_load").json()] == [0, 1]
-        assert [load["dp_rank"] for load in httpx.get(kind[1].url + "/get_load").json()] == [0]
-    info = httpx.get(f"http://127.0.0.1:{nodes.prefill[2].bootstrap_port}/bootstrap").json()
+    for node in (nodes.prefill, nodes.decode):
+        assert httpx.get(node.url + "/server_info").json()["dp_size"] == 2
+        assert [load["dp_rank"] for load in httpx.get(node.url + "/get_load").json()] == [0, 1]
+    info = httpx.get(f"http://127.0.0.1:{nodes.prefill.bootstrap_port}/bootstrap").json()
     ranks = info["ranks"]
     assert len({rank["instance_id"] for rank in ranks}) == len({rank["control_port"] for rank in ranks}) == 2
 
 
 def test_samples_of_one_prompt_go_to_all_ranks(nodes: Nodes) -> None:
     params = {"max_new_tokens": 4, "n": 5}
-    answers = both_legs(nodes.prefill[2], nodes.decode[2], next(nodes.rooms), params=params)
+    answers = both_legs(nodes.prefill, nodes.decode, next(nodes.rooms), params=params)
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     assert len({tuple(sample["output_ids"]) for sample in answers[1].json()}) == 1
 
