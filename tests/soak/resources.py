@@ -232,30 +232,3 @@ def listening(ports: Collection[int]) -> list[int]:
             if fields[3] == "0A":
                 found.add(int(fields[1].rpartition(":")[2], 16))
     return sorted(found & set(ports))
-
-
-def plot(series: dict[str, Any], path: Path) -> None:
-    """Three pictures over one time: a line for each process, a colour for each part of a service."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    parts = sorted({name.partition(" #")[0] for name in series})
-    colors = {part: plt.get_cmap("tab20")(number % 20) for number, part in enumerate(parts)}
-    figure, axes = plt.subplots(len(MAX_GROWTH), 1, figsize=(11, 10), sharex=True)
-    labels = ("resident memory, MiB", "descriptors", "threads")
-    for axis, kind, label in zip(axes, MAX_GROWTH, labels, strict=True):
-        for name, values in series.items():
-            color = colors[name.partition(" #")[0]]
-            axis.plot(values["at_secs"], values[kind], color=color, linewidth=0.9, marker=".", markersize=2)
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[-1].set_xlabel("seconds")
-    for part in parts:
-        axes[0].plot([], [], color=colors[part], label=part)
-    axes[0].legend(fontsize=7, ncols=4)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

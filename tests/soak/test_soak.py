@@ -12,7 +12,7 @@ is spared what kills, so that it is there for long enough to show that it stays 
 With SOAK_RANKS above 1 every node has so many ranks. Steps verify up to SOAK_DRAFTS drafts.
 
 SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to
-standard output and, as JSON, to SOAK_REPORT, with the series and their picture beside it.
+standard output and, as JSON, to SOAK_REPORT, with the series beside it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.integration.harness import (
 )
 from tests.soak.chaos import Chaos, living
 from tests.soak.load import Load, Prompt, body_of
-from tests.soak.resources import Recorder, listening, plot
+from tests.soak.resources import Recorder, listening
 
 SECS = float(os.environ.get("SOAK_SECS", "120"))
 NUM_RANKS = int(os.environ.get("SOAK_RANKS", "1"))
@@ -138,9 +138,7 @@ def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
     }
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(summary, indent=1) + "\n")
-    series = recorder.series()
-    REPORT.with_suffix(".resources.json").write_text(json.dumps(series) + "\n")
-    plot(series, REPORT.with_suffix(".resources.png"))
+    REPORT.with_suffix(".resources.json").write_text(json.dumps(recorder.series()) + "\n")
     print(json.dumps(summary, indent=1))
     assert load.violations == []
     assert canaries["findings"] == []

@@ -13,7 +13,6 @@ import yaml
 from tests.monitoring_files import (
     DASHBOARD,
     MONITORING,
-    Query,
     alert_rules,
     all_queries,
     dashboard,
@@ -76,23 +75,6 @@ def test_every_alert_is_tried_and_explained() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
         assert {"summary", "description"} < set(rule["annotations"])
-
-
-@pytest.mark.parametrize(
-    ("expression", "by_rank"),
-    [
-        ("hisparse_pd:x", {"hisparse_pd:x"}),
-        ("rate(hisparse_pd:x[1m]) / sum(rate(hisparse_pd:y[1m]))", {"hisparse_pd:x"}),
-        ("sum (a) / (hisparse_pd:x)", {"hisparse_pd:x"}),
-        ('sum by (instance) (rate(hisparse_pd:x{a="b"}[1m])) - hisparse_pd:router_y', set()),
-        ("sum by (instance, dp_rank) (hisparse_pd:x)", {"hisparse_pd:x"}),
-        ("max without (dp_rank)\n((hisparse_pd:x > 0) and (deriv(hisparse_pd:y[1m]) > 0))", set()),
-        ("max without (pool) (hisparse_pd:x)", {"hisparse_pd:x"}),
-        ("sum(max by (dp_rank) (hisparse_pd:x))", set()),
-    ],
-)
-def test_a_query_by_rank_is_told_apart(expression: str, by_rank: set[str]) -> None:
-    assert Query("a test", expression).by_rank == by_rank
 
 
 def test_a_node_of_several_ranks_is_one_node() -> None:
