@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,16 @@ class Pair:
     def counter(self, url: str, name: str) -> int:
         """The sum of a counter of a node over its labels."""
         text = httpx.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_SECS, trust_env=False).text
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return int(sum(sample.value for sample in samples if sample.name == f"hisparse_pd:{name}"))
+        return int(counters_in(text, (name,))[name])
+
+
+def counters_in(text: str, names: Iterable[str]) -> dict[str, float]:
+    """Counters of a page of metrics, each the sum over its labels, 0 where it is not there."""
+    totals = dict.fromkeys(names, 0.0)
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        if (name := sample.name.removeprefix("hisparse_pd:")) in totals:
+            totals[name] += sample.value
+    return totals
 
 
 class PairError(Exception):
@@ -42,22 +50,18 @@ class PairError(Exception):
 
 
 @contextmanager
-def running_pair(model_path: Path, pair_options: Mapping[str, object], console: Console) -> Iterator[Pair]:
-    """Starts prefill node, decode node and router with ``pair_options``; of a switch the value is True.
+def running_pair(model_path: Path, options: Sequence[str], console: Console) -> Iterator[Pair]:
+    """Starts prefill node, decode node and router with these options of ``hisparse-pd pair``.
 
     Raises PairError.
     """
     ports = {name: free_port() for name in ("--port", "--prefill-port", "--decode-port", "--bootstrap-port")}
-    options = [
-        str(word)
-        for name, value in {**pair_options, **ports}.items()
-        for word in ((name,) if value is True else (name, value))
-    ]
+    words = [*options, *(f"{name}={port}" for name, port in ports.items())]
     with tempfile.TemporaryDirectory(prefix="hisparse-pd-bench-") as directory:
         log_path = Path(directory) / "pair.log"
         with log_path.open("wb") as log_file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "hisparse_pd", "pair", "--model-path", str(model_path), *options],
+                [sys.executable, "-m", "hisparse_pd", "pair", "--model-path", str(model_path), *words],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

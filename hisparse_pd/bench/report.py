@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 REPORT_WIDTH: Final = 190
@@ -20,6 +21,19 @@ _LINE_WIDTH: Final = 1000
 def make_console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=REPORT_WIDTH)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str, int | None], Callable[[], None]]]:
+    """Gives a function that starts a bar of so many steps and gives a function that takes one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def start(name: str, total: int | None) -> Callable[[], None]:
+            bar = bars.add_task(name, total=total)
+            return lambda: bars.advance(bar)
+
+        yield start
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> Table:

@@ -27,25 +27,22 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hisparse_pd.bench.facts import OUT, ROOT, run_facts
-from hisparse_pd.bench.pair import PairError, running_pair
-from hisparse_pd.bench.report import make_console, write_json
+from hisparse_pd.bench.pair import PairError, counters_in, running_pair
+from hisparse_pd.bench.report import make_console, progress, write_json
 from hisparse_pd.bench.serving_load import (
     Client,
     EndpointError,
     HisparseValue,
-    Observer,
     Point,
     Record,
     Workload,
@@ -135,9 +132,20 @@ async def measure(
                 )
             before = await read_counters(metrics_urls)
             cpu, started = time.process_time(), time.perf_counter()
-            with progress(point, console) as observer:
-                records = await run_point(client, workload, point, observer)
-            cpu_share = (time.process_time() - cpu) / (time.perf_counter() - started)
+            load = (
+                f"{point.concurrency} clients" if point.concurrency else f"{point.request_rate:g} requests/s"
+            )
+            name = f"{series_name(point)}, {load}"
+            with progress(console) as start:
+                records = await run_point(client, workload, point, start(name, point.num_requests))
+            secs = time.perf_counter() - started
+            cpu_share = (time.process_time() - cpu) / secs
+            num_chunks, num_failed = (
+                sum(len(r.arrivals) for r in records),
+                sum(bool(r.error_class) for r in records),
+            )
+            failed = f", {num_failed} failed" if num_failed else ""
+            console.print(f"{name}: {len(records)} requests, {num_chunks} chunks in {secs:.1f} s{failed}")
             after = await read_counters(metrics_urls)
             grown = {name: after[name] - before[name] for name in after} if metrics_urls else None
             figures = {**summarize(point, records, grown), "client_cpu_share": cpu_share}
@@ -170,57 +178,11 @@ async def read_counters(urls: Sequence[str]) -> dict[str, float]:
     async with httpx.AsyncClient(timeout=METRICS_TIMEOUT_SECS, trust_env=False) as client:
         for url in urls:
             try:
-                answer = (await client.get(url)).raise_for_status()
-                families = list(text_string_to_metric_families(answer.text))
+                found = counters_in((await client.get(url)).raise_for_status().text, COUNTERS)
             except (httpx.HTTPError, ValueError) as error:
                 raise MetricsError(f"--metrics-url {url}: {type(error).__name__}: {error}") from error
-            for sample in (sample for family in families for sample in family.samples):
-                name = sample.name.removeprefix("hisparse_pd:")
-                if name in totals:
-                    totals[name] += sample.value
+            totals = {name: total + found[name] for name, total in totals.items()}
     return totals
-
-
-# --- progress ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress(point: Point, console: Console) -> Iterator[Observer]:
-    """A bar of the point's requests with the tokens of the last moments; a line at its end elsewhere."""
-    load = f"{point.concurrency} clients" if point.concurrency else f"{point.request_rate:g} requests/s"
-    name = f"{series_name(point)}, {load}"
-    started = time.perf_counter()
-    num_chunks = num_done = num_failed = 0
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        refresh_per_second=4,
-    ) as bars:
-        bar = bars.add_task(name, total=point.num_requests, rate="")
-
-        def on_chunk() -> None:
-            nonlocal num_chunks
-            num_chunks += 1
-            if num_chunks % 64 == 0 and console.is_terminal:
-                rate = num_chunks / (time.perf_counter() - started)
-                bars.update(bar, rate=f"{rate:.0f} chunks/s")
-
-        def on_done(record: Record) -> None:
-            nonlocal num_done, num_failed
-            num_done += 1
-            num_failed += bool(record.error_class)
-            bars.update(bar, completed=num_done)
-
-        yield Observer(on_chunk, on_done)
-    if not console.is_terminal:
-        secs = time.perf_counter() - started
-        failed = f", {num_failed} failed" if num_failed else ""
-        console.print(f"{name}: {num_done} requests, {num_chunks} chunks in {secs:.1f} s{failed}")
 
 
 # --- command line -----------------------------------------------------------------------------------------
@@ -367,8 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     try:
         if options.start_pair:
-            pair_options = _pair_options(options.pair_options)
-            with running_pair(options.start_pair.resolve(), pair_options, console) as pair:
+            words = shlex.split(options.pair_options)
+            with running_pair(options.start_pair.resolve(), words, console) as pair:
                 metrics_urls = [*options.metrics_url, f"{pair.decode_url}/metrics"]
                 asyncio.run(measure(options, f"{pair.router_url}/v1", metrics_urls, measured, console))
         else:
@@ -383,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = run_facts() | {"command": shlex.join(["hisparse-pd", "bench", "serve", *given]), "gpus": _gpus()}
     report = {
         "facts": facts,
-        "settings": {name: _plain(value) for name, value in vars(options).items()},
+        "settings": vars(options),
         "secs": round(time.monotonic() - started, 3),
         **measured,
     }
@@ -425,22 +387,6 @@ def _conflict(options: argparse.Namespace) -> str:
     return f"--url {options.url}: expected http://HOST:PORT/v1"
 
 
-def _pair_options(text: str) -> dict[str, object]:
-    """``--name value`` pairs, as ``running_pair`` takes them. Raises PairError."""
-    options: dict[str, object] = {}
-    words = shlex.split(text)
-    while words:
-        name, _, value = words.pop(0).partition("=")
-        if not value and words and not words[0].startswith("--"):
-            value = words.pop(0)
-        if not name.startswith("--") or not value:
-            raise PairError(
-                f"--pair-options: {name}: expected --name value; a switch goes into a file for --config"
-            )
-        options[name] = value
-    return options
-
-
 def _gpus() -> list[str]:
     """Name and driver of this machine's GPUs, which are the endpoint's only where it runs here."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -449,10 +395,6 @@ def _gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return answer.stdout.splitlines() if answer.returncode == 0 else []
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

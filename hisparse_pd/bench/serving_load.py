@@ -99,12 +99,6 @@ class Point:
     stream: int = 0
     """Of prompts and of arrivals."""
 
-    def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.request_rate is None):
-            raise ValueError("a point needs either a concurrency or a request rate")
-        if (self.num_requests is None) == (self.duration_secs is None):
-            raise ValueError("a point needs either a number of requests or a duration")
-
 
 # --- what came back -------------------------------------------------------------------------------------
 
@@ -221,14 +215,12 @@ class Client:
                 "models", f"{self._url}/models: {type(error).__name__}: {error}; name it with --model"
             ) from error
 
-    async def send(
-        self, content: bytes, started: float | None = None, on_chunk: Callable[[], None] | None = None
-    ) -> Record:
-        """One request to its end, which an error is too; ``on_chunk`` is called for each chunk with text."""
+    async def send(self, content: bytes, started: float | None = None) -> Record:
+        """One request to its end, which an error is too."""
         record = Record(time.perf_counter() if started is None else started)
         try:
             async with asyncio.timeout(self._timeout_secs):
-                await self._stream(content, record, on_chunk or _nothing)
+                await self._stream(content, record)
         except TimeoutError:
             _fail(record, "timeout", f"not finished after {self._timeout_secs:g} s")
         except EndpointError as error:
@@ -240,7 +232,7 @@ class Client:
         record.ended = time.perf_counter()
         return record
 
-    async def _stream(self, content: bytes, record: Record, on_chunk: Callable[[], None]) -> None:
+    async def _stream(self, content: bytes, record: Record) -> None:
         headers = {"content-type": "application/json"}
         is_finished = False
         async with self._http.stream(
@@ -253,7 +245,7 @@ class Client:
                 if data == b"[DONE]":
                     is_finished = True
                     continue
-                is_finished |= _take(record, data, arrived, on_chunk)
+                is_finished |= _take(record, data, arrived)
         if not is_finished:
             raise EndpointError("cut", f"the stream ended early, after {len(record.arrivals)} chunks")
         if not record.arrivals:
@@ -278,7 +270,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, bytes]
                 yield arrived, line[5:].strip()
 
 
-def _take(record: Record, data: bytes, arrived: float, on_chunk: Callable[[], None]) -> bool:
+def _take(record: Record, data: bytes, arrived: float) -> bool:
     """Enter one event into the record; whether it says that the answer is finished."""
     try:
         chunk = _CHUNKS.decode(data)
@@ -299,7 +291,6 @@ def _take(record: Record, data: bytes, arrived: float, on_chunk: Callable[[], No
             record.mode, record.hits, record.misses = served.mode, served.hits, served.misses
     if any(choice.text for choice in chunk.choices):
         record.arrivals.append(arrived)
-        on_chunk()
     return any(choice.finish_reason for choice in chunk.choices)
 
 
@@ -307,19 +298,7 @@ def _fail(record: Record, error_class: str, message: str) -> None:
     record.error_class, record.error = error_class, message
 
 
-def _nothing() -> None:
-    pass
-
-
 # --- loops ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Observer:
-    """Called while a point runs: ``on_chunk`` for each chunk with text, ``on_done`` for each request."""
-
-    on_chunk: Callable[[], None] = _nothing
-    on_done: Callable[[Record], None] = lambda record: None
 
 
 async def warm_up(
@@ -343,10 +322,9 @@ async def warm_up(
 
 
 async def run_point(
-    client: Client, workload: Workload, point: Point, observer: Observer | None = None
+    client: Client, workload: Workload, point: Point, on_done: Callable[[], None] = lambda: None
 ) -> list[Record]:
     """All requests of one point, in the order in which they started."""
-    watch = observer or Observer()
     loop = _closed_loop if point.concurrency is not None else _open_loop
 
     def content(number: int) -> bytes:
@@ -365,8 +343,8 @@ async def run_point(
     async def ask(number: int, started: float | None = None) -> Record:
         at = number % workload.num_prompts if workload.num_prompts else number
         body = prepared[at] if at < len(prepared) else content(number)
-        record = await client.send(body, started, watch.on_chunk)
-        watch.on_done(record)
+        record = await client.send(body, started)
+        on_done()
         return record
 
     return sorted(await loop(point, workload.seed, ask), key=lambda record: record.started)

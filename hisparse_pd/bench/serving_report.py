@@ -65,13 +65,7 @@ def summarize(
 
 
 def series_name(point: Point) -> str:
-    match point.hisparse:
-        case None:
-            return "endpoint"
-        case bool() as value:
-            return f"hisparse {str(value).lower()}"
-        case text:
-            return f"hisparse {text}"
+    return "endpoint" if point.hisparse is None else f"hisparse {str(point.hisparse).lower()}"
 
 
 def distribution(values: Iterable[float]) -> dict[str, float] | None:
@@ -206,48 +200,47 @@ def _x(point: Mapping[str, Any]) -> float:
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Throughput, ITL, TTFT and hit rate over the load, a line for each series. Needs matplotlib."""
     points: list[dict[str, Any]] = report["points"]
-    with picture(path, 2, 2, figsize=(11, 7.5)) as (figure, ((tokens, itl), (ttft, hits))):
-        for number, name in enumerate(dict.fromkeys(point["series"] for point in points)):
-            own = sorted((point for point in points if point["series"] == name), key=_x)
-            color = f"C{number}"
-            tokens.plot(
-                [_x(p) for p in own], [p["output_tokens_per_sec"] for p in own], "o-", color=color, label=name
-            )
-            full = [p for p in own if p["full_load"]]
-            tokens.plot(
-                [_x(p) for p in full],
-                [p["full_load"]["output_tokens_per_sec"] for p in full],
-                *("^:",),
-                color=color,
-                label=f"{name}, all clients busy" if full else None,
-            )
-            for axis, key in ((itl, "itl_secs"), (ttft, "ttft_secs")):
-                known = [p for p in own if p[key]]
-                for rank, style in (("p50", "o-"), ("p99", "s--")):
-                    axis.plot(
-                        [_x(p) for p in known],
-                        [p[key][rank] * 1e3 for p in known],
-                        style,
-                        color=color,
-                        label=f"{name}, {rank}",
-                    )
-            rated = [p for p in own if p["hit_rate"] is not None]
-            if rated:
-                hits.plot(
-                    [_x(p) for p in rated], [p["hit_rate"] for p in rated], "o-", color=color, label=name
-                )
-        is_closed = points[0]["concurrency"] is not None
-        load = "concurrent requests" if is_closed else "requests a second, due"
-        tokens.set(ylabel="output tokens a second", ylim=(0, None))
-        itl.set(ylabel="ms between chunks", ylim=(0, None))
-        ttft.set(ylabel="ms to the first token", ylim=(0, None))
-        hits.set(ylabel="hit rate", ylim=(0, 1.02))
-        ticks = sorted({_x(point) for point in points})
-        for axis in (tokens, itl, ttft, hits):
-            axis.set(xlabel=load, xscale="log")
+    ticks = sorted({_x(point) for point in points})
+    load = "concurrent requests" if points[0]["concurrency"] is not None else "requests a second, due"
+    with picture(path, 2, 2, figsize=(11, 7.5)) as (figure, axes):
+        for axis, (label, top, factor, lines) in zip(axes.flat, _PICTURES, strict=True):
+            for number, name in enumerate(dict.fromkeys(point["series"] for point in points)):
+                own = sorted((point for point in points if point["series"] == name), key=_x)
+                for style, suffix, path_of in lines:
+                    found = [(_x(point), _at(point, path_of)) for point in own]
+                    known = [(x, factor * value) for x, value in found if value is not None]
+                    if known:
+                        axis.plot(*zip(*known, strict=True), style, color=f"C{number}", label=name + suffix)
+            axis.set(ylabel=label, ylim=(0, top), xlabel=load, xscale="log")
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
             if axis.lines:
                 axis.legend(fontsize=8)
         figure.suptitle(f"{_title(report)}\n{when(report['facts'])}", fontsize=10)
+
+
+def _at(point: Any, path: Sequence[str]) -> Any:
+    """What is in nested dicts at ``path``, or the None that stands on the way."""
+    for key in path:
+        point = None if point is None else point[key]
+    return point
+
+
+_PICTURES = (
+    (
+        "output tokens a second",
+        None,
+        1.0,
+        (
+            ("o-", "", ("output_tokens_per_sec",)),
+            ("^:", ", all clients busy", ("full_load", "output_tokens_per_sec")),
+        ),
+    ),
+    *(
+        (label, None, 1e3, (("o-", ", p50", (key, "p50")), ("s--", ", p99", (key, "p99"))))
+        for label, key in (("ms between chunks", "itl_secs"), ("ms to the first token", "ttft_secs"))
+    ),
+    ("hit rate", 1.02, 1.0, (("o-", "", ("hit_rate",)),)),
+)
+"""Label, top and factor of each picture, and its lines of a series: style, name and where its figure is."""

@@ -26,25 +26,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decode_node.drafting import full_buffer
 from hisparse_pd.bench.facts import OUT, run_facts
 from hisparse_pd.bench.pair import PairError, running_pair
-from hisparse_pd.bench.report import make_console, write_json
+from hisparse_pd.bench.report import make_console, progress, write_json
 from hisparse_pd.vocabulary import MAX_DRAFTS
 from tools.bench.accuracy_report import Response, print_report, summary
-from tools.bench.drafts import drafts_of
 from tools.bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
+from tools.bench.served import served
 from tools.training.evaluate import QUESTIONS
 from tools.training.task import ANSWER_WIDTH
 from tools.training.vocabulary import text_of
@@ -63,15 +61,11 @@ INSTRUCTION = (
     "'KEY is NUMBER.' for every key, in the order of the question, and write nothing else."
 )
 
-PAIR_OPTIONS: dict[str, object] = {
-    "--page-size": 64,
-    "--chunked-prefill-size": 1024,
-    "--kv-pool-tokens": 65536,
-    "--host-pool-tokens": 65536,
-    # Room for two or three long dense requests, so that auto has a choice to make.
-    "--device-pool-tokens": 24576,
-    "--num-threads": 1,
-}
+PAIR_OPTIONS = (
+    "--page-size 64 --chunked-prefill-size 1024 --kv-pool-tokens 65536 --host-pool-tokens 65536 "
+    "--device-pool-tokens 24576 --num-threads 1"
+)
+"""The device pool has room for two or three long dense requests, so that auto has a choice to make."""
 NUM_CLIENTS = 4
 BUFFER_FACTOR = 3
 """Hot buffer of the ordinary runs, in selections; with drafts it is what they need, if that is more."""
@@ -118,24 +112,17 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
             responses += recorded_oracle(arguments.oracle_from, prompts)
         elif not arguments.no_oracle:
             responses += ask_oracle(model_path, prompts, lengths, step)
-        options = {
-            **PAIR_OPTIONS,
-            "--dtype": arguments.dtype,
-            "--kv-cache-dtype": arguments.kv_cache_dtype,
-            "--device": arguments.device,
-            "--attention-backend": arguments.attention_backend,
-        }
+        of_all = (
+            f"{PAIR_OPTIONS} --dtype {arguments.dtype} --kv-cache-dtype {arguments.kv_cache_dtype} "
+            f"--device {arguments.device} --attention-backend {arguments.attention_backend}"
+        )
         runs = list(pair_runs(top_k, arguments.speculative_num_steps))
         for num_drafts, buffer, modes in runs:
-            of_run = {"--device-buffer-size": buffer, "--speculative-num-steps": num_drafts}
-            with running_pair(model_path, {**options, **of_run}, console) as pair:
+            options = f"{of_all} --device-buffer-size {buffer} --speculative-num-steps {num_drafts}"
+            with running_pair(model_path, options.split(), console) as pair:
                 note = f"pair, hot buffers of {buffer}, {num_drafts} drafts"
                 advance = step(note, len(prompts))
                 responses += ask_pair(pair.router_url, prompts, modes, advance, arguments.clients)
-    varied = {
-        "--device-buffer-size": [buffer for _, buffer, _ in runs],
-        "--speculative-num-steps": [num_drafts for num_drafts, _, _ in runs],
-    }
     return {
         "model": model_path.name,
         "index_topk": top_k,
@@ -143,7 +130,9 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "device": arguments.device,
         "num_prompts": len(prompts),
-        "pair_options": {**options, **varied},
+        "pair_options": of_all,
+        "device_buffer_size": [buffer for _, buffer, _ in runs],
+        "speculative_num_steps": [num_drafts for num_drafts, _, _ in runs],
         "responses": responses,
     }
 
@@ -167,7 +156,7 @@ def ask_oracle(
     model_path: Path,
     prompts: Sequence[Retrieval],
     lengths: Sequence[int],
-    step: Callable[[str, int], Callable[[], None]],
+    step: Callable[[str, int | None], Callable[[], None]],
 ) -> Iterator[Response]:
     """transformers' answers to all prompts, and to some of each length with selection by lot."""
     from tools.checkpoints import oracle
@@ -235,31 +224,34 @@ def generate(
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
         "hisparse": flag,
     }
+    return asked(
+        client,
+        f"{router_url}/generate",
+        body,
+        (system, prompt.task),
+        lambda found: (found["text"], found["output_ids"], found["meta_info"]),
+    )
+
+
+def asked(
+    client: httpx.Client,
+    url: str,
+    body: dict[str, Any],
+    about: tuple[str, Task],
+    read: Callable[[Any], tuple[str, Sequence[int], Mapping[str, Any]]],
+) -> Response:
+    """One request; ``read`` finds text, tokens and usage in its answer."""
+    system, task = about
     started = time.perf_counter()
     try:
-        answer = client.post(f"{router_url}/generate", json=body)
+        answer = client.post(url, json=body)
         if answer.is_error:
-            return failed(system, prompt.task, f"HTTP {answer.status_code}: {answer.text[:300]}")
-        found = answer.json()
-        meta = found["meta_info"]
-        served = meta.get("hisparse") or {}
-        num_drafted, num_accepted = drafts_of(meta)
-        return judged(
-            system,
-            prompt.task,
-            found["text"],
-            tokens=tuple(found["output_ids"]),
-            mode=served.get("mode", ""),
-            hits=served.get("hits") or 0,
-            misses=served.get("misses") or 0,
-            num_prompt_tokens=meta.get("prompt_tokens", 0),
-            num_output_tokens=meta.get("completion_tokens", 0),
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
-            secs=time.perf_counter() - started,
-        )
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        return failed(system, prompt.task, f"{type(error).__name__}: {error}")
+            return failed(system, task, f"HTTP {answer.status_code}: {answer.text[:300]}")
+        text, tokens, usage = read(answer.json())
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        return failed(system, task, f"{type(error).__name__}: {error}")
+    secs = time.perf_counter() - started
+    return judged(system, task, text, tokens=tuple(tokens), secs=secs, **vars(served(usage)))
 
 
 # --- any endpoint ---------------------------------------------------------------------------------------
@@ -307,54 +299,16 @@ def first_model(client: httpx.Client, url: str) -> str:
 
 def chat(client: httpx.Client, url: str, task: Task, system: str, body: dict[str, Any]) -> Response:
     """One request for a chat completion."""
-    started = time.perf_counter()
-    try:
-        answer = client.post(f"{url.rstrip('/')}/chat/completions", json={**body, "messages": task.messages})
-        if answer.is_error:
-            return failed(system, task, f"HTTP {answer.status_code}: {answer.text[:300]}")
-        found = answer.json()
-        usage = found.get("usage") or {}
-        served = usage.get("hisparse") or {}
-        num_drafted, num_accepted = drafts_of(usage)
-        return judged(
-            system,
-            task,
-            found["choices"][0]["message"]["content"] or "",
-            mode=served.get("mode", ""),
-            hits=served.get("hits") or 0,
-            misses=served.get("misses") or 0,
-            num_prompt_tokens=usage.get("prompt_tokens", 0),
-            num_output_tokens=usage.get("completion_tokens", 0),
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
-            secs=time.perf_counter() - started,
-        )
-    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-        return failed(system, task, f"{type(error).__name__}: {error}")
+    return asked(
+        client,
+        f"{url.rstrip('/')}/chat/completions",
+        {**body, "messages": task.messages},
+        (system, task),
+        lambda found: (found["choices"][0]["message"]["content"] or "", (), found.get("usage") or {}),
+    )
 
 
 # --- command line ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Gives a function that starts a bar of so many steps and gives a function that takes one."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bars:
-
-        def start(name: str, total: int) -> Callable[[], None]:
-            if not console.is_terminal:
-                console.print(f"{name}: {total} prompts")
-            bar = bars.add_task(name, total=total)
-            return lambda: bars.advance(bar)
-
-        yield start
 
 
 def problems(measured: dict[str, Any]) -> list[str]:

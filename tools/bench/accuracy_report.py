@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from hisparse_pd.bench.report import table
-from tools.bench.drafts import tokens_per_step
 from tools.bench.retrieval import NUM_DEPTHS
+from tools.bench.served import tokens_per_step
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Response:
     misses: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     secs: float = 0.0

@@ -33,13 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hisparse_pd.bench.facts import OUT, ROOT, run_facts, spread
-from hisparse_pd.bench.report import make_console, write_json
+from hisparse_pd.bench.report import make_console, table_of, write_json
 from hisparse_pd.memory.host import allocate_host
 from hisparse_pd.paging.allocator import ExtentAllocator
 from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
 from protocol.lane import LaneOffer
 from protocol.messages import MAX_EXTENTS, Room
-from tools.bench.transfer_report import print_report
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
 from transfer.lane import Lanes
 from transfer.lane_host import LaneHost, SharedMemory
@@ -165,7 +164,7 @@ def measure_planning(scale: Scale) -> list[dict[str, Any]]:
             "zone": kind,
             "num_tokens": scale.plan_tokens,
             "num_descriptors": plan(zone, landing),
-            "secs": spread(secs[kind]),
+            "ms": spread([1e3 * value for value in secs[kind]]),
         }
         for kind, zone, landing in cases
     ]
@@ -195,6 +194,7 @@ class Link:
         )
         session, addr, offer = self._ask("").split()
         self.session, self.dst_addr = session, int(addr)
+        self._lanes.register(self.session, None, [(self.dst_addr, num_bytes)])
         self._lanes.register(SHARED, msgspec.json.decode(offer, type=LaneOffer), [(self.dst_addr, num_bytes)])
         while (lane := self._lanes.lane(SHARED)) is None:
             time.sleep(0.001)
@@ -300,7 +300,7 @@ def contiguous(link: Link, num_bytes: int, size: int) -> Descriptors:
 
 
 def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, Any]:
-    """Bytes per second of the sender and of Mooncake into one kind of zone."""
+    """GB/s of the sender and of Mooncake into one kind of zone."""
     item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers[kind]
     num_slots = 2 * scale.tokens
     zone = make_zone(kind, scale.tokens, num_slots)
@@ -339,12 +339,12 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
         "num_layers": num_layers,
         "num_bytes": num_bytes,
         "num_descriptors": int(writes.lengths.size),
-        "sender": spread(rates["sender"]),
         "shared_memory": spread(rates["shared memory"]),
+        "sender": spread(rates["sender"]),
         "same_descriptors": spread(rates["same descriptors"]),
-        "best": {"how": best, **spread(rates[best])},
-        "sender_of_best": spread(side_by_side),
-        "search": {name: max(values) for name, values in search.items()},
+        "mooncakes_best": spread(rates[best]),
+        "best_with": best,
+        "of_best": spread(side_by_side),
     }
 
 
@@ -371,7 +371,7 @@ def measure_descriptor_cost(link: Link, scale: Scale) -> list[dict[str, Any]]:
     }
     rates = measure_in_turns(runs, 3, num_bytes, max_secs=scale.zone_secs)
     return [
-        {"how": name, "micros": spread([item_bytes / rate * 1e6 for rate in values])}
+        {"how": name, "us": spread([item_bytes / rate / 1e3 for rate in values])}
         for name, values in rates.items()
     ]
 
@@ -379,7 +379,7 @@ def measure_descriptor_cost(link: Link, scale: Scale) -> list[dict[str, Any]]:
 def measure_in_turns(
     runs: dict[str, Callable[[], None]], repetitions: int, num_bytes: int, max_secs: float
 ) -> dict[str, list[float]]:
-    """Bytes per second of each of ``runs``, in turns whose order rotates; ``max_secs``: see Scale."""
+    """GB/s of each of ``runs``, in turns whose order rotates; ``max_secs``: see Scale."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
     started = time.monotonic()
     for repetition in range(repetitions):
@@ -388,7 +388,7 @@ def measure_in_turns(
         names = list(runs)
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
-            rates[name].append(num_bytes / timed(runs[name]))
+            rates[name].append(num_bytes / timed(runs[name]) / 1e9)
     return rates
 
 
@@ -420,7 +420,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     report["total_secs"] = time.monotonic() - started
 
     console = make_console()
-    print_report(console, report)
+    titles = {
+        "planning": "Expansion and planning of one layer",
+        "wire": "Wire, GB/s",
+        "descriptor_cost": "One descriptor of one item, raw Mooncake",
+    }
+    for name, title in titles.items():
+        console.print(table_of(title, report[name]))
     write_json(options.out / "transfer.json", report)
     console.print(f"{report['total_secs']:.0f} s; wrote transfer.json to {options.out}")
     return report

@@ -248,20 +248,6 @@ def test_chat_sends_the_task_and_judges_the_answer() -> None:
     assert not found.error
 
 
-def test_generate_keeps_what_became_of_drafts() -> None:
-    meta = {
-        "prompt_tokens": 7,
-        "completion_tokens": 9,
-        "spec_draft_token_num": 6,
-        "spec_accept_token_num": 4,
-        "hisparse": {"mode": "dense", "hits": 0, "misses": 0},
-    }
-    body = {"text": "", "output_ids": [1, 2], "meta_info": meta}
-    with answering(200, body, []) as client:
-        found = generate(client, "http://host", retrievals(512, 1)[0], "dense", False)
-    assert (found.num_output_tokens, found.num_drafted, found.num_accepted) == (9, 6, 4)
-
-
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [(503, {"error": "full"}, "HTTP 503"), (200, {"choices": []}, "IndexError"), (200, {}, "KeyError")],

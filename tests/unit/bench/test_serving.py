@@ -19,12 +19,11 @@ from rich.console import Console
 
 from hisparse_pd import cli
 from hisparse_pd.bench import serving, serving_load
-from hisparse_pd.bench.pair import PairError
-from hisparse_pd.bench.serving import main, make_parser, make_points, read_counters
+from hisparse_pd.bench.pair import counters_in
+from hisparse_pd.bench.serving import main, make_parser, make_points
 from hisparse_pd.bench.serving_load import (
     Client,
     EndpointError,
-    Observer,
     Point,
     Record,
     Workload,
@@ -167,17 +166,11 @@ async def scripted(_: Endpoint, send: Send) -> None:
 
 async def test_a_request_is_recorded_with_tokens_by_usage() -> None:
     endpoint = Endpoint(scripted)
-    num_chunks = 0
-
-    def count() -> None:
-        nonlocal num_chunks
-        num_chunks += 1
-
     async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
         assert await client.first_model() == "tiny"
-        record = await client.send(WORKLOAD.content(0, 0, True, 4), on_chunk=count)
+        record = await client.send(WORKLOAD.content(0, 0, True, 4))
     assert (record.error_class, record.error) == ("", "")
-    assert (record.num_output_tokens, len(record.arrivals), num_chunks) == (4, 2, 2)
+    assert (record.num_output_tokens, len(record.arrivals)) == (4, 2)
     assert (record.num_prompt_tokens, record.num_cached_tokens) == (5, 2)
     assert (record.mode, record.hits, record.misses) == ("hisparse", 30, 10)
     assert record.started < record.arrivals[0] <= record.arrivals[1] <= record.ended
@@ -266,10 +259,10 @@ async def test_a_closed_loop_keeps_exactly_its_concurrency_busy() -> None:
         await scripted(endpoint, send)
 
     endpoint = Endpoint(when_three_are_there)
-    done: list[Record] = []
+    done: list[None] = []
     async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
         point = Point(True, concurrency=3, num_requests=10)
-        records = await run_point(client, WORKLOAD, point, Observer(on_done=done.append))
+        records = await run_point(client, WORKLOAD, point, lambda: done.append(None))
     assert [record.error_class for record in records] == [""] * 10
     assert len(done) == 10
     assert endpoint.most_inside == 3
@@ -561,15 +554,11 @@ def test_main_stops_when_the_endpoint_or_its_metrics_are_not_there(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_node_without_a_counter_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "METRICS_SETTLE_SECS", 0.0)
-    endpoint = Endpoint(scripted, metrics=[metrics(3, 2, 1), "other 5\n"])
-    async with running(endpoint) as url:
-        page = url.replace("/v1", "/metrics")
-        found = await read_counters([page, page])
-    assert found["swap_in_hits_total"] == 3
-    assert found["retractions_total"] == 0
-    assert await read_counters([]) == {}
+def test_counters_are_summed_over_labels_and_may_be_missing() -> None:
+    assert counters_in(metrics(3, 2, 1), ("swap_in_hits_total", "retractions_total")) == {
+        "swap_in_hits_total": 3,
+        "retractions_total": 0,
+    }
 
 
 def test_points_are_all_series_of_a_load_and_then_the_next_load() -> None:
@@ -607,23 +596,3 @@ def test_wrong_options_exit_with_2(
         main(arguments)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
-
-
-def test_the_command_line_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["bench", "serve", "--help"])
-    assert caught.value.code == 0
-    assert "--request-rate" in capsys.readouterr().out
-    for arguments in (["bench"], ["bench", "serv"], ["bench", "--", "serve"]):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
-        assert caught.value.code == 2
-        assert "serve" in capsys.readouterr().err or arguments == ["bench"]
-
-
-def test_options_of_a_started_pair() -> None:
-    found = serving._pair_options("--page-size 64 --dtype=bfloat16 --host '::1'")
-    assert found == {"--page-size": "64", "--dtype": "bfloat16", "--host": "::1"}
-    for wrong in ("--disable-prefix-cache", "--a --b 1", "page-size 64"):
-        with pytest.raises(PairError, match="expected --name value"):
-            serving._pair_options(wrong)

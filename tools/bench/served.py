@@ -1,0 +1,51 @@
+"""What an answer says of how it was served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Served:
+    """Figures of one answer, empty or 0 where it does not name them."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_drafted: int = 0
+    """Drafts that were verified, of which ``num_accepted`` were right."""
+    num_accepted: int = 0
+    mode: str = ""
+    hits: int = 0
+    misses: int = 0
+
+
+def served(usage: Mapping[str, Any]) -> Served:
+    """``usage``: a usage object of OpenAI's endpoints, or ``meta_info`` of ``/generate``."""
+    prompt, output, own = (
+        usage.get(name) or {} for name in ("prompt_tokens_details", "completion_tokens_details", "hisparse")
+    )
+    num_accepted = usage.get("spec_accept_token_num") or output.get("accepted_prediction_tokens") or 0
+    num_rejected = output.get("rejected_prediction_tokens") or 0
+    return Served(
+        usage.get("prompt_tokens", 0),
+        usage.get("completion_tokens", 0),
+        usage.get("cached_tokens") or prompt.get("cached_tokens") or 0,
+        usage.get("spec_draft_token_num") or num_accepted + num_rejected,
+        num_accepted,
+        own.get("mode", ""),
+        own.get("hits") or 0,
+        own.get("misses") or 0,
+    )
+
+
+def tokens_per_step(num_tokens: int, num_accepted: int, num_answers: int = 1) -> float | None:
+    """Of the decode steps of so many answers with ``num_tokens`` together; None when there were no steps.
+
+    An answer's first token is the prefill node's. Each other one is a step's own, or an accepted draft.
+    """
+    num_decoded = num_tokens - num_answers
+    num_steps = num_decoded - num_accepted
+    return num_decoded / num_steps if num_steps > 0 else None
