@@ -65,28 +65,28 @@ class GidGrade(IntEnum):
 
 @dataclass(frozen=True)
 class Port:
-    """One port of a device. ``state``: such as ``4: ACTIVE``. ``gids``: those that are not all zero."""
+    """The port of a device that Mooncake opens. ``state``: such as ``4: ACTIVE``.
+
+    ``gids``: those that are not all zero. ``gid_index``: the only one that Mooncake looks at; None: at all.
+    """
 
     number: int
     state: str
     link_layer: str
     gids: tuple[Gid, ...]
+    gid_index: int | None = None
 
-    def best_gid(
-        self, advertised: Collection[IpAddress], gid_index: int | None
-    ) -> tuple[GidGrade, Gid | None]:
-        """The GID that reaches farthest. ``gid_index``: the operator's choice, the only one to look at."""
+    def best_gid(self, advertised: Collection[IpAddress] = ()) -> tuple[GidGrade, Gid | None]:
+        """The GID that reaches farthest."""
         graded = [
-            (self._grade(gid, advertised, is_chosen=gid_index is not None), gid)
-            for gid in self.gids
-            if gid_index in (None, gid.index)
+            (self._grade(gid, advertised), gid) for gid in self.gids if self.gid_index in (None, gid.index)
         ]
         return max(graded, key=lambda entry: (entry[0], -entry[1].index), default=(GidGrade.NONE, None))
 
-    def _grade(self, gid: Gid, advertised: Collection[IpAddress], *, is_chosen: bool) -> GidGrade:
+    def _grade(self, gid: Gid, advertised: Collection[IpAddress]) -> GidGrade:
         if self.link_layer == _ETHERNET:
             if gid.type != _ROCE_V2:
-                return GidGrade.LINK_LOCAL if is_chosen else GidGrade.ROCE_V1
+                return GidGrade.ROCE_V1 if self.gid_index is None else GidGrade.LINK_LOCAL
             if gid.address.is_link_local:
                 return GidGrade.LINK_LOCAL
         return GidGrade.ADVERTISED if gid.ip in advertised else GidGrade.ROUTABLE
@@ -97,28 +97,19 @@ class RdmaDevice:
     """One device. ``uverbs``: its character devices, such as ``uverbs0``; none without ib_uverbs."""
 
     name: str
-    ports: tuple[Port, ...]
+    port_numbers: tuple[int, ...]
+    port: Port | None
+    """The one that Mooncake opens."""
     uverbs: tuple[str, ...]
 
-    def port(self, environ: Mapping[str, str]) -> Port | None:
-        """The port that Mooncake opens."""
-        number = port_number(environ)
-        return next((port for port in self.ports if port.number == number), None)
 
-    def best_gid(
-        self, advertised: Collection[IpAddress], environ: Mapping[str, str]
-    ) -> tuple[GidGrade, Gid | None]:
-        port = self.port(environ)
-        if port is None:
-            return GidGrade.NONE, None
-        return port.best_gid(advertised, chosen_gid_index(environ))
-
-
-def read_devices(machine: Machine) -> tuple[RdmaDevice, ...]:
-    """All RDMA devices that the kernel shows, by name."""
+def read_devices(machine: Machine) -> dict[str, RdmaDevice]:
+    """All RDMA devices that the kernel shows, by name, as Mooncake would open them."""
     uverbs = _uverbs_by_device(machine)
-    devices = sorted(_children(machine.infiniband))
-    return tuple(_read_device(path, tuple(uverbs.get(path.name, ()))) for path in devices)
+    return {
+        path.name: _read_device(path, tuple(uverbs.get(path.name, ())), machine.environ)
+        for path in sorted(_children(machine.infiniband))
+    }
 
 
 def device_names(ib_device: str) -> tuple[str, ...]:
@@ -166,14 +157,13 @@ def chosen_gid_index(environ: Mapping[str, str]) -> int | None:
 
 def device_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
     """Why Mooncake cannot open the device; None when it should be able to."""
-    port = device.port(machine.environ)
-    number = port_number(machine.environ)
+    port = device.port
     if port is None:
-        ports = ", ".join(str(port.number) for port in device.ports) or "none"
+        number, ports = port_number(machine.environ), ", ".join(map(str, device.port_numbers)) or "none"
         return Fault(
             f"{device.name} has no port {number}, its ports: {ports}", "set MC_IB_PORT to one of them"
         )
-    where = f"{device.name} port {number}"
+    where = f"{device.name} port {port.number}"
     if port.state != _ACTIVE:
         return Fault(
             f"{where} is in state '{port.state}', not '{_ACTIVE}'",
@@ -184,12 +174,12 @@ def device_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
             f"{where} has link layer '{port.link_layer}', not {' or '.join(_LINK_LAYERS)}",
             "name another device in --ib-device, or use --transfer-protocol tcp",
         )
-    return _gid_fault(port, where, chosen_gid_index(machine.environ)) or _verbs_fault(device, machine)
+    return _gid_fault(port, where) or _verbs_fault(device, machine)
 
 
-def missing_device_fault(name: str, devices: Collection[RdmaDevice], machine: Machine) -> Fault:
+def missing_device_fault(name: str, devices: Collection[str], machine: Machine) -> Fault:
     """The fault of a name in --ib-device that no device has."""
-    present = ", ".join(device.name for device in devices) or "none"
+    present = ", ".join(devices) or "none"
     return Fault(f"{name} is not in {machine.infiniband}, which has: {present}", "correct --ib-device")
 
 
@@ -200,12 +190,12 @@ def no_device_fault(machine: Machine) -> Fault:
     )
 
 
-def _gid_fault(port: Port, where: str, gid_index: int | None) -> Fault | None:
-    grade, gid = port.best_gid((), gid_index)
-    if grade is GidGrade.NONE and gid_index is not None:
+def _gid_fault(port: Port, where: str) -> Fault | None:
+    grade, gid = port.best_gid()
+    if grade is GidGrade.NONE and port.gid_index is not None:
         present = ", ".join(str(entry.index) for entry in port.gids) or "none"
         return Fault(
-            f"{where} has no GID at index {gid_index}, it has them at: {present}",
+            f"{where} has no GID at index {port.gid_index}, it has them at: {present}",
             "change or unset MC_GID_INDEX and NCCL_IB_GID_INDEX",
         )
     if grade is GidGrade.NONE:
@@ -254,11 +244,14 @@ def _uverbs_by_device(machine: Machine) -> dict[str, list[str]]:
     return found
 
 
-def _read_device(path: Path, uverbs: tuple[str, ...]) -> RdmaDevice:
-    return RdmaDevice(path.name, tuple(map(_read_port, _numbered(path / "ports"))), uverbs)
+def _read_device(path: Path, uverbs: tuple[str, ...], environ: Mapping[str, str]) -> RdmaDevice:
+    ports = {int(port.name): port for port in _numbered(path / "ports")}
+    opened = ports.get(port_number(environ))
+    port = _read_port(opened, chosen_gid_index(environ)) if opened is not None else None
+    return RdmaDevice(path.name, tuple(ports), port, uverbs)
 
 
-def _read_port(path: Path) -> Port:
+def _read_port(path: Path, gid_index: int | None) -> Port:
     gids = []
     for entry in _numbered(path / "gids"):
         try:
@@ -269,7 +262,8 @@ def _read_port(path: Path) -> Port:
             types, netdevs = path / "gid_attrs" / "types", path / "gid_attrs" / "ndevs"
             gid_type, netdev = read_text(types / entry.name), read_text(netdevs / entry.name)
             gids.append(Gid(int(entry.name), address, gid_type, netdev))
-    return Port(int(path.name), read_text(path / "state"), read_text(path / "link_layer"), tuple(gids))
+    state, link_layer = read_text(path / "state"), read_text(path / "link_layer")
+    return Port(int(path.name), state, link_layer, tuple(gids), gid_index)
 
 
 def _numbered(directory: Path) -> list[Path]:

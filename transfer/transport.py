@@ -127,7 +127,7 @@ def select_devices(
 
     ``only_sure``: a device whose GID may not reach the peer is left out.
     """
-    devices = {device.name: device for device in read_devices(machine)}
+    devices = read_devices(machine)
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
     advertised = addresses_of(host)
@@ -140,11 +140,11 @@ def select_devices(
     for name in names or devices:
         device = devices.get(name)
         if device is None:
-            faults.append(missing_device_fault(name, devices.values(), machine))
+            faults.append(missing_device_fault(name, devices, machine))
             continue
-        note = _gid_note(device, host, advertised, machine)
         fault = device_fault(device, machine)
-        if fault is None and only_sure and _grade(device, advertised, machine) < GidGrade.ROUTABLE:
+        grade, note = _reach(device, host, advertised)
+        if fault is None and only_sure and grade < GidGrade.ROUTABLE:
             fault = Fault(note, "give its interface an address, or ask for rdma")
         if fault is not None:
             faults.append(fault)
@@ -154,7 +154,7 @@ def select_devices(
     if not usable or (names and faults):
         return DeviceSelection((), tuple(faults))
     notes += [f"left out: {fault.what}" for fault in faults]
-    link_layers = {port.link_layer for name in usable if (port := devices[name].port(machine.environ))}
+    link_layers = {port.link_layer for name in usable if (port := devices[name].port)}
     if len(link_layers) > 1:
         notes.append(f"{' and '.join(sorted(link_layers))} do not reach each other, name devices of one kind")
     return DeviceSelection(tuple(usable), (), tuple(notes))
@@ -178,22 +178,16 @@ def forced_tcp_fault(machine: Machine) -> Fault | None:
     return Fault("MC_FORCE_TCP is set in the environment", "unset it, or use --transfer-protocol tcp")
 
 
-def _grade(device: RdmaDevice, advertised: Collection[IpAddress], machine: Machine) -> GidGrade:
-    return device.best_gid(advertised, machine.environ)[0]
-
-
-def _gid_note(device: RdmaDevice, host: str, advertised: Collection[IpAddress], machine: Machine) -> str:
-    """What to know of the GID of a usable device; empty when it is that of the advertised address."""
-    port = device.port(machine.environ)
-    if port is None or port.link_layer == "InfiniBand":
-        return ""
-    match device.best_gid(advertised, machine.environ):
-        case GidGrade.LINK_LOCAL, _:
-            return f"{device.name} has no GID with an IP address and reaches peers on the same link only"
-        case GidGrade.ROUTABLE, gid if gid is not None:
-            return f"{device.name} has the address {gid.ip}, not the advertised {host}"
-        case _:
-            return ""
+def _reach(device: RdmaDevice, host: str, advertised: Collection[IpAddress]) -> tuple[GidGrade, str]:
+    """How far a device reaches, and what to know of that; nothing for the GID of the advertised address."""
+    if device.port is None:
+        return GidGrade.NONE, ""
+    grade, gid = device.port.best_gid(advertised)
+    if grade is GidGrade.LINK_LOCAL:
+        return grade, f"{device.name} has no GID with an IP address and reaches peers on the same link only"
+    if grade is GidGrade.ROUTABLE and gid is not None and device.port.link_layer != "InfiniBand":
+        return grade, f"{device.name} has the address {gid.ip}, not the advertised {host}"
+    return grade, ""
 
 
 # --- the advertised address -------------------------------------------------------------------------------

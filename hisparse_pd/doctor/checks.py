@@ -208,7 +208,7 @@ def check_pinned(device: str, facts: CudaFacts) -> Check:
 
 def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Machine) -> list[Check]:
     """A line for each device that is there or named."""
-    devices = {device.name: device for device in read_devices(machine)}
+    devices = read_devices(machine)
     if not devices:
         none = no_device_fault(machine)
         return [Check("RDMA", _RDMA_STATUS[asked], none.what, "" if asked == "tcp" else none.remedy)]
@@ -218,9 +218,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
     for name in dict.fromkeys((*named, *devices)):
         is_asked_for = asked != "tcp" and (not named or name in named)
         device = devices.get(name)
-        fault = (
-            device_fault(device, machine) if device else missing_device_fault(name, devices.values(), machine)
-        )
+        fault = device_fault(device, machine) if device else missing_device_fault(name, devices, machine)
         if fault is not None:
             is_fatal = asked == "rdma" and is_asked_for and (bool(named) or not is_usable)
             status = Status.FAIL if is_fatal else Status.WARN if is_asked_for else Status.INFO
@@ -278,10 +276,10 @@ def check_transport(
 
 def _describe(device: RdmaDevice, host: str, machine: Machine) -> str:
     """State, link layer and GID of a device without fault, and what select_devices has to say of it."""
-    _, gid = device.best_gid(addresses_of(host), machine.environ)
-    port = device.port(machine.environ)
-    state, link_layer = (port.state, port.link_layer) if port else ("", "")
-    words = [f"{state}, {link_layer}"]
+    port = device.port
+    assert port is not None, "a device without a port has a fault"
+    words = [f"{port.state}, {port.link_layer}"]
+    _, gid = port.best_gid(addresses_of(host))
     if gid is not None:
         netdev = f" of {gid.netdev}" if gid.netdev else ""
         words.append(f"GID {gid.index} {gid.ip}{netdev}, {gid.type}")

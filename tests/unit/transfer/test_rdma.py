@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.memory.machine import gpu_direct, list_verbs_devices, memlock_fault, show_bytes
+from hisparse_pd.memory.machine import Machine, gpu_direct, list_verbs_devices, memlock_fault, show_bytes
 from tests.unit.transfer.fake_machine import (
     IB_GID,
     INFINIBAND,
@@ -20,11 +20,24 @@ from tests.unit.transfer.fake_machine import (
     FakeMachine,
     ipv4_gid,
 )
-from transfer.rdma import GidGrade, chosen_gid_index, device_fault, device_names, port_number, read_devices
+from transfer.rdma import (
+    GidGrade,
+    RdmaDevice,
+    chosen_gid_index,
+    device_fault,
+    device_names,
+    port_number,
+    read_devices,
+)
 
 ADDRESS = ip_address("192.0.2.7")
 V2 = "RoCE v2"
 V1 = "IB/RoCE v1"
+
+
+def read(machine: Machine) -> RdmaDevice:
+    (device,) = read_devices(machine).values()
+    return device
 
 
 def no_library() -> tuple[str, ...]:
@@ -32,13 +45,14 @@ def no_library() -> tuple[str, ...]:
 
 
 def test_a_machine_without_devices_has_none(tmp_path: Path) -> None:
-    assert read_devices(FakeMachine(tmp_path).machine) == ()
+    assert read_devices(FakeMachine(tmp_path).machine) == {}
 
 
 def test_what_sysfs_shows_is_read(tmp_path: Path) -> None:
-    (device,) = read_devices(FakeMachine(tmp_path, ROCE).machine)
-    (port,) = device.ports
-    assert (device.name, device.uverbs) == ("mlx5_0", ("uverbs0",))
+    device = read(FakeMachine(tmp_path, ROCE).machine)
+    port = device.port
+    assert port is not None
+    assert (device.name, device.uverbs, device.port_numbers) == ("mlx5_0", ("uverbs0",), (1,))
     assert (port.number, port.state, port.link_layer) == (1, "4: ACTIVE", "Ethernet")
     assert [gid.index for gid in port.gids] == [0, 1, 2, 3], "an entry of zeros is no GID"
     assert (port.gids[3].ip, port.gids[3].type, port.gids[3].netdev) == (ADDRESS, V2, "ens1f0")
@@ -48,8 +62,9 @@ def test_what_sysfs_shows_is_read(tmp_path: Path) -> None:
 def test_gids_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     gids = [(ZERO_GID, "")] * 10 + [(ipv4_gid("192.0.2.7"), V2)]
     gids[2] = (ipv4_gid("192.0.2.8"), V2)
-    (device,) = read_devices(FakeMachine(tmp_path, replace(ROCE, gids=gids)).machine)
-    assert [gid.index for gid in device.ports[0].gids] == [2, 10]
+    port = read(FakeMachine(tmp_path, replace(ROCE, gids=gids)).machine).port
+    assert port is not None
+    assert [gid.index for gid in port.gids] == [2, 10]
 
 
 @pytest.mark.parametrize(
@@ -70,16 +85,17 @@ def test_gids_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_the_gid_that_reaches_farthest_is_graded(
     tmp_path: Path, device: FakeDevice, gid_index: int | None, grade: GidGrade, index: int | None
 ) -> None:
-    (read,) = read_devices(FakeMachine(tmp_path, device).machine)
-    found, gid = read.ports[0].best_gid({ADDRESS}, gid_index)
+    environ = {} if gid_index is None else {"MC_GID_INDEX": str(gid_index)}
+    port = read(FakeMachine(tmp_path, device, environ=environ).machine).port
+    assert port is not None
+    found, gid = port.best_gid({ADDRESS})
     assert (found, gid and gid.index) == (grade, index)
 
 
 @pytest.mark.parametrize("device", [ROCE, INFINIBAND])
 def test_a_device_without_fault(tmp_path: Path, device: FakeDevice) -> None:
     machine = FakeMachine(tmp_path, device).machine
-    (read,) = read_devices(machine)
-    assert device_fault(read, machine) is None
+    assert device_fault(read(machine), machine) is None
 
 
 @pytest.mark.parametrize(
@@ -103,8 +119,7 @@ def test_a_device_that_cannot_be_used(
     tmp_path: Path, device: FakeDevice, changes: dict[str, Any], words: list[str]
 ) -> None:
     machine = FakeMachine(tmp_path, device, **changes).machine
-    (read,) = read_devices(machine)
-    fault = str(device_fault(read, machine))
+    fault = str(device_fault(read(machine), machine))
     for word in words:
         assert word in fault
 
@@ -122,15 +137,13 @@ def test_a_device_that_can_be_used_after_all(
     tmp_path: Path, device: FakeDevice, environ: dict[str, str]
 ) -> None:
     machine = FakeMachine(tmp_path, device, environ=environ).machine
-    (read,) = read_devices(machine)
-    assert device_fault(read, machine) is None
+    assert device_fault(read(machine), machine) is None
 
 
 def test_a_node_in_dev_that_is_not_open_to_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = FakeMachine(tmp_path, ROCE).machine
-    (device,) = read_devices(machine)
     monkeypatch.setattr("transfer.rdma.os.access", lambda path, mode: False)
-    assert "cannot be read and written by this user" in str(device_fault(device, machine))
+    assert "cannot be read and written by this user" in str(device_fault(read(machine), machine))
 
 
 def test_the_real_library_answers() -> None:
