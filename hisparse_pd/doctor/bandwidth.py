@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, assert_never
+from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ from transfer.lane_host import SharedMemory
 from transfer.sender import Writer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hisparse_pd.memory.host import HostPool
     from hisparse_pd.memory.peer import GpuWriter
 
 log = logging.getLogger(__name__)
@@ -69,30 +72,22 @@ class Buffer:
     ) -> None:
         self.num_bytes = num_bytes
         self._engine = engine
-        self._memory: Any  # NDArray[np.uint8] | torch.Tensor
-        self._pool: Any = None
-        if device == "cpu" and shared:
-            from hisparse_pd.memory.host import HostMemoryError, allocate_host
+        self._pool: HostPool | None = None
+        try:  # imported here: a doctor of a machine where torch is broken has to say so
+            import torch
 
-            try:
+            from hisparse_pd.memory.host import allocate_host
+
+            if device == "cpu" and shared:
                 self._pool = allocate_host(num_bytes, pinned=False, shared=True, name="the doctor's buffer")
-            except HostMemoryError as error:
-                raise BandwidthError(str(error)) from error
-            self._memory = self._pool.tensor.numpy()
-            self.base_addr = engine.register(self._memory.ctypes.data, num_bytes)
-        elif device == "cpu":  # which needs no torch
-            self._memory = np.zeros(num_bytes, np.uint8)
-            self.base_addr = engine.register(self._memory.ctypes.data, num_bytes)
-        else:
-            try:
-                import torch
-
+                self._memory: Tensor = self._pool.tensor
+            else:
                 self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            except Exception as error:
-                raise BandwidthError(
-                    f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
-                ) from error
-            self.base_addr = engine.register(self._memory)
+        except Exception as error:
+            raise BandwidthError(
+                f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
+            ) from error
+        self.base_addr = engine.register(self._memory)
 
     @property
     def shared_memory(self) -> tuple[SharedMemory, ...]:
@@ -103,7 +98,7 @@ class Buffer:
 
     def gpu_writer(self) -> GpuWriter | None:
         """What copies from it on a GPU; None: a CPU does."""
-        if isinstance(self._memory, np.ndarray):
+        if self._memory.device.type == "cpu":
             return None
         from hisparse_pd.memory.peer import GpuWriter
 
@@ -111,18 +106,15 @@ class Buffer:
 
     def fill(self, content: NDArray[np.uint8]) -> None:
         """``content``: [num_bytes]."""
-        if isinstance(self._memory, np.ndarray):
-            self._memory[:] = content
-            return
         import torch
 
         self._memory.copy_(torch.from_numpy(content))
-        torch.cuda.synchronize(self._memory.device)
+        if self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
 
     def crc32(self, num_bytes: int) -> int:
         """Of the first ``num_bytes``."""
-        part = self._memory[:num_bytes]
-        return zlib.crc32((part if isinstance(part, np.ndarray) else part.cpu().numpy()).tobytes())
+        return zlib.crc32(self._memory[:num_bytes].cpu().numpy().tobytes())
 
     def close(self) -> None:
         self._engine.unregister(self.base_addr)
