@@ -10,16 +10,17 @@ recorded earlier, is believed. With a list of allowed peers no other address is 
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import errno
 import os
 import secrets
-import ssl
+import socket
+import threading
 import time
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-import httpx
 import msgspec
 from msgspec import Meta
 
@@ -43,9 +44,6 @@ _NONCE_BYTES = 16
 _ASKING = "bootstrap request"
 _ANSWERING = "bootstrap answer"
 _REJECTING = (401, 403)
-
-_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Never used: httpx would read all certificates of the system, for a tenth of a second, to ask for http."""
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -188,22 +186,20 @@ def look_up(
     deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
     addresses = _addresses(asked, bootstrap_host, allowed, deadline)
     nonce = secrets.token_hex(_NONCE_BYTES)
-    headers = {"accept-encoding": "identity"}
+    headers = {}
     if keys is not None:
-        headers |= {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_ASKING, nonce.encode())}
-    address, (status, answer_headers, body) = _ask_first(addresses, bootstrap_port, headers, asked, deadline)
+        headers = {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_ASKING, nonce.encode())}
+    address, (status, code, body) = _ask_first(addresses, bootstrap_port, headers, asked, deadline)
     if status != 200:
         raise BootstrapLookupError(
             f"{asked}: status {status}{_error_text(body)}", rejected=status in _REJECTING
         )
-    if keys is not None:
-        code = answer_headers.get(CODE_HEADER, "")
-        if not keys.has_signed(code, _ANSWERING, nonce.encode(), body):
-            raise BootstrapLookupError(
-                f"{asked}: the answer is not by a holder of this node's control key; set the same "
-                "control_key_file on both nodes",
-                rejected=True,
-            )
+    if keys is not None and not keys.has_signed(code, _ANSWERING, nonce.encode(), body):
+        raise BootstrapLookupError(
+            f"{asked}: the answer is not by a holder of this node's control key; set the same "
+            "control_key_file on both nodes",
+            rejected=True,
+        )
     info = parse_info(body, asked)
     if info.control_host_for(bootstrap_host) == bootstrap_host:
         control_host = address  # it answers there; another of the name may be another machine's
@@ -238,8 +234,8 @@ def parse_info(body: bytes, asked: str) -> BootstrapInfo:
     return info
 
 
-_Answer: TypeAlias = tuple[int, httpx.Headers, bytes]
-"""Status, headers and body."""
+_Answer: TypeAlias = tuple[int, str, bytes]
+"""Status, the code that proves who answers, and the body."""
 
 
 def _ask_first(
@@ -251,51 +247,53 @@ def _ask_first(
         now = time.monotonic()
         until = now + (deadline - now) / (len(addresses) - number)
         try:
-            url = f"http://{_in_url(address)}:{port}{BOOTSTRAP_PATH}"
-            return address, asyncio.run(_get(url, headers, asked, until - now))
+            return address, _get(address, port, headers, asked, until)
         except BootstrapLookupError as error:
             errors.append(error)
     is_refused = all(error.refused for error in errors)
     raise BootstrapLookupError(str(errors[-1]), refused=is_refused) from errors[-1]
 
 
-async def _get(url: str, headers: dict[str, str], asked: str, timeout_secs: float) -> _Answer:
-    """In a loop of its own, for nothing else ends an exchange at a given time, whatever drips in.
+def _get(address: str, port: int, headers: dict[str, str], asked: str, deadline: float) -> _Answer:
+    """A timer ends the exchange, whatever drips in, and of an endless body not more than the bound is read.
 
-    Of an endless body not more than the bound is read. Raises BootstrapLookupError.
+    Raises BootstrapLookupError.
     """
-    body = bytearray()
-    try:
-        async with (
-            asyncio.timeout(timeout_secs),
-            httpx.AsyncClient(timeout=None, trust_env=False, verify=_NO_TLS) as client,
-            client.stream("GET", url, headers=headers) as answer,
-        ):
-            async for chunk in answer.aiter_raw():
-                body += chunk
-                if len(body) > MAX_INFO_BYTES:
-                    raise BootstrapLookupError(f"{asked}: the answer has more than {MAX_INFO_BYTES} bytes")
-            return answer.status_code, answer.headers, bytes(body)
-    except TimeoutError as error:
-        raise BootstrapLookupError(f"{asked}: no whole answer in {timeout_secs:.3g} s") from error
-    except httpx.ConnectError as error:
-        cause = _system_error(error)
-        refused = cause.errno == errno.ECONNREFUSED
-        what = os.strerror(cause.errno) if cause.errno else str(cause)
-        raise BootstrapLookupError(f"{asked}: cannot connect ({what})", refused=refused) from error
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        raise BootstrapLookupError(f"{asked}: {type(error).__name__}: {error}") from error
+    timeout_secs = deadline - time.monotonic()
+    late = BootstrapLookupError(f"{asked}: no whole answer in {timeout_secs:.3g} s")
+    with contextlib.closing(HTTPConnection(address, port, timeout=timeout_secs)) as connection:
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise late from error
+        except OSError as error:
+            what = os.strerror(error.errno) if error.errno else str(error)
+            is_refused = error.errno == errno.ECONNREFUSED
+            raise BootstrapLookupError(f"{asked}: cannot connect ({what})", refused=is_refused) from error
+        end = threading.Timer(deadline - time.monotonic(), _shut_down, (connection.sock,))
+        end.start()
+        try:
+            connection.request("GET", BOOTSTRAP_PATH, headers=headers)
+            with connection.getresponse() as answer:
+                body, num_missing = answer.read(MAX_INFO_BYTES + 1), answer.length
+        except (OSError, HTTPException) as error:
+            if time.monotonic() >= deadline:
+                raise late from error
+            raise BootstrapLookupError(f"{asked}: {type(error).__name__}: {error}") from error
+        finally:
+            end.cancel()
+        if len(body) > MAX_INFO_BYTES:
+            raise BootstrapLookupError(f"{asked}: the answer has more than {MAX_INFO_BYTES} bytes")
+        if time.monotonic() >= deadline:
+            raise late
+        if num_missing:
+            raise BootstrapLookupError(f"{asked}: the answer ended {num_missing} bytes before its end")
+        return answer.status, answer.headers.get(CODE_HEADER, ""), body
 
 
-def _system_error(error: BaseException) -> OSError:
-    """What the system said, of an error that libraries wrapped."""
-    found = OSError(str(error))
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno is not None:
-            found = cause
-        cause = cause.__cause__ or cause.__context__
-    return found
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _addresses(asked: str, host: str, allowed: PeerList, deadline: float) -> list[str]:

@@ -217,8 +217,10 @@ def test_a_forged_or_recorded_answer_is_not_believed() -> None:
         (http(b"[1]", b"500 No"), "status 500"),
         (http(b"", b"302 Found", location="http://127.0.0.1:1/"), "status 302"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (MAX_INFO_BYTES + 1), "more than 65536 bytes"),
-        (b"\x00\xff nothing of the kind\r\n\r\n", "RemoteProtocolError"),
-        (b"", "RemoteProtocolError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "ended 8 bytes before its end"),
+        (b"\x00\xff nothing of the kind\r\n\r\n", "BadStatusLine"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200, "more than 100 headers"),
+        (b"", "RemoteDisconnected"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error_that_says_so(answer: bytes, words: str) -> None:
