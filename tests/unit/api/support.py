@@ -20,6 +20,7 @@ from hisparse_pd.api.app import Front
 from hisparse_pd.api.grammar_checks import GrammarChecks
 from hisparse_pd.api.keys import load_api_keys
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.http.engine_link import EngineLink, LinkState
 from hisparse_pd.http.listening import Listener
@@ -35,7 +36,20 @@ ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": None, "b
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5, **ROOM}
 NATIVE: dict[str, Any] = {"text": "hello", "sampling_params": {"max_new_tokens": 5}, **ROOM}
 MESSAGES = [{"role": "user", "content": "hi"}]
+MINIMAL: dict[Endpoint, dict[str, Any]] = {
+    Endpoint.COMPLETIONS: {"prompt": "hello", **ROOM},
+    Endpoint.CHAT: {"messages": MESSAGES, **ROOM},
+    Endpoint.GENERATE: {"text": "hello", **ROOM},
+    Endpoint.MESSAGES: {"messages": MESSAGES, "max_tokens": 9, **ROOM},
+    Endpoint.RESPONSES: {"input": "hello", **ROOM},
+}
+"""Bodies."""
 TOKENIZER = make_tokenizer()
+
+
+def parse(endpoint: Endpoint, **changes: Any) -> ApiRequest:
+    """The request that is the minimal body with ``changes``."""
+    return parse_request(endpoint, json.dumps(MINIMAL[endpoint] | changes).encode(), "tiny")
 
 
 class Unchecked(GrammarChecks):

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from hisparse_pd.api.call_rules import CallRule
@@ -19,27 +18,16 @@ from hisparse_pd.api.constraints import (
     Constraint,
     FormatKind,
 )
-from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
+from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.http.http_errors import ApiError
+from tests.unit.api.support import parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "number"}, "a": {"const": 1.0}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"number"},"a":{"const":1.0}}}'
 ANY_OBJECT = '{"type":"object"}'
-ROOM = {"bootstrap_host": "10.0.0.1", "bootstrap_room": 7}
-BODIES: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.COMPLETIONS: {"prompt": "x"},
-    Endpoint.CHAT: {"messages": [{"role": "user", "content": "x"}]},
-    Endpoint.GENERATE: {"text": "x"},
-    Endpoint.MESSAGES: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
-    Endpoint.RESPONSES: {"input": "x"},
-}
 CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES = (
     *(Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.GENERATE, Endpoint.MESSAGES, Endpoint.RESPONSES),
 )
-
-
-def parse(endpoint: Endpoint, **changes: Any) -> ApiRequest:
-    return parse_request(endpoint, msgspec.json.encode(BODIES[endpoint] | ROOM | changes), "tiny")
 
 
 def constraint_of(endpoint: Endpoint, **changes: Any) -> Constraint | None:

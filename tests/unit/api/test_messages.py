@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.engine.messages import Generate, RequestFailed
+from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, deliver, say, stops_after
-from tests.unit.api.support import ROOM, named_events, serving
+from tests.unit.api.support import ROOM, named_events, parse, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -261,19 +263,10 @@ SHOWN_TURNS = '[user]ab[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2
         ),
     ],
 )
-async def test_the_prompt(
-    tmp_path: Path, codec: RecordingCodec, options: dict[str, Any], prompt: str
-) -> None:
-    """The same is counted as is served."""
-    async with serving(say("abcdef"), tmp_path) as node:
-        answer = await node.post(PATH, **{**BODY, "max_tokens": 5, **options})
-        assert answer.status_code == 200, answer.text
-        assert codec.prompt == prompt
-        usage = answer.json()["usage"]
-        codec.encoded = ()
-        counted = (await node.post(PATH + "/count_tokens", **{**BODY, **options})).json()
-        assert codec.prompt == prompt
-        assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+async def test_the_prompt(codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
+    request = parse(Endpoint.MESSAGES, **{**BODY, **options})
+    await codec.encode(request.prompts, ["prompt"], 10_000_000)
+    assert codec.prompt == prompt
 
 
 async def test_omitted_thinking_is_in_its_signature(tmp_path: Path, codec: RecordingCodec) -> None:
@@ -352,8 +345,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (cleared(keep={"type": "thinking_turns"}), "context_management.edits.keep.value"),
     (cleared(keep="some"), "context_management.edits[0].keep"),
-]
-REFUSED_TO_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens: null must be `int`"),
     ({"temperature": 1.5}, "temperature: 1.5 must be `float` <= 1"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
@@ -369,17 +360,12 @@ REFUSED_TO_GENERATE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), [*REFUSED, *REFUSED_TO_GENERATE])
-async def test_what_is_refused_is_named(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    async with serving(say("x"), tmp_path) as node:
-        paths = [PATH] if (options, said) in REFUSED_TO_GENERATE else [PATH, PATH + "/count_tokens"]
-        for path in paths:
-            answer = await node.post(path, **{**BODY, **options})
-            assert answer.status_code == 400, answer.text
-            error = answer.json()
-            assert error["type"] == "error"
-            assert error["error"]["type"] == "invalid_request_error"
-            assert said in error["error"]["message"]
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_what_is_refused_is_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(Endpoint.MESSAGES, **options)
+    assert refused.value.status == 400
+    assert said in refused.value.message
 
 
 async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
@@ -395,6 +381,10 @@ async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
         answer = await node.client.get(PATH)
         assert (answer.status_code, answer.json()["type"]) == (405, "error")
+        for path in (PATH, PATH + "/count_tokens"):
+            answer = await node.post(path, **{**BODY, "messages": []})
+            assert (answer.status_code, answer.json()["type"]) == (400, "error")
+            assert answer.json()["error"]["type"] == "invalid_request_error"
         for is_streamed in (False, True):
             answer = await node.post(PATH, **BODY, stream=is_streamed)
             assert answer.status_code == 502

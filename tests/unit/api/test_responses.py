@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.engine.messages import Generate, RequestFailed
+from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import deliver, say, stops_after
-from tests.unit.api.support import ROOM, named_events, serving
+from tests.unit.api.support import ROOM, named_events, parse, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -252,13 +253,10 @@ SHOWN = (
         ),
     ],
 )
-async def test_the_prompt(
-    tmp_path: Path, codec: RecordingCodec, options: dict[str, Any], prompt: str
-) -> None:
-    async with serving(say("abcdef"), tmp_path) as node:
-        answer = await node.post(PATH, **{**BODY, "max_output_tokens": 5, **options})
-        assert answer.status_code == 200, answer.text
-        assert codec.prompt == prompt
+async def test_the_prompt(codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
+    request = parse(Endpoint.RESPONSES, **{**BODY, **options})
+    await codec.encode(request.prompts, ["prompt"], 10_000_000)
+    assert codec.prompt == prompt
 
 
 def call_of(name: str, key: str, value: str) -> str:
@@ -331,8 +329,7 @@ EDIT = {"type": "custom", "name": "apply_patch"}
     ],
 )
 def test_tools_of_namespaces_are_chosen(choice: dict[str, Any], called: str) -> None:
-    body = {**BODY, "tools": [TOOL, NAMESPACE, CUSTOM], "tool_choice": choice}
-    request = parse_request(Endpoint.RESPONSES, json.dumps(body).encode(), "tiny")
+    request = parse(Endpoint.RESPONSES, tools=[TOOL, NAMESPACE, CUSTOM], tool_choice=choice)
     constraint = request.options[0].constraint
     assert constraint is not None
     assert constraint.calls is not None
@@ -340,8 +337,7 @@ def test_tools_of_namespaces_are_chosen(choice: dict[str, Any], called: str) -> 
 
 
 def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
-    body = json.dumps(BODY | {"tools": [NAMESPACE]}).encode()
-    chat = parse_request(Endpoint.RESPONSES, body, "tiny").chat
+    chat = parse(Endpoint.RESPONSES, tools=[NAMESPACE]).chat
     assert chat is not None
     spawn, wait, patch = (cast("dict[str, object]", tool["function"]) for tool in chat.tools)
     assert spawn["description"] == "agents: Of helpers.\n\nof a city"
@@ -414,16 +410,12 @@ def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
         ({"n": 2}, "n", "is not supported"),
     ],
 )
-async def test_what_is_refused_is_named(
-    tmp_path: Path, options: dict[str, Any], param: str, said: str
-) -> None:
-    async with serving(say("x"), tmp_path) as node:
-        answer = await node.post(PATH, **{**BODY, **options})
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert error["param"] == param
-        assert error["message"].startswith(param)
-        assert said in error["message"]
+def test_what_is_refused_is_named(options: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(Endpoint.RESPONSES, **options)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.message.startswith(param)
+    assert said in refused.value.message
 
 
 async def test_a_failure_midway_is_an_event_of_its_own(tmp_path: Path) -> None:

@@ -26,25 +26,11 @@ from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.vocabulary import HisparseFlag, pack_logit_bias
 from protocol.decoding import MAX_NESTING
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
+from tests.unit.api.support import MESSAGES, MINIMAL, ROOM, parse
 from tests.unit.api.tiny_tokenizer import BOS, make_tokenizer
 
-MODEL = "tiny"
-ROOM: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9000, "bootstrap_room": 7}
-MESSAGES = [{"role": "user", "content": "hi"}]
-MINIMAL: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.COMPLETIONS: {"model": MODEL, "prompt": "hello", **ROOM},
-    Endpoint.CHAT: {"model": MODEL, "messages": MESSAGES, **ROOM},
-    Endpoint.GENERATE: {"text": "hello", **ROOM},
-    Endpoint.MESSAGES: {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, **ROOM},
-    Endpoint.RESPONSES: {"model": MODEL, "input": "hello", **ROOM},
-}
 DECODE_LIMITS = Limits(CONTEXT_LENGTH, 200, 100, holds_output=True)
 PREFILL_LIMITS = Limits(CONTEXT_LENGTH, 200, 200, holds_output=False)
-
-
-def parse(endpoint: Endpoint, **changes: Any) -> ApiRequest:
-    body = {**MINIMAL[endpoint], **changes}
-    return parse_request(endpoint, json.dumps(body).encode(), MODEL)
 
 
 def completion(**changes: Any) -> ApiRequest:
@@ -601,7 +587,7 @@ def test_another_model_is_404(endpoint: Endpoint) -> None:
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("model", [None, MODEL, "", "unknown", "default"])
+@pytest.mark.parametrize("model", [None, "tiny", "", "unknown", "default"])
 def test_naming_no_model_is_fine(model: str | None) -> None:
     chat(model=model)
 
@@ -626,7 +612,7 @@ def test_naming_no_model_is_fine(model: str | None) -> None:
 )
 def test_bodies_that_are_no_json_object(body: bytes, said: str) -> None:
     with pytest.raises(ApiError, match=said) as caught:
-        parse_request(Endpoint.COMPLETIONS, body, MODEL)
+        parse_request(Endpoint.COMPLETIONS, body, "tiny")
     assert caught.value.status == 400
 
 
@@ -652,10 +638,10 @@ def test_large_fields_are_refused_and_large_unknown_ones_are_not_decoded() -> No
     ):
         body = json.dumps(MINIMAL[Endpoint.CHAT])[:-1] + f', "{field}": {many}}}'
         if said is None:
-            parse_request(Endpoint.CHAT, body.encode(), MODEL)
+            parse_request(Endpoint.CHAT, body.encode(), "tiny")
             continue
         with pytest.raises(ApiError) as refused:
-            parse_request(Endpoint.CHAT, body.encode(), MODEL)
+            parse_request(Endpoint.CHAT, body.encode(), "tiny")
         assert said in refused.value.message
         assert "2097152 are the most for a field" in refused.value.message
 
@@ -684,8 +670,8 @@ def test_null_is_the_same_as_absent() -> None:
     """In every declared field, of bodies and of messages."""
     for endpoint in Endpoint:
         body: dict[str, Any] = dict.fromkeys(BODIES[endpoint].__struct_fields__) | MINIMAL[endpoint]
-        bare = parse_request(endpoint, json.dumps(MINIMAL[endpoint]).encode(), MODEL)
-        assert parse_request(endpoint, json.dumps(body).encode(), MODEL) == bare
+        bare = parse_request(endpoint, json.dumps(MINIMAL[endpoint]).encode(), "tiny")
+        assert parse_request(endpoint, json.dumps(body).encode(), "tiny") == bare
 
 
 # --- the OpenAPI document ---------------------------------------------------------------------------
