@@ -193,8 +193,3 @@ def serve_script(endpoints: Sequence[str], engine: ScriptedEngine) -> None:
             time.sleep(0.001)
     finally:
         socket.close()
-
-
-def run_slow_engine(settings: object, endpoints: Sequence[str], place: object) -> None:
-    """An engine process for the tests of the front process: answers after a second, one byte at a time."""
-    serve_script(endpoints, ScriptedEngine(endpoints, say("abcdefgh", delay_secs=0.2)))

@@ -47,7 +47,7 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
     serve_script(endpoints, ScriptedEngine(endpoints, script))
 
 
-def run(model_path: Path, port: int, num_fronts: int) -> int:
+def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
     settings = DecodeSettings(
         model_path=model_path,
         port=port,
@@ -56,7 +56,7 @@ def run(model_path: Path, port: int, num_fronts: int) -> int:
         api_server_count=num_fronts,
         max_running_requests=4,
         max_queued_requests=2,
-        drain_timeout_secs=WAIT_SECS,
+        drain_timeout_secs=drain_timeout_secs,
     )
     return run_front(
         settings,
@@ -119,7 +119,7 @@ class NodeProcess:
 
 
 @contextlib.contextmanager
-def node(tmp_path: Path, num_fronts: int = 2) -> Iterator[NodeProcess]:
+def node(tmp_path: Path, num_fronts: int = 2, drain_timeout_secs: float = WAIT_SECS) -> Iterator[NodeProcess]:
     """With as many engines as fronts."""
     model_path = write_checkpoint(tmp_path / "tiny")
     port = free_port()
@@ -127,7 +127,7 @@ def node(tmp_path: Path, num_fronts: int = 2) -> Iterator[NodeProcess]:
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom tests.unit.api.test_fronts import run\n"
         "if __name__ == '__main__':\n"
-        f"    sys.exit(run(Path({str(model_path)!r}), {port}, {num_fronts}))\n"
+        f"    sys.exit(run(Path({str(model_path)!r}), {port}, {num_fronts}, {drain_timeout_secs}))\n"
     )
     limits = httpx.Limits(max_keepalive_connections=0)
     with (
@@ -198,6 +198,13 @@ def test_a_front_alone_lets_them_finish_too(tmp_path: Path) -> None:
             assert list(streams[0])[-1] == "data: [DONE]"
         assert one.process.wait(WAIT_SECS) == 0
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error(tmp_path: Path) -> None:
+    with node(tmp_path, num_fronts=1, drain_timeout_secs=0.1) as one, one.streams(1) as streams:
+        one.process.send_signal(signal.SIGTERM)
+        assert "the node is shutting down" in error_of(list(streams[0])[-1])
+        assert one.process.wait(WAIT_SECS) == 0
 
 
 @pytest.mark.slow

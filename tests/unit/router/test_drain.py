@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ from router.supervisor import Child, Supervisor
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY
-from tests.unit.api.tiny_tokenizer import write_checkpoint
-from tests.unit.router.cluster import FakeNode, delivers, in_two_steps, never, serving
+from tests.unit.router.cluster import FakeNode, at_first, delivers, in_two_steps, never, serving
 from tests.waiting import WAIT_SECS, until, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -104,32 +101,39 @@ async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest() -> 
         assert await router.exit_status() == 0
 
 
-@pytest.mark.parametrize("options", [["--drain-timeout-secs", "0.2"], []], ids=["timeout", "second signal"])
-async def test_what_does_not_finish_in_time_ends_with_an_error(options: list[str]) -> None:
-    async with router_process(*options) as router:
+async def test_what_does_not_finish_in_time_ends_with_an_error() -> None:
+    """A stream in an event, a request without an answer yet with a 503."""
+    decode = at_first(in_two_steps, never)
+    async with router_process("--drain-timeout-secs", "0.2", decode=decode) as router:
         async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
             chunks = answer.aiter_raw()
             await anext(chunks)
+            asking = asyncio.create_task(router.client.post("/generate", json={"text": "a"}))
+            await until(lambda: len(router.decode.requests) == 2, "the node has both requests")
             router.process.send_signal(signal.SIGTERM)
-            if not options:
-                await router.until_draining()
-                router.process.send_signal(signal.SIGTERM)
-            event = b"".join([chunk async for chunk in chunks])
-        message = json.loads(event.removeprefix(b"data: "))["error"]["message"]
-        assert "the router is shutting down" in message
+            assert "the router is shutting down" in await error_event(chunks)
+        refused = await asking
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "the router is shutting down" in refused.json()["error"]["message"]
         await asyncio.wait_for(router.decode.client_left.wait(), WAIT_SECS)
         assert await router.exit_status() == 0
 
 
-async def test_a_request_without_an_answer_yet_gets_a_503() -> None:
-    async with router_process("--drain-timeout-secs", "0.2", decode=never) as router:
-        asking = asyncio.create_task(router.client.post("/generate", json={"text": "a"}))
-        await until(lambda: bool(router.decode.requests), "the node has the request")
-        router.process.send_signal(signal.SIGTERM)
-        answer = await asking
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert "the router is shutting down" in answer.json()["error"]["message"]
+async def test_a_second_signal_ends_what_is_in_flight() -> None:
+    async with router_process() as router:
+        async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
+            chunks = answer.aiter_raw()
+            await anext(chunks)
+            router.process.send_signal(signal.SIGTERM)
+            await router.until_draining()
+            router.process.send_signal(signal.SIGTERM)
+            assert "the router is shutting down" in await error_event(chunks)
         assert await router.exit_status() == 0
+
+
+async def error_event(chunks: AsyncIterator[bytes]) -> str:
+    event = b"".join([chunk async for chunk in chunks])
+    return str(json.loads(event.removeprefix(b"data: "))["error"]["message"])
 
 
 # --- a node --------------------------------------------------------------------------------------------
@@ -167,67 +171,6 @@ def test_only_a_live_engine_is_asked_while_the_node_stops(tmp_path: Path) -> Non
     assert link.stall() == str(LinkState.GONE)
     link.stop_accepting()
     assert link.state is LinkState.GONE
-
-
-FRONT = """
-    import sys
-    from pathlib import Path
-    from hisparse_pd.settings import DecodeSettings
-    from tests.unit.api.scripted_engine import run_slow_engine
-
-    if __name__ == "__main__":
-        from decode_node.server import create_decode_app
-        from hisparse_pd.api.node import run_front
-        from hisparse_pd.http.engine_link import least_loaded
-
-        settings = DecodeSettings(
-            model_path=Path(sys.argv[1]),
-            port=int(sys.argv[2]),
-            served_model_name="tiny",
-            drain_timeout_secs=float(sys.argv[3]),
-        )
-        sys.exit(run_front(
-            settings, role="decode", engine=run_slow_engine, holds_output=True, choose_rank=least_loaded,
-            ports=(settings.port,), apps=lambda front: (create_decode_app(front),),
-        ))
-"""
-
-
-def test_a_node_gives_up_when_the_time_is_up_and_still_exits_cleanly(tmp_path: Path) -> None:
-    script = tmp_path / "front_process.py"
-    script.write_text(textwrap.dedent(FRONT))
-    model_path = write_checkpoint(tmp_path / "tiny")
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with (
-        tempfile.TemporaryDirectory() as scratch,  # short: the path of an ipc socket may have 107 characters
-        subprocess.Popen(
-            [sys.executable, str(script), str(model_path), str(port), "0.1"],
-            env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": scratch},
-        ) as process,
-    ):
-        try:
-            wait_until(lambda: _is_healthy(url))
-            body = {**BODY, "max_tokens": 8, "stream": True}
-            with httpx.stream(
-                "POST", url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
-            ) as answer:
-                lines = answer.iter_lines()
-                next(lines)
-                process.send_signal(signal.SIGTERM)
-                last = [line for line in lines if line][-1]
-            assert process.wait(WAIT_SECS) == 0
-        finally:
-            process.kill()
-        assert list(Path(scratch).iterdir()) == []
-    assert "the node is shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(url + "/health", timeout=WAIT_SECS, trust_env=False).is_success
-    except httpx.TransportError:
-        return False
 
 
 # --- a pair --------------------------------------------------------------------------------------------
