@@ -16,20 +16,13 @@ from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.vocabulary import CheckpointError
 from prefill_node import server as prefill_server
 from tests.unit.api.scripted_engine import deliver, say
-from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, serving
+from tests.unit.api.support import BODY, MINIMAL, NATIVE, serving
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 
 pytestmark = pytest.mark.anyio
 
 GLM = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
 OURS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=40, min_p=0.05, repetition_penalty=1.1)
-MINIMAL: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.COMPLETIONS: {"prompt": "hi", **ROOM},
-    Endpoint.CHAT: {"messages": MESSAGES, **ROOM},
-    Endpoint.GENERATE: {"text": "hi", **ROOM},
-    Endpoint.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **ROOM},
-    Endpoint.RESPONSES: {"input": "hi", **ROOM},
-}
 
 
 def write(directory: Path, content: object) -> Path:
@@ -113,25 +106,16 @@ def test_a_request_that_does_not_say_gets_them(endpoint: Endpoint) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path) -> None:
-    async def ask(node: Node) -> None:
+    script = deliver if role == "prefill" else say("abcde")
+    write(tmp_path / "model", asdict(OURS))
+    async with serving(script, tmp_path, role=role) as node:
         for path, body in (("/v1/completions", BODY), ("/generate", NATIVE)):
             assert (await node.post(path, **body)).status_code == 200
-        assert (await node.client.get("/model_info")).json()["default_sampling_params"] == {
-            "temperature": 0.6,
-            "top_p": 0.95,
-            "top_k": 40,
-            "min_p": 0.05,
-            "repetition_penalty": 1.1,
-        }
+        assert (await node.client.get("/model_info")).json()["default_sampling_params"] == asdict(OURS)
         for generate in node.engine.generates:
             sampling = generate.sampling
             assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 40)
             assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.1)
-
-    script = deliver if role == "prefill" else say("abcde")
-    write(tmp_path / "model", asdict(OURS))
-    async with serving(script, tmp_path, role=role) as node:
-        await ask(node)
 
 
 def test_nodes_compare_what_differs_from_openais() -> None:
