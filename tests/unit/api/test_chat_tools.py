@@ -17,7 +17,7 @@ from tests.unit.api.scripted_engine import stops_after
 from tests.unit.api.support import ROOM, serving
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("codec")]
 
 TOOLS: list[Any] = [
     {
@@ -36,13 +36,6 @@ CALL = (
     "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value>"
     "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
 )
-
-
-@pytest.fixture(autouse=True)
-def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
-    codec = RecordingCodec.make()
-    monkeypatch.setattr(support, "CODEC", codec)
-    return codec
 
 
 @asynccontextmanager

@@ -12,12 +12,11 @@ from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.engine.messages import Generate, RequestFailed
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
-from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import deliver, say, stops_after
 from tests.unit.api.support import ROOM, named_events, parse, serving
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("codec")]
 
 PATH = "/v1/responses"
 TOOL = {
@@ -29,13 +28,6 @@ TOOL = {
 }
 CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value></tool_call>"
 BODY: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 100, **ROOM}
-
-
-@pytest.fixture(autouse=True)
-def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
-    codec = RecordingCodec.make()
-    monkeypatch.setattr(support, "CODEC", codec)
-    return codec
 
 
 async def test_a_whole_answer(tmp_path: Path) -> None:

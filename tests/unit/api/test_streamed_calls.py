@@ -13,12 +13,10 @@ import pytest
 
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
 from hisparse_pd.vocabulary import FinishReason
-from tests.unit.api import support
-from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, say, stops_after
 from tests.unit.api.support import MESSAGES, ROOM, decode_events, named_events, serving
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("codec")]
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "times": {"type": "integer"}}}
 FUNCTION = {"name": "write", "parameters": PARAMETERS}
@@ -39,11 +37,6 @@ CALL = (
 CUT_AT = CALL.index("wo</arg_value>")
 """Within the first argument."""
 ARGUMENTS = '{"text": "one\\ntwo", "times": 3}'
-
-
-@pytest.fixture(autouse=True)
-def codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "CODEC", RecordingCodec.make())
 
 
 def body_of(path: str, **options: Any) -> dict[str, Any]:
