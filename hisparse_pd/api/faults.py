@@ -92,6 +92,8 @@ def _one_of(kind: inspect.Type, said: str) -> str:
     known += [
         value for inner in _kinds(kind) if isinstance(inner, inspect.LiteralType) for value in inner.values
     ]
+    if not known:
+        return ""
     *most, last = [json.dumps(value) for value in known]
     return f"must be {', '.join(most)} or {last}" if most else f"must be {last}"
 

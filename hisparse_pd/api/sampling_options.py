@@ -215,10 +215,6 @@ def _options(
     )
 
 
-def completion_logprobs(body: CompletionsBody) -> int | None:
-    return body.logprobs
-
-
 def chat_logprobs(body: ChatBody) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0

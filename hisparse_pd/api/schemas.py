@@ -44,7 +44,6 @@ from hisparse_pd.api.sampling_options import (
     COMPLETIONS_DEFAULT_TOKENS,
     SampleOptions,
     chat_logprobs,
-    completion_logprobs,
     parse_generate_options,
     parse_messages_options,
     parse_openai_options,
@@ -149,8 +148,7 @@ def parse_request(
         case CompletionsBody():
             prompt_field = "prompt"
             is_batch, prompts = parse_prompts(prompt_field, body.prompt)
-            num_logprobs = completion_logprobs(body)
-            shared = parse_openai_options(body, num_logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
+            shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
             options = (replace(shared, constraint=completion_constraint(body)),) * len(prompts)
         case ChatBody():
             prompt_field = "messages"
