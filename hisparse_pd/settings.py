@@ -47,12 +47,6 @@ MAX_BODY_BYTES = 16 << 20
 HEALTH_TIMEOUT_SECS = 30.0
 """Silence of an engine that fails ``/health``, unless six heartbeat intervals are longer."""
 
-TRACES = (
-    "collector that gets traces, by OTLP over HTTP (protobuf), such as http://collector:4318; its path, if "
-    "none is given, is /v1/traces; OTEL_ variables say the rest; default: no traces"
-)
-DRAIN_TIMEOUT = "what requests in flight have to finish after SIGTERM, in seconds; the rest is answered 503"
-
 _OPEN_API = "anybody can use its HTTP API (--api-key-file)"
 _OPEN_CONTROL = "anybody can register and read the control traffic (--control-key-file)"
 _OPEN_KV = "the KV ports, which know no keys, take connections from anywhere (--allowed-peers)"
@@ -75,13 +69,43 @@ _OF_ONE_MACHINE = {
 """Settings that may differ between the machines of a node."""
 
 
-def _check_tls(certfile: Path | None, keyfile: Path | None) -> None:
-    if keyfile is not None and certfile is None:
-        raise ValueError(f"ssl_keyfile {keyfile}: a key serves nothing without ssl_certfile; give both")
-
-
 class _Settings(BaseModel):
+    """What every service has, for it speaks HTTP."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    host: str = Field("127.0.0.1", description="address that the HTTP server binds")
+    api_key_file: Path | None = Field(
+        None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
+    )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="file with the certificate and its chain (PEM), for https; read again when changed",
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="file with its key (PEM), without a password; default: in --ssl-certfile"
+    )
+    drain_timeout_secs: DrainSecs = Field(
+        15.0,
+        description="what requests in flight have to finish after SIGTERM, in seconds; the rest is answered "
+        "503",
+    )
+    otlp_traces_endpoint: CollectorUrl = Field(
+        "",
+        description="collector that gets traces, by OTLP over HTTP (protobuf), such as "
+        "http://collector:4318; its path, if none is given, is /v1/traces; OTEL_ variables say the rest; "
+        "default: no traces",
+        title="URL",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> Self:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError(
+                f"ssl_keyfile {self.ssl_keyfile}: a key serves nothing without ssl_certfile; give both"
+            )
+        return self
 
 
 class NodeSettings(_Settings):
@@ -89,7 +113,6 @@ class NodeSettings(_Settings):
 
     model_path: Path = Field(description="directory of the checkpoint in the Hugging Face layout")
     served_model_name: str = Field("", description="name in the API; default: the last part of --model-path")
-    host: str = Field("127.0.0.1", description="address that the HTTP server binds")
     port: Port = Field(30000, description="port of the HTTP server")
     advertise_host: str = Field(
         "", description="address that peers reach this node at, for control and KV; default: --host"
@@ -190,16 +213,6 @@ class NodeSettings(_Settings):
         "reaches bootstrap, control and KV ports; default: any",
         title="NETWORK",
     )
-    api_key_file: Path | None = Field(
-        None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
-    )
-    ssl_certfile: Path | None = Field(
-        None,
-        description="file with the certificate and its chain (PEM), for https; read again when changed",
-    )
-    ssl_keyfile: Path | None = Field(
-        None, description="file with its key (PEM), without a password; default: in --ssl-certfile"
-    )
     room_timeout_secs: Secs = Field(
         300.0,
         description="a room's wait for its other half, or for its KV, at most, in seconds; a prefill node "
@@ -221,7 +234,6 @@ class NodeSettings(_Settings):
     startup_timeout_secs: Secs = Field(
         300.0, description="loading without progress that fails /liveness, in seconds"
     )
-    drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_queued_requests: int = Field(
         4096,
         ge=0,
@@ -230,13 +242,6 @@ class NodeSettings(_Settings):
     )
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
-    otlp_traces_endpoint: CollectorUrl = Field("", description=TRACES, title="URL")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
-
-    @model_validator(mode="after")
-    def _key_has_a_certificate(self) -> Self:
-        _check_tls(self.ssl_certfile, self.ssl_keyfile)
-        return self
 
     @model_validator(mode="after")
     def _peers_have_an_address(self) -> Self:
@@ -488,22 +493,11 @@ class DecodeSettings(NodeSettings):
 class RouterSettings(_Settings):
     """The router."""
 
-    host: str = Field("127.0.0.1", description="address that the HTTP server binds")
     port: Port = Field(8000, description="port of the HTTP server")
     prefill: tuple[tuple[str, int | None], ...] = Field(
         description="prefill node: URL and, when it is not the node's own, the bootstrap port; repeatable"
     )
     decode: tuple[str, ...] = Field(description="decode node: URL; repeatable")
-    api_key_file: Path | None = Field(
-        None, description="file with the keys that clients need one of, one a line; unset: none needed"
-    )
-    ssl_certfile: Path | None = Field(
-        None,
-        description="file with the certificate and its chain (PEM), for https; read again when changed",
-    )
-    ssl_keyfile: Path | None = Field(
-        None, description="file with its key (PEM), without a password; default: in --ssl-certfile"
-    )
     node_ca_file: Path | None = Field(
         None, description="file with the CA certificates (PEM) of https nodes; default: the system's"
     )
@@ -530,14 +524,6 @@ class RouterSettings(_Settings):
         description="times that a request goes to another pair when a node cannot be reached, is not ready, "
         "or, the prefill node, fails before its client has a byte",
     )
-    drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
-    otlp_traces_endpoint: CollectorUrl = Field("", description=TRACES, title="URL")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
-
-    @model_validator(mode="after")
-    def _key_has_a_certificate(self) -> Self:
-        _check_tls(self.ssl_certfile, self.ssl_keyfile)
-        return self
 
     @model_validator(mode="after")
     def _has_nodes(self) -> Self:
