@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from decode_node.prefill_peers import PeerEvent, PrefillPeers
@@ -14,6 +16,34 @@ from protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
 
 WAIT_SECS = 60.0
+
+
+class BootstrapServer:
+    """A bootstrap endpoint. ``answer`` makes status, body and headers of a request."""
+
+    def __init__(self, answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes, dict[str, str]]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, body, headers = answer(self)
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """May be called again."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 def make_peers(

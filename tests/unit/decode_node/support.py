@@ -6,13 +6,12 @@ of the real model. What it does with a room is the test's choice.
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -68,6 +67,7 @@ from protocol.messages import (
     ToPrefill,
 )
 from tests.identities import identity_of
+from tests.unit.decode_node.peers_support import BootstrapServer
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.kernels.table_rules import check_consistency
 from transfer.aux_record import AuxLayout
@@ -176,37 +176,21 @@ class PrefillDouble:
         self._transfer = kept_engine("127.0.0.1")
         self._registered: dict[bytes, Register] = {}
         self.control = ControlServer("127.0.0.1", 0)
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.port = self._http.server_port
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
+        self._http = BootstrapServer(self._tell)
+        self.port = self._http.port
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        double = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if double.is_hung:
-                    self.send_error(503)
-                    return
-                info = BootstrapInfo(
-                    PROTOCOL_VERSION,
-                    double.instance_id,
-                    "127.0.0.1",
-                    double.control.port,
-                    double.geometry,
-                    double.curve,
-                )
-                body = msgspec.json.encode(info)
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        return Handler
+    def _tell(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes, dict[str, str]]:
+        if self.is_hung:
+            return 503, b"", {}
+        info = BootstrapInfo(
+            PROTOCOL_VERSION,
+            self.instance_id,
+            "127.0.0.1",
+            self.control.port,
+            self.geometry,
+            self.curve,
+        )
+        return 200, msgspec.json.encode(info), {}
 
     @property
     def name(self) -> str:
@@ -231,13 +215,10 @@ class PrefillDouble:
         self._registered.clear()
 
     def close_http(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._http.close()
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self.close_http()
+        self._http.close()
         self.control.close()
         self._transfer.close()
 

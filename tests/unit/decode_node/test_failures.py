@@ -466,7 +466,7 @@ def test_a_failing_forward_ends_its_batch_only(
         raise torch.OutOfMemoryError("4 GiB wanted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.engine.steps.runner._model, "forward", out_of_memory)
+        patch.setattr(double.checkpoint.model, "forward", out_of_memory)
         node.turn_until(lambda: answer.is_over, double)
     assert answer.failure is not None
     assert answer.failure.status == 500
@@ -484,7 +484,7 @@ def test_a_lost_device_ends_the_engine(
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.engine.steps.runner._model, "forward", lost)
+        patch.setattr(double.checkpoint.model, "forward", lost)
         with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
             node.turn_until(lambda: answer.is_over, double)
     node.turn_until(lambda: answer.is_over, double)  # here the device was not really lost

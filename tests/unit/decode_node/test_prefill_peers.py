@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import msgspec
 import pytest
@@ -25,7 +24,7 @@ from protocol.bootstrap import (
 )
 from protocol.channels import ControlAddressError, ControlKeys, ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
-from tests.unit.decode_node.peers_support import make_peers, poll_until
+from tests.unit.decode_node.peers_support import BootstrapServer, make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
 from tests.waiting import wait_until
 
@@ -42,44 +41,24 @@ class PrefillNode:
         self.geometry = GEOMETRY
         self.num_asked = 0
         self.control = ControlServer("127.0.0.1", 0, keys)
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
-        self._thread.start()
-        self.address = PeerAddress("127.0.0.1", self._http.server_port)
+        self._http = BootstrapServer(self._tell)
+        self.address = PeerAddress("127.0.0.1", self._http.port)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        node = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                gate = BootstrapGate(None if node.forges else node.keys, PeerList())
-                nonce = self.headers.get(NONCE_HEADER, "")
-                info = BootstrapInfo(
-                    PROTOCOL_VERSION,
-                    node.instance_id,
-                    "127.0.0.1",
-                    node.control.port,
-                    GEOMETRY,
-                    node.keys is not None,
-                )
-                status, body = 200, msgspec.json.encode(info)
-                try:
-                    gate.check(self.client_address[0], nonce, self.headers.get(CODE_HEADER, ""))
-                except BootstrapRefused as error:
-                    refusal = {"error": {"message": str(error), "code": error.code}}
-                    status, body = error.status, msgspec.json.encode(refusal)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                for name, value in gate.proof(nonce, body).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-                node.num_asked += 1
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        return Handler
+    def _tell(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes, dict[str, str]]:
+        self.num_asked += 1
+        gate = BootstrapGate(None if self.forges else self.keys, PeerList())
+        nonce = request.headers.get(NONCE_HEADER, "")
+        has_key = self.keys is not None
+        info = BootstrapInfo(
+            PROTOCOL_VERSION, self.instance_id, "127.0.0.1", self.control.port, GEOMETRY, has_key
+        )
+        status, body = 200, msgspec.json.encode(info)
+        try:
+            gate.check(request.client_address[0], nonce, request.headers.get(CODE_HEADER, ""))
+        except BootstrapRefused as error:
+            refusal = {"error": {"message": str(error), "code": error.code}}
+            status, body = error.status, msgspec.json.encode(refusal)
+        return status, body, gate.proof(nonce, body)
 
     def answer(self, *, heartbeats: bool = True) -> None:
         for identity, message in self.control.receive():
@@ -96,9 +75,7 @@ class PrefillNode:
         self.control = ControlServer("127.0.0.1", port, self.keys)
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._http.close()
         self.control.close()
 
 
