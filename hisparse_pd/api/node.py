@@ -33,7 +33,6 @@ from hisparse_pd.http.fronts import Fronts, FrontWorker
 from hisparse_pd.http.in_flight import NodeCounts
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
-from hisparse_pd.http.workers import Workers
 from hisparse_pd.process import StartError, setup_logging
 from hisparse_pd.settings import NodeSettings
 from hisparse_pd.traces import open_tracer
@@ -156,13 +155,12 @@ def run_front(
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
     endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
-    workers = Workers(num_fronts - 1, _run_worker, f"{role}-front")
-    fronts = Fronts(workers, metrics)
+    fronts = Fronts(num_fronts - 1, _run_worker, f"{role}-front", metrics)
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
         engines.start()
-        workers.start(plan, endpoints, listeners[0])
+        fronts.start(plan, endpoints, listeners[0])
         front = plan.front(link, metrics, fronts.render_metrics)
         addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
         log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
@@ -178,7 +176,7 @@ def run_front(
     finally:
         for listener in listeners:
             listener.socket.close()
-        workers.stop()
+        fronts.stop()
         engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
 
 

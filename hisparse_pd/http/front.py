@@ -21,9 +21,8 @@ from starlette.types import ASGIApp
 
 from hisparse_pd.engine.meeting import meeting_address
 from hisparse_pd.http.engine_link import EngineLink, LinkState
-from hisparse_pd.http.fronts import SHUTTING_DOWN, Fronts
+from hisparse_pd.http.fronts import SHUTTING_DOWN, Fronts, exits, join
 from hisparse_pd.http.listening import Listener
-from hisparse_pd.http.workers import exits, join
 from hisparse_pd.process import (
     BRIEF_SPIN,
     StartError,
@@ -150,8 +149,7 @@ async def serve(
     child_exited = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number.name)
-    workers = fronts.workers
-    for sentinel in (*engines.sentinels, *workers.sentinels):
+    for sentinel in (*engines.sentinels, *fronts.sentinels):
         loop.add_reader(sentinel, _note_exit, loop, sentinel, child_exited)
     await fronts.connect()
     link.start()
@@ -175,9 +173,9 @@ async def serve(
         status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
         what_died = ""
         if died.done():
-            of_engines, of_workers = engines.exits(), workers.exits()
-            log.error("%s", ", ".join(filter(None, (of_engines, of_workers))) or LinkState.GONE)
-            what_died = _FRONT_DIED if of_workers and not of_engines else LinkState.GONE
+            of_engines, of_fronts = engines.exits(), fronts.exits()
+            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or LinkState.GONE)
+            what_died = _FRONT_DIED if of_fronts and not of_engines else LinkState.GONE
             link.engine_died(what_died)
         else:
             link.fail_all(503, SHUTTING_DOWN)
@@ -192,7 +190,7 @@ async def serve(
         for task in (stop, died, *running):
             task.cancel()
         await asyncio.gather(stop, died, *running, return_exceptions=True)
-        await workers.close()
+        await fronts.close()
         link.close()
 
 

@@ -36,9 +36,9 @@ from hisparse_pd.engine.messages import (
 from hisparse_pd.http import front as front_module
 from hisparse_pd.http import rank_link
 from hisparse_pd.http.engine_link import EngineLink, least_loaded
+from hisparse_pd.http.fronts import Fronts
 from hisparse_pd.http.listening import Listener, _SharedSocket
 from hisparse_pd.http.metrics import FrontMetrics
-from hisparse_pd.http.workers import Workers
 from hisparse_pd.settings import MAX_BODY_BYTES, DecodeSettings
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
 from protocol.bootstrap import BootstrapInfo, look_up
@@ -828,12 +828,12 @@ def test_several_fronts_leave_connections_to_each_other(
     monkeypatch.setattr(front_module.EngineProcesses, "start", lambda self: None)
     handed: list[Listener] = []
 
-    def accept_nothing(self: Workers, plan: object, endpoints: object, listener: Listener) -> None:
+    def accept_nothing(self: Fronts, plan: object, endpoints: object, listener: Listener) -> None:
         listener.server(_no_app)
         handed.append(listener)
         raise OSError("as far as this test goes")
 
-    monkeypatch.setattr(Workers, "start", accept_nothing)
+    monkeypatch.setattr(Fronts, "start", accept_nothing)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         status = node.run_front(

@@ -1,4 +1,4 @@
-"""Workers beside a service's first process: the channel to them, their counts, who accepts a connection."""
+"""Fronts beside a node's first one: the channel to them, their counts, who accepts a connection."""
 
 from __future__ import annotations
 
