@@ -72,9 +72,7 @@ def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
 
 
 def num_drafts(answer: Answer) -> tuple[int, int]:
-    assert answer.last is not None
-    assert answer.last.stats is not None
-    return answer.last.stats.num_drafted, answer.last.stats.num_accepted
+    return answer.stats.num_drafted, answer.stats.num_accepted
 
 
 def by_turns(number: int) -> HisparseFlag:

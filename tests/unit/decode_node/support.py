@@ -33,6 +33,7 @@ from hisparse_pd.engine.messages import (
     Generate,
     GenerateGroup,
     RequestFailed,
+    RequestStats,
     ToEngine,
     Tokens,
     pack_token_ids,
@@ -330,6 +331,13 @@ class Answer:
     def is_over(self) -> bool:
         return self.last is not None or self.failure is not None
 
+    @property
+    def stats(self) -> RequestStats:
+        """Of an answer that has ended well."""
+        assert self.last is not None
+        assert self.last.stats is not None
+        return self.last.stats
+
 
 class EngineHarness:
     """A decode engine whose loop the test turns, and the front's end of its ipc channel."""
@@ -441,6 +449,16 @@ class EngineHarness:
         while not condition():
             assert time.monotonic() < deadline, "the condition did not come true in time"
             self.turn(*doubles)
+
+    def failure_of(
+        self, answer: Answer, *doubles: PrefillDouble, status: int | None = None, error: str = ""
+    ) -> RequestFailed:
+        """With which a request ends; ``error``: a part of what it says."""
+        self.turn_until(lambda: answer.is_over, *doubles)
+        assert answer.failure is not None, f"it went well: {answer.last}"
+        assert status in (None, answer.failure.status)
+        assert error in answer.failure.error
+        return answer.failure
 
     def turn_for(self, secs: float, *doubles: PrefillDouble) -> None:
         deadline = time.monotonic() + secs

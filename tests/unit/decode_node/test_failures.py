@@ -233,11 +233,9 @@ def test_a_room_that_is_not_delivered_in_time_ends_with_504(
     node.engine.lifecycle.room_timeout_secs = 0.3
     double.answers_aborts = False
     late = _land(node, double)
-    node.turn_until(lambda: late.failure, double)
-    assert late.failure is not None
-    assert late.failure.status == 504
+    failure = node.failure_of(late, double, status=504)
     assert late.phases == ["queue", "landing"]
-    assert double.name in late.failure.error
+    assert double.name in failure.error
     node.turn_until(lambda: double.aborts, double)
     assert _quarantined(node) > 0
     double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
@@ -270,9 +268,7 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
     with closing(EngineHarness(checkpoint, tmp_path)) as node:
         with closing(PrefillDouble(checkpoint)) as double:
             answer = _land(node, double)
-        node.turn_until(lambda: answer.failure)
-        assert answer.failure is not None
-        assert answer.failure.status == 502
+        node.failure_of(answer, status=502)
         waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
         node.turn_until(lambda: len(node.engine.requests))
         for _ in range(2):
@@ -299,10 +295,7 @@ def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: 
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
     lost = _land(node, double)
     double.restart()
-    node.turn_until(lambda: lost.failure, double)
-    assert lost.failure is not None
-    assert lost.failure.status == 502
-    assert "restarted" in lost.failure.error
+    node.failure_of(lost, double, status=502, error="restarted")
     assert _quarantined(node) > 0, "bytes of the old run may still sit in the transport"
     node.turn_until(lambda: _quarantined(node) == 0, double)
     _completes(node, double)
@@ -335,10 +328,9 @@ def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: Pre
     node.engine.lifecycle.contact_timeout_secs = 0.7
     double.close_http()
     answer = node.generate(double, PROMPT, 8)
-    node.turn_until(lambda: answer.failure)
-    assert answer.failure is not None
-    assert (answer.failure.status, answer.failure.code) == (503, PREFILL_NODE_FAILED)
-    assert double.name in answer.failure.error
+    failure = node.failure_of(answer)
+    assert (failure.status, failure.code) == (503, PREFILL_NODE_FAILED)
+    assert double.name in failure.error
 
 
 @pytest.mark.I7
@@ -358,19 +350,14 @@ def test_an_error_of_the_prefill_node_is_passed_on_as_one(
 ) -> None:
     failed = _land(node, double)
     double.say(RoomFailed(double.bootstraps[0].room, status, "no", quiet=True, batch_failed=False))
-    node.turn_until(lambda: failed.failure, double)
-    assert failed.failure is not None
-    assert failed.failure.status == status
-    assert failed.failure.code == ("" if status == 400 else PREFILL_NODE_FAILED)
+    failure = node.failure_of(failed, double, status=status)
+    assert failure.code == ("" if status == 400 else PREFILL_NODE_FAILED)
 
 
 def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:
     double.refusal = Refused("model_fingerprint: the decode node has 'a', this node 'b'", permanent=True)
     answer = node.generate(double, PROMPT, 8)
-    node.turn_until(lambda: answer.failure, double)
-    assert answer.failure is not None
-    assert answer.failure.status == 502
-    assert "model_fingerprint" in answer.failure.error
+    node.failure_of(answer, double, status=502, error="model_fingerprint")
     double.refusal = None
     _completes(node, double)
 
@@ -380,10 +367,7 @@ def test_a_plain_node_says_why_it_cannot_talk_to_an_encrypted_one(
 ) -> None:
     double.curve = True
     answer = node.generate(double, PROMPT, 8)
-    node.turn_until(lambda: answer.failure, double)
-    assert answer.failure is not None
-    assert answer.failure.status == 502
-    assert "control_key_file" in answer.failure.error
+    node.failure_of(answer, double, status=502, error="control_key_file")
 
 
 def test_a_peer_without_work_is_closed_and_found_again(
@@ -404,10 +388,7 @@ def test_a_duplicate_room_is_refused_and_the_first_stands(node: EngineHarness, d
     first = _land(node, double)
     room = double.bootstraps[0].room
     second = node.generate(double, PROMPT, 8, room=room)
-    node.turn_until(lambda: second.failure, double)
-    assert second.failure is not None
-    assert second.failure.status == 400
-    assert str(room) in second.failure.error
+    node.failure_of(second, double, status=400, error=str(room))
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: first.is_over, double)
     assert len(first.token_ids) == 8
@@ -421,10 +402,7 @@ def test_what_can_never_fit_is_refused_at_once(
     node: EngineHarness, double: PrefillDouble, flag: HisparseFlag, num_prompt_tokens: int, bound: str
 ) -> None:
     answer = node.generate(double, random_prompt(1, num_prompt_tokens), 8, flag)
-    node.turn_until(lambda: answer.failure, double)
-    assert answer.failure is not None
-    assert answer.failure.status == 400
-    assert bound in answer.failure.error
+    node.failure_of(answer, double, status=400, error=bound)
     assert double.num_registrations == 0
 
 
@@ -467,10 +445,7 @@ def test_a_failing_forward_ends_its_batch_only(
 
     with monkeypatch.context() as patch:
         patch.setattr(double.checkpoint.model, "forward", out_of_memory)
-        node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is not None
-    assert answer.failure.status == 500
-    assert "4 GiB wanted" in answer.failure.error
+        node.failure_of(answer, double, status=500, error="4 GiB wanted")
     _completes(node, double)
 
 
@@ -506,10 +481,7 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
     with monkeypatch.context() as patch:
         patch.setattr(memory, "take_aux", take_another_models)
         answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-        node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is not None
-    assert answer.failure.status == 500
-    assert "cannot be started" in answer.failure.error
+        node.failure_of(answer, double, status=500, error="cannot be started")
     _completes(node, double)
 
 
@@ -621,10 +593,7 @@ def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: Prefil
     node.turn_until(lambda: len(double.bootstraps) == 2, double)
     assert double.bootstraps[0].aux_slot == double.bootstraps[1].aux_slot
     double.say(RoomDone(4242, 1, 0, 0.0))
-    node.turn_until(lambda: answer.failure, double)
-    assert answer.failure is not None
-    assert answer.failure.status == 500
-    assert "aux record" in answer.failure.error
+    node.failure_of(answer, double, status=500, error="aux record")
 
 
 @pytest.mark.I7
@@ -658,9 +627,7 @@ def test_pages_that_differ_rule_out_dense(node: EngineHarness, checkpoint: Check
         assert dense.failure.status == 400
         assert "16" in dense.failure.error
         assert "64" in dense.failure.error
-        assert automatic.last is not None
-        assert automatic.last.stats is not None
-        assert automatic.last.stats.mode is Mode.HISPARSE
+        assert automatic.stats.mode is Mode.HISPARSE
 
 
 @pytest.mark.I7
@@ -668,10 +635,7 @@ def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: Prefill
     first = _land(node, double)
     node.engine.lifecycle.room_timeout_secs = 0.4
     second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-    node.turn_until(lambda: second.failure, double)
-    assert second.failure is not None
-    assert second.failure.status == 503
-    assert "no room" in second.failure.error
+    node.failure_of(second, double, status=503, error="no room")
     assert second.phases == ["queue"]
     assert [request.state for request in node.engine.requests.all()] == [RequestState.LANDING]
     double.deliver(double.bootstraps[0])
@@ -687,10 +651,7 @@ def test_a_request_in_the_queue_goes_to_no_peer_that_is_cut_off(
     node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING), double)
     node.engine.lifecycle.contact_timeout_secs = 0.0
     double.cut_off()
-    node.turn_until(lambda: second.failure)
-    assert second.failure is not None
-    assert second.failure.status == 503
-    assert f"no contact with prefill node {double.name}" in second.failure.error
+    node.failure_of(second, status=503, error=f"no contact with prefill node {double.name}")
     node.turn_until(lambda: len(double.bootstraps) == 2, double)
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: first.is_over, double)

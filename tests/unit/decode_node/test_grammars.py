@@ -299,10 +299,7 @@ def test_who_waits_for_a_grammar_has_no_step_to_make_and_does_not_wait_for_ever(
     assert node.stats is not None
     assert node.stats.num_running == 1
     monkeypatch.setattr(decode_node.step_masks, "MAX_WAIT_SECS", 0.0)
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is not None
-    assert answer.failure.status == 503
-    assert "was not compiled within 0 s" in answer.failure.error
+    node.failure_of(answer, double, status=503, error="was not compiled within 0 s")
 
 
 def test_a_grammar_that_cannot_be_had_ends_its_request_alone(
@@ -384,9 +381,7 @@ def test_what_was_not_drawn_is_read_by_nobody(
     given = list(request.output_token_ids)
     node.engine.steps.settle()
     assert request.output_token_ids == given
-    node.turn_until(lambda: answer.is_over, plain_double)
-    assert answer.failure is not None
-    assert "not drawn" in answer.failure.error
+    node.failure_of(answer, plain_double, error="not drawn")
 
 
 @pytest.mark.I1
@@ -443,5 +438,4 @@ def test_a_spilled_request_goes_on_in_its_grammar(
         finish(node, answers, double)
     for answer in answers:
         jsonschema.validate(json.loads(text_of(answer, checkpoint)), SCHEMA)
-    stats = [answer.last.stats for answer in answers if answer.last is not None]
-    assert sum(each.num_retractions for each in stats if each is not None) == 1
+    assert sum(answer.stats.num_retractions for answer in answers) == 1

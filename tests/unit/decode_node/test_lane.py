@@ -71,10 +71,9 @@ def test_a_run_that_lets_go_is_lost_and_its_slots_are_free_at_once(
     answer, mapping = land(node, double)
     double.answers_heartbeats, double.is_hung = False, True  # nothing else says that it has ended
     mapping.close()
-    node.turn_until(lambda: answer.is_over)
-    assert answer.failure is not None
-    assert (answer.failure.status, answer.failure.code) == (502, PREFILL_NODE_FAILED)
-    assert "let go of this node's memory" in answer.failure.error
+    failure = node.failure_of(answer)
+    assert (failure.status, failure.code) == (502, PREFILL_NODE_FAILED)
+    assert "let go of this node's memory" in failure.error
     pools = node.engine.requests.pools
     node.turn_until(lambda: pools.free == pools.totals)
 

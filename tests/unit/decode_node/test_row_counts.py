@@ -237,7 +237,7 @@ def test_where_pages_and_slots_run_out(
         answers = generate_all(node, double)
         finish(node, answers, double)
     assert [answer.token_ids for answer in answers] == expected
-    assert sum(answer.last.stats.num_retractions for answer in answers if answer.last and answer.last.stats)
+    assert sum(answer.stats.num_retractions for answer in answers)
 
 
 def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(
@@ -247,9 +247,7 @@ def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(
     node.answers["lacking"] = lacking
     params = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
     node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", double.port),), ANY))
-    node.turn_until(lambda: lacking.is_over, double)
-    assert lacking.failure is not None
-    assert "repetition_penalty needs the prompt, which did not come" in lacking.failure.error
+    node.failure_of(lacking, double, error="repetition_penalty needs the prompt, which did not come")
 
 
 # --- without an engine ---------------------------------------------------------------------------------

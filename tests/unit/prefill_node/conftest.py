@@ -14,7 +14,6 @@ from tests.unit.prefill_node.support import (
     decode_peer,
     engine_thread,
     next_room,
-    wait_for,
 )
 
 
@@ -37,7 +36,7 @@ def engine(served: EngineThread) -> Iterator[EngineThread]:
     yield served
     served.before_run = lambda batch: None
     served.after_layer = lambda layer: None
-    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
+    served.wait_until_idle()
     served.assert_whole()
 
 

@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,6 +49,7 @@ from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import LayerWritten
 from prefill_node.engine import PrefillEngine
 from prefill_node.memory import PrefillMemory
+from prefill_node.room_life import RoomLife
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
 from protocol.channels import ControlClient
@@ -62,6 +63,7 @@ from protocol.messages import (
     RegionKind,
     Register,
     Registered,
+    Room,
     RoomDone,
     ToDecode,
 )
@@ -190,6 +192,32 @@ class EngineThread:
     def memory(self) -> PrefillMemory:
         return self.engine._memory
 
+    @property
+    def life(self) -> RoomLife:
+        return self.engine._life
+
+    def has_room(self, room: int) -> bool:
+        return self.life.rooms.get(Room(room)) is not None
+
+    def wait_until_idle(self) -> None:
+        wait_for(lambda: len(self.life.rooms) == 0, "the rooms to end")
+
+    def pause_until_message(self, chunk_start: int, inbox: Literal["front", "control"]) -> threading.Event:
+        """Pause before the forward of a chunk until there is a message to take in. Set: it paused."""
+        has_paused = threading.Event()
+
+        def wait(batch: Sequence[tuple[RoomRecord, Chunk]]) -> None:
+            if any(chunk.start == chunk_start for _, chunk in batch):
+                has_paused.set()
+                self.wait_for_message(inbox)
+
+        self.before_run = wait
+        return has_paused
+
+    def wait_for_message(self, inbox: Literal["front", "control"]) -> None:
+        socket = self.engine._front.fronts[0].socket if inbox == "front" else self.engine._control.socket
+        assert socket.poll(TIMEOUT_SECS * 1000)
+
     def send(self, message: ToEngine) -> None:
         self._front.send(engine_messages.encoder.encode(message))
 
@@ -242,22 +270,22 @@ class EngineThread:
         self._inbox.clear()
 
     def num_dropped(self, reason: str) -> int:
-        return (self.engine._life.dropped + self.engine._control.dropped)[reason]
+        return (self.life.dropped + self.engine._control.dropped)[reason]
 
     @property
     def num_used_pages(self) -> int:
         """That rooms have, cached ones included."""
-        life = self.engine._life
+        life = self.life
         return (life.pools.totals.device // self.settings.page_size) - life.num_available_pages
 
     @property
     def num_cached_pages(self) -> int:
         """In use or not."""
-        return self.engine._life.prefixes.num_tokens // self.settings.page_size
+        return self.life.prefixes.num_tokens // self.settings.page_size
 
     def assert_whole(self) -> None:
         """Nothing is in use. Of an engine without rooms."""
-        life = self.engine._life
+        life = self.life
         life.check_integrity()
         assert life.pools.free + life.prefixes.unused == life.pools.totals
 
@@ -272,6 +300,23 @@ class EngineThread:
         self._front.close()
         assert not self._thread.is_alive(), "the engine did not stop"
         assert self._error is None, f"the engine died: {self._error!r}"
+
+
+class StuckTransport:
+    """Writes that wait for ``release``, and how many began."""
+
+    def __init__(self, engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        self.started = threading.Event()
+        self.num_started = 0
+        self._write = engine.engine._transfer.write
+        monkeypatch.setattr(engine.engine._transfer, "write", self.write)
+
+    def write(self, *args: Any, **options: Any) -> None:
+        self.num_started += 1
+        self.started.set()
+        assert self.release.wait(4 * TIMEOUT_SECS)  # longer than anything that the test waits for
+        self._write(*args, **options)
 
 
 class ControlPeer:
@@ -526,7 +571,7 @@ def deliver(
     assert secs["queue"] == pytest.approx(done.times.queue_secs, abs=1e-5)
     assert secs["prefill"] == pytest.approx(done.times.prefill_secs, abs=1e-5)
     assert secs["transfer"] == pytest.approx(done.times.transfer_secs, abs=1e-5)
-    chunk_tokens = engine.engine._settings.chunked_prefill_size
+    chunk_tokens = engine.settings.chunked_prefill_size
     assert finished.num_chunks >= -(-(len(tokens) - finished.num_cached_tokens) // chunk_tokens)
     peer.assert_has(bootstrap)
     first_token, hint = reference(engine, tokens)

@@ -40,7 +40,7 @@ def served(
     """Engines that send single layers, of which there are five, and whole chunks."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
     with engine_thread(path, ipc_path) as engine:
-        engine.engine._life._pusher._min_batch_bytes = request.param
+        engine.life._pusher._min_batch_bytes = request.param
         yield engine
 
 

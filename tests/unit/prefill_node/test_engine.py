@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +21,14 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.paging.prompt_keys import root_of
 from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
-from protocol.messages import AbortRoom, Extent, Room, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
 from tests.identities import ANY, identity_of
 from tests.unit.prefill_node.support import (
     GREEDY,
     TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
+    StuckTransport,
     deliver,
     next_room,
     prompt,
@@ -76,8 +76,8 @@ def test_lands_in_device_pages_when_dense(engine: EngineThread, peer: DecodePeer
 
 def test_either_half_may_come_first(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     tokens = prompt(3, 30)
-    request_id = engine.generate(room, tokens)
-    wait_for(lambda: engine.engine._life.rooms.of_request(request_id) is not None, "the request")
+    engine.generate(room, tokens)
+    wait_for(lambda: engine.has_room(room), "the request")
     bootstrap = peer.bootstrap(room, 30)
     peer.expect(RoomDone)
     engine.expect(PrefillFinished)
@@ -236,24 +236,10 @@ def test_logprobs_travel_in_the_aux_record(engine: EngineThread, peer: DecodePee
 # --- ends that are no delivery --------------------------------------------------------------------------
 
 
-def pause_until_there_is_a_message(engine: EngineThread, chunk_start: int, inbox: Any) -> threading.Event:
-    """Pause the engine before a forward until ``inbox``, a socket of its, has a message. Set: it paused."""
-    has_paused = threading.Event()
-
-    def wait(batch: Sequence[Any]) -> None:
-        if any(chunk.start == chunk_start for _, chunk in batch):
-            has_paused.set()
-            assert inbox.poll(TIMEOUT_SECS * 1000)
-
-    engine.before_run = wait
-    return has_paused
-
-
 @pytest.mark.I7
 def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    has_paused = pause_until_there_is_a_message(engine, 48, engine.engine._control.socket)
-    counters = engine.engine._life.counters
-    before = dict(counters)
+    has_paused = engine.pause_until_message(48, "control")
+    before = dict(engine.life.counters)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(8, 200))
     assert has_paused.wait(TIMEOUT_SECS)
@@ -262,6 +248,7 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
     failed = engine.expect(RequestFailed)
     assert (failed.request_id, failed.status) == (request_id, 503)
     assert "client gone" in failed.error
+    counters = engine.next_stats().counters
     assert counters["aborted_requests_total"] == before["aborted_requests_total"] + 1
     assert counters["failed_requests_total"] == before["failed_requests_total"], "counted as both"
     assert engine.computed[room] == [(0, 48), (48, 96)], "computed on after the abort"
@@ -272,7 +259,7 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
 
 
 def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    has_paused = pause_until_there_is_a_message(engine, 48, engine.engine._front.fronts[0].socket)
+    has_paused = engine.pause_until_message(48, "front")
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(9, 200))
     assert has_paused.wait(TIMEOUT_SECS)
@@ -309,15 +296,8 @@ def test_a_forward_that_fails_ends_its_batch_only(engine: EngineThread, peer: De
 def test_pages_stay_until_a_stuck_write_returns(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_released = threading.Event()
-    write = engine.engine._transfer.write
-
-    def stuck(*args: Any, **options: Any) -> None:
-        assert is_released.wait(TIMEOUT_SECS)
-        write(*args, **options)
-
-    monkeypatch.setattr(engine.engine._transfer, "write", stuck)
-    monkeypatch.setattr(engine.engine._life._pusher, "_transfer_timeout_secs", 0.2)
+    transport = StuckTransport(engine, monkeypatch)
+    monkeypatch.setattr(engine.life._pusher, "_transfer_timeout_secs", 0.2)
     peer.bootstrap(room, 40)
     engine.generate(room, prompt(11, 40))
     failed = peer.expect(RoomFailed)
@@ -327,7 +307,7 @@ def test_pages_stay_until_a_stuck_write_returns(
     wait_for(lambda: engine.next_stats().gauges["num_transfer_queue_reqs"] == 1, "the room to drain")
     assert engine.num_used_pages == 3, "cached pages in the transport were evicted"
     peer.assert_nothing_more()
-    is_released.set()
+    transport.release.set()
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
 
 
@@ -377,17 +357,6 @@ def test_a_prompt_that_can_never_run_is_refused_at_once(
     assert error in told.error
 
 
-@pytest.mark.I6
-def test_a_prompt_may_fill_the_context(
-    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = replace(engine.engine._life._request_limits, context_length=40)
-    monkeypatch.setattr(engine.engine._life, "_request_limits", limits)
-    deliver(engine, peer, room, prompt(13, 40))
-    engine.generate(next_room(), prompt(13, 41))
-    assert "context of 40" in engine.expect(RequestFailed).error
-
-
 def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     engine.generate(room, [5, 6, 7])
     another = Generate("another", room, 3, GREEDY, "127.0.0.1", 1)
@@ -404,26 +373,6 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
 
 @pytest.mark.I7
 @pytest.mark.I8
-def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: DecodePeer) -> None:
-    rooms = [next_room() for _ in range(3)]
-    tokens = prompt(3, 40)
-    samples = tuple(Generate(f"request-{room}", room, 40, GREEDY, "127.0.0.1", 1) for room in rooms)
-    engine.send(GenerateGroup(samples, ANY, pack_token_ids(tokens)))
-    table = engine.engine._life.rooms
-    wait_for(lambda: all(table.get(Room(room)) is not None for room in rooms), "the rooms to open")
-    first, *others = (table.live(Room(room)) for room in rooms)
-    assert first.token_ids.tolist() == list(tokens)
-    assert len(first.keys) == 2
-    assert all(record.token_ids is first.token_ids and record.keys is first.keys for record in others)
-    for aux_slot, room in enumerate(rooms):
-        peer.bootstrap(room, 40, aux_slot=aux_slot)
-    for _ in rooms:
-        peer.expect(RoomDone)
-        engine.expect(PrefillFinished)
-
-
-@pytest.mark.I7
-@pytest.mark.I8
 def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,9 +385,7 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
         expire()
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            engine.engine._life, "abort_request", lambda request_id, now_secs: seen.append(request_id)
-        )
+        patch.setattr(engine.life, "abort_request", lambda request_id, now_secs: seen.append(request_id))
         patch.setattr(engine.engine, "_expire", expired)
         flood = [f"unknown-{i}" for i in range(1000)]
         for request_id in flood:

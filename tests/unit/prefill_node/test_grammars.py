@@ -90,7 +90,7 @@ def test_rooms_that_wait_hold_few_compiled_grammars(
         sampling = SamplingParams(4, temperature=0.0, grammar=f'start: "{grammar}"' if grammar else "")
         engine.generate(room, tokens, sampling)
     assert peer.expect(RoomDone).room == plain
-    records = {record.room: record for record in engine.engine._life.rooms}
+    records = {record.room: record for record in engine.life.rooms}
     assert {room for room, record in records.items() if record.grammar is not None} == {first}
     slow.set_result(ask('start: "Q"').result(TIMEOUT_SECS))
     assert {peer.expect(RoomDone).room for _ in range(2)} == {first, second}
@@ -115,7 +115,7 @@ def test_a_grammar_that_comes_to_nothing_while_a_step_is_planned_is_in_no_batch(
 ) -> None:
     """Where it is looked at twice in a turn, it may be compiled in between."""
     broken, _ = compiled_by_hand(engine, monkeypatch)
-    life = engine.engine._life
+    life = engine.life
     candidates = life.candidates
     is_due = threading.Event()
 

@@ -18,6 +18,7 @@ from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
+    StuckTransport,
     Submission,
     deliver,
     engine_thread,
@@ -38,12 +39,12 @@ def served(
     """Engines that send whole chunks, and single layers, of which there are four."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
     with engine_thread(tiny, ipc_path) as engine:
-        engine.engine._life._pusher._min_batch_bytes = request.param
+        engine.life._pusher._min_batch_bytes = request.param
         yield engine
 
 
 def sends_layers(engine: EngineThread) -> bool:
-    return engine.engine._life._pusher._min_batch_bytes == 0
+    return engine.life._pusher._min_batch_bytes == 0
 
 
 def covered(submissions: Sequence[Submission]) -> dict[tuple[int, int], list[int]]:
@@ -62,13 +63,13 @@ def test_no_layer_leaves_before_it_is_written(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_the_end: list[bytes] = []
-    push_aux = engine.engine._life._pusher.push_aux
+    push_aux = engine.life._pusher.push_aux
 
     def look(record: Any) -> None:  # the prompt is computed, and its pages stand
         at_the_end.extend(Submission.bytes_of(sent.batch) for sent in engine.submitted[room])
         push_aux(record)
 
-    monkeypatch.setattr(engine.engine._life._pusher, "push_aux", look)
+    monkeypatch.setattr(engine.life._pusher, "push_aux", look)
     deliver(engine, peer, room, prompt(1, 100))
     submissions = engine.submitted[room]
     assert len(at_the_end) == len(submissions) - 1
@@ -118,23 +119,6 @@ def test_on_a_gpu_every_layer_leaves_with_an_event_of_its_own(monkeypatch: pytes
     assert told == [(0, recorded[0], 1), (1, recorded[1], 2)]
 
 
-class StuckTransport:
-    """Writes that wait for ``release``, and how many began."""
-
-    def __init__(self, engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.release = threading.Event()
-        self.started = threading.Event()
-        self.num_started = 0
-        self._write = engine.engine._transfer.write
-        monkeypatch.setattr(engine.engine._transfer, "write", self.write)
-
-    def write(self, *args: Any, **options: Any) -> None:
-        self.num_started += 1
-        self.started.set()
-        assert self.release.wait(4 * TIMEOUT_SECS)  # longer than anything that the test waits for
-        self._write(*args, **options)
-
-
 @pytest.mark.I1
 def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +161,7 @@ def test_an_abort_between_layers_is_quiet_when_all_that_left_is_back(
         if layer == 1:
             assert not is_sending or transport.started.wait(TIMEOUT_SECS)
             is_between_layers.set()
-            assert engine.engine._control.socket.poll(TIMEOUT_SECS * 1000)
+            engine.wait_for_message("control")
 
     engine.after_layer = wait_for_the_abort
     peer.bootstrap(room, 90)

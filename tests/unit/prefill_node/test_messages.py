@@ -27,7 +27,6 @@ from protocol.messages import (
     Refused,
     RegionKind,
     Registered,
-    Room,
     RoomDone,
     RoomFailed,
     RoomQuiet,
@@ -57,7 +56,7 @@ def peer(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
     engine.generate(room, [5, 6, 7, 8, 9])
     assert node.expect(RoomDone, lambda done: done.room == room)
     engine.expect(PrefillFinished, lambda finished: finished.request_id == f"request-{room}")
-    wait_for(lambda: len(engine.engine._life.rooms) == 0, "the rooms to end")
+    engine.wait_until_idle()
     engine.assert_whole()
 
 
@@ -221,7 +220,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, peer: Decod
         assert not refused.permanent
         assert type(message).__name__ in refused.error
     assert engine.num_dropped("unregistered") == before + 3
-    assert engine.engine._life.rooms.get(room) is None
+    assert not engine.has_room(room)
 
 
 def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: DecodePeer) -> None:
@@ -289,7 +288,7 @@ def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
     peer.register()
     room = next_room()
     request_id = engine.generate(room, range(5, 25))
-    wait_for(lambda: len(engine.engine._life.rooms) == 1, "the request's own way to the engine")
+    wait_for(lambda: len(engine.life.rooms) == 1, "the request's own way to the engine")
     peer.client.send(AbortRoom(room, "no room in the pools"))
     peer.expect(RoomQuiet)
     failed = engine.expect(RequestFailed)
@@ -379,7 +378,7 @@ def test_another_prompt_is_refused_with_both_digests(
         peer.heartbeat()
     engine.generate(room, range(60, 80), identity=ours)
     if not bootstrap_first:
-        wait_for(lambda: engine.engine._life.rooms.get(Room(room)) is not None, "the request")
+        wait_for(lambda: engine.has_room(room), "the request")
         peer.bootstrap(room, num_tokens, digest=identity.digest)
     for failed in (peer.expect(RoomFailed), engine.expect(RequestFailed)):
         assert failed.status == 400
@@ -389,7 +388,7 @@ def test_another_prompt_is_refused_with_both_digests(
     assert room not in engine.computed
     assert room not in engine.submitted
     keys = page_keys(ours.root, pack_token_ids(range(60, 80)), engine.settings.page_size)
-    assert engine.engine._life.prefixes.find(keys, (PoolKind.DEVICE,)) is None
+    assert engine.life.prefixes.find(keys, (PoolKind.DEVICE,)) is None
 
 
 # --- peers that come and go -----------------------------------------------------------------------------
@@ -438,7 +437,7 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
 
         def have_ended() -> bool:
             other.client.send(Heartbeat(1))
-            return len(impatient.engine._life.rooms) == 0
+            return len(impatient.life.rooms) == 0
 
         wait_for(have_ended, "both halves to be given up while the decode node is alive")
         failed = impatient.expect(RequestFailed)
@@ -469,9 +468,9 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, 
         room = next_room()
         other.bootstrap(room, 20)
         time.sleep(1.5)  # as much silence as would end it three times
-        assert impatient.engine._life.rooms.get(Room(room)) is not None
+        assert impatient.has_room(room)
         other.reconnect()
-        wait_for(lambda: len(impatient.engine._life.rooms) == 0, "the rooms of the lost node to end")
+        impatient.wait_until_idle()
         impatient.generate(room, range(5, 25))
         failed = impatient.expect(RequestFailed)
         assert failed.status == 502

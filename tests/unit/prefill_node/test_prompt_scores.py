@@ -281,7 +281,7 @@ def test_an_abort_ends_such_a_room(engine: EngineThread) -> None:
         generate = ask(engine, prompt(3, 4 * CHUNK), WantedScores(1, 0))
         assert reached.wait(TIMEOUT_SECS)
         engine.send(Abort(generate.request_id))
-    wait_for(lambda: len(engine.engine._life.rooms) == 0, "the room to end")
+    engine.wait_until_idle()
     assert engine.computed[generate.room][-1] == (CHUNK, 2 * CHUNK)
 
 

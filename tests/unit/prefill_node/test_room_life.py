@@ -1,4 +1,4 @@
-"""What waits to be sent to one decode node: whom it keeps from being admitted, and whom not.
+"""What rooms share, and what waits to be sent to one decode node: whom it keeps from being admitted.
 
 The rooms' lives, plans and queue are the node's own. Nothing is ever read or written: addresses are made up.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
+from hisparse_pd.engine.messages import FromEngine, Generate, GenerateGroup, RequestFailed, pack_token_ids
 from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
 from prefill_node.registrations import Peer
@@ -66,6 +66,7 @@ class Node:
 
     def __init__(self) -> None:
         self.sender = QueuedSender()
+        self.told: list[FromEngine] = []
         source = regions(1 << 50)
         self.peers = [
             Peer(name, name, b"", PAGE_SIZE, regions(1 << shift), 0.0)
@@ -87,7 +88,7 @@ class Node:
             request_limits=RequestLimits(context_length=NUM_SLOTS, vocab_size=1000, max_logprobs=0),
             num_aux_slots=16,
             use_prefix_cache=True,
-            tell_front=lambda message: None,
+            tell_front=self.told.append,
             tell_peer=lambda peer, message: None,
             room_timeout_secs=300.0,
             grace_secs=10.0,
@@ -199,3 +200,24 @@ def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) ->
     assert [record.num_cached_tokens for record in records] == [0, 496, 496]
     assert node.life.num_available_pages == NUM_PAGES - 100 - 2 * NUM_PAGES // 8
     node.life.check_integrity()
+
+
+@pytest.mark.I6
+def test_a_prompt_may_fill_the_context(node: Node) -> None:
+    node.arrive(1, 0, NUM_SLOTS)
+    assert node.told == []
+    node.arrive(2, 0, NUM_SLOTS + 1)
+    (failed,) = node.told
+    assert isinstance(failed, RequestFailed)
+    assert f"longer than the context of {NUM_SLOTS}" in failed.error
+    assert node.candidates() == [1]
+
+
+@pytest.mark.I7
+def test_the_rooms_of_a_group_share_one_prompt(node: Node) -> None:
+    samples = tuple(Generate(f"r{room}", room, 40, SamplingParams(1), "host", 1) for room in range(3))
+    node.life.accept(GenerateGroup(samples, ANY, pack_token_ids(range(40))), 0.0)
+    first, *others = node.life.rooms
+    assert first.token_ids.tolist() == list(range(40))
+    assert len(first.keys) == 2
+    assert all(record.token_ids is first.token_ids and record.keys is first.keys for record in others)
