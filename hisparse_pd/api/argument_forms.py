@@ -25,7 +25,7 @@ _OTHER_KEYWORDS = {
 """Of one type each, and none of them of strings."""
 _COMBINERS = ("anyOf", "oneOf", "allOf")
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]*")
-_VALUES_A_STEP = 256
+_VALUES_A_STEP = 64
 ANY_STRING: Mapping[str, object] = {}
 ANY_OTHER: Mapping[str, object] = {"type": ["null", "boolean", "integer", "number", "object", "array"]}
 """Where nothing is said."""

@@ -25,7 +25,7 @@ from hisparse_pd.api.argument_forms import (
 from hisparse_pd.api.schema_document import Steps, TooManySteps
 from protocol.decoding import decode_json
 
-_MAX_STEPS = 1024
+_MAX_STEPS = 2048
 """For one parameter, once: some milliseconds, in which the front does nothing else."""
 
 
