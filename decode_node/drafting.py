@@ -1,12 +1,10 @@
-"""What becomes of drafts: how many of a request's a step can verify, and which of them were right.
+"""How many drafts of a request a step can verify.
 
 A draft is accepted while it is what the model draws itself, with that position's own random number. So the
 tokens are those of steps without drafts, at any temperature.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from decode_node.request import Request
 from hisparse_pd.vocabulary import Mode
@@ -47,11 +45,3 @@ def max_verifiable(request: Request, num_drafts: int, *, top_k: int, max_new: in
     if request.mode is Mode.HISPARSE and first_new + max_new > request.hot_capacity:
         num_drafts = min(num_drafts, drafts_with_room(request.hot_capacity, top_k=top_k, max_new=max_new))
     return max(0, num_drafts)
-
-
-def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many ``drafts`` are what was drawn, up to the first that is not. ``drawn``: one more at least."""
-    for number, (draft, token_id) in enumerate(zip(drafts, drawn, strict=False)):
-        if draft != token_id:
-            return number
-    return len(drafts)

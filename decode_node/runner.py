@@ -26,16 +26,7 @@ from decode_node.request import Request
 from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
 from decode_node.step_masks import has_grammar, masks_of
-from decode_node.steps import (
-    Launched,
-    Runner,
-    StepResult,
-    check_slots,
-    is_plain_greedy,
-    next_index,
-    step_result,
-    take_drafts,
-)
+from decode_node.steps import Launched, Runner, StepResult, is_plain_greedy, next_index
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
@@ -43,6 +34,7 @@ from hisparse_pd.model.sampling import Sampled, enqueue_sample
 from hisparse_pd.model.token_counts import CountedRows, to_device
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import Mode, TokenLogprob
+from kernels.hot_state import HotBufferError
 
 
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
@@ -113,11 +105,21 @@ class DeviceRunner:
 
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
-        check_slots(batch)
         num_new = step.num_new
+        for request in batch:
+            if not request.has_slots_for_next:
+                raise RuntimeError(
+                    f"room {request.room}: no slot for position {request.next_seq_len - 1}, it has "
+                    f"{request.reserved_tokens}"
+                )
         self._counts.count(batch, self._rows.tokens)
+        drafts: list[list[int]] = []
+        most_drafts: list[int] = []
         unread = [request.num_in_flight > 0 and self._has_verified for request in batch]
-        drafts, most_drafts = take_drafts(batch, num_new, self._hot_buffers, unread)
+        for request, is_unread in zip(batch, unread, strict=True):  # whose drafts are still on the device
+            most = self._hot_buffers.max_verifiable(request, num_new - 1) if num_new > 1 else 0
+            drafts.append(request.take_drafts(0 if is_unread else most))
+            most_drafts.append(most if is_unread else len(drafts[-1]))
         buffers = self._fill(batch, drafts, most_drafts, unread, num_new)
         self._has_verified = num_new > 1
         forward = self._forwards.launch(step.num_tokens, num_new, is_split=step.is_split)
@@ -218,24 +220,31 @@ class _OnDevice:
     def wait(self) -> None:
         self.buffers.wait()
 
-    def result(self) -> StepResult:
+    def result(self) -> list[StepResult]:
         if not self.is_drawn:  # what is in its memory until then is that of an earlier step
             raise RuntimeError("the step's tokens were not drawn")
         has_drafts = self.num_new > 1
         rows = self.buffers.read(len(self.batch), 5 + 2 * self.num_new if has_drafts else 5)
         if not has_drafts:
             rows = [[*row_results, 0, 0, token_id] for *row_results, token_id in rows]
-        num_drafted = [row[4] for row in rows]
-        kept = [1 + row[5] for row in rows]
-        drawn = [row[6 : 7 + count] for row, count in zip(rows, num_drafted, strict=True)]
-        logprobs: list[list[TokenLogprob | None]] = [[None] * len(of_req) for of_req in drawn]
+        drawn = [row[6 : 7 + row[4]] for row in rows]
+        logprobs: list[TokenLogprob | None] = [None] * sum(map(len, drawn))
         if self.sampled is not None:
-            of_rows = iter(self.sampled.read_logprobs([one for of_req in drawn for one in of_req]))
-            logprobs = [[next(of_rows) for _ in of_req] for of_req in drawn]
-        return step_result(
-            [of_req[:count] for of_req, count in zip(drawn, kept, strict=True)],
-            [of_req[:count] for of_req, count in zip(logprobs, kept, strict=True)],
-            [row[:4] for row in rows],
-            num_drafted,
-            [row[6 + self.num_new :] for row in rows],
-        )
+            logprobs = self.sampled.read_logprobs([one for of_req in drawn for one in of_req])
+        results = []
+        for (flags, hits, misses, evictions, num_drafted, accepted, *ids), token_ids in zip(
+            rows, drawn, strict=True
+        ):
+            count = 1 + accepted
+            results.append(
+                StepResult(
+                    token_ids[:count],
+                    logprobs[:count],
+                    str(HotBufferError(flags).name) if flags else "",
+                    (hits, misses, evictions),
+                    num_drafted,
+                    drafts=ids[self.num_new :],
+                )
+            )
+            logprobs = logprobs[len(token_ids) :]
+        return results

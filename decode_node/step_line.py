@@ -171,7 +171,7 @@ class StepLine:
         for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
             request.leave_step(most_drafts)
         try:
-            result = launched.result()
+            results = launched.result()
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -179,28 +179,21 @@ class StepLine:
             self._fail_step(launched.batch, error)
             return
         now = time.monotonic()
-        for request, token_ids, logprobs, wrong, counters, num_drafted, drafts in zip(
-            launched.batch,
-            result.token_ids,
-            result.logprobs,
-            result.errors,
-            result.counters,
-            result.num_drafted,
-            result.drafts,
-            strict=True,
-        ):
-            request.row_counters = counters
+        for request, of_step in zip(launched.batch, results, strict=True):
+            request.row_counters = of_step.counters
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
-            request.draft_token_ids = [] if request.num_in_flight else drafts  # a step has taken them
-            request.num_drafted += num_drafted
-            if num_drafted:
-                self._lifecycle.metrics.drafted(num_drafted)
-                self._draft_choice.verified(num_drafted, len(token_ids) - 1)
-            if wrong:
-                self._lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
+            # A step in flight has taken those that were made.
+            request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
+            request.num_drafted += of_step.num_drafted
+            if of_step.num_drafted:
+                self._lifecycle.metrics.drafted(of_step.num_drafted)
+                self._draft_choice.verified(of_step.num_drafted, len(of_step.token_ids) - 1)
+            if of_step.error:
+                message = f"the hot buffer reported {of_step.error}"
+                self._lifecycle.fail(request, 500, message, Landing.QUIET, now)
             else:
-                self._lifecycle.emit(request, token_ids, logprobs, now)
+                self._lifecycle.emit(request, of_step.token_ids, of_step.logprobs, now)
         self._lifecycle.release_ended(now)
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:

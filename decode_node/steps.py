@@ -1,4 +1,4 @@
-"""What a decode step is to the engine: a batch in, its tokens out; and what of it any runner needs.
+"""What a decode step is to the engine: a batch in, its tokens out.
 
 ``launch`` enqueues a step and returns; ``Launched.result`` waits for its tokens.
 """
@@ -9,26 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.vocabulary import TokenLogprob
-from kernels.hot_state import HotBufferError
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A value for each request of the step's batch. ``errors``: empty where the kernels found nothing."""
+    """Of one request."""
 
-    token_ids: list[list[int]]
-    """What the request goes on with: the accepted drafts, and one token more."""
-    logprobs: list[list[TokenLogprob | None]]
+    token_ids: list[int]
+    """What it goes on with: the accepted drafts, and one token more."""
+    logprobs: list[TokenLogprob | None]
     """Of each of these tokens."""
-    errors: list[str]
-    counters: list[tuple[int, int, int]]
-    num_drafted: list[int]
+    error: str
+    """Empty where the kernels found nothing."""
+    counters: tuple[int, int, int]
+    """Hits, misses and evictions of its row so far."""
+    num_drafted: int
     """Drafts that were verified."""
-    drafts: list[list[int]]
+    drafts: list[int]
     """What the draft layer guesses to follow; nothing after a step without drafts."""
 
 
@@ -62,8 +62,8 @@ class Launched(Protocol):
         """Until no memory of the step's requests is read or written by it any more. What ``draw`` is still to
         enqueue touches none, unless the step verifies drafts."""
 
-    def result(self) -> StepResult:
-        """Waits. To be taken once, before the step after the next is launched."""
+    def result(self) -> list[StepResult]:
+        """Of each request. Waits. To be taken once, before the step after the next is launched."""
 
 
 class Runner(Protocol):
@@ -75,49 +75,6 @@ class Runner(Protocol):
 
         Raises what the model raises.
         """
-
-
-def take_drafts(
-    batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers, unread: Sequence[bool]
-) -> tuple[list[list[int]], list[int]]:
-    """What each request's next step of ``num_new`` positions verifies, and how many at most.
-
-    ``unread``: of which requests the drafts are still on the device; none are listed for these.
-    """
-    drafts, most_drafts = [], []
-    for request, is_unread in zip(batch, unread, strict=True):
-        most = hot_buffers.max_verifiable(request, num_new - 1) if num_new > 1 else 0
-        drafts.append(request.take_drafts(0 if is_unread else most))
-        most_drafts.append(most if is_unread else len(drafts[-1]))
-    return drafts, most_drafts
-
-
-def step_result(
-    token_ids: list[list[int]],
-    logprobs: list[list[TokenLogprob | None]],
-    row_results: list[list[int]],
-    num_drafted: list[int],
-    drafts: list[list[int]],
-) -> StepResult:
-    """``row_results``: as ``HotBuffers.row_results``."""
-    return StepResult(
-        token_ids,
-        logprobs,
-        [str(HotBufferError(flags).name) if flags else "" for flags, *_ in row_results],
-        [(hits, misses, evictions) for _, hits, misses, evictions in row_results],
-        num_drafted,
-        drafts,
-    )
-
-
-def check_slots(batch: Sequence[Request]) -> None:
-    """Raises RuntimeError when the newest token of a request has no slot."""
-    for request in batch:
-        if not request.has_slots_for_next:
-            raise RuntimeError(
-                f"room {request.room}: no slot for position {request.next_seq_len - 1}, it has "
-                f"{request.reserved_tokens}"
-            )
 
 
 def next_index(request: Request) -> int:

@@ -6,21 +6,19 @@ it, our Triton kernels and FlashMLA's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.checks import check_range, check_tensor
+from kernels.checks import check_tensor
 from kernels.kv_format import FP8_E4M3, KvFormat
 
 _CPU_BLOCK_BYTES: Final = 8 << 20
 """Gathered rows that one block of queries holds at a time: small enough to stay in a CPU's cache."""
 _GPU_BLOCK_BYTES: Final = 256 << 20
 """The same for a GPU: large enough to fill it."""
-_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 AUTO: Final = "auto"
 TORCH: Final = "torch"
@@ -61,23 +59,6 @@ class AttentionBackend(Protocol):
         """
 
 
-def sparse_mla_attention(
-    q: Tensor, kv: Tensor, device_slots: Tensor, kv_lora_rank: int, scale: float
-) -> Tensor:
-    """Attention of absorbed MLA queries over the selected rows of the latent KV; the reference.
-
-    ``q``: float [num_tokens, num_heads, item_dim]; the latent part first, then the RoPE part.
-    ``kv``: float [num_slots, item_dim], one layer of a pool; only selected rows are read.
-    ``device_slots``: int32 or int64 [num_tokens, top_k], rows of ``kv``; -1 is masked out.
-    Returns [num_tokens, num_heads, kv_lora_rank] of ``q``'s dtype, accumulated in float32: softmax(q·kv *
-    scale) over each query's rows, times their first ``kv_lora_rank`` columns; zeros where nothing is
-    selected.
-    """
-    check_tensor("kv", kv, dtypes=_FLOATS, shape=(None, None), device=q.device, contiguous=False)
-    check_tensor("q", q, dtypes=_FLOATS, shape=(None, None, kv.shape[1]), contiguous=False)
-    return _attend(q, device_slots, kv_lora_rank, scale, lambda slots: kv[slots].float())
-
-
 @dataclass(frozen=True)
 class TorchAttention:
     """The reference, from torch's own operations; any device."""
@@ -89,15 +70,32 @@ class TorchAttention:
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
         """See ``AttentionBackend.attend``."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
-        kv_format = self.kv_format
-        if kv_format.name != FP8_E4M3:
-            kv = kv_format.load(layer_pool)
-            return sparse_mla_attention(q, kv, device_slots, kv_format.kv_lora_rank, scale)
-
-        def gather(slots: Tensor) -> Tensor:
-            return kv_format.load(layer_pool[slots])
-
-        return _attend(q, device_slots, kv_format.kv_lora_rank, scale, gather)
+        kv_format, kv_lora_rank = self.kv_format, self.kv_format.kv_lora_rank
+        num_tokens, num_heads, item_dim = q.shape
+        top_k = device_slots.shape[1]
+        out = q.new_zeros((num_tokens, num_heads, kv_lora_rank))
+        if num_tokens == 0 or top_k == 0:
+            return out
+        # Items in fp8 are scaled as they are gathered; the others are numbers where they lie.
+        kv = None if kv_format.name == FP8_E4M3 else kv_format.load(layer_pool)
+        on_cpu = q.device.type == "cpu"
+        block = max(1, (_CPU_BLOCK_BYTES if on_cpu else _GPU_BLOCK_BYTES) // (4 * top_k * item_dim))
+        for start in range(0, num_tokens, block):
+            stop = min(start + block, num_tokens)
+            slots = device_slots[start:stop]
+            known = slots.clamp(min=0).long()
+            rows = kv_format.load(layer_pool[known]) if kv is None else kv[known].float()
+            scores = torch.matmul(q[start:stop].float(), rows.transpose(1, 2)).mul_(scale)
+            is_absent = slots < 0
+            # Asking whether there is any would make a GPU's caller wait.
+            if not on_cpu or is_absent.any():
+                # An absent row may hold anything, NaN included, and 0 * NaN is NaN.
+                rows.masked_fill_(is_absent[:, :, None], 0.0)
+                scores.masked_fill_(is_absent[:, None, :], float("-inf"))
+            weights = torch.softmax(scores, dim=-1)
+            weights.masked_fill_(is_absent.all(dim=1)[:, None, None], 0.0)
+            out[start:stop] = torch.matmul(weights, rows[:, :, :kv_lora_rank])
+        return out
 
 
 def check_attend(kv_format: KvFormat, q: Tensor, layer_pool: Tensor, device_slots: Tensor) -> None:
@@ -109,34 +107,3 @@ def check_attend(kv_format: KvFormat, q: Tensor, layer_pool: Tensor, device_slot
     # int64 is what a CPU's callers have at hand, and what the reference takes.
     dtypes = (torch.int32, torch.int64) if q.device.type == "cpu" else (torch.int32,)
     check_tensor("device_slots", device_slots, dtypes=dtypes, shape=(q.shape[0], None), device=q.device)
-
-
-def _attend(
-    q: Tensor, device_slots: Tensor, kv_lora_rank: int, scale: float, gather: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """``gather``: float32 [..., item_dim], not shared, of int64 slots [...]."""
-    num_tokens, num_heads, item_dim = q.shape
-    integers = (torch.int32, torch.int64)
-    check_tensor("device_slots", device_slots, dtypes=integers, shape=(num_tokens, None), device=q.device)
-    check_range("kv_lora_rank", kv_lora_rank, 1, item_dim + 1)
-    top_k = device_slots.shape[1]
-    out = q.new_zeros((num_tokens, num_heads, kv_lora_rank))
-    if num_tokens == 0 or top_k == 0:
-        return out
-    on_cpu = q.device.type == "cpu"
-    block = max(1, (_CPU_BLOCK_BYTES if on_cpu else _GPU_BLOCK_BYTES) // (4 * top_k * item_dim))
-    for start in range(0, num_tokens, block):
-        stop = min(start + block, num_tokens)
-        slots = device_slots[start:stop]
-        rows = gather(slots.clamp(min=0).long())
-        scores = torch.matmul(q[start:stop].float(), rows.transpose(1, 2)).mul_(scale)
-        is_absent = slots < 0
-        # Asking whether there is any would make a GPU's caller wait.
-        if not on_cpu or is_absent.any():
-            # An absent row may hold anything, NaN included, and 0 * NaN is NaN.
-            rows.masked_fill_(is_absent[:, :, None], 0.0)
-            scores.masked_fill_(is_absent[:, None, :], float("-inf"))
-        weights = torch.softmax(scores, dim=-1)
-        weights.masked_fill_(is_absent.all(dim=1)[:, None, None], 0.0)
-        out[start:stop] = torch.matmul(weights, rows[:, :, :kv_lora_rank])
-    return out

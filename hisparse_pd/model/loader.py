@@ -10,7 +10,6 @@ over ranks, are modules of ours, and keep the checkpoint's fp8; so are all other
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ from kernels.block_linear import takes_device, takes_matrix
 from kernels.expert_routing import ExpertMatrices
 from kernels.fp8 import FP8_CAPABILITY
 from kernels.row_math import RowLinear, fewest_rows
-
-log = logging.getLogger(__name__)
 
 SCALES = "_scale_inv"
 """Behind the name of a matrix in fp8: the name of its scales."""

@@ -260,16 +260,18 @@ class SimStep:
     def wait(self) -> None:
         pass
 
-    def result(self) -> StepResult:
-        count = len(self.batch)
-        return StepResult(
-            [[NEXT_TOKEN] * (1 + accepted) for accepted in self.num_accepted],
-            [[None] * (1 + accepted) for accepted in self.num_accepted],
-            [""] * count,
-            [(0, 0, 0)] * count,
-            self.num_drafted,
-            [[NEXT_TOKEN] * self.num_drafts for _ in range(count)],
-        )
+    def result(self) -> list[StepResult]:
+        return [
+            StepResult(
+                [NEXT_TOKEN] * (1 + accepted),
+                [None] * (1 + accepted),
+                "",
+                (0, 0, 0),
+                drafted,
+                [NEXT_TOKEN] * self.num_drafts,
+            )
+            for drafted, accepted in zip(self.num_drafted, self.num_accepted, strict=True)
+        ]
 
 
 class SimDecodeRunner:

@@ -265,25 +265,19 @@ class Bench:
         return time.perf_counter() - started
 
     def _commit(self, launched: Any) -> None:
-        result = launched.result()
-        if wrong := [error for error in result.errors if error]:
-            raise RuntimeError(f"a step reported {wrong[0]}")
-        for request, most_drafts, token_ids, counters, drafts in zip(
-            launched.batch,
-            launched.most_drafts,
-            result.token_ids,
-            result.counters,
-            result.drafts,
-            strict=True,
+        for request, most_drafts, result in zip(
+            launched.batch, launched.most_drafts, launched.result(), strict=True
         ):
+            if result.error:
+                raise RuntimeError(f"a step reported {result.error}")
             request.leave_step(most_drafts)
-            request.output_token_ids += token_ids
+            request.output_token_ids += result.token_ids
             if request.matcher is not None:
-                for token_id in token_ids:
+                for token_id in result.token_ids:
                     request.matcher.advance(token_id)
-            request.draft_token_ids = [] if request.num_in_flight else drafts
-            request.row_counters = counters
-            self.num_tokens += len(token_ids)
+            request.draft_token_ids = [] if request.num_in_flight else result.drafts
+            request.row_counters = result.counters
+            self.num_tokens += len(result.token_ids)
         self.totals = self.hot_buffers.totals(self.requests)
 
     def _admit(

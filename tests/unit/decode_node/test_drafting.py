@@ -1,4 +1,4 @@
-"""Which drafts a step takes, and which of them it accepts."""
+"""Which drafts a step takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.drafting import max_verifiable, num_accepted
+from decode_node.drafting import max_verifiable
 from decode_node.request import Request
 from hisparse_pd.vocabulary import Mode
 from tests import books
@@ -21,22 +21,6 @@ def make_request(num_prompt_tokens: int, max_new_tokens: int = 100, **values: An
 
 def verifiable(request: Request, num_drafts: int = 3) -> int:
     return max_verifiable(request, num_drafts, top_k=TOP_K, max_new=MAX_NEW, max_context=MAX_CONTEXT)
-
-
-@pytest.mark.parametrize(
-    ("drafts", "drawn", "expected"),
-    [
-        ([], [7], 0),
-        ([7], [7, 8], 1),
-        ([7], [6, 7], 0),
-        ([7, 8, 9], [7, 8, 9, 1], 3),
-        ([7, 8, 9], [7, 1, 9, 2], 1),
-    ],
-)
-def test_drafts_are_accepted_up_to_the_first_wrong_one(
-    drafts: list[int], drawn: list[int], expected: int
-) -> None:
-    assert num_accepted(drafts, drawn) == expected
 
 
 @pytest.mark.I6

@@ -180,7 +180,7 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
     unread: list[object] = []
     waited: list[object] = []
 
-    def unreadable(launched: Launched) -> StepResult:
+    def unreadable(launched: Launched) -> list[StepResult]:
         assert engine.steps.in_flight is not launched
         unread.append(launched)
         raise RuntimeError("no such token")

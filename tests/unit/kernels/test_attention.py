@@ -19,7 +19,6 @@ from kernels.attention import (
     TRITON,
     AttentionBackendError,
     TorchAttention,
-    sparse_mla_attention,
 )
 from kernels.attention_backends import choose_backend
 from kernels.checks import KernelArgumentError
@@ -130,10 +129,49 @@ def test_the_reference_attends_to_loaded_items(name: str, generator: torch.Gener
     slots[torch.rand((6, 11), generator=generator) < 0.4] = -1
     slots[3] = -1
     out = TorchAttention(kv_format).attend(q, pool, slots, 0.3)
-    expected = sparse_mla_attention(q, kv_format.load(pool), slots, 33, 0.3)
+    loaded = kv_format.load(pool).float()
+    loaded[0] = 0.0
+    plain = KvFormat(FLOAT32, 33, 7)
+    expected = TorchAttention(plain).attend(q, loaded.view(torch.uint8), slots, 0.3)
     assert torch.equal(out, expected)
     assert not out[3].any()
     assert not out.isnan().any()
+
+
+@pytest.mark.I6
+def test_attention_matches_float64_and_ignores_poison(generator: torch.Generator) -> None:
+    num_tokens, num_heads, rank, rope_dim, top_k = 700, 3, 8, 4, 40
+    q = torch.randn((num_tokens, num_heads, rank + rope_dim), generator=generator)
+    kv = torch.randn((90, rank + rope_dim), generator=generator)
+    slots = torch.randint(1, 90, (num_tokens, top_k), dtype=torch.int32, generator=generator)
+    slots[torch.rand((num_tokens, top_k), generator=generator) < 0.3] = -1
+    slots[4] = -1
+    kv[0] = float("nan")
+    out = TorchAttention(KvFormat(FLOAT32, rank, rope_dim)).attend(q, kv.view(torch.uint8), slots, 0.3)
+    for token in (0, 4, 350, 699):
+        rows = kv[slots[token][slots[token] >= 0].long()].double()
+        weights = torch.softmax(q[token].double() @ rows.T * 0.3, dim=-1)
+        torch.testing.assert_close(out[token].double(), weights @ rows[:, :rank], rtol=1e-5, atol=1e-6)
+    assert not out[4].any()
+
+
+def test_attention_of_strided_queries_in_bfloat16(generator: torch.Generator) -> None:
+    q = torch.randn((2, 5, 12), generator=generator).transpose(0, 1).bfloat16()
+    kv = torch.randn((9, 12), generator=generator).bfloat16()
+    slots = torch.tensor([[0, 8, 3]] * 5)
+    out = TorchAttention(KvFormat(BFLOAT16, 8, 4)).attend(q, kv.view(torch.uint8), slots, 1.0)
+    in_float32 = TorchAttention(KvFormat(FLOAT32, 8, 4))
+    expected = in_float32.attend(q.float().contiguous(), kv.float().view(torch.uint8), slots, 1.0)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected.bfloat16())
+
+
+def test_attention_of_nothing() -> None:
+    backend = TorchAttention(KvFormat(FLOAT32, 4, 2))
+    pool = torch.zeros((3, 24), dtype=torch.uint8)
+    none = torch.zeros((0, 4), dtype=torch.int32)
+    assert backend.attend(torch.zeros(0, 2, 6), pool, none, 1.0).shape == (0, 2, 4)
+    assert not backend.attend(torch.ones(2, 2, 6), pool, none.view(2, 0), 1.0).any()
 
 
 def test_wrong_arguments_are_named() -> None:

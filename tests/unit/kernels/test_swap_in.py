@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_mla_attention
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState, StepRequests
 from kernels.indexer import gather_pages, index_topk
@@ -396,40 +395,6 @@ def test_other_devices_are_refused_by_name() -> None:
     ones = torch.ones(1, dtype=torch.int32, device="meta")
     with pytest.raises(KernelUnavailableError, match=r"newest_slots: no kernel for device 'meta'.*'cpu'"):
         newest_slots(StepRequests(state, ones, ones, ones))
-
-
-@pytest.mark.I6
-def test_attention_matches_float64_and_ignores_poison(generator: torch.Generator) -> None:
-    num_tokens, num_heads, item_dim, rank, top_k = 700, 3, 12, 8, 40
-    q = torch.randn((num_tokens, num_heads, item_dim), generator=generator)
-    kv = torch.randn((90, item_dim), generator=generator)
-    slots = torch.randint(1, 90, (num_tokens, top_k), dtype=torch.int32, generator=generator)
-    slots[torch.rand((num_tokens, top_k), generator=generator) < 0.3] = -1
-    slots[4] = -1
-    kv[0] = float("nan")
-    out = sparse_mla_attention(q, kv, slots, rank, 0.3)
-    for token in (0, 4, 350, 699):
-        rows = kv[slots[token][slots[token] >= 0].long()].double()
-        weights = torch.softmax(q[token].double() @ rows.T * 0.3, dim=-1)
-        torch.testing.assert_close(out[token].double(), weights @ rows[:, :rank], rtol=1e-5, atol=1e-6)
-    assert not out[4].any()
-
-
-def test_attention_of_strided_bfloat16_inputs(generator: torch.Generator) -> None:
-    q = torch.randn((2, 5, 12), generator=generator).transpose(0, 1).bfloat16()
-    kv = torch.randn((9, 24), generator=generator)[:, ::2].bfloat16()
-    slots = torch.tensor([[0, 8, 3]] * 5)
-    out = sparse_mla_attention(q, kv, slots, 8, 1.0)
-    expected = sparse_mla_attention(q.float().contiguous(), kv.float().contiguous(), slots, 8, 1.0)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, expected.bfloat16())
-
-
-def test_attention_of_nothing() -> None:
-    slots = torch.zeros((0, 4), dtype=torch.int32)
-    assert sparse_mla_attention(torch.zeros(0, 2, 6), torch.zeros(3, 6), slots, 4, 1.0).shape == (0, 2, 4)
-    none = torch.zeros((2, 0), dtype=torch.int32)
-    assert not sparse_mla_attention(torch.ones(2, 2, 6), torch.zeros(3, 6), none, 4, 1.0).any()
 
 
 @pytest.mark.I5
