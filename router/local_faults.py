@@ -13,15 +13,12 @@ from pathlib import Path
 from hisparse_pd.http import descriptors
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_MAX_CAUSES = 8
 
 
-def local_fault(error: BaseException) -> str | None:
-    """What this machine lacks, the bound and the remedy; None when ``error`` is about the other end.
-
-    Looks through the errors that it was raised from: libraries wrap those of the system.
-    """
-    for number in _numbers(error, _MAX_CAUSES):
+def local_fault(error: OSError) -> str | None:
+    """What this machine lacks, the bound and the remedy; None when ``error`` is about the other end."""
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
+    for number in (error.errno, cause and cause.errno):
         match number:
             case errno.EMFILE:
                 return (
@@ -39,17 +36,6 @@ def local_fault(error: BaseException) -> str | None:
             case errno.ENOBUFS | errno.ENOMEM | socket.EAI_MEMORY:
                 return "this machine has no memory left for a connection; give it more, or run more routers"
     return None
-
-
-def _numbers(error: BaseException, num_left: int) -> list[int]:
-    """The system's error numbers of an error and its causes."""
-    found = [error.errno] if isinstance(error, OSError) and error.errno is not None else []
-    if num_left:
-        causes = [error.__cause__ or error.__context__, *getattr(error, "exceptions", ())]
-        for cause in causes:
-            if cause is not None:
-                found += _numbers(cause, num_left - 1)
-    return found
 
 
 def _port_range() -> str:

@@ -1,1 +1,1 @@
-"""Processes that speak HTTP: fronts and workers, their connections and metrics, the links to engines."""
+"""Processes that speak HTTP: fronts, their connections and metrics, the links to engines."""

@@ -10,9 +10,9 @@ import pytest
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.unit.router.cluster import (
     Behaviour,
-    CutConnection,
     FakeNode,
     Send,
+    breaks_off,
     cluster,
     eventually,
     never,
@@ -34,12 +34,6 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     with receiving() as started:
         yield started
-
-
-async def breaks_off(node: FakeNode, send: Send) -> None:
-    await start(send)
-    await write(send, b'data: {"text": "a"}\n\n')
-    raise CutConnection
 
 
 def root(receiver: Receiver) -> Span:
