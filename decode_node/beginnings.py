@@ -19,9 +19,18 @@ from hisparse_pd.vocabulary import Mode
 class Beginning(NamedTuple):
     """What is held of one prompt."""
 
-    match: Match
+    match: Match | None
+    """None: nothing."""
     taken: SlotCounts
     """What of it nobody uses so far."""
+
+    @property
+    def num_pages(self) -> int:
+        return self.match.num_pages if self.match else 0
+
+    def parts(self) -> Iterable[tuple[Prefix, int]]:
+        """The prefixes that it is of, and how many of their pages."""
+        return self.match.parts() if self.match else ()
 
 
 class Beginnings:
@@ -36,24 +45,24 @@ class Beginnings:
             for part in request.prefix.chain() if request.prefix else ():
                 self.pinned[part] = len(part.keys)
 
-    def of(self, request: Request, mode: Mode) -> Beginning | None:
+    def of(self, request: Request, mode: Mode) -> Beginning:
         """What is held of its prompt in ``mode``."""
-        match = self._held.find(request.usable_keys, KV_POOLS[mode]) if self._held is not None else None
-        return Beginning(match, self._unused(match)) if match else None
+        kinds = KV_POOLS[mode]
+        match = self._held.find(request.usable_keys, kinds) if self._held is not None else None
+        num_unused = sum(
+            max(0, num - self.pinned.get(part, 0))
+            for part, num in (match.parts() if match else ())
+            if not part.num_users
+        )
+        return Beginning(match, SlotCounts.of(kinds, num_unused * self._page_size))
 
     def are_counted_on(self, one: Beginning) -> bool:
         """Whether some of it would be free when those that run have ended, and is not if it is shared."""
-        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in one.match.parts())
+        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in one.parts())
 
     def pinned_with(self, one: Beginning) -> dict[Prefix, int]:
         """With ``one`` shared."""
-        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in one.match.parts()}
+        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in one.parts()}
 
     def take(self, one: Beginning) -> None:
         self.pinned = self.pinned_with(one)
-
-    def _unused(self, match: Match) -> SlotCounts:
-        num_pages = sum(
-            max(0, num - self.pinned.get(part, 0)) for part, num in match.parts() if not part.num_users
-        )
-        return SlotCounts.of(match.prefix.kinds, num_pages * self._page_size)

@@ -22,13 +22,12 @@ class Metrics:
         for mode in Mode:
             self.add("requests_total", 0, mode=mode)
             self.add("generation_tokens_total", 0, mode=mode)
-        for name in ("retractions", "kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_failures"):
-            self.add(f"{name}_total", 0)
-        for name in ("prompt_tokens", "cached_tokens", "held_tokens", "held_hits"):
-            self.add(f"{name}_total", 0)
-        for name in ("verifying_steps", "drafted_tokens", "accepted_draft_tokens"):
-            self.add(f"{name}_total", 0)
-        for name in ("aborted_requests", "failed_requests"):
+        for name in (
+            *("retractions", "kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_failures"),
+            *("prompt_tokens", "cached_tokens", "held_tokens", "held_hits"),
+            *("verifying_steps", "drafted_tokens", "accepted_draft_tokens"),
+            *("aborted_requests", "failed_requests"),
+        ):
             self.add(f"{name}_total", 0)
         for reason in DROP_REASONS:
             self.add("control_messages_dropped_total", 0, reason=reason)

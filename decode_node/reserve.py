@@ -24,9 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from decode_node.request import Request
-from hisparse_pd.paging.pools import SlotCounts, round_up
+from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.paging.prefix_tree import Prefix
-from hisparse_pd.vocabulary import Mode
 
 _ANY = 1 << 60
 """More slots than there are."""
@@ -50,31 +49,6 @@ class Place(NamedTuple):
     request: Request
     claim: Claim
     available: _Slots
-
-
-def claim_of(
-    request: Request,
-    mode: Mode,
-    held: SlotCounts,
-    min_capacity: int,
-    page_size: int,
-    num_shared_pages: int = 0,
-) -> Claim:
-    """Of ``request`` with ``held`` in ``mode``, behind pages that it shares.
-
-    ``min_capacity``: of a hot buffer that works for it.
-    """
-    life = round_up(request.life_tokens, page_size)
-    own = life - num_shared_pages * page_size
-    lacks_host, lacks_index = max(0, own - held.host), max(0, own - held.index)
-    lacks_lookup = max(0, life - held.lookup)
-    if mode is Mode.HISPARSE:
-        return Claim(slots_of(held), ((lacks_host, 0, lacks_index, lacks_lookup),))
-    ways: tuple[_Slots, ...] = ((0, max(0, own - held.device), lacks_index, 0),)
-    if not num_shared_pages:
-        lacks_hot_buffer = max(0, round_up(min_capacity, page_size) - held.device)
-        ways += ((lacks_host, lacks_hot_buffer, lacks_index, lacks_lookup),)
-    return Claim(slots_of(held), ways)
 
 
 class Reserve:

@@ -33,7 +33,7 @@ from typing import assert_never
 from decode_node.beginnings import Beginning, Beginnings
 from decode_node.drafting import smallest_buffer
 from decode_node.request import KV_POOLS, Request
-from decode_node.reserve import Claim, Place, Reserve, claim_of, slots_of
+from decode_node.reserve import Claim, Place, Reserve, slots_of
 from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.paging.prefix_tree import Prefix, PrefixTree
 from hisparse_pd.vocabulary import HisparseFlag, Mode
@@ -98,8 +98,19 @@ class Limits:
         return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
 
     def claim(self, request: Request, mode: Mode, held: SlotCounts, num_shared_pages: int = 0) -> Claim:
-        min_capacity = self.min_capacity(request)
-        return claim_of(request, mode, held, min_capacity, self.page_size, num_shared_pages)
+        """Of ``request`` with ``held`` in ``mode``, behind pages that it shares."""
+        life = self.in_pages(request.life_tokens)
+        own = life - num_shared_pages * self.page_size
+        lacks_host, lacks_index = max(0, own - held.host), max(0, own - held.index)
+        in_hot_buffer = lacks_host, 0, lacks_index, max(0, life - held.lookup)
+        if mode is Mode.HISPARSE:
+            return Claim(slots_of(held), (in_hot_buffer,))
+        in_pages = 0, max(0, own - held.device), lacks_index, 0
+        if num_shared_pages:
+            return Claim(slots_of(held), (in_pages,))
+        lacks_hot_buffer = max(0, self.in_pages(self.min_capacity(request)) - held.device)
+        host, _, index, lookup = in_hot_buffer
+        return Claim(slots_of(held), (in_pages, (host, lacks_hot_buffer, index, lookup)))
 
 
 @dataclass(frozen=True)
@@ -249,8 +260,8 @@ class _Planner:
 
     def _claim(self, request: Request) -> Claim:
         mode, held = self._holds.get(request, (request.mode, request.held_tokens))
-        own, ways, _ = self.limits.claim(request, mode, held, request.num_shared_pages)
-        return Claim(own, ways, request.prefix)
+        claim = self.limits.claim(request, mode, held, request.num_shared_pages)
+        return claim._replace(prefix=request.prefix)
 
     def _grown(self, place: Place, reserve: Reserve) -> Claim:
         """Give a request more slots, or others. What it claims of everybody else stays the same."""
@@ -360,52 +371,43 @@ class _Planner:
                 return self._land(Admission(request, Mode.DENSE, need, 0), held, reserve)
         return None
 
-    def _need(self, request: Request, mode: Mode, num_tokens: int, held: Beginning | None) -> SlotCounts:
-        num_shared_pages = held.match.num_pages if held else 0
-        kv = self.limits.kv_slots(mode, min(num_tokens, request.life_tokens), num_shared_pages)
+    def _need(self, request: Request, mode: Mode, num_tokens: int, held: Beginning) -> SlotCounts:
+        kv = self.limits.kv_slots(mode, min(num_tokens, request.life_tokens), held.num_pages)
         return kv + SlotCounts(aux=1, req_row=1)
 
-    def _may_land(
-        self, request: Request, mode: Mode, need: SlotCounts, held: Beginning | None
-    ) -> Reserve | None:
+    def _may_land(self, request: Request, mode: Mode, need: SlotCounts, held: Beginning) -> Reserve | None:
         """The order in which all can end, this request the last, when it may have ``need``."""
-        taken = need + held.taken if held else need
+        taken = need + held.taken
         if not taken.fits_in(self.available):
             return None
         reserve = self._make_reserve(set())
         if not (taken + self._kept).fits_in(self.available):
             return None
-        if held is not None and self.beginnings.are_counted_on(held):
+        if self.beginnings.are_counted_on(held):
             reserve = self._in_order(self.beginnings.pinned_with(held))
         return reserve if reserve.allows_landing(self._landing_claim(request, mode, need, held)) else None
 
-    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: Beginning | None) -> Claim:
+    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: Beginning) -> Claim:
         """With what it takes, of what is held too, for what it owns: nobody counts on either."""
-        if held is None:
-            return self.limits.claim(request, mode, need)
-        claim = self.limits.claim(request, mode, need, held.match.num_pages)
+        claim = self.limits.claim(request, mode, need, held.num_pages)
         return claim._replace(held=slots_of(need + held.taken))
 
-    def _land(self, admission: Admission, held: Beginning | None, reserve: Reserve) -> Admission:
+    def _land(self, admission: Admission, held: Beginning, reserve: Reserve) -> Admission:
         """It takes its slots from all that come after it in the plan."""
         request, mode, need = admission.request, admission.mode, admission.need
         claim = self._landing_claim(request, mode, need, held)
         reserve.give_landing(claim)
         self._reserve = reserve
         self._admitted.append(claim)
-        self.available -= need
-        if held is None:
-            return admission
-        self.available -= held.taken
+        self.available -= need + held.taken
         self.beginnings.take(held)
-        return replace(admission, num_shared_pages=held.match.num_pages)
+        return replace(admission, num_shared_pages=held.num_pages)
 
     def _is_comfortable(self, request: Request) -> bool:
         """Whether the device pool keeps its margin when this request gets all pages of its whole life."""
         held = self.beginnings.of(request, Mode.DENSE)
         need = self._need(request, Mode.DENSE, request.life_tokens, held)
-        left = self._spare_device() - need.device - (held.taken.device if held else 0)
-        return left >= self._device_margin
+        return self._spare_device() - need.device - held.taken.device >= self._device_margin
 
     @property
     def _device_margin(self) -> float:
