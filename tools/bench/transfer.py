@@ -69,42 +69,20 @@ class Scale:
     repetitions past the second are given up after this long.
     """
 
-    plan_tokens: int
-    plan_repetitions: int
-    tokens: int
-    layers: dict[str, int]
-    repetitions: dict[str, int]
-    raw_sizes: tuple[int, ...]
-    raw_threads: tuple[int, ...]
-    finalists: int
-    cost_descriptors: int
-    zone_secs: float
+    plan_tokens: int = 1_000_000
+    plan_repetitions: int = 15
+    tokens: int = 32_768
+    layers: tuple[int, ...] = (4, 4, 1)
+    repetitions: tuple[int, ...] = (21, 9, 3)
+    """Of each kind of zone, as ``layers``."""
+    raw_sizes: tuple[int, ...] = (128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 1 << 30)
+    raw_threads: tuple[int, ...] = (1, 2)
+    finalists: int = 3
+    cost_descriptors: int = 2048
+    zone_secs: float = 4.0
 
 
-FULL = Scale(
-    plan_tokens=1_000_000,
-    plan_repetitions=15,
-    tokens=32_768,
-    layers={"fresh": 4, "fragmented": 4, "shuffled": 1},
-    repetitions={"fresh": 21, "fragmented": 9, "shuffled": 3},
-    raw_sizes=(128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 1 << 30),
-    raw_threads=(1, 2),
-    finalists=3,
-    cost_descriptors=2048,
-    zone_secs=4.0,
-)
-QUICK = Scale(
-    plan_tokens=65_536,
-    plan_repetitions=3,
-    tokens=2048,
-    layers={"fresh": 2, "fragmented": 2, "shuffled": 1},
-    repetitions={"fresh": 3, "fragmented": 3, "shuffled": 2},
-    raw_sizes=(256 << 10, 1 << 20),
-    raw_threads=(1,),
-    finalists=1,
-    cost_descriptors=256,
-    zone_secs=1.0,
-)
+QUICK = Scale(65_536, 3, 2048, (2, 2, 1), (3, 3, 2), (256 << 10, 1 << 20), (1,), 1, 256, 1.0)
 
 
 @dataclass(frozen=True)
@@ -301,7 +279,7 @@ def contiguous(link: Link, num_bytes: int, size: int) -> Descriptors:
 
 def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, Any]:
     """GB/s of the sender and of Mooncake into one kind of zone."""
-    item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers[kind]
+    item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers[ZONES.index(kind)]
     num_slots = 2 * scale.tokens
     zone = make_zone(kind, scale.tokens, num_slots)
     src, dst = (
@@ -328,7 +306,7 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
         "same descriptors": partial(link.write_raw, writes),
         **{name: raw[name] for name in finalists},
     }
-    rates = measure_in_turns(runs, scale.repetitions[kind], num_bytes, max_secs=scale.zone_secs)
+    rates = measure_in_turns(runs, scale.repetitions[ZONES.index(kind)], num_bytes, max_secs=scale.zone_secs)
     best = max(finalists, key=lambda name: statistics.median(rates[name]))
     side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates[best], strict=True)]
     return {
@@ -410,10 +388,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.peer is not None:
         run_peer(options.peer)
     started = time.monotonic()
-    scale = QUICK if options.quick else FULL
+    scale = QUICK if options.quick else Scale()
     report: dict[str, Any] = {"facts": run_facts(), "scale": asdict(scale)}
     report["planning"] = measure_planning(scale)
-    num_bytes = max(scale.layers.values()) * 2 * scale.tokens * max(ITEM_BYTES.values())
+    num_bytes = max(scale.layers) * 2 * scale.tokens * max(ITEM_BYTES.values())
     with open_link(num_bytes) as link:
         report["wire"] = [measure_zone(link, dtype, kind, scale) for kind in ZONES for dtype in ITEM_BYTES]
         report["descriptor_cost"] = measure_descriptor_cost(link, scale)
