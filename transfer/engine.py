@@ -83,7 +83,8 @@ class TransferEngine:
             raise TransferSetupError(
                 f"Mooncake cannot start on host {host!r} with protocol {transport.protocol}"
                 f"{' on ' + ', '.join(transport.devices) if transport.devices else ''}: code {code}; "
-                "its log says why with MC_LOG_LEVEL=INFO in the environment"
+                f"`hisparse-pd doctor --transfer-protocol {transport.protocol}` says what is missing, and "
+                "Mooncake's log with MC_LOG_LEVEL=INFO in the environment why"
             )
         self.session = f"{f'[{host}]' if ':' in host else host}:{self._mooncake.get_rpc_port()}"
         self._check_session(host)

@@ -7,6 +7,7 @@ hex, and ends at the end of its input.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import numpy as np
@@ -25,6 +26,14 @@ class Peer(OtherProcess):
 
     def read(self, start: int, stop: int) -> bytes:
         return bytes.fromhex(self.ask(f"{start} {stop}"))
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def main() -> None:

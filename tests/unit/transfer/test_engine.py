@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.transfer.peer import Peer
+from tests.unit.transfer.peer import Peer, has_ipv6
 from transfer import engine as engine_module
 from transfer.engine import (
     MAX_BATCH_DESCRIPTORS,
@@ -288,14 +288,6 @@ def test_an_ipv6_host_is_reached_at_its_session() -> None:
     assert done.stdout.startswith("[::1]:"), done.stderr
 
 
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
 def test_an_engine_that_does_not_answer_at_its_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransferEngine, "is_reachable", lambda self, session: False)
     with pytest.raises(TransferSetupError, match=r"does not answer at 127\.0\.0\.1:\d+.*advertise_host"):
@@ -311,7 +303,7 @@ def test_a_foreign_address_may_be_advertised(caplog: pytest.LogCaptureFixture) -
 
 
 def test_rdma_without_a_device_that_mooncake_can_open_does_not_fall_back_to_tcp() -> None:
-    with pytest.raises(TransferSetupError, match="protocol rdma on nothing_0: code -1"):
+    with pytest.raises(TransferSetupError, match="protocol rdma on nothing_0: code -1; `hisparse-pd doctor"):
         TransferEngine("127.0.0.1", Transport("rdma", ("nothing_0",)))
 
 

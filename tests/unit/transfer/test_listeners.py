@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from protocol.access import MAX_NETWORKS, PeerList
+from tests.unit.transfer.peer import has_ipv6
 from transfer.engine import TransferSetupError
 from transfer.listeners import guarded_listeners, reachable_from
 
@@ -38,14 +39,6 @@ def assert_drops(server: socket.socket, source: str, target: str = "127.0.0.1") 
         connect(server, source, target, 0.1)
 
 
-@pytest.fixture
-def has_ipv6() -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("no IPv6 here")
-
-
 def guarded(entries: list[str], family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
     with guarded_listeners(ELSEWHERE, PeerList.parse(entries)):
         return listener(family)
@@ -71,7 +64,7 @@ def test_only_the_networks_of_the_list_reach_a_guarded_port(
             assert_drops(server, source)
 
 
-@pytest.mark.usefixtures("has_ipv6")
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 def test_a_port_for_both_versions_tells_them_apart() -> None:
     with guarded(["127.0.0.2", "::1"], socket.AF_INET6) as server:
         assert_takes(server, "::1", "::1")
