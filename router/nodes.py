@@ -94,28 +94,23 @@ class Rank:
 
 @dataclass(frozen=True)
 class Pair:
-    """``room``: of the request's first sample, one of the rank that the pool chose on the prefill node."""
+    """The nodes of a request. ``decode``: None where its prefill node answers alone.
+
+    ``room``: of the request's first sample, one of the rank that the pool chose on the prefill node.
+    """
 
     prefill: Node
-    decode: Node
+    decode: Node | None
     room: int
+
+    @property
+    def urls(self) -> dict[NodeKind, str]:
+        return {node.kind: node.url for node in (self.prefill, self.decode) if node is not None}
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of every answer, error or not, that tell an operator which nodes had the request."""
-        return {node.kind.header: node.url for node in (self.prefill, self.decode)}
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A prefill node that needs no decode node; otherwise as ``Pair``."""
-
-    prefill: Node
-    room: int
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {self.prefill.kind.header: self.prefill.url}
+        return {kind.header: url for kind, url in self.urls.items()}
 
 
 class NodePool:
@@ -147,27 +142,23 @@ class NodePool:
     def ready(self) -> bool:
         return all(self.healthy(kind) for kind in NodeKind)
 
-    def pick(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Pair:
-        """The pair for the next request, ``prompt`` in any spelling that begins alike for like beginnings.
+    def pick(
+        self,
+        excluded: Collection[Node] = (),
+        prompt: bytes | memoryview = b"",
+        kinds: Sequence[NodeKind] = tuple(NodeKind),
+    ) -> Pair:
+        """The nodes for the next request, ``prompt`` in any spelling that begins alike for like beginnings.
 
-        Raises RouterError 503 when a kind has no healthy node left.
+        ``kinds``: those that it needs, prefill at least. Raises RouterError 503 when one of them has no
+        healthy node left.
         """
-        keys = self._keys_of(prompt)
-        prefill, decode = (
-            self._pick(kind, excluded, self._prefixes[kind].find(keys))
-            for kind in (NodeKind.PREFILL, NodeKind.DECODE)
-        )
-        for rank in (prefill, decode):
-            self._prefixes[rank.node.kind].note(keys, rank)
-        return Pair(prefill.node, decode.node, prefill.draw_room())
-
-    def pick_alone(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Alone:
-        """The prefill node for a request that needs no decode node. Raises RouterError as ``pick`` does."""
-        keys = self._keys_of(prompt)
-        prefixes = self._prefixes[NodeKind.PREFILL]
-        rank = self._pick(NodeKind.PREFILL, excluded, prefixes.find(keys))
-        prefixes.note(keys, rank)
-        return Alone(rank.node, rank.draw_room())
+        keys = block_keys(prompt) if self._policy == "cache_aware" else []
+        ranks = {kind: self._pick(kind, excluded, self._prefixes[kind].find(keys)) for kind in kinds}
+        for kind, rank in ranks.items():
+            self._prefixes[kind].note(keys, rank)
+        prefill, decode = ranks[NodeKind.PREFILL], ranks.get(NodeKind.DECODE)
+        return Pair(prefill.node, decode.node if decode is not None else None, prefill.draw_room())
 
     def has(self, kinds: Collection[NodeKind], excluded: Collection[Node] = ()) -> bool:
         """Whether there is a healthy node of each kind."""
@@ -208,9 +199,6 @@ class NodePool:
             node.ranks = [Rank(node, number) for number in range(len(num_requests))]
         for rank, num in zip(node.ranks, num_requests, strict=True):
             rank.num_foreign = max(0, num - rank.num_in_flight)
-
-    def _keys_of(self, prompt: bytes | memoryview) -> list[bytes]:
-        return block_keys(prompt) if self._policy == "cache_aware" else []
 
     def _candidates(self, kind: NodeKind, excluded: Collection[Node]) -> list[Node]:
         return [node for node in self.healthy(kind) if node not in excluded]

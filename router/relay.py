@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
@@ -23,7 +23,7 @@ from router.body import Endpoint, RequestBody
 from router.connect import Call, RawHeaders
 from router.errors import LocalFault, NodeRefused, NodeUnreachable, RouterError
 from router.node_calls import Answer, NodeCalls, headers_to_node
-from router.nodes import Alone, Node, NodeKind, NodePool, Pair
+from router.nodes import Node, NodeKind, NodePool, Pair
 
 if TYPE_CHECKING:
     from hisparse_pd.tracing import RequestSpan
@@ -81,25 +81,18 @@ class Relay:
         """
         headers = headers_to_node(client_headers, self._passed_headers)
         excluded: set[Node] = set()
+        kinds = (NodeKind.PREFILL,) if body.is_prefill_only else tuple(NodeKind)
         for num_retries in itertools.count():
-            nodes: Pair | Alone
-            exchange: _Exchange | _OneLeg
-            if body.is_prefill_only:
-                nodes = self._pool.pick_alone(excluded, body.prompt)
-                exchange = _OneLeg(self._calls, self._pool, nodes)
-            else:
-                nodes = pair = self._pool.pick(excluded, body.prompt)
-                exchange = _Exchange(self._calls, self._pool, pair)
+            pair = self._pool.pick(excluded, body.prompt, kinds)
+            exchange = _Exchange(self._calls, self._pool, pair)
             if span is not None:
-                span.set(
-                    {"hisparse_pd.room": nodes.room, "hisparse_pd.retries": num_retries, **_names(nodes)}
-                )
-            content = body.with_bootstrap(nodes.prefill.host, nodes.prefill.bootstrap_port, nodes.room)
+                span.set({"hisparse_pd.room": pair.room, "hisparse_pd.retries": num_retries, **_names(pair)})
+            content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room)
             try:
                 answer = await exchange.start(endpoint, content, headers)
             except RouterError as error:
                 await exchange.close()
-                error.node_headers = nodes.headers
+                error.node_headers = pair.headers
                 for node, trouble in exchange.unreachable.items():
                     self._pool.mark_unhealthy(node, trouble)
                     excluded.add(node)
@@ -107,16 +100,16 @@ class Relay:
                     # For this request; its health check judges the node. A write that failed may have been
                     # the connection alone: where there is no other node, the same one tries again.
                     others = excluded | {blamed}
-                    if error.status != _BAD_GATEWAY or self._pool.has(exchange.kinds, others):
+                    if error.status != _BAD_GATEWAY or self._pool.has(kinds, others):
                         excluded = others
                 elif not isinstance(error, NodeUnreachable):
                     raise
-                if num_retries == self._max_retries or not self._pool.has(exchange.kinds, excluded):
+                if num_retries == self._max_retries or not self._pool.has(kinds, excluded):
                     raise
                 log.warning("%s: %s; trying another pair", endpoint, error)
                 self._on_retry(blamed)
                 if span is not None:
-                    span.event("retry", {"exception.message": str(error), **_names(nodes)})
+                    span.event("retry", {"exception.message": str(error), **_names(pair)})
             except BaseException:
                 await exchange.close()
                 raise
@@ -153,9 +146,8 @@ class Relay:
 
 
 class _Exchange:
-    """The two legs of one room. ``close`` ends both, whatever their state, and may be called twice."""
-
-    kinds = (NodeKind.PREFILL, NodeKind.DECODE)
+    """The two legs of one room, or the only one. ``close`` ends them, whatever their state, and may be called
+    twice."""
 
     def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair) -> None:
         self._calls = calls
@@ -163,15 +155,18 @@ class _Exchange:
         self._pair = pair
         self._prefill: asyncio.Task[None] | None = None
         self._decode: asyncio.Task[Answer] | None = None
-        self._decode_stack = AsyncExitStack()
+        self._stack = AsyncExitStack()
         self.unreachable: dict[Node, str] = {}
         self.blamed: dict[RouterError, Node] = {}
         """Errors that say that a node failed with this request, and another one may not."""
 
     async def start(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
-        """The decode node's answer, as soon as its first bytes are here. Raises RouterError."""
-        self._prefill = asyncio.create_task(self._run_prefill(endpoint, content, headers))
-        self._decode = asyncio.create_task(self._open_decode(endpoint, content, headers))
+        """The answer for the client, as soon as its first bytes are here. Raises RouterError."""
+        if self._pair.decode is None:
+            async with self._blaming_prefill():
+                return await self._open(self._pair.prefill, endpoint, content, headers)
+        self._prefill = asyncio.create_task(self._deliver(endpoint, content, headers))
+        self._decode = asyncio.create_task(self._open_decode(self._pair.decode, endpoint, content, headers))
         await asyncio.wait((self._prefill, self._decode), return_when=asyncio.FIRST_COMPLETED)
         if not self._decode.done():
             await self._prefill  # raises what ended it; a delivered room goes on
@@ -185,16 +180,17 @@ class _Exchange:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # whoever is cancelled here, as when the client leaves now
-            await self._decode_stack.aclose()
+            await self._stack.aclose()
 
-    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
-        """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
+    @asynccontextmanager
+    async def _blaming_prefill(self) -> AsyncIterator[None]:
+        """Round what is asked of the prefill node, which another one may do better."""
         try:
-            await self._deliver(endpoint, content, headers)
+            yield
         except (NodeUnreachable, LocalFault):
             raise
         except RouterError as error:
-            if isinstance(error, NodeRefused) and error.node_code == DECODE_NODE_FAILED:
+            if isinstance(error, NodeRefused) and error.node_code == DECODE_NODE_FAILED and self._pair.decode:
                 await self._wait_for_decode()
                 self.blamed[error] = self._pair.decode
             elif error.status in _PREFILL_FAILED:
@@ -207,8 +203,9 @@ class _Exchange:
             await asyncio.wait((self._decode,), timeout=DECODE_SAYS_WHY_SECS)
 
     async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
+        """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
         node = self._pair.prefill
-        async with AsyncExitStack() as stack:
+        async with self._blaming_prefill(), AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node, self._pair.room))
             call = await self._send(node, endpoint, content, headers, stack)
             if not call.is_success:
@@ -216,18 +213,22 @@ class _Exchange:
             async for _ in self._calls.raw_chunks(node, call):
                 pass  # the room is delivered when the body ends
 
-    async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
-        """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
-        node = self._pair.decode
-        self._decode_stack.enter_context(self._pool.working(node, self._pair.room))
-        call = await self._send(node, endpoint, content, to_node, self._decode_stack)
-        if not call.is_success:
-            refusal = await self._calls.refusal(node, call)
-            if isinstance(refusal, NodeRefused) and _is_about_prefill(refusal):
+    async def _open_decode(
+        self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders
+    ) -> Answer:
+        try:
+            return await self._open(node, endpoint, content, headers)
+        except NodeRefused as refusal:
+            if _is_about_prefill(refusal):
                 self.blamed[refusal] = self._pair.prefill
-            elif isinstance(refusal, NodeRefused) and refusal.status in (_UNAVAILABLE, _QUEUE_FULL):
+            elif refusal.status in (_UNAVAILABLE, _QUEUE_FULL):
                 self.blamed[refusal] = node  # not ready yet, or no longer, or full
-            raise refusal
+            raise
+
+    async def _open(self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
+        """Send the leg that has the answer and wait for its first bytes; ``_stack`` keeps it open."""
+        self._stack.enter_context(self._pool.working(node, self._pair.room))
+        call = await self._send(node, endpoint, content, headers, self._stack)
         return await self._calls.answer(node, call, self._pair.headers)
 
     async def _send(
@@ -240,44 +241,9 @@ class _Exchange:
             raise
 
 
-def _names(nodes: Pair | Alone) -> dict[str, str]:
+def _names(pair: Pair) -> dict[str, str]:
     """The attributes of a trace that name the nodes."""
-    names = {"hisparse_pd.prefill_node": nodes.prefill.url}
-    if isinstance(nodes, Pair):
-        names["hisparse_pd.decode_node"] = nodes.decode.url
-    return names
-
-
-class _OneLeg:
-    """A request that its prefill node answers alone."""
-
-    kinds = (NodeKind.PREFILL,)
-
-    def __init__(self, calls: NodeCalls, pool: NodePool, nodes: Alone) -> None:
-        self._calls = calls
-        self._pool = pool
-        self._nodes = nodes
-        self._stack = AsyncExitStack()
-        self.unreachable: dict[Node, str] = {}
-        self.blamed: dict[RouterError, Node] = {}
-
-    async def start(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
-        """The answer, as soon as its first bytes are here. Raises RouterError."""
-        node = self._nodes.prefill
-        self._stack.enter_context(self._pool.working(node, self._nodes.room))
-        try:
-            call = await self._calls.send(node, endpoint, content, headers, self._stack)
-            return await self._calls.answer(node, call, self._nodes.headers)
-        except NodeUnreachable as error:
-            self.unreachable[node] = str(error)
-            raise
-        except RouterError as error:
-            if error.status in _PREFILL_FAILED:
-                self.blamed[error] = node
-            raise
-
-    async def close(self) -> None:
-        await self._stack.aclose()
+    return {f"hisparse_pd.{kind}_node": url for kind, url in pair.urls.items()}
 
 
 def _is_about_prefill(refusal: NodeRefused) -> bool:

@@ -93,7 +93,7 @@ async def test_legs_end_whenever_their_request_is_cancelled(num_turns: int) -> N
     nodes = [Node.from_url(kind, f"http://{kind}:1") for kind in NodeKind]
     pool = NodePool([nodes[0]], [nodes[1]], "least_loaded")
     exchange = _Exchange(NodeCalls(1.0), pool, Pair(nodes[0], nodes[1], 1))
-    exchange._decode_stack.enter_context(pool.working(nodes[1], 1))
+    exchange._stack.enter_context(pool.working(nodes[1], 1))
     exchange._prefill = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     closing = asyncio.create_task(exchange.close())
     await take_turns(num_turns)

@@ -155,10 +155,10 @@ async def test_a_client_that_leaves_ends_it() -> None:
 def test_a_pool_without_a_decode_node_has_prefill_nodes() -> None:
     pool = NodePool.from_settings(RouterSettings(prefill=(("http://p:1", 1),), decode=("http://d:1",)))
     pool.mark_healthy(pool.of_kind(NodeKind.PREFILL)[0])
-    assert pool.pick_alone().prefill.url == "http://p:1"
+    assert pool.pick(kinds=(NodeKind.PREFILL,)).prefill.url == "http://p:1"
     assert pool.has((NodeKind.PREFILL,))
     assert not pool.has(tuple(NodeKind))
     with pytest.raises(RouterError, match="no healthy decode node"):
         pool.pick()
     with pytest.raises(RouterError, match="no healthy prefill node"):
-        pool.pick_alone(pool.nodes)
+        pool.pick(pool.nodes, kinds=(NodeKind.PREFILL,))
