@@ -8,12 +8,11 @@ import torch
 
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
-from decode_node.request import PeerAddress, Request
 from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.vocabulary import Mode
 from kernels.hot_state import HotBufferState
 from kernels.swap_in import RowStart, start_dense_row
-from protocol.messages import Room
+from tests.books import make_request
 from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tests.unit.model.model_specs import make_spec
 
@@ -105,12 +104,9 @@ def test_admission_and_end_do_not_wait_for_steps_in_flight(mode: Mode) -> None:
     pools = Pools(SlotCounts(host=4096, device=4096, index=4096, lookup=8192, aux=2, req_row=4), 64)
     memory = DecodeMemory(spec, pools.totals, 64, torch.device(DEVICE))
     hot = HotBuffers(spec, memory, num_rows=4, num_lookup_slots=8192, max_capacity=256, page_size=64)
-    peer = PeerAddress("", 0)
     requests = []
     for number in range(2):
-        request = Request(
-            "r", Room(number), 700, SamplingParams(max_new_tokens=9), HisparseFlag.TRUE, peer, arrived_at=0.0
-        )
+        request = make_request(number, 700, 9)
         request.mode = mode
         request.hot_capacity = 256 if mode is Mode.HISPARSE else 0
         host = 768 if mode is Mode.HISPARSE else 0

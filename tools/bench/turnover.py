@@ -78,7 +78,7 @@ class Peers:
     def use(self, peer: PeerAddress, now: float) -> None:
         pass
 
-    def may_entrust(self, peer: PeerAddress, now: float) -> bool:
+    def may_entrust(self, peer: PeerAddress) -> bool:
         return True
 
     def page_size(self, peer: PeerAddress) -> int:
