@@ -104,7 +104,7 @@ class DeviceStep:
         self._spec = hot_buffers.spec
         self._memory = hot_buffers.memory
         self._miss_plan = hot_buffers.miss_plan if miss_plan is None else miss_plan
-        self._index_page_table = hot_buffers.index_page_table
+        self._index_page_table = hot_buffers.state.index_pages
         self._page_size = hot_buffers.page_size
         self._kernels = kernels
         self._backup_stream = backup_stream

@@ -94,11 +94,6 @@ class HotBuffers:
         )
 
     @property
-    def index_page_table(self) -> Tensor:
-        """int32 [num_rows, max_pages]: page ids of each row's indexer keys."""
-        return self.state.index_pages
-
-    @property
     def bytes_per_miss(self) -> float:
         """What one miss brings from the host: its item in each layer that shares the selection.
 

@@ -33,7 +33,6 @@ from tests.unit.decode_node.speculation_support import (
     by_turns,
     drafts,
     harness,
-    make_behind,
     num_drafts,
 )
 from tests.unit.decode_node.support import (
@@ -172,7 +171,7 @@ def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
     checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
 ) -> None:
     in_flight = 0
-    with closing(harness(checkpoint, tmp_path, make_behind, speculative_num_steps=0)) as node:
+    with closing(harness(checkpoint, tmp_path, speculative_num_steps=0)) as node:
         answers = generate_all(node, double)
         while not all(answer.is_over for answer in answers):
             node.turn(double)

@@ -1,4 +1,5 @@
-"""The CUDA code compiles for every architecture that we support, on machines without a GPU too."""
+"""The CUDA code compiles for every architecture that we support, on machines without a GPU too, and takes its
+parameters from where the host puts them."""
 
 from __future__ import annotations
 
@@ -10,12 +11,33 @@ from kernels import cuda
 from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
 
 ENTRIES = {"swap_in", "copy_planned", "fill_row", "backup_newest", "newest_slots"}
-
-
+PARAMETERS = {
+    "SwapInParams": cuda._SWAP_IN,
+    "CopyParams": cuda._COPY,
+    "FillParams": cuda._FILL,
+    "BackupParams": cuda._BACKUP,
+    "NewestSlotsParams": cuda._NEWEST_SLOTS,
+    "Pool": cuda._POOL,
+    "Tables": cuda._TABLES,
+    "Requests": cuda._REQUESTS,
+    "Plan": cuda._PLAN,
+}
 VARIANTS = [(1, True, 64, 1), (2, True, 1, 1), (8, False, 48, 2), (32, True, 64, 8)]
 """Positions of a thread, only wide items, page size, new positions at most."""
 SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
 """Of the default run: each variant and each architecture once."""
+
+
+def layout_checks() -> str:
+    """Both sides have each parameter in the same place."""
+    lines = [""]
+    for name, dtype in PARAMETERS.items():
+        lines.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");')
+        lines += [
+            f'static_assert(__builtin_offsetof({name}, {field}) == {place}, "{name}.{field}");'
+            for field, (_, place, *_) in (dtype.fields or {}).items()
+        ]
+    return "\n".join(lines) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +49,7 @@ SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
     ],
 )
 def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path) -> None:
-    compile_cuda(cuda.source(), arch, cuda.compile_options(*variant), tmp_path, ENTRIES)
+    compile_cuda(cuda.source() + layout_checks(), arch, cuda.compile_options(*variant), tmp_path, ENTRIES)
 
 
 def test_source_is_one_unit() -> None:
