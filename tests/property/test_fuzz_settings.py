@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -95,13 +96,12 @@ def load(model: type[BaseModel], path: Path, content: bytes) -> BaseModel | None
     return outcome(lambda: load_settings(model, {}, path), SettingsError)
 
 
-@pytest.mark.parametrize("suffix", [".toml", ".yaml"])
-@pytest.mark.parametrize("value", PARTS)
+@pytest.mark.parametrize(("suffix", "mark"), [(".toml", b" = "), (".yaml", b": ")])
 def test_a_hostile_value_gives_settings_or_a_settings_error(
-    directory: Path, suffix: str, value: bytes
+    directory: Path, suffix: str, mark: bytes
 ) -> None:
-    mark = b" = " if suffix == ".toml" else b": "
-    for name in (b"page_size", b"served_model_name", b"model_path", b"allowed_peers", b"mem_fraction_static"):
+    names = (b"page_size", b"served_model_name", b"model_path", b"allowed_peers", b"mem_fraction_static")
+    for name, value in itertools.product(names, PARTS):
         load(DecodeSettings, directory / f"value{suffix}", name + mark + value + b"\n")
 
 
