@@ -259,8 +259,9 @@ class Pools:
         ``expected``: the number of holdings of each stage that the caller knows of; a leaked or lost holding
         shows as a difference.
         """
+        used = {stage: self.used(stage) for stage in Stage}
         for kind, allocator in self._allocators.items():
-            terms = {stage: self.used(stage)[kind] for stage in Stage}
+            terms = {stage: used[stage][kind] for stage in Stage}
             law = " + ".join([f"free {allocator.num_free}", *(f"{stage} {n}" for stage, n in terms.items())])
             if allocator.num_free + sum(terms.values()) != allocator.num_slots:
                 raise PoolIntegrityError(f"{kind} pool: {law} is not total {allocator.num_slots}")

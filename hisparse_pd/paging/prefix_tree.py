@@ -281,7 +281,8 @@ class PrefixTree:
             return "what is before it is not held"
         if any(child.parent is not prefix or child not in self._prefixes for child in prefix.children):
             return "what is behind it is not held, or behind another"
-        if any(self._by_key[prefix.kinds].get(key) is not prefix for key in prefix.keys):
+        by_key = self._by_key[prefix.kinds]
+        if any(by_key.get(key) is not prefix for key in prefix.keys):
             return "a page cannot be found"
         if prefix.num_users != num_users:
             return f"{prefix.num_users} users counted, {num_users} known"
