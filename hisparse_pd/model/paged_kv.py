@@ -67,7 +67,6 @@ class PagedKv:
         self._device_pool = device_pool
         self._index_pool = index_pool
         self._page_size = page_size
-        self._requests = requests
         self._on_written = on_written
         device = device_pool.device
         max_pages = max((request.page_ids.shape[0] for request in requests), default=1)
