@@ -366,6 +366,26 @@ def _write_tokenizer(out_dir: Path, shape: SyntheticShape) -> None:
     save_tokenizer(tokenizer, out_dir, shape.context_length)
 
 
+OPTIONS = {
+    "layers": ("num_layers", "each with its indexer"),
+    "experts": ("num_experts", "routed experts of a layer"),
+    "hidden": ("hidden_size", "width of the hidden state"),
+    "vocab": ("vocab_size", "tokens"),
+    "context": ("context_length", "tokens of a request"),
+    "jitter": (
+        "jitter",
+        "share of the indexer's scores that depends on the newest token alone: 1 has no locality",
+    ),
+    "expert-size": ("expert_size", "inside an expert; 0: an eighth of --hidden"),
+    "experts-per-token": ("experts_per_token", "of a layer's"),
+    "draft": (
+        "draft_agreement",
+        "with an MTP layer of which this share of the guesses is right; None: without the layer",
+    ),
+}
+"""The command's options, each with the field of the shape that it is."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     default = SyntheticShape()
     parser = argparse.ArgumentParser(
@@ -376,46 +396,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, default=argparse.SUPPRESS, help="directory, made when missing"
     )
-    parser.add_argument("--layers", type=int, default=default.num_layers, help="each with its indexer")
-    parser.add_argument("--experts", type=int, default=default.num_experts, help="routed experts of a layer")
-    parser.add_argument("--hidden", type=int, default=default.hidden_size, help="width of the hidden state")
-    parser.add_argument("--vocab", type=int, default=default.vocab_size, help="tokens")
-    parser.add_argument("--context", type=int, default=default.context_length, help="tokens of a request")
-    parser.add_argument(
-        "--jitter",
-        type=float,
-        default=default.jitter,
-        help="share of the indexer's scores that depends on the newest token alone: 1 has no locality",
-    )
-    parser.add_argument(
-        "--expert-size", type=int, default=0, help="inside an expert; 0: an eighth of --hidden"
-    )
-    parser.add_argument(
-        "--experts-per-token", type=int, default=default.experts_per_token, help="of a layer's"
-    )
-    parser.add_argument(
-        "--draft",
-        type=float,
-        metavar="SHARE",
-        help="with an MTP layer of which this share of the guesses is right; default: without",
-    )
+    for option, (field, about) in OPTIONS.items():
+        value = getattr(default, field)
+        kind = float if value is None else type(value)
+        parser.add_argument(f"--{option}", dest=field, type=kind, default=value, help=about)
     parser.add_argument("--fp8", action="store_true", help="matrices in fp8 with scales of blocks")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--device", default="cpu", help="where the weights are drawn; they differ by device")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     try:
-        shape = SyntheticShape(
-            options.layers,
-            options.experts,
-            options.hidden,
-            options.vocab,
-            options.context,
-            options.jitter,
-            expert_size=options.expert_size,
-            experts_per_token=options.experts_per_token,
-            draft_agreement=options.draft,
-        )
+        shape = SyntheticShape(**{field: getattr(options, field) for field, _ in OPTIONS.values()})
         num_bytes = write_synthetic(options.out, shape, options.seed, options.device, in_fp8=options.fp8)
     except ValueError as error:
         parser.error(str(error))
