@@ -173,6 +173,21 @@ class _Settings(DecodeSettings):
         return [] if self.cuda_graph_max_bs == 0 else [self.max_running_requests]
 
 
+def make_hot_buffers(
+    spec: ModelSpec, settings: DecodeSettings, memory: DecodeMemory, pools: Pools, max_capacity: int
+) -> HotBuffers:
+    """A row of the tables for each request that may run."""
+    return HotBuffers(
+        spec,
+        memory,
+        num_rows=settings.max_running_requests,
+        num_lookup_slots=pools.totals.lookup,
+        max_capacity=max_capacity,
+        page_size=PAGE_SIZE,
+        max_new=settings.speculative_num_steps + 1,
+    )
+
+
 class Bench:
     """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
 
@@ -221,15 +236,7 @@ class Bench:
         )
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
         used.mark("pools")
-        self.hot_buffers = HotBuffers(
-            spec,
-            self.memory,
-            num_rows=batch,
-            num_lookup_slots=pools.totals.lookup,
-            max_capacity=max(self._num_new, capacity),
-            page_size=PAGE_SIZE,
-            max_new=self._num_new,
-        )
+        self.hot_buffers = make_hot_buffers(spec, settings, self.memory, pools, max(self._num_new, capacity))
         used.mark("tables")
         self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
         self.runner: Runner = make_runner(settings, model, self.hot_buffers)
@@ -430,6 +437,18 @@ def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpe
     )
 
 
+def shared_report(arguments: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
+    """What figures of steps depend on, whoever takes them."""
+    return {
+        "facts": run_facts(),
+        "model": arguments.model_path.name,
+        "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu",
+        "num_layers": spec.num_layers,
+        "context": arguments.context,
+        "buffer": arguments.buffer,
+    }
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -527,15 +546,10 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     used.mark("weights")
     prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
     report: dict[str, Any] = {
-        "facts": run_facts(),
-        "model": arguments.model_path.name,
-        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu",
+        **shared_report(arguments, spec),
         "kv_format": spec.kv_format,
         "item_bytes": spec.item_bytes,
         "index_format": spec.index_format,
-        "num_layers": spec.num_layers,
-        "context": arguments.context,
-        "buffer": arguments.buffer,
         "penalties": arguments.penalties,
         "weights_are_fp8": spec.weights_are_fp8,
         "dp_size": place.size,
@@ -564,14 +578,10 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
                 for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
                     console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
     if place.rank == 0:
-        write_report(report, console, arguments.out)
+        print_report(report, console)
+        write_json(arguments.out.with_suffix(".json"), report)
     if ranks is not None:
         ranks.leave()
-
-
-def write_report(report: dict[str, Any], console: Console, out: Path) -> None:
-    print_report(report, console)
-    write_json(out.with_suffix(".json"), report)
 
 
 if __name__ == "__main__":

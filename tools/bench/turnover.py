@@ -19,12 +19,11 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
 from decode_node.memory import DecodeMemory
 from decode_node.metrics import Metrics
@@ -35,7 +34,7 @@ from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
 from decode_node.sizing import make_limits, max_hot_capacity
 from decode_node.step_line import StepLine
-from hisparse_pd.bench.facts import OUT, run_facts
+from hisparse_pd.bench.facts import OUT
 from hisparse_pd.bench.report import make_console, write_json
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
@@ -52,7 +51,9 @@ from tools.bench.decode_step import (
     Prefilled,
     add_shared_options,
     load_shared_spec,
+    make_hot_buffers,
     prefill,
+    shared_report,
     shared_settings,
     synchronize,
 )
@@ -63,8 +64,8 @@ TURNS_AFTER = 6
 """Turns behind a join that are counted as such."""
 
 
-class Peers:
-    """A prefill node that has delivered a room as soon as it hears of it."""
+class Peers(PrefillPeers):
+    """One prefill node, without a socket, that has delivered a room as soon as it hears of it."""
 
     def __init__(self, spec: ModelSpec, memory: DecodeMemory, prompt: Prefilled) -> None:
         self._vocab_size = spec.vocab_size
@@ -75,19 +76,19 @@ class Peers:
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
         return PEER
 
-    def use(self, peer: PeerAddress, now: float) -> None:
+    def use(self, address: PeerAddress, now: float) -> None:
         pass
 
-    def may_entrust(self, peer: PeerAddress) -> bool:
+    def may_entrust(self, address: PeerAddress) -> bool:
         return True
 
-    def page_size(self, peer: PeerAddress) -> int:
+    def page_size(self, address: PeerAddress) -> int:
         return PAGE_SIZE
 
-    def instance_id(self, peer: PeerAddress) -> str:
+    def instance_id(self, address: PeerAddress) -> str:
         return INSTANCE
 
-    def send(self, peer: PeerAddress, message: object) -> bool:
+    def send(self, address: PeerAddress, message: object) -> bool:
         if isinstance(message, Bootstrap):
             record = self._memory.aux[message.aux_slot].numpy()
             first_token = message.room % self._vocab_size
@@ -112,14 +113,8 @@ class Node:
         _fill(self.memory.index, prompt.index)
         if mode is Mode.DENSE:
             _fill(self.memory.k_dev, prompt.kv)
-        self.hot_buffers = HotBuffers(
-            spec,
-            self.memory,
-            num_rows=settings.max_running_requests,
-            num_lookup_slots=limits.totals.lookup,
-            max_capacity=max_hot_capacity(settings, spec),
-            page_size=PAGE_SIZE,
-            max_new=settings.speculative_num_steps + 1,
+        self.hot_buffers = make_hot_buffers(
+            spec, settings, self.memory, self.requests.pools, max_hot_capacity(settings, spec)
         )
         self.peers = Peers(spec, self.memory, prompt)
         self.token_times: dict[str, list[float]] = defaultdict(list)
@@ -129,7 +124,7 @@ class Node:
             room_timeout_secs=1e9,
             requests=self.requests,
             hot_buffers=self.hot_buffers,
-            peers=cast(PrefillPeers, self.peers),
+            peers=self.peers,
             metrics=Metrics(),
             send=self._note,
         )
@@ -271,12 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = prefill(spec, model, settings[0], arguments.chunk, arguments.context)
     console = make_console()
     report: dict[str, Any] = {
-        "facts": run_facts(),
-        "model": arguments.model_path.name,
-        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu",
-        "num_layers": spec.num_layers,
-        "context": arguments.context,
-        "buffer": arguments.buffer,
+        **shared_report(arguments, spec),
         "every": arguments.every,
         "num_drafts": arguments.speculative_num_steps,
         "results": [],
