@@ -73,8 +73,14 @@ MODES: tuple[tuple[str, bool | str], ...] = (("dense", False), ("hisparse", True
 
 
 def judged(system: str, task: Task, text: str, **more: Any) -> Response:
-    right = tuple(judge(text, task.answers))
-    return Response(system, task.length, right, tuple(a.depth for a in task.answers), text, **more)
+    return Response(
+        system=system,
+        length=task.length,
+        right=tuple(judge(text, task.answers)),
+        depths=tuple(answer.depth for answer in task.answers),
+        text=text,
+        **more,
+    )
 
 
 def failed(system: str, task: Task, error: str) -> Response:

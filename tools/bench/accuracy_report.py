@@ -11,11 +11,11 @@ from rich.console import Console
 
 from hisparse_pd.bench.report import table
 from tools.bench.retrieval import NUM_DEPTHS
-from tools.bench.served import tokens_per_step
+from tools.bench.served import Served, tokens_per_step
 
 
-@dataclass(frozen=True)
-class Response:
+@dataclass(frozen=True, kw_only=True)
+class Response(Served):
     """What one system answered to one task. ``secs``: the whole request's."""
 
     system: str
@@ -24,14 +24,6 @@ class Response:
     depths: tuple[float | None, ...]
     text: str
     tokens: tuple[int, ...] = ()
-    mode: str = ""
-    hits: int = 0
-    misses: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
     secs: float = 0.0
     error: str = ""
 

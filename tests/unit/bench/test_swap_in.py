@@ -82,8 +82,3 @@ def test_tokens_of_drafts_unite_and_miss_as_they_promise_in_calls_of_any_number(
         ValueError, match=r"31% misses: a token replaces 614 of 2048 positions at a union of 1\.9"
     ):
         selections(2, 1, 31, 0, 1.9)
-
-
-def test_calls_of_several_tokens_keep_a_requests_rows_together() -> None:
-    tokens = torch.arange(12).view(4, 3, 1)
-    assert calls_of(tokens, 2)[0].flatten().tolist() == [0, 3, 1, 4, 2, 5]
