@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import assert_never
@@ -23,8 +22,6 @@ from hisparse_pd.http.engine_link import ByPrefix, SampleGroup
 from hisparse_pd.http.http_errors import ApiError, RequestFailedError
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import FinishReason, RankPlace
-
-log = logging.getLogger(__name__)
 
 
 def run(settings: DecodeSettings) -> int:

@@ -39,7 +39,7 @@ from tools.checkpoints.oracle import greedy_tokens
 
 ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
 """Numbers of drafts, in which each follows each."""
-MOST_ROUNDS = 20
+MOST_ROUNDS = 100
 
 
 @pytest.fixture(scope="module")
