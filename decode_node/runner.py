@@ -231,7 +231,8 @@ class _OnDevice:
         logprobs: list[TokenLogprob | None] = [None] * sum(map(len, drawn))
         if self.sampled is not None:
             logprobs = self.sampled.read_logprobs([one for of_req in drawn for one in of_req])
-        results = []
+        results: list[StepResult] = []
+        first = 0
         for (flags, hits, misses, evictions, num_drafted, accepted, *ids), token_ids in zip(
             rows, drawn, strict=True
         ):
@@ -239,12 +240,12 @@ class _OnDevice:
             results.append(
                 StepResult(
                     token_ids[:count],
-                    logprobs[:count],
+                    logprobs[first : first + count],
                     str(HotBufferError(flags).name) if flags else "",
                     (hits, misses, evictions),
                     num_drafted,
                     drafts=ids[self.num_new :],
                 )
             )
-            logprobs = logprobs[len(token_ids) :]
+            first += len(token_ids)
         return results
