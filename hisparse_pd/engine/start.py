@@ -20,7 +20,7 @@ from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.rank_group import RankGroup, RankGroupError
-from hisparse_pd.model.spec import ModelSpec, spec_of
+from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.process import die_with_parent, setup_logging, start_errors
 from hisparse_pd.settings import NodeSettings
 from hisparse_pd.vocabulary import VERSION, CheckpointError, RankPlace
@@ -82,7 +82,15 @@ def run_engine_process(
         with start_errors(*START_ERRORS, settings_error):
             check_devices((settings.device,))
             use_device(settings.device)
-            spec = spec_of(settings)
+            spec = load_spec(
+                settings.model_path,
+                settings.dtype,
+                settings.kv_cache_dtype,
+                settings.context_length,
+                device=settings.device,
+                indexer_cache_dtype=settings.indexer_cache_dtype,
+                num_draft_layers=settings.num_draft_layers,
+            )
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = choose_transport(spec)
             if place.size > 1:

@@ -228,7 +228,7 @@ class _Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            for stored_name, target in _stored_parts(name, state[name]):
+            for stored_name, target in stored_parts(name, state[name]):
                 self._place(files, stored_name, target)
         return state
 
@@ -306,8 +306,8 @@ def _put_row_linears(hf_model: Any) -> None:
             setattr(hf_model.get_submodule(parent), last, linear)
 
 
-def _stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a tensor of transformers' modules is in a checkpoint: itself, or a matrix for each expert."""
+def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a tensor of transformers' modules is in a checkpoint: itself, or a view for each expert."""
     prefix, _, last = name.rpartition(".")
     if last == "gate_up_proj":
         for expert, matrices in enumerate(tensor):

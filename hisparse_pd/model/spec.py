@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -136,38 +136,6 @@ class ModelSpec:
             num_draft_layers=self.num_draft_layers,
             index_rotation=self.index_rotation,
         )
-
-
-class ModelOptions(Protocol):
-    """What a node's settings say about its model."""
-
-    @property
-    def model_path(self) -> Path: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def kv_cache_dtype(self) -> str: ...
-    @property
-    def indexer_cache_dtype(self) -> str: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def num_draft_layers(self) -> int | None: ...
-
-
-def spec_of(settings: ModelOptions) -> ModelSpec:
-    """What a node of these settings serves. Raises CheckpointError."""
-    return load_spec(
-        settings.model_path,
-        settings.dtype,
-        settings.kv_cache_dtype,
-        settings.context_length,
-        device=settings.device,
-        indexer_cache_dtype=settings.indexer_cache_dtype,
-        num_draft_layers=settings.num_draft_layers,
-    )
 
 
 def load_spec(

@@ -57,6 +57,15 @@ CIRCLE_GAIN = 80.0
 SHARED_QUERY = 8.0
 """Element 0 of the query latent, where the others have unit variance."""
 _ROPE_THETA = 10000.0
+_OWN_SETTINGS = ("jitter", "expert_size", "draft_agreement")
+_CONFIG_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_experts": "n_routed_experts",
+    "num_heads": "num_attention_heads",
+    "experts_per_token": "num_experts_per_tok",
+    "context_length": "max_position_embeddings",
+}
+"""Of the sizes in config.json that have another name here."""
 _WORD_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 -"
 
 
@@ -87,7 +96,7 @@ class SyntheticShape:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name not in ("jitter", "expert_size", "draft_agreement") and value < 1:
+            if name not in _OWN_SETTINGS and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter is {self.jitter}; expected a share of the variance, 0 to 1")
@@ -167,26 +176,13 @@ def write_synthetic(
 
 def _config(shape: SyntheticShape) -> dict[str, Any]:
     draft = {} if shape.draft_agreement is None else {"num_nextn_predict_layers": 1}
+    sizes = {name: value for name, value in asdict(shape).items() if name not in _OWN_SETTINGS}
     return {
         "dtype": "bfloat16",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
         "intermediate_size": 2 * shape.hidden_size,
         "moe_intermediate_size": shape.expert_dim,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
         "n_shared_experts": 1,
-        "n_routed_experts": shape.num_experts,
-        "num_experts_per_tok": shape.experts_per_token,
-        "q_lora_rank": shape.q_lora_rank,
-        "kv_lora_rank": shape.kv_lora_rank,
-        "qk_nope_head_dim": shape.qk_nope_head_dim,
-        "qk_rope_head_dim": shape.qk_rope_head_dim,
-        "v_head_dim": shape.v_head_dim,
-        "index_n_heads": shape.index_n_heads,
-        "index_head_dim": shape.index_head_dim,
-        "index_topk": shape.index_topk,
-        "max_position_embeddings": shape.context_length,
+        **{_CONFIG_NAMES.get(name, name): value for name, value in sizes.items()},
         **draft,
     }
 

@@ -126,7 +126,7 @@ def test_a_size_is_refused_before_the_model_is_loaded(
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(engine_process, "check_devices", lambda names: calls.append(names))
-    monkeypatch.setattr(engine_process, "spec_of", lambda settings: make_spec(index_head_dim=300))
+    monkeypatch.setattr(engine_process, "load_spec", lambda *_, **__: make_spec(index_head_dim=300))
     for name in ("die_with_parent", "setup_logging", "quiet_mooncake_logs", "EngineSocket"):
         monkeypatch.setattr(engine_process, name, lambda *_: FakeSocket())
 
