@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hisparse_pd.api.app import json_response
+from hisparse_pd.api.models import json_response
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.http.engine_link import EngineLink
 from hisparse_pd.http.http_errors import ApiError

@@ -19,8 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hisparse_pd.api.answering import streamed, whole_body
-from hisparse_pd.api.app import Front, Work, create_app, json_response
+from hisparse_pd.api.app import Front, Work, create_app
 from hisparse_pd.api.frame import SSE_DONE, Answer, sse
+from hisparse_pd.api.models import json_response
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.prompt_scores import PromptLists, Scores, shown_lists, with_lists, write_lists

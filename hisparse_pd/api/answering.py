@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import assert_never
 
 import msgspec
 from msgspec import Raw
 
+from hisparse_pd.api.answers import Chat, Completions, Dialect, Generate
+from hisparse_pd.api.anthropic_answers import Messages
 from hisparse_pd.api.app import Front, Work
-from hisparse_pd.api.dialects import dialect_of
 from hisparse_pd.api.output import Delta, SampleOutput
+from hisparse_pd.api.responses_answers import Responses
+from hisparse_pd.api.schemas import Endpoint
+from hisparse_pd.api.tool_markup import MARKUPS
 from hisparse_pd.http.http_errors import RequestFailedError
 
 Deltas = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
@@ -19,8 +24,7 @@ Deltas = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
 
 async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
     """JSON."""
-    outputs = _outputs(front, work)
-    dialect = dialect_of(work, front.settings.model_name, front.codec)
+    outputs, dialect = _outputs(front, work), _dialect(front, work)
     choices: dict[int, Raw] = {}
     async with aclosing(deltas_of(outputs)) as deltas:
         async for delta in deltas:
@@ -32,8 +36,7 @@ async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
 
 async def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
     """Server-sent events."""
-    outputs = _outputs(front, work)
-    dialect = dialect_of(work, front.settings.model_name, front.codec)
+    outputs, dialect = _outputs(front, work), _dialect(front, work)
     try:
         async with aclosing(deltas_of(outputs)) as deltas:
             async for delta in deltas:
@@ -51,3 +54,21 @@ async def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerato
 def _outputs(front: Front, work: Work) -> list[SampleOutput]:
     token_bytes = front.codec.token_bytes
     return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]
+
+
+def _dialect(front: Front, work: Work) -> Dialect:
+    codec, model_name = front.codec, front.settings.model_name
+    markup = None if codec.tool_markup is None else MARKUPS[codec.tool_markup]
+    match work.request.endpoint:
+        case Endpoint.COMPLETIONS:
+            return Completions(work, model_name, codec.token_bytes)
+        case Endpoint.CHAT:
+            return Chat(work, model_name, codec.token_bytes, markup)
+        case Endpoint.GENERATE:
+            return Generate(work, codec.token_bytes)
+        case Endpoint.MESSAGES:
+            return Messages(work, model_name, codec.token_bytes, markup)
+        case Endpoint.RESPONSES:
+            return Responses(work, model_name, codec.token_bytes, markup)
+        case endpoint:
+            assert_never(endpoint)

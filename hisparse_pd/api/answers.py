@@ -13,8 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import msgspec
 from msgspec import Raw
@@ -30,35 +29,39 @@ from hisparse_pd.api.schemas import StreamedUsage
 from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.vocabulary import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not."""
 
 Json = dict[str, object]
-_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """How one endpoint shows the samples of one request."""
 
+    @abstractmethod
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         """Take in one delta of a sample that is to be shown whole."""
 
+    @abstractmethod
     def choice(self, output: SampleOutput) -> Raw:
         """A finished sample in the body of a non-streaming answer."""
 
+    @abstractmethod
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
         """That body."""
 
+    @abstractmethod
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
         """The events for one delta; none when it shows nothing new."""
 
+    @abstractmethod
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         """The events after the last delta of all samples."""
 
     def failed(self, error: ApiError) -> bytes | None:
         """The event that ends a stream which has begun; None: an error as of its endpoint."""
+        return None
 
 
 class _Kept:
@@ -80,30 +83,10 @@ class _Kept:
         return {name: Raw(b"[" + b"".join(joined) + b"]") for name, joined in pieces.items()}
 
 
-class _TokenIds:
-    """Of prompts and answers, in vLLM's fields, where they are asked for."""
-
-    def __init__(self, work: Work) -> None:
-        self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
-        self._encoded: dict[int, Raw] = {}
-
-    def prompt(self, prompt_index: int) -> Json:
-        if prompt_index not in self._encoded:
-            token_ids = unpack_token_ids(self._prompts[prompt_index]).tolist()
-            self._encoded[prompt_index] = Raw(msgspec.json.encode(token_ids))
-        return {"prompt_token_ids": self._encoded[prompt_index]}
-
-    def all_of(self, output: SampleOutput) -> Json:
-        return {"token_ids": output.token_ids}
-
-    def new_of(self, output: SampleOutput, delta: Delta) -> Json:
-        return {"token_ids": output.token_ids[delta.first_token : delta.last_token]}
-
-
 # --- OpenAI --------------------------------------------------------------------------------------------
 
 
-class _OpenAi(ABC):
+class _OpenAi(Dialect):
     """What completions and chat share: the envelope, usage and the order of chunks."""
 
     id_prefix: str
@@ -117,7 +100,9 @@ class _OpenAi(ABC):
         self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._kept = _Kept()
-        self._token_ids = _TokenIds(work) if work.request.returns_token_ids else None
+        self._shows_ids = work.request.returns_token_ids
+        self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
+        self._encoded_prompts: dict[int, Raw] = {}
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         if output.sample.options.num_logprobs is not None:
@@ -131,20 +116,13 @@ class _OpenAi(ABC):
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
         return self._envelope(self.whole_object, choices) | {"usage": self._used(outputs)}
 
-    @abstractmethod
-    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
-        """As of ``Dialect``."""
-
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         if self._usage is not StreamedUsage.NONE:
             yield sse(self._envelope(self.chunk_object, []) | {"usage": self._used(outputs)})
         yield SSE_DONE
 
-    def failed(self, error: ApiError) -> bytes | None:
-        return None
-
-    def _chunk(self, output: SampleOutput, choice: Json, added: Mapping[str, object] = _NOTHING) -> bytes:
-        envelope = self._envelope(self.chunk_object, [choice]) | dict(added)
+    def _chunk(self, output: SampleOutput, choice: Json, **added: object) -> bytes:
+        envelope = self._envelope(self.chunk_object, [choice]) | added
         match self._usage:
             case StreamedUsage.NONE:
                 return sse(envelope)
@@ -161,8 +139,21 @@ class _OpenAi(ABC):
 
     def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
         """Whether the delta has tokens that the client is to see, be there text of them or not."""
-        shows = self._token_ids is not None or output.sample.options.num_logprobs is not None
+        shows = self._shows_ids or output.sample.options.num_logprobs is not None
         return shows and delta.last_token > delta.first_token
+
+    def _prompt_ids(self, prompt_index: int) -> Json:
+        """As vLLM shows a prompt's token ids, where they are asked for."""
+        if not self._shows_ids:
+            return {}
+        if prompt_index not in self._encoded_prompts:
+            token_ids = unpack_token_ids(self._prompts[prompt_index]).tolist()
+            self._encoded_prompts[prompt_index] = Raw(msgspec.json.encode(token_ids))
+        return {"prompt_token_ids": self._encoded_prompts[prompt_index]}
+
+    def _ids(self, output: SampleOutput, first: int = 0, last: int | None = None) -> Json:
+        """The same of an answer's tokens in [first, last)."""
+        return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
 
     def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
         if output.sample.options.num_logprobs is None:
@@ -206,18 +197,15 @@ class Completions(_OpenAi):
 
     def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
         shown = self._show(output, output.sample.echo + output.text, logprobs, output.finish)
-        if self._token_ids is not None:
-            shown |= self._token_ids.prompt(output.sample.prompt_index) | self._token_ids.all_of(output)
-        return shown
+        return shown | self._prompt_ids(output.sample.prompt_index) | self._ids(output)
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
         text = delta.text if output.index in self._echoed else output.sample.echo + delta.text
         self._echoed.add(output.index)
         if text or delta.finish or self._shows_tokens(output, delta):
             choice = self._show(output, text, self._new_logprobs(output, delta), delta.finish)
-            if self._token_ids is not None:
-                choice |= self._token_ids.new_of(output, delta)
-                choice |= self._token_ids.prompt(output.sample.prompt_index) if delta.first_token == 0 else {}
+            choice |= self._ids(output, delta.first_token, delta.last_token)
+            choice |= self._prompt_ids(output.sample.prompt_index) if delta.first_token == 0 else {}
             yield self._chunk(output, choice)
 
     def _show(self, output: SampleOutput, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
@@ -240,12 +228,12 @@ class Completions(_OpenAi):
         return {
             "tokens": [*tokens],
             "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
-            "top_logprobs": [self._top(entry) for entry in delta.logprobs],
+            "top_logprobs": [
+                likeliest_by_text(self._token_bytes, entry.token_id, entry.logprob, entry.top)
+                for entry in delta.logprobs
+            ],
             "text_offset": [*offsets],
         }
-
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        return likeliest_by_text(self._token_bytes, entry.token_id, entry.logprob, entry.top)
 
 
 class Chat(_OpenAi):
@@ -278,7 +266,7 @@ class Chat(_OpenAi):
         if delta.first_token == 0:
             role: Json = {"role": "assistant", "content": ""}
             choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
-            yield self._chunk(output, choice, self._prompt_ids() if output.index == 0 else {})
+            yield self._chunk(output, choice, **(self._prompt_ids(0) if output.index == 0 else {}))
         finish = delta.finish
         parts = parser.feed(delta.text, finish.reason if finish is not None else None)
         shown = [self._shown_part(output.index, part) for part in parts]
@@ -294,8 +282,9 @@ class Chat(_OpenAi):
                 "finish_reason": _finish_reason(finish, parser) if finish and is_last else None,
                 "matched_stop": finish.matched if finish and is_last else None,
             }
-            if self._token_ids is not None:
-                choice |= self._token_ids.new_of(output, delta) if is_first else {"token_ids": []}
+            choice |= self._ids(
+                output, delta.first_token, delta.last_token if is_first else delta.first_token
+            )
             yield self._chunk(output, choice)
 
     def _shown_part(self, index: int, part: Part) -> Json:
@@ -326,10 +315,7 @@ class Chat(_OpenAi):
         return usage(outputs, sum(reasoning.num_tokens for reasoning in counted if reasoning is not None))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
-        return super().whole(outputs, choices) | self._prompt_ids()
-
-    def _prompt_ids(self) -> Json:
-        return {} if self._token_ids is None else self._token_ids.prompt(0)
+        return super().whole(outputs, choices) | self._prompt_ids(0)
 
     def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
         finish = output.finish
@@ -350,7 +336,7 @@ class Chat(_OpenAi):
             "logprobs": logprobs,
             "finish_reason": _finish_reason(finish, parser),
             "matched_stop": finish.matched,
-            **({} if self._token_ids is None else self._token_ids.all_of(output)),
+            **self._ids(output),
         }
 
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
@@ -390,7 +376,7 @@ def _finish_reason(finish: Finish, parser: MessageParser) -> str:
 # --- SGLang --------------------------------------------------------------------------------------------
 
 
-class Generate:
+class Generate(Dialect):
     """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are.
 
     So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
@@ -431,21 +417,20 @@ class Generate:
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         yield SSE_DONE
 
-    def failed(self, error: ApiError) -> bytes | None:
-        return None
-
     def _show(self, output: SampleOutput) -> Json:
         meta: Json = {
             "id": self._request_id(output),
             "finish_reason": output.finish and self._finish_reason(output, output.finish),
             "prompt_tokens": output.num_prompt_tokens,
             "completion_tokens": len(output.token_ids),
-            "cached_tokens": output.stats.num_cached_tokens if output.stats else 0,
-            "held_tokens": output.stats.num_held_tokens if output.stats else 0,
+            "cached_tokens": output.stats.num_cached_tokens,
+            "held_tokens": output.stats.num_held_tokens,
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),
-            **_generate_drafts(output),
         }
+        if output.stats.num_drafted:
+            meta["spec_draft_token_num"] = output.stats.num_drafted
+            meta["spec_accept_token_num"] = output.stats.num_accepted
         if output.sample.options.num_logprobs is not None:
             meta["input_token_logprobs"] = []
             meta |= self._kept.show(output)
@@ -479,45 +464,22 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
     firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
     num_new_tokens = sum(len(output.token_ids) for output in outputs)
-    stats = [output.stats for output in firsts if output.stats]
-    details = {
-        "cached_tokens": sum(of_prompt.num_cached_tokens for of_prompt in stats),
-        "held_tokens": sum(of_prompt.num_held_tokens for of_prompt in stats),
-    }
+    details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
+    if num_drafted := sum(output.stats.num_drafted for output in outputs):
+        num_accepted = sum(output.stats.num_accepted for output in outputs)
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_drafted - num_accepted
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_new_tokens,
         "total_tokens": num_prompt_tokens + num_new_tokens,
-        "prompt_tokens_details": details,
-        **_completion_details(outputs, num_reasoning_tokens),
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.stats.num_cached_tokens for output in firsts),
+            "held_tokens": sum(output.stats.num_held_tokens for output in firsts),
+        },
+        **({"completion_tokens_details": details} if details else {}),
         "hisparse": hisparse_usage(outputs),
     }
-
-
-def num_drafts(outputs: Sequence[SampleOutput]) -> tuple[int, int]:
-    """Drafts that steps verified for all samples together, and those of them that were accepted."""
-    stats = [output.stats for output in outputs if output.stats is not None]
-    return sum(entry.num_drafted for entry in stats), sum(entry.num_accepted for entry in stats)
-
-
-def _completion_details(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None) -> Json:
-    """OpenAI's names; of drafts nothing where none was verified."""
-    num_drafted, num_accepted = num_drafts(outputs)
-    details: Json = {}
-    if num_reasoning_tokens is not None:
-        details["reasoning_tokens"] = num_reasoning_tokens
-    if num_drafted:
-        details["accepted_prediction_tokens"] = num_accepted
-        details["rejected_prediction_tokens"] = num_drafted - num_accepted
-    return {"completion_tokens_details": details} if details else {}
-
-
-def _generate_drafts(output: SampleOutput) -> Json:
-    """SGLang's names; nothing where no draft was verified."""
-    num_drafted, num_accepted = num_drafts([output])
-    if not num_drafted:
-        return {}
-    return {"spec_draft_token_num": num_drafted, "spec_accept_token_num": num_accepted}
 
 
 def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
@@ -526,7 +488,7 @@ def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
 
     Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them.
     """
-    stats = [output.stats for output in outputs if output.stats is not None and output.stats.mode is not None]
+    stats = [output.stats for output in outputs if output.stats.mode is not None]
     if not stats:
         return None
     modes = [entry.mode for entry in stats]

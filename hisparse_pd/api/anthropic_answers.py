@@ -95,15 +95,14 @@ class Messages(BlockAnswer):
 
     def _usage(self, output: SampleOutput) -> Json:
         """The prompt's tokens are those that were computed and those that were cached, together."""
-        stats = output.stats
-        num_cached_tokens = stats.num_cached_tokens if stats is not None else 0
+        num_cached_tokens = output.stats.num_cached_tokens
         return {
             "input_tokens": output.num_prompt_tokens - num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached_tokens,
             "output_tokens": len(output.token_ids),
             "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
-            "held_tokens": stats.num_held_tokens if stats is not None else 0,
+            "held_tokens": output.stats.num_held_tokens,
             "hisparse": hisparse_usage([output]),
         }
 

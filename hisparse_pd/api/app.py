@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from hisparse_pd.api.frame import Answer, FramedEndpoint, Reply, Respond
 from hisparse_pd.api.keys import ApiKeys, RequireKey
-from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, show_models
+from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response, show_models
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.api.requests import Limits, SampleRequest, plan_samples
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
@@ -34,7 +34,6 @@ from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.metrics import CONTENT_TYPE, FrontMetrics
 from hisparse_pd.http.node_load import NodeLoad
 from hisparse_pd.http.off_loop import parsed
-from hisparse_pd.http.rank_link import RankLink
 from hisparse_pd.settings import NodeSettings
 from hisparse_pd.vocabulary import VERSION
 from protocol.channels import ControlKeys
@@ -47,6 +46,12 @@ _PRIVATE_SETTINGS = {
     *("ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"),
 }
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
+
+_OF_RANKS = (
+    *("max_total_tokens_hisparse", "max_total_tokens_dense"),
+    *("transfer_protocol", "transfer_devices"),
+)
+"""What /server_info tells of the node's ready engine, and of each rank."""
 
 LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
 _MAX_LEFT_OUT_SHOWN = 16
@@ -101,7 +106,7 @@ stream reports later ones itself."""
 def create_app(front: Front, handler: Handler) -> Starlette:
     """The application with all endpoints of a node."""
     takers: dict[str, Respond] = {
-        **{endpoint: _Worker(front, endpoint, handler) for endpoint in Endpoint},
+        **{endpoint: partial(_work, front, endpoint, handler) for endpoint in Endpoint},
         **{path: partial(_about_tokens, front, path) for path in TokenPath},
     }
     count = front.metrics.count_request
@@ -109,7 +114,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         Route(path, FramedEndpoint(path, respond, count, front.tracer), methods=["POST"])
         for path, respond in takers.items()
     ]
-    information: dict[str, Callable[[Front], Response]] = {
+    information: dict[str, Callable[[Front, Request], Awaitable[Response]]] = {
         "/health": _health,
         "/health_generate": _health,
         "/liveness": _liveness,
@@ -122,58 +127,51 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/get_load": _load,
         "/status": _status,
         "/tokenizer_info": _tokenizer_info,
+        MODELS_PATH: _models,
+        MODEL_PATH: _models,
+        "/metrics": _metrics,
     }
-    routes += [Route(path, _bound(answer, front), methods=["GET"]) for path, answer in information.items()]
-    routes += [Route(path, partial(_models, front), methods=["GET"]) for path in (MODELS_PATH, MODEL_PATH)]
-    routes.append(Route("/metrics", partial(_metrics, front), methods=["GET"]))
-    routes.append(Route("/flush_cache", _bound(_flush_cache, front), methods=["GET", "POST"]))
+    routes += [Route(path, partial(answer, front), methods=["GET"]) for path, answer in information.items()]
+    routes.append(Route("/flush_cache", partial(_flush_cache, front), methods=["GET", "POST"]))
+    keys, count_refused = front.api_keys, front.metrics.unauthorized.inc
     return Starlette(
         routes=routes,
-        middleware=_middleware(front),
+        middleware=[] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count_refused)],
         exception_handlers={ApiError: _answer_api_error, HTTPException: _answer_http_error},
     )
-
-
-def _middleware(front: Front) -> list[Middleware]:
-    if front.api_keys is None:
-        return []
-    return [Middleware(RequireKey, front.api_keys, _OPEN_PATHS, front.metrics.unauthorized.inc)]
 
 
 # --- work --------------------------------------------------------------------------------------------
 
 
-class _Worker:
-    """Takes the requests of one endpoint: checks them, has the handler do them, and says how long it took."""
+async def _work(
+    front: Front, endpoint: Endpoint, handler: Handler, body: bytes, arrived_at: float, reply: Reply
+) -> None:
+    """Check a request, have the handler do it, and say how long it took."""
+    timeline = Timeline(front.metrics, arrived_at, reply.request_headers, reply.span)
+    try:
+        work = await _checked(front, endpoint, body, arrived_at, timeline)
+        answer = await handler(work)
+        await reply.send_answer(answer, [*timeline.headers, *_left_out(work)])
+    finally:
+        timeline.close()
+    front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
 
-    def __init__(self, front: Front, endpoint: Endpoint, handler: Handler) -> None:
-        self._front = front
-        self._endpoint = endpoint
-        self._handler = handler
 
-    async def __call__(self, body: bytes, arrived_at: float, reply: Reply) -> None:
-        timeline = Timeline(self._front.metrics, arrived_at, reply.request_headers, reply.span)
-        try:
-            work = await self._check(body, arrived_at, timeline)
-            answer = await self._handler(work)
-            await reply.send_answer(answer, [*timeline.headers, *_left_out(work)])
-        finally:
-            timeline.close()
-        self._front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
-
-    async def _check(self, body: bytes, arrived_at: float, timeline: Timeline) -> Work:
-        front = self._front
-        settings, defaults = front.settings, front.sampling_defaults
-        request = await parsed(body, parse_request, self._endpoint, body, settings.model_name, defaults)
-        front.link.require_place(sum(options.n for options in request.options))
-        limits = Limits.of(
-            front.link.require_serving(),
-            holds_output=front.holds_output,
-            default_max_tokens=settings.default_max_tokens,
-        )
-        samples = await plan_samples(request, front.codec, limits, front.link.front)
-        timeline.checked(request, samples, settings.model_name)
-        return Work(request, samples, arrived_at, timeline)
+async def _checked(
+    front: Front, endpoint: Endpoint, body: bytes, arrived_at: float, timeline: Timeline
+) -> Work:
+    settings, defaults = front.settings, front.sampling_defaults
+    request = await parsed(body, parse_request, endpoint, body, settings.model_name, defaults)
+    front.link.require_place(sum(options.n for options in request.options))
+    limits = Limits.of(
+        front.link.require_serving(),
+        holds_output=front.holds_output,
+        default_max_tokens=settings.default_max_tokens,
+    )
+    samples = await plan_samples(request, front.codec, limits, front.link.front)
+    timeline.checked(request, samples, settings.model_name)
+    return Work(request, samples, arrived_at, timeline)
 
 
 def _left_out(work: Work) -> list[tuple[bytes, bytes]]:
@@ -194,18 +192,7 @@ async def _about_tokens(front: Front, path: TokenPath, body: bytes, arrived_at: 
 # --- information -------------------------------------------------------------------------------------
 
 
-def _bound(answer: Callable[[Front], Response], front: Front) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return answer(front)
-
-    return endpoint
-
-
-def json_response(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def _health(front: Front) -> Response:
+async def _health(front: Front, request: Request) -> Response:
     trouble = front.link.trouble()
     if trouble is None:
         return json_response({"status": "ok"})
@@ -217,7 +204,7 @@ def _health(front: Front) -> Response:
     return json_response(body, 503)
 
 
-def _liveness(front: Front) -> Response:
+async def _liveness(front: Front, request: Request) -> Response:
     """Whether a restart is the remedy: 503 once the engine, loading or serving, makes no progress."""
     stall = front.link.stall()
     if stall is None:
@@ -225,15 +212,15 @@ def _liveness(front: Front) -> Response:
     return json_response({"status": "unavailable", "reason": stall}, 503)
 
 
-def _version(front: Front) -> Response:
+async def _version(front: Front, request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
-def _openapi(front: Front) -> Response:
+async def _openapi(front: Front, request: Request) -> Response:
     return Response(openapi_document(), media_type="application/json")
 
 
-def _server_info(front: Front) -> Response:
+async def _server_info(front: Front, request: Request) -> Response:
     ready = front.link.ready
     info: dict[str, object] = {
         "version": VERSION,
@@ -246,35 +233,21 @@ def _server_info(front: Front) -> Response:
         "settings": front.settings.model_dump(mode="json", exclude=_PRIVATE_SETTINGS),
     }
     if ready is not None:
-        info["context_length"] = ready.context_length
-        info["max_total_tokens_hisparse"] = ready.max_total_tokens_hisparse
-        info["max_total_tokens_dense"] = ready.max_total_tokens_dense
-        info["transfer_protocol"] = ready.transfer_protocol
-        info["transfer_devices"] = ready.transfer_devices
-        info["transfer_reason"] = ready.transfer_reason
-        info["ranks"] = [_rank_info(rank) for rank in front.link.ranks]
-    ranks = [(rank.rank, rank.stats) for rank in front.link.ranks]
+        info |= {name: getattr(ready, name) for name in ("context_length", *_OF_RANKS, "transfer_reason")}
+        info["ranks"] = [
+            {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _OF_RANKS}}
+            for rank in front.link.ranks
+        ]
     info["lanes"] = [
-        {"dp_rank": rank, **msgspec.to_builtins(lane)}
-        for rank, stats in ranks
-        if stats is not None
-        for lane in stats.lanes
+        {"dp_rank": rank.rank, **msgspec.to_builtins(lane)}
+        for rank in front.link.ranks
+        if rank.stats is not None
+        for lane in rank.stats.lanes
     ]
     return json_response(info)
 
 
-def _rank_info(rank: RankLink) -> dict[str, object]:
-    assert rank.ready is not None
-    return {
-        "dp_rank": rank.rank,
-        "max_total_tokens_hisparse": rank.ready.max_total_tokens_hisparse,
-        "max_total_tokens_dense": rank.ready.max_total_tokens_dense,
-        "transfer_protocol": rank.ready.transfer_protocol,
-        "transfer_devices": rank.ready.transfer_devices,
-    }
-
-
-def _model_info(front: Front) -> Response:
+async def _model_info(front: Front, request: Request) -> Response:
     info: dict[str, object] = {
         "served_model_name": front.settings.model_name,
         "is_generation": True,
@@ -286,12 +259,12 @@ def _model_info(front: Front) -> Response:
     return json_response(info)
 
 
-def _tokenizer_info(front: Front) -> Response:
+async def _tokenizer_info(front: Front, request: Request) -> Response:
     """vLLM's, for clients that have no tokenizer of their own, as lm-eval's ``tokenizer_backend=remote``."""
     return json_response(front.codec.description)
 
 
-def _load(front: Front) -> Response:
+async def _load(front: Front, request: Request) -> Response:
     """One entry a rank; routers add up ``num_tokens``."""
     loads = [
         {
@@ -305,7 +278,7 @@ def _load(front: Front) -> Response:
     return json_response(loads)
 
 
-def _status(front: Front) -> Response:
+async def _status(front: Front, request: Request) -> Response:
     stats = {rank.rank: rank.stats for rank in front.link.ranks if rank.stats is not None}
     return json_response(NodeLoad.of(front.role, len(front.link.ranks), stats))
 
@@ -327,7 +300,7 @@ async def _metrics(front: Front, request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-def _flush_cache(front: Front) -> Response:
+async def _flush_cache(front: Front, request: Request) -> Response:
     front.link.flush_cache()
     return json_response({"status": "the prefix cache drops what no request uses"})
 

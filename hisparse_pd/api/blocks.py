@@ -6,8 +6,8 @@ grow and close it. This module knows the blocks; a subclass writes them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
@@ -15,13 +15,13 @@ from typing import assert_never
 import msgspec
 from msgspec import Raw
 
+from hisparse_pd.api.answers import Dialect
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.chat_reading import ChatReading, ends_for_calls
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.message_parts import PartKind
 from hisparse_pd.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.api.tool_markup import Markup
-from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import FinishReason
 
 _NO_CHOICE = Raw(msgspec.json.encode(None))
@@ -60,8 +60,8 @@ class Block:
         return self.pieces[0]
 
 
-class BlockAnswer(ABC):
-    """A dialect as of ``answers.Dialect``, for requests of one sample."""
+class BlockAnswer(Dialect):
+    """For requests of one sample."""
 
     def __init__(self, work: Work, token_bytes: TokenBytes, markup: Markup | None) -> None:
         self.blocks: list[Block] = []
@@ -78,23 +78,12 @@ class BlockAnswer(ABC):
     def choice(self, output: SampleOutput) -> Raw:
         return _NO_CHOICE  # there is one, and ``whole`` shows it
 
-    @abstractmethod
-    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
-        """As of ``Dialect``."""
-
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
             yield from self._begin(output)
         for change, block, text in self._changes(output, delta):
             yield from self._show(change, block, text)
-
-    @abstractmethod
-    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
-        """As of ``Dialect``."""
-
-    def failed(self, error: ApiError) -> bytes | None:
-        return None
 
     @abstractmethod
     def _begin(self, output: SampleOutput) -> Iterator[bytes]:

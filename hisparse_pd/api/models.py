@@ -24,10 +24,10 @@ def show_models(request: Request, models: Sequence[Mapping[str, object]]) -> Res
     shown = [_as_anthropic(model) for model in models] if is_anthropics else models
     name = request.path_params.get("model")
     if name is None:
-        return _json(_page(shown) if is_anthropics else {"object": "list", "data": shown})
+        return json_response(_page(shown) if is_anthropics else {"object": "list", "data": shown})
     for model in shown:
         if model["id"] == name:
-            return _json(model)
+            return json_response(model)
     served = ", ".join(repr(model["id"]) for model in shown)
     error = ApiError(
         404,
@@ -60,5 +60,5 @@ def _page(models: Sequence[Mapping[str, object]]) -> dict[str, object]:
     }
 
 
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -41,7 +41,8 @@ class SampleOutput:
         self.sample = sample
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
-        self.stats: RequestStats | None = None
+        self.stats = RequestStats(mode=None)
+        """The last that the engine told."""
         self.is_behind = False
         """More of this sample has come already: the client or the node is slower than the engine."""
         self._pieces: list[str] = []

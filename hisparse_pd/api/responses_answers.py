@@ -164,14 +164,13 @@ class Responses(BlockAnswer):
         return self._ids.setdefault(block.index, f"{prefix}_{secrets.token_hex(24)}")
 
     def _usage(self, output: SampleOutput) -> Json:
-        stats = output.stats
         num_new_tokens = len(output.token_ids)
         return {
             "input_tokens": output.num_prompt_tokens,
             "input_tokens_details": {
-                "cached_tokens": stats.num_cached_tokens if stats is not None else 0,
+                "cached_tokens": output.stats.num_cached_tokens,
                 "cache_write_tokens": 0,
-                "held_tokens": stats.num_held_tokens if stats is not None else 0,
+                "held_tokens": output.stats.num_held_tokens,
             },
             "output_tokens": num_new_tokens,
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
