@@ -53,7 +53,7 @@ from prefill_node.compute import FirstToken, PromptRunner
 from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.push import Pusher, groups_of
 from prefill_node.registrations import Peer, Registrations
-from prefill_node.room_life import MAX_ERROR_CHARS, RequestLimits, RoomLife
+from prefill_node.room_life import RequestLimits, RoomLife
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
 from prefill_node.sizing import PrefillSettingsError, size_kv_pool
@@ -61,6 +61,7 @@ from protocol.access import PeerList
 from protocol.channels import ControlServer, Heartbeats, load_control_keys
 from protocol.messages import (
     DROP_REASONS,
+    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     AbortRoom,
     Bootstrap,
@@ -186,14 +187,15 @@ class PrefillEngine:
             self._wakeup.set,
         )
         self._peers = Registrations(self._geometry, self._transfer.transport.protocol, allowed)
+        self._pusher = Pusher(
+            self._sender,
+            self._memory.regions,
+            settings.page_size,
+            settings.transfer_timeout_secs,
+            slice_bytes=self._lanes.slice_bytes,
+        )
         self._life = RoomLife(
-            pusher=Pusher(
-                self._sender,
-                self._memory.regions,
-                settings.page_size,
-                settings.transfer_timeout_secs,
-                slice_bytes=self._lanes.slice_bytes,
-            ),
+            pusher=self._pusher,
             limits=self._limits,
             request_limits=RequestLimits(spec.context_length, spec.vocab_size, MAX_LOGPROBS),
             num_aux_slots=num_aux_slots,
@@ -337,7 +339,7 @@ class PrefillEngine:
         if error is not None:
             self._life.dropped["refused"] += 1
             log.warning("refused decode node %s: %s", message.node_id, error)
-            self._control.send(identity, Refused(error[:MAX_ERROR_CHARS], permanent=True))
+            self._control.send(identity, Refused(error[:MAX_TEXT_CHARS], permanent=True))
             return
         before = self._peers.of_node(message.node_id)
         peer, replaced = self._peers.register(identity, message, now_secs)
@@ -401,11 +403,13 @@ class PrefillEngine:
         now_secs = time.monotonic()
         batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
         life.admit([record for record, chunk in batch if chunk.admits], now_secs)
-        pushes = [
-            life.start_chunk(record, chunk.stop) for record, chunk in batch if not record.is_prefill_only
-        ]
+        pushes = {
+            chunk.room: self._pusher.plan(record, chunk.start, chunk.stop)
+            for record, chunk in batch
+            if not record.is_prefill_only
+        }
         try:
-            computed = self._runner.run(batch, partial(life.layer_written, pushes))
+            computed = self._runner.run(batch, partial(self._pusher.layer_written, tuple(pushes.values())))
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
@@ -416,11 +420,9 @@ class PrefillEngine:
         now_secs = time.monotonic()
         for scores in computed.scores:
             self._front.send(scores)
-        for push in pushes:
-            life.computed(push)
         for record, chunk in batch:
-            if record.is_prefill_only:
-                life.computed_alone(record, chunk.stop)
+            life.computed(record, chunk.stop, pushes.get(record.room))
+        for record, _ in batch:
             if (first := computed.first_tokens.get(record.room)) is not None:
                 self._prompt_computed(record, first, now_secs)
         return True

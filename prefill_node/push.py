@@ -172,11 +172,6 @@ class Pusher:
         """Submit all layers that were not yet; all must be written. Nothing left: no batch."""
         self._submit_layers(push, push.num_layers, None)
 
-    def push_tokens(self, record: RoomRecord, start: int, stop: int) -> None:
-        """Submit KV and indexer keys of positions that are computed, in one batch. Nothing: no batch."""
-        if start < stop:
-            self.push_rest(self.plan(record, start, stop))
-
     def push_aux(self, record: RoomRecord) -> None:
         """Submit the aux record, which stands in the room's slot of the aux staging memory."""
         if record.aux_slot_src is None:

@@ -30,11 +30,6 @@ class Peer:
     regions: dict[RegionKind, RegionView]
     last_heard_secs: float
     """Of ``time.monotonic``; an interval is added whenever it was silent and its connection was there."""
-    is_lost: bool = False
-
-    def is_same(self, session: str, page_size: int, regions: dict[RegionKind, RegionView]) -> bool:
-        """Whether a registration is by the process that made this one: its memory is where it was."""
-        return (self.session, self.page_size, self.regions) == (session, page_size, regions)
 
 
 class Registrations:
@@ -54,14 +49,16 @@ class Registrations:
         self._by_identity: dict[bytes, Peer] = {}
 
     def register(self, identity: bytes, register: Register, now_secs: float) -> tuple[Peer, list[Peer]]:
-        """The peer, and the registrations that it replaces (``is_lost`` is set) because the node restarted.
+        """The peer, and the registrations that it replaces because the node restarted.
 
         ``register`` must have passed ``why_refused``.
         """
         regions = {region.kind: _view(region, register.geometry) for region in register.regions}
         page_size = register.geometry.page_size
         known = self._by_node.get(register.node_id)
-        if known is not None and known.is_same(register.session, page_size, regions):
+        # A process whose memory is where it was.
+        memory = register.session, page_size, regions
+        if known is not None and (known.session, known.page_size, known.regions) == memory:
             self._by_identity.pop(known.identity, None)
             known.identity = identity
             known.last_heard_secs = now_secs
@@ -108,7 +105,6 @@ class Registrations:
 
     def lose(self, peer: Peer) -> None:
         """It is registered no more."""
-        peer.is_lost = True
         self._by_node.pop(peer.node_id, None)
         self._by_identity.pop(peer.identity, None)
 

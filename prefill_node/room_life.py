@@ -2,7 +2,7 @@
 what at a room's end.
 
 Every message and event about a room ends here as a method; each is safe in every state of the room. There
-is one way out for a room that does not make it (``fail``) and one release of what it holds (``_release``).
+is one way out for a room that does not make it (``fail``) and one release of what it holds (``_end``).
 What a room owns is the source of its writes: nothing is released while one of them is in the transport. A
 room fails with the first of its writes that fails. What the transport may still read then goes to the landing
 zone of that room, which the decode node keeps from everybody else for as long.
@@ -41,6 +41,7 @@ from prefill_node.registrations import Peer, why_not_landing
 from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
 from protocol.messages import (
+    MAX_TEXT_CHARS,
     AbortRoom,
     Bootstrap,
     PrefillTimes,
@@ -50,14 +51,11 @@ from protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
-from transfer.sender import Completion, Ready
+from transfer.sender import Completion
 
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-MAX_ERROR_CHARS = 4096
-"""As long as ``protocol.messages.Text`` lets an error be."""
-
 MAX_WAITING_GRAMMARS = 64
 """Compiled ones of rooms that wait: each may take as much memory as ``grammar.checker`` lets it have."""
 
@@ -374,26 +372,15 @@ class RoomLife:
             self.counters["prompt_tokens_total"] += record.num_prompt_tokens
             self.counters["cached_tokens_total"] += record.num_cached_tokens
             if not record.is_prefill_only:
-                self._pusher.push_tokens(record, 0, record.num_cached_tokens)
+                self._pusher.push_rest(self._pusher.plan(record, 0, record.num_cached_tokens))
 
-    def start_chunk(self, record: RoomRecord, stop: int) -> ChunkPush:
-        """A forward is about to compute the room's positions up to ``stop``: plan how they are sent."""
-        return self._pusher.plan(record, record.num_computed_tokens, stop)
-
-    def layer_written(self, chunks: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
-        """The forward has written ``layer`` of its chunks to the pool: send what is due."""
-        self._pusher.layer_written(chunks, layer, ready)
-
-    def computed(self, chunk: ChunkPush) -> None:
-        """The forward is through, all layers of the chunk are in the pool: send those that have not left."""
-        chunk.record.num_computed_tokens = chunk.stop
-        chunk.record.num_chunks += 1
-        self._pusher.push_rest(chunk)
-
-    def computed_alone(self, record: RoomRecord, stop: int) -> None:
-        """The same for the positions up to ``stop`` of a room of which nothing is sent."""
+    def computed(self, record: RoomRecord, stop: int, push: ChunkPush | None) -> None:
+        """The forward is through, all layers up to position ``stop`` are in the pool: send those of ``push``
+        that have not left. None: nothing of the room is sent."""
         record.num_computed_tokens = stop
         record.num_chunks += 1
+        if push is not None:
+            self._pusher.push_rest(push)
 
     def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
         """COMPUTING -> SENDING: the last chunk is computed; the aux record, which is staged, is sent."""
@@ -406,8 +393,7 @@ class RoomLife:
         self._cache_pages(record)
         record.phases.end(now_secs)
         self._tell_front(msgspec.structs.replace(answer, phases=record.phases.take()))
-        self._release(record)
-        self.rooms.end(record, RoomState.DONE, now_secs)
+        self._end(record, RoomState.DONE, now_secs)
 
     def _cache_pages(self, record: RoomRecord) -> None:
         """Pages that are cached of another room by now stay its own: writes read them."""
@@ -431,7 +417,9 @@ class RoomLife:
         self.counters["kv_transfer_seconds_total"] += completion.secs
         if record.is_draining:
             if record.num_writes_pending == 0:
-                self._drained(record, now_secs)
+                if record.peer is not None:
+                    self._tell_peer(record.peer, RoomQuiet(record.room, record.batch_failed))
+                self._end(record, RoomState.FAILED, now_secs)
         elif not completion.ok:
             self.counters["kv_transfer_failures_total"] += 1
             peer, _ = landing_of(record)
@@ -467,8 +455,7 @@ class RoomLife:
                     record.phases.take(),
                 )
             )
-        self._release(record)
-        self.rooms.end(record, RoomState.DONE, now_secs)
+        self._end(record, RoomState.DONE, now_secs)
 
     # --- ends that are no delivery -------------------------------------------------------------------
 
@@ -507,8 +494,7 @@ class RoomLife:
                 record.peer, _room_failed(record.room, status, error, is_quiet, record.batch_failed)
             )
         if is_quiet:
-            self._release(record)
-            self.rooms.end(record, RoomState.FAILED, now_secs)
+            self._end(record, RoomState.FAILED, now_secs)
         else:
             if record.holding is not None:
                 self.pools.move(record.holding, Stage.ENDING)
@@ -573,14 +559,7 @@ class RoomLife:
                 )
                 self.fail(record, 504, error, now_secs)
 
-    def _drained(self, record: RoomRecord, now_secs: float) -> None:
-        """DRAINING -> FAILED: the last write came back."""
-        if record.peer is not None:
-            self._tell_peer(record.peer, RoomQuiet(record.room, record.batch_failed))
-        self._release(record)
-        self.rooms.end(record, RoomState.FAILED, now_secs)
-
-    def _release(self, record: RoomRecord) -> None:
+    def _end(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
         """Give back whatever the room holds; nothing of it may be in flight. The one release path."""
         if record.num_writes_pending:
             raise PoolIntegrityError(
@@ -592,6 +571,7 @@ class RoomLife:
         if record.holding is not None:
             self.pools.release(record.holding)
         record.prefix, record.holding, record.page_ids = None, None, []
+        self.rooms.move(record, state, now_secs)
 
     # --- accounts ------------------------------------------------------------------------------------
 
@@ -623,4 +603,4 @@ def _is_repeated(peer: Peer, message: Bootstrap, record: RoomRecord) -> bool:
 
 
 def _room_failed(room: Room, status: int, error: str, quiet: bool, batch_failed: bool) -> RoomFailed:
-    return RoomFailed(room, status, error[:MAX_ERROR_CHARS], quiet, batch_failed)
+    return RoomFailed(room, status, error[:MAX_TEXT_CHARS], quiet, batch_failed)

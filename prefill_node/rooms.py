@@ -51,10 +51,9 @@ class RoomState(Enum):
     """Ended without delivery; owns nothing and is remembered."""
 
 
-_HALVES = {RoomState.QUEUED, RoomState.FAILED}
 MOVES: dict[RoomState, frozenset[RoomState]] = {
-    RoomState.WAITING_BOOTSTRAP: frozenset(_HALVES),
-    RoomState.WAITING_REQUEST: frozenset(_HALVES),
+    RoomState.WAITING_BOOTSTRAP: frozenset({RoomState.QUEUED, RoomState.FAILED}),
+    RoomState.WAITING_REQUEST: frozenset({RoomState.QUEUED, RoomState.FAILED}),
     RoomState.QUEUED: frozenset({RoomState.COMPUTING, RoomState.FAILED}),
     RoomState.COMPUTING: frozenset({RoomState.SENDING, RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
     RoomState.SENDING: frozenset({RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
@@ -199,33 +198,21 @@ class RoomTable:
         self._by_request[request.request_id] = record
 
     def move(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """Between live states, which ends a phase of the request; ``end`` leads to DONE and FAILED.
-
-        Raises IllegalRoomMove naming the room.
-        """
-        self._check(record, state)
-        if state in ENDED:
-            raise IllegalRoomMove(f"room {record.room} must be ended, not moved, to {state.name}")
-        self._change(record, state, now_secs)
-        record.phases.end(now_secs)
-
-    def end(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """To DONE or FAILED: the room is no longer live and is remembered. Raises IllegalRoomMove."""
-        self._check(record, state)
+        """Change its state, which ends a phase of the request. In DONE and FAILED the room is remembered, and
+        no longer live. Raises IllegalRoomMove naming the room."""
+        if state not in MOVES[record.state]:
+            raise IllegalRoomMove(f"room {record.room} cannot move from {record.state.name} to {state.name}")
+        del self._by_state[record.state][record.room]
+        record.state, record.since_secs = state, now_secs
         if state not in ENDED:
-            raise IllegalRoomMove(f"room {record.room} cannot end in {state.name}")
-        self._change(record, state, now_secs)
-        del self._by_state[state][record.room], self._live[record.room]
+            self._by_state[state][record.room] = record
+            record.phases.end(now_secs)
+            return
+        del self._live[record.room]
         if record.request is not None:
             self._by_request.pop(record.request.request_id, None)
-        ended = EndedRoom(
-            state,
-            record.end_status,
-            record.end_error,
-            record.batch_failed,
-            was_aborted=record.was_aborted,
-            delivery=record.delivery,
-        )
+        status, error, batch_failed = record.end_status, record.end_error, record.batch_failed
+        ended = EndedRoom(state, status, error, batch_failed, record.was_aborted, record.delivery)
         self.remember(record.room, ended)
 
     def remember(self, room: Room, ended: EndedRoom) -> None:
@@ -264,13 +251,3 @@ class RoomTable:
 
     def __iter__(self) -> Iterator[RoomRecord]:
         return iter(self._live.values())
-
-    def _check(self, record: RoomRecord, state: RoomState) -> None:
-        if state not in MOVES[record.state]:
-            raise IllegalRoomMove(f"room {record.room} cannot move from {record.state.name} to {state.name}")
-
-    def _change(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        del self._by_state[record.state][record.room]
-        record.state = state
-        record.since_secs = now_secs
-        self._by_state[state][record.room] = record

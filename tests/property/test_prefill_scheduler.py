@@ -451,12 +451,12 @@ class LifecycleMachine(RuleBasedStateMachine):
         for record, chunk in batch:
             assert record.num_computed_tokens == chunk.start
             assert chunk.start < record.num_prompt_tokens, "the last prompt token must be computed"
-        pushes = [life.start_chunk(record, chunk.stop) for record, chunk in batch]
+        pushes = [self.pusher.plan(record, chunk.start, chunk.stop) for record, chunk in batch]
         self.num_chunks.update(record.room for record, _ in batch)
         for layer, act in enumerate(acts[:fails_at]):
             self.sender.unwritten = self.items(pushes, layer + 1)
             before = [self.sender.num_pending(push.record.room) for push in pushes]
-            life.layer_written(pushes, layer)
+            self.pusher.layer_written(pushes, layer)
             for push, num_pending in zip(pushes, before, strict=True):
                 bound = max(num_pending, MAX_PENDING_BATCHES) + (layer == NUM_LAYERS - 1)
                 assert self.sender.num_pending(push.record.room) <= bound
@@ -467,7 +467,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             if fails_at is not None:
                 life.fail(push.record, 500, "out of memory", self.now)
                 continue
-            life.computed(push)
+            life.computed(push.record, push.stop, push)
             if push.stop == push.record.num_prompt_tokens:
                 life.prompt_computed(push.record, self.now)
         return bool(batch)

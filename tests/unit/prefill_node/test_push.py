@@ -240,7 +240,7 @@ def test_what_is_under_way_is_bounded_when_nothing_is_ever_written() -> None:
         world.sender.num_waiting += 1
 
     world.sender.submit = stuck  # type: ignore[method-assign]
-    world.pusher.push_tokens(world.record, 0, 2)
+    world.pusher.push_rest(world.pusher.plan(world.record, 0, 2))
     for start in range(2, 12):
         world.forward(world.pusher.plan(world.record, start, start + 1))
     world.pusher.push_aux(world.record)
@@ -262,9 +262,9 @@ def test_prompts_of_one_forward_leave_side_by_side() -> None:
 
 def test_positions_known_already_leave_in_one_batch() -> None:
     world = World()
-    world.pusher.push_tokens(world.record, 0, 8)
+    world.pusher.push_rest(world.pusher.plan(world.record, 0, 8))
     assert world.sender.tags == ["positions [0, 8) of layers [0, 5)"]
-    world.pusher.push_tokens(world.record, 8, 8)
+    world.pusher.push_rest(world.pusher.plan(world.record, 8, 8))
     assert len(world.sender.batches) == 1
 
 

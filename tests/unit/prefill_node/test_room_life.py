@@ -72,18 +72,11 @@ class Node:
             Peer(name, name, b"", PAGE_SIZE, regions(1 << shift), 0.0)
             for name, shift in (("a", 51), ("b", 52))
         ]
+        own = (source[kind] for kind in (RegionKind.KV_HOST, RegionKind.INDEX, RegionKind.AUX))
+        sources = SourceRegions(*own, (0,) * NUM_LAYERS)
+        self.pusher = Pusher(self.sender, sources, PAGE_SIZE, TRANSFER_TIMEOUT_SECS)
         self.life = RoomLife(
-            pusher=Pusher(
-                self.sender,
-                SourceRegions(
-                    source[RegionKind.KV_HOST],
-                    source[RegionKind.INDEX],
-                    source[RegionKind.AUX],
-                    (0,) * NUM_LAYERS,
-                ),
-                PAGE_SIZE,
-                TRANSFER_TIMEOUT_SECS,
-            ),
+            pusher=self.pusher,
             limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),
             request_limits=RequestLimits(context_length=NUM_SLOTS, vocab_size=1000, max_logprobs=0),
             num_aux_slots=16,
@@ -108,10 +101,11 @@ class Node:
         """Admit a room and compute its prompt: all of it is with the sender then."""
         record = self.life.rooms.live(Room(room))
         self.life.admit([record], 0.0)
-        push = self.life.start_chunk(record, record.num_prompt_tokens)
+        stop = record.num_prompt_tokens
+        push = self.pusher.plan(record, record.num_computed_tokens, stop)
         for layer in range(NUM_LAYERS):
-            self.life.layer_written([push], layer)
-        self.life.computed(push)
+            self.pusher.layer_written([push], layer)
+        self.life.computed(record, stop, push)
         self.life.prompt_computed(record, 0.0)
 
     def candidates(self) -> list[int]:

@@ -18,20 +18,10 @@ def test_every_illegal_move_names_the_room_and_changes_nothing() -> None:
             table = RoomTable()
             record = table.open(ROOM, RoomState.WAITING_REQUEST, 0.0)
             record.state = state
-            change = table.end if target in ENDED else table.move
             with pytest.raises(IllegalRoomMove, match=f"room 42 .*{state.name} to {target.name}"):
-                change(record, target, 1.0)
+                table.move(record, target, 1.0)
             assert record.state is state
             assert table.get(ROOM) is record
-
-
-def test_ends_and_moves_are_not_mixed_up() -> None:
-    table = RoomTable()
-    record = table.open(ROOM, RoomState.WAITING_REQUEST, 0.0)
-    with pytest.raises(IllegalRoomMove, match="room 42 must be ended"):
-        table.move(record, RoomState.FAILED, 1.0)
-    with pytest.raises(IllegalRoomMove, match="room 42 cannot end in QUEUED"):
-        table.end(record, RoomState.QUEUED, 1.0)
 
 
 def test_every_state_leads_to_an_end() -> None:
@@ -49,7 +39,7 @@ def test_a_room_is_opened_once_and_in_a_waiting_state() -> None:
     record = table.open(ROOM, RoomState.WAITING_REQUEST, 0.0)
     with pytest.raises(IllegalRoomMove, match="room 42 is opened"):
         table.open(ROOM, RoomState.WAITING_BOOTSTRAP, 0.0)
-    table.end(record, RoomState.FAILED, 1.0)
+    table.move(record, RoomState.FAILED, 1.0)
     with pytest.raises(IllegalRoomMove, match="room 42 is opened"):
         table.open(ROOM, RoomState.WAITING_BOOTSTRAP, 0.0)
     with pytest.raises(IllegalRoomMove, match="room 43 cannot start in SENDING"):
@@ -62,7 +52,7 @@ def test_an_ended_room_leaves_nothing_but_its_memory() -> None:
     table.set_request(record, Generate("request", 42, 1, SamplingParams(1), "host", 1), 0.0)
     assert table.of_request("request") is record
     record.end_status, record.end_error, record.batch_failed = 502, "peer gone", True
-    table.end(record, RoomState.FAILED, 1.0)
+    table.move(record, RoomState.FAILED, 1.0)
     assert table.ended(ROOM) == EndedRoom(RoomState.FAILED, 502, "peer gone", batch_failed=True)
     assert table.get(ROOM) is table.of_request("request") is None
     assert len(table) == table.count(*RoomState) == 0
@@ -71,7 +61,7 @@ def test_an_ended_room_leaves_nothing_but_its_memory() -> None:
 def test_the_memory_of_ended_rooms_is_bounded() -> None:
     table = RoomTable(max_ended_rooms=3)
     for number in range(5):
-        table.end(table.open(Room(number), RoomState.WAITING_REQUEST, 0.0), RoomState.FAILED, 0.0)
+        table.move(table.open(Room(number), RoomState.WAITING_REQUEST, 0.0), RoomState.FAILED, 0.0)
     assert [table.ended(Room(number)) is not None for number in range(5)] == [False, False, True, True, True]
 
 
