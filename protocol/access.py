@@ -98,6 +98,11 @@ def is_host(text: str) -> bool:
     return is_short and (_NAME.fullmatch(text) is not None or (":" in text and _is_ipv6(text)))
 
 
+def in_url(host: str) -> str:
+    """A host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def is_loopback(host: str) -> bool:
     """Whether a socket bound to ``host`` is reached from this machine alone."""
     address = parse_address(host)

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from hisparse_pd.vocabulary import MAX_RANKS
-from protocol.access import MAX_HOST_CHARS, PeerList, is_host
+from protocol.access import MAX_HOST_CHARS, WILDCARD_HOSTS, PeerList, in_url, is_host
 from protocol.channels import ControlKeys
 from protocol.decoding import TypedDecoder
 from protocol.messages import PROTOCOL_VERSION, Geometry, Name
@@ -39,7 +39,6 @@ MAX_INFO_BYTES = 64 << 10
 NONCE_HEADER = "x-hisparse-pd-nonce"
 CODE_HEADER = "x-hisparse-pd-code"
 
-_WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
 _NONCE_BYTES = 16
 _ASKING = "bootstrap request"
 _ANSWERING = "bootstrap answer"
@@ -91,11 +90,10 @@ class BootstrapInfo(msgspec.Struct, frozen=True):
         )
 
     def control_endpoint(self, bootstrap_host: str) -> str:
-        host = self.control_host_for(bootstrap_host)
-        return f"tcp://[{host}]:{self.control_port}" if ":" in host else f"tcp://{host}:{self.control_port}"
+        return f"tcp://{in_url(self.control_host_for(bootstrap_host))}:{self.control_port}"
 
     def control_host_for(self, bootstrap_host: str) -> str:
-        return bootstrap_host if self.control_host in _WILDCARD_HOSTS else self.control_host
+        return bootstrap_host if self.control_host in WILDCARD_HOSTS else self.control_host
 
 
 _info_decoder: TypedDecoder[BootstrapInfo] = TypedDecoder.json(BootstrapInfo)
@@ -182,7 +180,7 @@ def look_up(
             rejected=True,
         )
     allowed = allowed or PeerList()
-    asked = f"http://{_in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
+    asked = f"http://{in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
     deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
     addresses = _addresses(asked, bootstrap_host, allowed, deadline)
     nonce = secrets.token_hex(_NONCE_BYTES)
@@ -223,8 +221,8 @@ def parse_info(body: bytes, asked: str) -> BootstrapInfo:
             f"{asked}: no bootstrap information: {type(error).__name__}: {error}"
         ) from error
     of_ranks = {rank.control_host for rank in info.ranks if rank.control_host}
-    for host in of_ranks | {info.control_host}.difference(_WILDCARD_HOSTS):
-        if not is_host(host) or host in _WILDCARD_HOSTS:
+    for host in of_ranks | {info.control_host}.difference(WILDCARD_HOSTS):
+        if not is_host(host) or host in WILDCARD_HOSTS:
             raise BootstrapLookupError(f"{asked}: control host {host!r} is no name and no address")
     if info.protocol_version != PROTOCOL_VERSION:
         raise BootstrapLookupError(
@@ -306,10 +304,6 @@ def _addresses(asked: str, host: str, allowed: PeerList, deadline: float) -> lis
         return good
     why = allowed.why_refused(addresses[0]) if addresses else f"{host} has no address"
     raise BootstrapLookupError(f"{asked}: {why} of this decode node", rejected=True)
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _error_text(body: bytes) -> str:

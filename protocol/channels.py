@@ -15,7 +15,7 @@ import hmac
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from protocol import messages
-from protocol.access import KeyFileError, PeerList
+from protocol.access import KeyFileError, PeerList, in_url
 from protocol.decoding import TypedDecoder
 from protocol.messages import ToDecode, ToPrefill
 from protocol.names import is_address
@@ -110,40 +110,58 @@ def load_control_keys(path: Path | None) -> ControlKeys | None:
     return None if path is None else ControlKeys.load(path)
 
 
-class _Inbox(Generic[T]):
-    """Typed decoding with a counter of what had to be dropped."""
+class _Channel(Generic[T]):
+    """A socket with typed messages. Owners of the two ends protect it, then bind or connect it.
 
-    def __init__(self, decoder: TypedDecoder[T]) -> None:
-        self._decoder = decoder
+    ``dropped`` counts, by reason, what came to nothing: connections that were turned away, frames that could
+    not be decoded, messages at which the receiver would close the connection, or that had no receiver.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        decoder: TypedDecoder[T],
+        heartbeats: Heartbeats | None,
+    ) -> None:
         self.dropped: Counter[str] = Counter()
+        self._decoder = decoder
+        self.socket = context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+        if heartbeats is not None:
+            heartbeats.keep(self.socket)
 
-    def decode(self, frame: bytes, sender: str) -> T | None:
-        try:
-            return self._decoder.decode(frame)
-        except msgspec.MsgspecError as error:
-            self.dropped["malformed"] += 1
-            log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), sender, error)
-            return None
+    def _receive(self, num_frames: int) -> Iterator[tuple[list[bytes], T]]:
+        """What has arrived, without waiting, at most a burst: all frames, and what the last of them says."""
+        for frames in burst(self.socket):
+            if len(frames) != num_frames:
+                self.dropped["malformed"] += 1
+                continue
+            *address, frame = frames
+            try:
+                message = self._decoder.decode(frame)
+            except msgspec.MsgspecError as error:
+                self.dropped["malformed"] += 1
+                sender = b"".join(address).hex() or self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+                log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), sender, error)
+                continue
+            yield frames, message
 
-    def encode(self, message: ToPrefill | ToDecode) -> bytes | None:
-        """None, counted, for a message at which the receiver would close the connection."""
+    def _send(self, address: Sequence[bytes], message: ToPrefill | ToDecode) -> bool:
         frame = messages.encoder.encode(message)
-        if len(frame) <= messages.MAX_MESSAGE_BYTES:
-            return frame
-        self.dropped["oversized"] += 1
-        log.error(
-            "dropped a %s of %d bytes, a message has %d at most",
-            type(message).__name__,
-            len(frame),
-            messages.MAX_MESSAGE_BYTES,
-        )
-        return None
-
-
-def _limit(sock: zmq.Socket[bytes]) -> None:
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-    sock.setsockopt(zmq.SNDHWM, SEND_HWM)
+        if len(frame) > messages.MAX_MESSAGE_BYTES:
+            self.dropped["oversized"] += 1
+            what, most = type(message).__name__, messages.MAX_MESSAGE_BYTES
+            log.error("dropped a %s of %d bytes, a message has %d at most", what, len(frame), most)
+            return False
+        try:
+            self.socket.send_multipart([*address, frame], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.dropped["unroutable"] += 1
+            return False
+        return True
 
 
 class Guard:
@@ -186,12 +204,8 @@ def prove_key(sock: zmq.Socket[bytes], keys: ControlKeys | None) -> None:
         sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
 
 
-class ControlServer:
-    """The prefill node's control socket (ROUTER). A peer is named by the identity ZMQ gives its connection.
-
-    ``dropped`` counts connections that were turned away, frames that could not be decoded and answers that
-    had no receiver any more.
-    """
+class ControlServer(_Channel[ToPrefill]):
+    """The prefill node's control socket (ROUTER). Peers are named by the identities of their connections."""
 
     def __init__(
         self,
@@ -202,45 +216,23 @@ class ControlServer:
         heartbeats: Heartbeats | None = None,
     ) -> None:
         self._context = zmq.Context()
-        self._inbox: _Inbox[ToPrefill] = _Inbox(messages.to_prefill_decoder)
+        super().__init__(self._context, zmq.ROUTER, messages.to_prefill_decoder, heartbeats)
         self._guard = Guard(self._context, keys, allowed, self.dropped)
-        self.socket = self._context.socket(zmq.ROUTER)
-        _limit(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if heartbeats is not None:
-            heartbeats.keep(self.socket)
         self.socket.setsockopt(zmq.IPV6, ":" in host)
         self._guard.protect(self.socket)
-        address = f"[{host}]" if ":" in host else host
-        self.socket.bind(f"tcp://{address}:{port or '*'}")
+        self.socket.bind(f"tcp://{in_url(host)}:{port or '*'}")
         endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rsplit(":", 1)[1])
 
-    @property
-    def dropped(self) -> Counter[str]:
-        return self._inbox.dropped
-
     def receive(self) -> Iterator[tuple[bytes, ToPrefill]]:
         """What has arrived, without waiting, at most a burst: ``(peer identity, message)``."""
-        for frames in burst(self.socket):
-            if len(frames) != 2:
-                self.dropped["malformed"] += 1
-                continue
-            message = self._inbox.decode(frames[1], frames[0].hex())
-            if message is not None:
-                yield frames[0], message
+        for frames, message in self._receive(2):
+            yield frames[0], message
 
     def send(self, peer: bytes, message: ToDecode) -> bool:
         """False, counted as ``unroutable``, when the peer is gone or its queue is full."""
-        frame = self._inbox.encode(message)
-        if frame is None:
-            return False
-        try:
-            self.socket.send_multipart([peer, frame], zmq.NOBLOCK)
-        except (zmq.Again, zmq.ZMQError):
-            self.dropped["unroutable"] += 1
-            return False
-        return True
+        return self._send([peer], message)
 
     def close(self) -> None:
         self.socket.close(linger=_FAREWELL_MILLISECS)
@@ -248,7 +240,7 @@ class ControlServer:
         self._guard.join()
 
 
-class ControlClient:
+class ControlClient(_Channel[ToDecode]):
     """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself.
 
     ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for one that ZMQ does not take.
@@ -261,25 +253,16 @@ class ControlClient:
         host, _, _ = destination.rpartition(":")
         if not is_address(host.strip("[]")):
             raise ControlAddressError(f"cannot connect to {endpoint!r}: a name stalls ZMQ; give an address")
-        self._inbox: _Inbox[ToDecode] = _Inbox(messages.to_decode_decoder)
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        _limit(self.socket)
+        super().__init__(zmq.Context.instance(), zmq.DEALER, messages.to_decode_decoder, heartbeats)
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         prove_key(self.socket, keys)
-        if heartbeats is not None:
-            heartbeats.keep(self.socket)
         self._losses: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ControlAddressError(f"cannot connect to {endpoint!r}: {error}") from error
-        self._endpoint = endpoint
-
-    @property
-    def dropped(self) -> Counter[str]:
-        return self._inbox.dropped
 
     def take_loss(self) -> bool:
         """Whether a connection was lost since the last call. What came by it may still be received."""
@@ -291,25 +274,12 @@ class ControlClient:
 
     def receive(self) -> Iterator[ToDecode]:
         """What has arrived, without waiting, at most a burst."""
-        for frames in burst(self.socket):
-            if len(frames) != 1:
-                self.dropped["malformed"] += 1
-                continue
-            message = self._inbox.decode(frames[0], self._endpoint)
-            if message is not None:
-                yield message
+        for _, message in self._receive(1):
+            yield message
 
     def send(self, message: ToPrefill) -> bool:
         """False, counted as ``unroutable``, when the queue to the peer is full."""
-        frame = self._inbox.encode(message)
-        if frame is None:
-            return False
-        try:
-            self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            self.dropped["unroutable"] += 1
-            return False
-        return True
+        return self._send([], message)
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from hisparse_pd.memory.machine import Machine
 from hisparse_pd.paging.extents import SlotArray, ranges_around
-from protocol.access import WILDCARD_HOSTS
+from protocol.access import WILDCARD_HOSTS, in_url
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.plan import MAX_DESCRIPTOR_BYTES, as_write, cut_long
@@ -86,7 +86,7 @@ class TransferEngine:
                 f"`hisparse-pd doctor --transfer-protocol {transport.protocol}` says what is missing, and "
                 "Mooncake's log with MC_LOG_LEVEL=INFO in the environment why"
             )
-        self.session = f"{f'[{host}]' if ':' in host else host}:{self._mooncake.get_rpc_port()}"
+        self.session = f"{in_url(host)}:{self._mooncake.get_rpc_port()}"
         self._check_session(host)
 
     def register(self, memory: HasMemory | int, num_bytes: int | None = None) -> int:

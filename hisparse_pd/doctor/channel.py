@@ -13,6 +13,7 @@ import msgspec
 import zmq
 from msgspec import Meta, Struct
 
+from protocol.access import in_url
 from protocol.decoding import TypedDecoder
 from protocol.lane import LaneOffer
 from protocol.messages import Address, Count, Name, Text
@@ -96,7 +97,7 @@ class DoctorServer(_Socket[Question]):
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(zmq.REP, _question_decoder, ":" in host)
-        endpoint = _endpoint(host, port or "*")
+        endpoint = f"tcp://{in_url(host)}:{port or '*'}"
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -122,7 +123,7 @@ class DoctorClient(_Socket[Answer]):
 
     def __init__(self, host: str, port: int, timeout_secs: float) -> None:
         super().__init__(zmq.REQ, _answer_decoder, ":" in host)
-        self._endpoint = _endpoint(host, port)
+        self._endpoint = f"tcp://{in_url(host)}:{port}"
         self._timeout_secs = timeout_secs
         try:
             self._socket.connect(self._endpoint)
@@ -143,7 +144,3 @@ class DoctorClient(_Socket[Answer]):
             return self._decoder.decode(frame)
         except msgspec.MsgspecError as error:
             raise DoctorChannelError(f"{self._endpoint} answers what is no answer: {error}") from error
-
-
-def _endpoint(host: str, port: int | str) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

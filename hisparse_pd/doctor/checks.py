@@ -15,6 +15,7 @@ from importlib import metadata
 from hisparse_pd.http.descriptors import OF_ROUTER, max_connections
 from hisparse_pd.memory.free import free_memory, memory_fault
 from hisparse_pd.memory.machine import (
+    Fault,
     Machine,
     gpu_direct,
     gpu_direct_fault,
@@ -58,6 +59,8 @@ class Status(StrEnum):
 
 _RDMA_STATUS: dict[AskedProtocol, Status] = {"tcp": Status.INFO, "auto": Status.WARN, "rdma": Status.FAIL}
 """How bad it is that something is missing that RDMA needs."""
+_OF_GPU = ((Status.INFO, Status.INFO), (Status.OK, Status.FAIL))
+"""What it is that something of a GPU is there, and that it is missing: on a CPU node, and on a GPU node."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class Check:
     found: str
     remedy: str = ""
 
+    @classmethod
+    def of(cls, name: str, fault: Fault, status: Status) -> Check:
+        """What a fault comes to. Where nothing of it is needed, nothing is to be done."""
+        return cls(name, status, fault.what, "" if status is Status.INFO else fault.remedy)
+
 
 @dataclass(frozen=True)
 class CudaFacts:
@@ -79,6 +87,12 @@ class CudaFacts:
     devices: tuple[str, ...] = ()
     error: str = ""
     pin_error: str = ""
+
+
+def failed(name: str, error: Exception, consequence: str = "") -> Check:
+    """An error whose message ends in "; " and the remedy."""
+    what, _, remedy = str(error).partition("; ")
+    return Check(name, Status.FAIL, f"{consequence}{what}", remedy)
 
 
 # --- facts that take an import ----------------------------------------------------------------------------
@@ -131,22 +145,32 @@ def check_mooncake(version: Callable[[], str]) -> Check:
 
 def check_verbs(machine: Machine) -> Check:
     """Mooncake does not load without the library, not even for TCP."""
-    fault = verbs_library_fault(machine)
-    if fault is not None:
-        return Check("libibverbs", Status.FAIL, fault.what, fault.remedy)
+    if (fault := verbs_library_fault(machine)) is not None:
+        return Check.of("libibverbs", fault, Status.FAIL)
     devices = ", ".join(machine.verbs_devices()) or "none"
     return Check("libibverbs", Status.OK, f"loads, devices with a driver: {devices}")
 
 
 def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
-    is_needed = device.startswith("cuda")
+    good, bad = _OF_GPU[device.startswith("cuda")]
     driver = _driver_version(machine)
     if facts.devices:
         found = f"{', '.join(facts.devices)}; driver {driver}, torch {facts.torch_version}"
-        return Check("CUDA", Status.OK if is_needed else Status.INFO, f"{found}, CUDA {facts.cuda_version}")
-    status = Status.FAIL if is_needed else Status.INFO
-    remedy = "install the NVIDIA driver and a CUDA build of torch, or use --device cpu" if is_needed else ""
-    return Check("CUDA", status, f"{facts.error or 'no device'}; driver {driver}", remedy)
+        return Check("CUDA", good, f"{found}, CUDA {facts.cuda_version}")
+    remedy = "install the NVIDIA driver and a CUDA build of torch, or use --device cpu"
+    return Check.of("CUDA", Fault(f"{facts.error or 'no device'}; driver {driver}", remedy), bad)
+
+
+def check_pinned(device: str, facts: CudaFacts) -> Check:
+    """Whether the driver pins main memory for the GPU."""
+    name, shown = "pinned memory", show_bytes(_PIN_TEST_BYTES)
+    good, bad = _OF_GPU[device.startswith("cuda")]
+    if facts.pin_error:
+        remedy = "raise the memory limit of the container, look at the kernel log (dmesg)"
+        return Check.of(name, Fault(f"{shown} cannot be pinned: {facts.pin_error}", remedy), bad)
+    if not facts.devices:
+        return Check(name, Status.INFO, "nothing to pin it for: no CUDA device")
+    return Check(name, good, f"{shown} can be pinned")
 
 
 # --- memory -----------------------------------------------------------------------------------------------
@@ -159,18 +183,16 @@ def check_memory(num_bytes: int, machine: Machine) -> Check:
         return Check("free memory", Status.WARN, f"{machine.proc / 'meminfo'} does not tell")
     if num_bytes == 0:
         return Check("free memory", Status.INFO, f"{free}; --host-pool-gib checks it")
-    fault = memory_fault(num_bytes, machine)
-    if fault is not None:
-        return Check("free memory", Status.FAIL, fault.what, fault.remedy)
+    if (fault := memory_fault(num_bytes, machine)) is not None:
+        return Check.of("free memory", fault, Status.FAIL)
     return Check("free memory", Status.OK, f"{free}, {show_bytes(num_bytes)} asked for")
 
 
 def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machine: Machine) -> Check:
     """Whether ``num_bytes`` of main memory may be registered with each of ``num_devices``."""
     limit = machine.memlock_bytes()
-    fault = memlock_fault(num_bytes, max(num_devices, 1), machine)
-    if fault is not None:
-        return Check("locked memory", _RDMA_STATUS[asked], fault.what, "" if asked == "tcp" else fault.remedy)
+    if (fault := memlock_fault(num_bytes, max(num_devices, 1), machine)) is not None:
+        return Check.of("locked memory", fault, _RDMA_STATUS[asked])
     shown = "no limit" if limit is None else f"limit {show_bytes(limit)}"
     if limit is not None and may_lock_anything(machine):
         shown += ", which CAP_IPC_LOCK lifts"
@@ -187,22 +209,6 @@ def check_descriptors(limit: int) -> Check:
     return Check("descriptors", Status.OK, found)
 
 
-def check_pinned(device: str, facts: CudaFacts) -> Check:
-    """Whether the driver pins main memory for the GPU."""
-    is_needed = device.startswith("cuda")
-    shown = show_bytes(_PIN_TEST_BYTES)
-    if facts.pin_error:
-        return Check(
-            "pinned memory",
-            Status.FAIL if is_needed else Status.INFO,
-            f"{shown} cannot be pinned: {facts.pin_error}",
-            "raise the memory limit of the container, look at the kernel log (dmesg)" if is_needed else "",
-        )
-    if not facts.devices:
-        return Check("pinned memory", Status.INFO, "nothing to pin it for: no CUDA device")
-    return Check("pinned memory", Status.OK if is_needed else Status.INFO, f"{shown} can be pinned")
-
-
 # --- RDMA and the address ---------------------------------------------------------------------------------
 
 
@@ -210,8 +216,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
     """A line for each device that is there or named."""
     devices = read_devices(machine)
     if not devices:
-        none = no_device_fault(machine)
-        return [Check("RDMA", _RDMA_STATUS[asked], none.what, "" if asked == "tcp" else none.remedy)]
+        return [Check.of("RDMA", no_device_fault(machine), _RDMA_STATUS[asked])]
     named, _ = wanted_devices(ib_device, machine)
     is_usable = bool(select_devices(ib_device, host, machine).devices)
     checks = []
@@ -222,7 +227,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
         if fault is not None:
             is_fatal = asked == "rdma" and is_asked_for and (bool(named) or not is_usable)
             status = Status.FAIL if is_fatal else Status.WARN if is_asked_for else Status.INFO
-            checks.append(Check(f"RDMA {name}", status, fault.what, fault.remedy if is_asked_for else ""))
+            checks.append(Check.of(f"RDMA {name}", fault, status))
         elif device is not None:
             status = Status.OK if is_asked_for else Status.INFO
             checks.append(Check(f"RDMA {name}", status, _describe(device, host, machine)))
@@ -232,34 +237,28 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
 def check_gpu_direct(device: str, asked: AskedProtocol, machine: Machine) -> Check:
     """Whether a network card can write to GPU memory; needed by RDMA on a GPU node."""
     is_needed = device.startswith("cuda") and asked != "tcp"
-    fault = gpu_direct_fault(machine)
-    if fault is None:
-        status = Status.OK if is_needed else Status.INFO
-        return Check("GPU direct", status, f"by {gpu_direct(machine)}")
-    if not is_needed:
-        return Check("GPU direct", Status.INFO, fault.what)
-    return Check("GPU direct", _RDMA_STATUS[asked], fault.what, fault.remedy)
+    if (fault := gpu_direct_fault(machine)) is not None:
+        return Check.of("GPU direct", fault, _RDMA_STATUS[asked] if is_needed else Status.INFO)
+    return Check("GPU direct", Status.OK if is_needed else Status.INFO, f"by {gpu_direct(machine)}")
 
 
 def check_address(host: str) -> Check:
     """The advertised address. Loopback is as good as any for a pair on one machine, and for no other."""
-    fault = address_fault(host)
-    if fault is not None:
-        return Check("advertised address", Status.WARN, fault.what, fault.remedy)
+    name = "advertised address"
+    if (fault := address_fault(host)) is not None:
+        return Check.of(name, fault, Status.WARN)
     if all(address.is_loopback for address in addresses_of(host)):
-        return Check("advertised address", Status.INFO, f"{host}: only this machine itself reaches it")
-    return Check("advertised address", Status.OK, f"{host} is of this machine")
+        return Check(name, Status.INFO, f"{host}: only this machine itself reaches it")
+    return Check(name, Status.OK, f"{host} is of this machine")
 
 
 def check_transport(
     asked: AskedProtocol, ib_device: str, host: str, num_host_bytes: int, device: str, machine: Machine
 ) -> tuple[Check, Transport | None]:
     """What a node would run on, and None when it would not start."""
-    environment = environment_fault(machine)
-    if environment is not None:
-        what = f"a node would not start: {environment.what}"
-        return Check("KV transport", Status.FAIL, what, environment.remedy), None
     try:
+        if (fault := environment_fault(machine)) is not None:
+            raise TransferSetupError(str(fault))
         transport = choose_transport(
             asked,
             ib_device,
@@ -269,8 +268,7 @@ def check_transport(
             machine=machine,
         )
     except TransferSetupError as error:
-        what, _, remedy = str(error).partition("; ")
-        return Check("KV transport", Status.FAIL, f"a node would not start: {what}", remedy), None
+        return failed("KV transport", error, "a node would not start: "), None
     return Check("KV transport", Status.OK, f"{transport.protocol}: {transport.reason}"), transport
 
 

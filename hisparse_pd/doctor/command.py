@@ -43,6 +43,7 @@ from hisparse_pd.doctor.checks import (
     check_transport,
     check_verbs,
     cuda_facts,
+    failed,
     mooncake_version,
 )
 from hisparse_pd.doctor.lane import check_lane, check_shared_pages
@@ -156,8 +157,7 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
         finally:
             client.close()
     except (DoctorChannelError, TransferError, BandwidthError) as error:
-        what, _, remedy = str(error).partition("; ")
-        return Check(name, Status.FAIL, what, remedy), []
+        return failed(name, error), []
     best = {kind: max(r.bytes_per_sec for r in rates if r.over == kind) for kind in {r.over for r in rates}}
     found = " and ".join(f"{best[kind] / 1e9:.3g} GB/s over {kind}" for kind in sorted(best, reverse=True))
     if "shm" not in best:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hisparse_pd.doctor.checks import Check, Status
+from hisparse_pd.doctor.checks import Check, Status, failed
 from hisparse_pd.memory.machine import Machine, read_text
 from protocol.lane import LaneOffer
 from transfer.engine import TransferEngine
@@ -50,8 +50,7 @@ def check_lane(directory: str) -> Check:
                 _write(host.offer, directory, sent, memory.addr)
             arrived = np.array_equal(received, sent)
     except (HostMemoryError, TransferSetupError) as error:
-        what, _, remedy = str(error).partition("; ")
-        return Check(name, Status.FAIL, f"a decode node would not start: {what}", remedy)
+        return failed(name, error, "a decode node would not start: ")
     except LaneError as error:
         remedy = "look at what confines the process (seccomp, LSM), or set --same-host-lane off"
         return Check(name, Status.WARN, f"nodes of this machine would use the network: {error}", remedy)
