@@ -34,7 +34,7 @@ reference works on the same layout.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntFlag
+from enum import IntEnum, IntFlag
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,21 @@ class HotBufferError(IntFlag):
     NO_HOST_SLOT = 4
     """A selected position without a host slot, which no draft needs to have. If it is the first new one, the
     row is left out like padding."""
+    WRONG_ROW = 8
+    """An item that was read is not the one that was written for its layer and position: ``wrong_rows`` has
+    the first of them. Nothing that was made of it may be used."""
+
+
+class WrongRowField(IntEnum):
+    """Columns of ``wrong_rows``."""
+
+    READ_AT = 0
+    """A ``row_check.ReadAt``."""
+    LAYER = 1
+    POSITION = 2
+    SLOT = 3
+    EXPECTED = 4
+    ACTUAL = 5
 
 
 @dataclass(frozen=True)
@@ -99,11 +114,16 @@ class HotBufferState:
     """[num_rows, 3] int64: distinct selected positions that were hot, that were not, and evicted entries."""
     error_flags: Tensor
     """[num_rows] HotBufferError bits."""
+    wrong_rows: Tensor
+    """[num_rows, 6] WrongRowField: of a row with WRONG_ROW."""
     max_context: int
     """Positions of a row at most."""
     page_size: int
     max_new: int = 1
     """New positions of a request in one step at most: its newest token's and its drafts'."""
+    row_checks: Tensor | None = None
+    """[num_layers, num_index_slots] what the check of each item has to be (``row_check.py``), found as its
+    indexer key is, through ``index_pages``. None: items are not verified. Written by who writes items."""
 
     @classmethod
     def create(
@@ -116,11 +136,14 @@ class HotBufferState:
         num_lookup_slots: int,
         device: torch.device | str = "cpu",
         max_new: int = 1,
+        row_checks: Tensor | None = None,
     ) -> HotBufferState:
         """Empty tables: every row is dense and has no pages. ``num_lookup_slots``: whole pages.
 
         ``max_new``: at most ``page_size``, so that the new positions of a step are in two pages.
         """
+        if row_checks is not None:
+            check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=(None, None))
         for name, value in (
             ("num_groups", num_groups),
             ("num_rows", num_rows),
@@ -154,9 +177,11 @@ class HotBufferState:
             index_pages=table(num_rows, max_pages, fill=0),
             counters=table(num_rows, 3, fill=0, dtype=torch.int64),
             error_flags=table(num_rows, fill=0),
+            wrong_rows=table(num_rows, len(WrongRowField)),
             max_context=max_context,
             page_size=page_size,
             max_new=max_new,
+            row_checks=row_checks,
         )
 
     @property
@@ -182,6 +207,12 @@ class HotBufferState:
     @property
     def device(self) -> torch.device:
         return self.hot_to_lookup.device
+
+    def require_row_checks(self) -> Tensor:
+        """``row_checks``. Raises KernelArgumentError when there are none."""
+        if self.row_checks is None:
+            raise KernelArgumentError("row_checks: expected a tensor, got None; its rows are not verified")
+        return self.row_checks
 
     # What follows only launches work on the current stream of the tables' device; nothing waits for it.
 

@@ -20,6 +20,9 @@ class MissPlan:
     """int64 [max_misses]"""
     dst_device_slots: Tensor
     """int64 [max_misses]"""
+    req_rows: Tensor
+    """int32 [max_misses]: whose item it is, and so ``positions``: by these it is verified."""
+    positions: Tensor
     num_misses: Tensor
     """int32 [1]; entries from this index on are undefined."""
 
@@ -32,6 +35,8 @@ class MissPlan:
         return cls(
             src_host_slots=torch.zeros(max_misses, dtype=torch.int64, device=device),
             dst_device_slots=torch.zeros(max_misses, dtype=torch.int64, device=device),
+            req_rows=torch.zeros(max_misses, dtype=torch.int32, device=device),
+            positions=torch.zeros(max_misses, dtype=torch.int32, device=device),
             num_misses=torch.zeros(1, dtype=torch.int32, device=device),
         )
 

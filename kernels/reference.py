@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError
@@ -26,6 +27,7 @@ from kernels.hot_state import (
     StepRequests,
     ring_entries,
 )
+from kernels.row_check import ReadAt, reference_checks
 
 Pools: TypeAlias = tuple[Tensor, Tensor]
 """Host and device, uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows."""
@@ -41,14 +43,26 @@ FREE_CLASS = 31
 _NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
 
 
-def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -> tuple[Ints, Ints]:
-    """Fill ``out`` with device slots, update the tables, and return the (host, device) slots to copy."""
+class Copies(NamedTuple):
+    """Items to copy from the host to the device pool, all int64 [num_copies]; whose they are, and where."""
+
+    src_host_slots: Ints
+    dst_device_slots: Ints
+    req_rows: Ints
+    positions: Ints
+
+
+_NO_COPIES = Copies(_NO_SLOTS, _NO_SLOTS, _NO_SLOTS, _NO_SLOTS)
+
+
+def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -> Copies:
+    """Fill ``out`` with device slots, update the tables, and return what is to be copied."""
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
     can_step = _can_step(state, lens, rows, num_new)
     if not can_step.any():
-        return _NO_SLOTS, _NO_SLOTS
+        return _NO_COPIES
     # All that a request's new positions select is one selection.
     positions = selected.numpy().reshape(requests.num_reqs, -1)[: len(rows)].astype(np.int64)
     out_slots = out.numpy().reshape(requests.num_reqs, -1)[: len(rows)]
@@ -69,7 +83,7 @@ def _resolve(
     num_new: int,
     positions: Ints,
     out_slots: Table,
-) -> tuple[Ints, Ints]:
+) -> Copies:
     """``resolve`` of requests that can step; fills ``out_slots`` int32 [num_reqs, num_new * top_k]."""
     is_bad = (positions != ABSENT) & ((positions < 0) | (positions >= lens[:, None]))
     if is_bad.any():
@@ -81,7 +95,7 @@ def _resolve(
     is_dense = state.capacity.numpy()[rows] == 0
     if is_dense.all():
         out_slots[: len(rows)] = _dense_slots(state, rows, positions, is_valid)
-        return _NO_SLOTS, _NO_SLOTS
+        return _NO_COPIES
     if not is_dense.any():
         hot_step = _HotStep(state, group, rows, first_new, ends)
         out_slots[: len(rows)] = hot_step.resolve(positions, is_valid)
@@ -111,13 +125,12 @@ class _HotStep:
         step = state.step[group].numpy()
         step[rows] += 1
         self._now = step[rows]
-        self._src_host_slots: list[Ints] = []
-        self._dst_device_slots: list[Ints] = []
+        self._copies: list[Copies] = []
 
-    def copies(self) -> tuple[Ints, Ints]:
-        if not self._src_host_slots:
-            return _NO_SLOTS, _NO_SLOTS
-        return np.concatenate(self._src_host_slots), np.concatenate(self._dst_device_slots)
+    def copies(self) -> Copies:
+        if not self._copies:
+            return _NO_COPIES
+        return Copies(*(np.concatenate(parts) for parts in zip(*self._copies, strict=True)))
 
     def resolve(self, positions: Ints, is_valid: Mask) -> Table:
         """Device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or not placeable."""
@@ -177,8 +190,7 @@ class _HotStep:
         self._lookup_to_hot[lookup_slots] = entries
         self._hot_to_lookup[row, entries] = lookup_slots
         self._stamps[row, entries] = self._now[req]
-        self._src_host_slots.append(host_slots_of(self._state, np.full_like(missing, row), missing))
-        self._dst_device_slots.append(self._hot_slots[row, entries].astype(np.int64))
+        self._copies.append(copies_of(self._state, int(row), missing, entries))
 
     def _least_recent(self, row: int, ring_start: int, now: int, num_wanted: int) -> Ints:
         """Up to ``num_wanted`` entries below ``ring_start`` that this step does not use: the oldest age class
@@ -216,10 +228,11 @@ def enter(state: HotBufferState, group: int, row: int, positions: Ints) -> None:
     state.stamps[group, row].numpy()[:num_warm] = 0
 
 
-def slots_of(state: HotBufferState, row: int, positions: Ints) -> tuple[Ints, Ints]:
-    """Host slots of ``positions``, and device slots where they are from hot_index 0 on."""
-    hot_slots = state.hot_slots[row].numpy()[: len(positions)].astype(np.int64)
-    return host_slots_of(state, np.full_like(positions, row), positions), hot_slots
+def copies_of(state: HotBufferState, row: int, positions: Ints, entries: Ints) -> Copies:
+    """Of ``positions`` of one row to the hot_indices ``entries``."""
+    rows = np.full_like(positions, row)
+    hot_slots = state.hot_slots[row].numpy()[entries].astype(np.int64)
+    return Copies(host_slots_of(state, rows, positions), hot_slots, rows, positions)
 
 
 @dataclass(frozen=True)
@@ -273,11 +286,34 @@ def _first_distinct(hint: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray
     return distinct
 
 
-def copy_items(pools: Pools, layer: int, src_host_slots: Ints, dst_device_slots: Ints) -> None:
-    """Copy items of one layer from the host pool to the device pool."""
+def copy_items(
+    pools: Pools, layer: int, copies: Copies, state: HotBufferState | None, read_at: ReadAt
+) -> None:
+    """Copy items of one layer from the host pool to the device pool, and verify what was copied."""
     host, dev = pools
-    if len(src_host_slots):
-        dev[layer].numpy()[dst_device_slots] = host[layer].numpy()[src_host_slots]
+    if not len(copies.positions):
+        return
+    items = host[layer].numpy()[copies.src_host_slots]
+    dev[layer].numpy()[copies.dst_device_slots] = items
+    if state is not None and state.row_checks is not None:
+        _verify(state, state.row_checks[layer], torch.from_numpy(items), layer, copies, read_at)
+
+
+def _verify(
+    state: HotBufferState, row_checks: Tensor, items: Tensor, layer: int, copies: Copies, read_at: ReadAt
+) -> None:
+    """Note of each row the first item that is not what was written."""
+    rows, positions = copies.req_rows, copies.positions
+    check_slots = _slots_of(state.index_pages, state.page_size, rows, positions)
+    expected = row_checks.numpy()[check_slots]
+    actual = reference_checks(items, layer, torch.from_numpy(positions)).numpy()
+    flags = state.error_flags.numpy()
+    for i in np.flatnonzero(expected != actual).tolist():
+        if flags[rows[i]] & HotBufferError.WRONG_ROW:
+            continue
+        flags[rows[i]] |= HotBufferError.WRONG_ROW
+        record = (read_at, layer, positions[i], copies.src_host_slots[i], expected[i], actual[i])
+        state.wrong_rows.numpy()[rows[i]] = record
 
 
 def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None = None) -> None:

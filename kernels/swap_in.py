@@ -26,6 +26,7 @@ from kernels import reference
 from kernels.checks import KernelArgumentError, check_at_least, check_pool, check_range, check_tensor
 from kernels.hot_state import INTEGERS, MAX_LOOKUP_SLOTS, HotBufferState, StepRequests, check_page_ids
 from kernels.miss_plan import MissPlan
+from kernels.row_check import ReadAt
 
 
 class KernelUnavailableError(RuntimeError):
@@ -66,7 +67,8 @@ def swap_in(
     Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]``, and ``miss_plan``, which then
     holds this call's copies. A request whose selection cannot be served in full
     (HotBufferError says why) gets -1 in the places concerned and a bit in ``error_flags``; its tables stay
-    consistent.
+    consistent. Where the state has ``row_checks``, every item that is copied is verified as it is copied
+    (HotBufferError.WRONG_ROW), here, in ``replay_misses`` and in ``RowStart``.
 
     On a GPU ``num_reqs * num_new * top_k`` is below 2**24, ``top_k`` at most 4096, ``num_new * top_k`` at
     most 16384 and ``state.max_capacity`` at most 32768. Raises KernelArgumentError, KernelUnavailableError.
@@ -113,23 +115,30 @@ def _resolve(
     if (cuda := _cuda_kernels("swap_in", state.device)) is not None:
         cuda.swap_in(selected, requests, group, layer, pools, out, miss_plan)
         return out
-    src_host_slots, dst_device_slots = reference.resolve(selected, requests, group, out)
+    copies = reference.resolve(selected, requests, group, out)
     if pools is not None:
-        reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
+        reference.copy_items(pools, layer, copies, state, ReadAt.SWAP_IN)
     if miss_plan is not None:
-        num_misses = len(src_host_slots)
-        miss_plan.src_host_slots[:num_misses] = torch.from_numpy(src_host_slots)
-        miss_plan.dst_device_slots[:num_misses] = torch.from_numpy(dst_device_slots)
+        num_misses = len(copies.positions)
+        for name, values in copies._asdict().items():
+            getattr(miss_plan, name)[:num_misses] = torch.from_numpy(values)
         miss_plan.num_misses[0] = num_misses
     return out
 
 
 def replay_misses(
-    miss_plan: MissPlan, layer: int, k_host: Tensor, k_dev: Tensor, max_blocks: int | None = None
+    miss_plan: MissPlan,
+    layer: int,
+    k_host: Tensor,
+    k_dev: Tensor,
+    max_blocks: int | None = None,
+    *,
+    state: HotBufferState | None = None,
 ) -> None:
     """Copy what ``miss_plan`` recorded in another layer of the same group; the device slots are the same.
 
-    ``max_blocks``: multiprocessors that it may take up on a GPU, at least 1; None: all.
+    ``state``: of the swap-in that was recorded, whose ``row_checks`` the items are verified by; None: they
+    are not. ``max_blocks``: multiprocessors that it may take up on a GPU, at least 1; None: all.
     """
     pools = _check_pools(k_host, k_dev, None)
     check_range("layer", layer, 0, k_dev.shape[0])
@@ -139,12 +148,10 @@ def replay_misses(
         cuda.replay_misses(miss_plan, layer, pools, max_blocks)
         return
     num_misses = int(miss_plan.num_misses)
-    reference.copy_items(
-        pools,
-        layer,
-        miss_plan.src_host_slots[:num_misses].numpy(),
-        miss_plan.dst_device_slots[:num_misses].numpy(),
+    copies = reference.Copies(
+        *(getattr(miss_plan, name)[:num_misses].numpy().astype(np.int64) for name in reference.Copies._fields)
     )
+    reference.copy_items(pools, layer, copies, state, ReadAt.SWAP_IN)
 
 
 class RowStart:
@@ -254,7 +261,8 @@ class RowStart:
             positions = self._warm_up.of_group(group)
             if is_first:
                 reference.enter(state, group, row, positions)
-            reference.copy_items(self._pools, layer, *reference.slots_of(state, row, positions))
+            copies = reference.copies_of(state, row, positions, np.arange(len(positions)))
+            reference.copy_items(self._pools, layer, copies, state, ReadAt.START)
         return num_bytes
 
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.hot_state import ABSENT, HotBufferState, StepRequests
+from kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.reference import newest_slots as expected_newest_slots
+from kernels.row_check import reference_checks, wrong_row
 from kernels.swap_in import (
     RowStart,
     backup_newest,
@@ -95,12 +96,15 @@ class History:
         is_pinned: bool = True,
         copy_blocks: int | None = None,
         max_new: int = 1,
+        verifies: bool = True,
+        wrong_rows: float = 0.0,
     ) -> None:
         """``churns``: shares of a selection that change in a step, to choose from. ``has_faults``: selections
         larger than the buffer, positions out of range, and positions without a host slot. ``copy_blocks``:
         half of the swap-ins only plan, and leave the copies to so many blocks. ``max_new``: new positions of
         a request in one step at most; how many there are and how many are accepted is drawn, and a position
-        gets other bytes whenever it is new again.
+        gets other bytes whenever it is new again. ``verifies``: items are verified as they are copied.
+        ``wrong_rows``: share of the steps before which a bit of the host pool flips.
         """
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -115,13 +119,20 @@ class History:
         self.span = max(max(capacities), max_context if has_dense else 0)
         """Device slots that a request may own."""
         self.pages_each = -(-max_context // PAGE_SIZE)
+        self.wrong_rows, self.num_found = wrong_rows, 0
+        num_check_pages = num_rows * self.pages_each
+        self.index_pages = torch.randperm(num_check_pages, generator=self.generator).view(num_rows, -1)
+        self.row_checks = torch.zeros(
+            (self.num_layers, num_check_pages * PAGE_SIZE), dtype=torch.int32, device=DEVICE
+        )
         num_host = (num_rows * self.pages_each + 1) * PAGE_SIZE
         num_lookup = num_host + 3 * PAGE_SIZE
         num_pages = num_rows * -(-self.span // PAGE_SIZE)
         self.num_dev = num_pages * PAGE_SIZE
         self.state = HotBufferState.create(
-            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_lookup, DEVICE, max_new
-        )
+            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_lookup, DEVICE, max_new,
+            self.row_checks if verifies else None,
+        )  # fmt: skip
         self.plan = MissPlan.create((num_rows + 2) * max_new, top_k, DEVICE)
         is_pinned = is_pinned and DEVICE == "cuda"
         self.host_pool = Pool(host_layout, (self.num_layers, num_host, item_bytes), "cpu", is_pinned)
@@ -187,7 +198,7 @@ class History:
             request = Request(prompt, 0, truth, none, none, none, 0, slots, pages)
             self.is_owned[slots] = True
             some_pages = torch.tensor(pages[: self.state.max_pages])
-            start_dense_row(self.state, row, pages=some_pages, index_pages=some_pages[:1])
+            start_dense_row(self.state, row, pages=some_pages, index_pages=self.index_pages[row])
             self.dev[:, torch.tensor(slots[:prompt]).to(DEVICE)] = truth[:, :prompt].to(DEVICE)
         else:
             self.random.shuffle(slots)
@@ -204,6 +215,8 @@ class History:
             self.is_owned[slots[:capacity]] = True
             for host in (self.host, self.expected_host):
                 host[:, host_slots[:prompt]] = truth[:, :prompt]
+            self.write_checks(row, request, range(prompt))
+            self.flip_bits()
             if self.random.random() < 0.6 if is_warm is None else is_warm:
                 self.start_warm(row, request)
             else:
@@ -213,10 +226,47 @@ class History:
                     host_pages[:num_host_pages],
                     lookup_pages[:num_host_pages],
                 )
+                self.state.set_index_pages(row, 0, self.index_pages[row])
             if self.has_faults and self.random.random() < 0.3:
                 self.lose_host_pages(row, request)
         self.requests[row] = request
         return row
+
+    def write_checks(self, row: int, request: Request, positions: range) -> None:
+        """What the model does beside each item that it writes."""
+        at = torch.tensor(positions, dtype=torch.int64)
+        slots = self.index_pages[row, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+        for layer in range(self.num_layers):
+            checks = reference_checks(request.truth[layer, at], layer, at)
+            self.row_checks[layer, slots.to(DEVICE)] = checks.to(DEVICE)
+
+    def flip_bits(self) -> None:
+        """At times one bit of an item in the host pool that a request may read."""
+        hisparse = [request for request in self.requests.values() if request.capacity]
+        if not hisparse or self.random.random() >= self.wrong_rows:
+            return
+        request = self.random.choice(hisparse)
+        slot = request.host_slots[self.random.randrange(request.seq_len)]
+        layer, byte = self.random.randrange(self.num_layers), self.random.randrange(self.item_bytes)
+        bit = 1 << self.random.randrange(8)
+        for host in (self.host, self.expected_host):
+            host[layer, slot, byte] ^= bit
+
+    def end_wrong(self) -> None:
+        """End the requests of which a row was found to be wrong, as it was."""
+        flags = self.state.error_flags.cpu()
+        for row in [row for row in self.requests if flags[row] & HotBufferError.WRONG_ROW]:
+            request, found = self.requests[row], wrong_row(self.state, row)
+            layer, position = found.layer, found.position
+            truth, host = request.truth[layer, position], self.host[layer, found.slot]
+            assert found.slot == int(request.host_slots[position])
+            assert not torch.equal(truth, host), f"row {row}: {found} is as it was written"
+            at = torch.tensor([position])
+            checks = [int(reference_checks(item[None], layer, at)) & 0xFFFFFFFF for item in (truth, host)]
+            assert [found.expected, found.actual] == checks
+            self.num_found += 1
+            self.release(row)
+            self.admit()
 
     def share(self, prompt: int, truth: Tensor) -> tuple[int, Tensor]:
         """Often some first pages of another request, whose bytes the new one has then."""
@@ -236,7 +286,7 @@ class History:
             "hot_slots": torch.tensor(request.hot_slots[: request.capacity]),
             "host_pages": request.host_pages[: request.num_host_pages],
             "lookup_pages": request.lookup_pages[: request.num_host_pages],
-            "index_pages": torch.arange(self.random.randint(0, self.pages_each)),
+            "index_pages": self.index_pages[row],
             "num_tokens": request.seq_len,
             "hints": [draw(request.seq_len) for _ in range(num_hints)],
             "layers_of_group": self.group_layers,
@@ -274,10 +324,10 @@ class History:
         for pages in (self.state.host_pages, self.state.lookup_pages):
             pages[row, lost.to(DEVICE)] = ABSENT
 
-    def release(self) -> None:
+    def release(self, row: int | None = None) -> None:
         if not self.requests:
             return
-        row = self.random.choice(list(self.requests))
+        row = self.random.choice(list(self.requests)) if row is None else row
         request = self.requests.pop(row)
         self.state.reset_row(row)
         self.free_rows.append(row)
@@ -315,6 +365,7 @@ class History:
         if self.max_new > 1:
             new = request.truth[:, request.new.start : request.new.stop]
             new.copy_(torch.randint(0, 256, new.shape, dtype=torch.uint8, generator=self.generator))
+        self.write_checks(row, request, request.new)
 
     def selection(self, request: Request, num_new: int) -> Tensor:
         """[num_new, top_k]: some of the last one and some new positions, absent ones and duplicates between
@@ -372,6 +423,7 @@ class History:
             batch = [(row, self.requests[row]) for row in selections]
         if num_padding is None:
             num_padding = self.random.randint(0, 2)
+        self.flip_bits()
         for row, request in batch:
             self.grow(row, request, num_new)
         rows = torch.tensor([r for r, _ in batch] + [0] * num_padding, dtype=self.rows_dtype)
@@ -398,6 +450,7 @@ class History:
             {r: q.new.stop for r, q in self.requests.items() if q.has_stepped},
             {r: len(q.new) for r, q in self.requests.items()},
         )
+        self.end_wrong()
         return out
 
     def accept(self, batch: list[tuple[int, Request]], requests: StepRequests, num_padding: int) -> None:
@@ -445,14 +498,14 @@ class History:
             plan = self.plan
             out_dev = plan_misses(selected.to(DEVICE), requests, group=group, miss_plan=plan)
             for layer in layers:
-                replay_misses(plan, layer, **self.pools(), max_blocks=self.copy_blocks)
+                replay_misses(plan, layer, **self.pools(), max_blocks=self.copy_blocks, state=self.state)
         else:
             swap_in(
                 selected.to(DEVICE), requests,
                 group=group, layer=layers[0], out=out_dev, miss_plan=plan, **self.pools(),
             )  # fmt: skip
             for layer in layers[1:]:
-                replay_misses(self.plan, layer, **self.pools())
+                replay_misses(self.plan, layer, **self.pools(), state=self.state)
         guards = torch.cat((guarded[:GUARD], guarded[-GUARD:]))
         assert (guards == UNTOUCHED).all(), "written outside of out"
         out = out_dev.cpu()
@@ -464,6 +517,9 @@ class History:
         positions = [selected[i][out[i] >= 0].long() for i in range(len(batch))]
         for layer in layers if batch else ():
             got = self.dev[layer, torch.cat(slots).to(DEVICE)].cpu().split([len(s) for s in slots])
+            flags = self.state.error_flags.cpu()
             for items, (row, request), read in zip(got, batch, positions, strict=True):
+                if flags[row] & HotBufferError.WRONG_ROW:
+                    continue  # nothing is made of what it read
                 assert torch.equal(items, request.truth[layer, read]), f"I3: wrong bytes in row {row}"
         return out

@@ -22,11 +22,22 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them whe
         {"host_layout": Layout(is_slot_major=True, gap=3), "dev_layout": Layout(gap=5, offset=1)},
         {"max_new": 4, "capacities": (100, 101, 130), "max_context": 200},
         {"max_new": 3, "has_faults": True, "capacities": (3, 10, 25, 60)},
+        {"verifies": False},
     ],
-    ids=["plain", "faults", "strided", "drafts", "drafts and faults"],
+    ids=["plain", "faults", "strided", "drafts", "drafts and faults", "unverified"],
 )
 def test_history(options: dict[str, Any]) -> None:
     History(1, 24, **options).run(60)
+
+
+@pytest.mark.parametrize("item_bytes", [24, 9])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_new": 3}, {"copy_blocks": 2}], ids=["plain", "drafts", "planned"]
+)
+def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
+    history = History(2, item_bytes, wrong_rows=1.0, capacities=(75, 90, 120), max_context=200, **options)
+    history.run(120)
+    assert history.num_found > 5
 
 
 @pytest.mark.parametrize(("max_new", "capacity"), [(1, 20), (3, 53)])

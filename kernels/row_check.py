@@ -1,0 +1,178 @@
+"""The row check: 32 bits over an item's bytes, its layer and its position.
+
+``docs/kv-layout.md`` has the function with fixed vectors. It is computed where an item is written, travels as
+indexer keys do and not beside the item, and is compared wherever an item is read. An item that changed within
+one of its 32-bit words, or a right one that stands with its check at another layer or position, is seen for
+certain; anything else but for one in 2**32.
+
+``pool``: uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows. Checks are int32, the
+bits of an unsigned number. On a GPU ``kernels/cuda.py`` computes the same numbers, of a pool in pinned host
+memory too; nothing here synchronises.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.checks import check_pool, check_range, check_tensor
+from kernels.hot_state import HotBufferError, HotBufferState, WrongRowField
+
+WORD_FACTOR: Final = 0x9E3779B1
+PLACE_FACTOR: Final = 0x85EBCA6B
+POSITION_BITS: Final = 22
+"""Positions below this power of two, in 512 layers, have numbers of their own. As in csrc/row_check.cuh."""
+
+
+class ReadAt(IntEnum):
+    """Where a row was read: what ``WrongRowField.READ_AT`` holds."""
+
+    START = 0
+    """A row of the tables was filled: a hot buffer was warmed up, or dense pages were gone through once."""
+    SWAP_IN = 1
+    SCRUB = 2
+    """In place, where it lay hot."""
+
+
+class WrongRow(NamedTuple):
+    """The first row of a request that was not what was written, as ``wrong_row`` reads it."""
+
+    read_at: ReadAt
+    layer: int
+    position: int
+    slot: int
+    """In the host pool, or in the device pool: see ``is_on_host``."""
+    expected: int
+    actual: int
+    is_on_host: bool
+
+
+def row_checks_of(pool: Tensor, slots: Tensor, positions: Tensor, first_layer: int = 0) -> Tensor:
+    """Checks, int32 [num_layers, n], of the items at ``slots`` in each layer of ``pool``.
+
+    ``slots``, ``positions``: int64 [n], on one device: the pool's, or a GPU that reads the pool of the host.
+    ``first_layer``: number of the pool's first layer. Raises KernelArgumentError.
+    """
+    out = torch.empty((pool.shape[0], slots.shape[0]), dtype=torch.int32, device=slots.device)
+    _compute(pool, slots, positions, first_layer, out, None)
+    return out
+
+
+def store_row_checks(
+    row_checks: Tensor, check_slots: Tensor, pool: Tensor, slots: Tensor, positions: Tensor, layer: int
+) -> None:
+    """Write the checks of items that were just stored in one layer to their places in ``row_checks``.
+
+    ``row_checks``: int32 [num_layers, num_check_slots]; ``pool``: of as many layers; ``check_slots``,
+    ``slots``, ``positions``: int64 [n], all on one device. Where a check slot comes twice it may then hold
+    anything. Raises KernelArgumentError.
+    """
+    check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=(pool.shape[0], None))
+    check_range("layer", layer, 0, pool.shape[0])
+    only = slice(layer, layer + 1)
+    _compute(pool[only], slots, positions, layer, row_checks[only], check_slots)
+
+
+def check_in_place(
+    state: HotBufferState,
+    row: int,
+    pool: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    is_there: Tensor,
+    *,
+    read_at: ReadAt,
+    first_layer: int = 0,
+) -> None:
+    """Compare items of the request at ``row`` where they lie, in each layer of ``pool``, with its checks.
+
+    A wrong one is noted as the swap-in notes it: HotBufferError.WRONG_ROW, and its first in ``wrong_rows``.
+    ``slots``, ``positions``: int64 [n]; ``is_there``: bool [n], which of them count; the others must be in
+    range. Device work only.
+    """
+    if slots.shape[0] == 0:
+        return
+    num_layers, page_size = pool.shape[0], state.page_size
+    check_slots = state.index_pages[row, positions // page_size].long() * page_size + positions % page_size
+    row_checks = state.require_row_checks()
+    expected = row_checks[first_layer : first_layer + num_layers, check_slots]
+    actual = row_checks_of(pool, slots, positions, first_layer)
+    is_wrong = ((expected != actual) & is_there).flatten()
+    first = is_wrong.int().argmax()
+    number = first % slots.shape[0]
+    record = torch.stack(
+        (
+            torch.full_like(first, read_at),
+            first_layer + first // slots.shape[0],
+            positions[number],
+            slots[number],
+            expected.flatten()[first].long(),
+            actual.flatten()[first].long(),
+        )
+    ).int()
+    flags = state.error_flags[row]
+    is_first = is_wrong.any() & ((flags & HotBufferError.WRONG_ROW) == 0)
+    state.wrong_rows[row] = torch.where(is_first, record, state.wrong_rows[row])
+    state.error_flags[row] = torch.where(is_first, flags | HotBufferError.WRONG_ROW, flags)
+
+
+def wrong_row(state: HotBufferState, row: int) -> WrongRow:
+    """What ``state`` says of a row whose flags have WRONG_ROW. Waits for the device."""
+    values = state.wrong_rows[row].tolist()
+    read_at = ReadAt(values[WrongRowField.READ_AT])
+    is_on_host = read_at is not ReadAt.SCRUB and bool(state.capacity[row] > 0)
+    layer, position, slot = (
+        values[field] for field in (WrongRowField.LAYER, WrongRowField.POSITION, WrongRowField.SLOT)
+    )
+    expected, actual = (
+        values[field] & 0xFFFFFFFF for field in (WrongRowField.EXPECTED, WrongRowField.ACTUAL)
+    )
+    return WrongRow(read_at, layer, position, slot, expected, actual, is_on_host)
+
+
+def _compute(
+    pool: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    out: Tensor,
+    out_slots: Tensor | None,
+) -> None:
+    """Fill ``out`` [num_layers, n], or of it ``out_slots`` [n]."""
+    check_pool("pool", pool)
+    device, shape = slots.device, (slots.shape[0],)
+    for name, tensor in (("slots", slots), ("positions", positions), ("out_slots", out_slots)):
+        if tensor is not None:
+            check_tensor(name, tensor, dtypes=(torch.int64,), shape=shape, device=device)
+    if slots.shape[0] == 0:
+        return
+    where = slice(None) if out_slots is None else out_slots
+    for layer in range(pool.shape[0]):
+        out[layer, where] = reference_checks(pool[layer][slots], first_layer + layer, positions)
+
+
+def reference_checks(rows: Tensor, layer: int, positions: Tensor) -> Tensor:
+    """Checks, int32 [n], of the items ``rows``, uint8 [n, item_bytes], in torch; products wrap around."""
+    num_bytes = rows.shape[1]
+    padded = torch.nn.functional.pad(rows, (0, -num_bytes % 4))
+    words = padded.contiguous().view(torch.int32)
+    sums = (words * _word_factors(words.shape[1], rows.device)).sum(dim=1, dtype=torch.int32)
+    place = ((layer << POSITION_BITS) + positions) * 2 + 1
+    return sums + _wrapped(place * PLACE_FACTOR)
+
+
+@functools.cache
+def _word_factors(num_words: int, device: torch.device) -> Tensor:
+    """int32 [num_words]: odd, and each another one."""
+    mixed = (torch.arange(1, num_words + 1) * WORD_FACTOR) & 0xFFFFFFFF
+    return _wrapped(mixed ^ (mixed >> 15) | 1).to(device)
+
+
+def _wrapped(values: Tensor) -> Tensor:
+    """The low 32 bits of int64 ``values``, as int32."""
+    low = values & 0xFFFFFFFF
+    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
