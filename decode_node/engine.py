@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import Landing, LiveRequests
+from decode_node.live_requests import LiveRequests
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
@@ -253,7 +253,7 @@ class DecodeEngine:
         self.steps.settle()
         now = time.monotonic()
         for request in self.requests.all():
-            self.lifecycle.fail(request, 503, "the decode node is shutting down", Landing.IN_FLIGHT, now)
+            self.lifecycle.fail(request, 503, "the decode node is shutting down", now)
         self.lifecycle.release_ended(now, waits=True)
         self.peers.close()
         if self._lane_host is not None:
@@ -308,7 +308,7 @@ class DecodeEngine:
                 except GrammarError as error:
                     self.lifecycle.grammar_failed(request, error, now)
                 except GrammarLate as error:
-                    self.lifecycle.fail(request, 503, str(error), Landing.QUIET, now)
+                    self.lifecycle.fail(request, 503, str(error), now)
 
     def _plan(self, now: float) -> None:
         if not self.steps.may_follow():

@@ -1,7 +1,8 @@
-"""Owns the live requests, by room and state, and their way through the states. Pure: no tensors, no sockets.
+"""Owns the books: which requests are live, in which state, and which slots each of them owns.
 
-Every way out of the node ends in ``end``, the one release path: it decides whether slots are free at once or
-quarantined. What a move needs done to memory and tables is the engine's business, around the call.
+The books are a layer of their own because they are pure: plans, and every order of moves, are tested without
+memory, tables or sockets. Only ``request_life.py`` makes moves, and does the rest of each around the call.
+Every way out of the node ends in ``release``: it decides whether slots are free at once or quarantined.
 
 Thousands may wait. What is asked for in every turn of the engine's loop costs no more for that: requests are
 found by their state, by their prefill node, and by their deadline.
@@ -12,7 +13,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from enum import Enum, auto
 
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
@@ -24,19 +24,6 @@ from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
-
-
-class Landing(Enum):
-    """What is known of a room's remote writes when its request ends."""
-
-    QUIET = auto()
-    """None is in flight."""
-    QUIET_AFTER_FAILURE = auto()
-    """None is in flight at the prefill node, but a batch failed, so bytes may sit in the transport."""
-    IN_FLIGHT = auto()
-    """Some may be, or may still start."""
-    IN_FLIGHT_AFTER_FAILURE = auto()
-    """Some may be, and a batch failed already."""
 
 
 class DuplicateRoom(Exception):
@@ -164,7 +151,7 @@ class LiveRequests:
             request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
-    def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:
+    def reserve(self, admission: Admission, instance_id: str, deadline: float) -> None:
         """WAITING → LANDING, with everything reserved. After ``use_held``. Raises PoolExhausted."""
         request = admission.request
         self.held.make_room(self.pools.rounded(admission.need))
@@ -200,7 +187,7 @@ class LiveRequests:
                 self.pools.grow(request.owned, kind, need[kind])
         self._note_reserved(request)
 
-    def exchange(self, exchange: Exchange) -> None:
+    def replace_device_slots(self, exchange: Exchange) -> None:
         """Device slots for another hot buffer. The host holds every item by now, and dense ends here.
 
         Raises PoolExhausted.
@@ -216,7 +203,10 @@ class LiveRequests:
         self._note_reserved(request)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
-        """RUNNING → ENDING: it is over, but something on the device still uses what it owns. Then ``end``."""
+        """RUNNING → ENDING: the request is over, and owns what it has until nothing on the device uses it.
+
+        ``is_sound``: its KV is as it should be, and may be held.
+        """
         self._move(request, RequestState.ENDING)
         self.pools.move(request.owned, Stage.ENDING)
         self._forget(request)
@@ -227,44 +217,33 @@ class LiveRequests:
         del self._by_room[request.room]
         del self._by_request_id[request.request_id]
 
-    def end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
-        """Any state → ENDED: the one release path.
+    def release(self, request: Request, now: float) -> None:
+        """To ENDED, from any state but RUNNING: the one release path.
 
-        ``landing`` matters for a LANDING request only: unless the room is quiet, what the prefill node may
-        still write to goes to quarantine; everything else is free at once.
-
-        What is good and quiet is held: all whole pages of a RUNNING or ENDING request that is ``is_sound``.
-        What it shares stays where it is.
+        What a LANDING request's prefill node may still write to goes to quarantine; who knows that nothing is
+        in flight tells the quarantine. Everything else is free at once, or held: all whole pages of a sound
+        request. Pages that it shares stay where they are.
         """
         was_landing = request.state is RequestState.LANDING
-        is_sound |= request.is_sound
         if request.state is not RequestState.ENDING:
             self._forget(request)
         self._move(request, RequestState.ENDED)
         if request.holding is None:
             return
-        may_land = was_landing and landing is not Landing.QUIET
         holding, request.holding = request.owned, None
+        num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
-        num_shared_pages = 0
         if prefix is not None:  # let go of first: what it leaves is then one with what it shared
-            num_shared_pages = prefix.end_page
             self.held.let_go(prefix)
-        if is_sound and not was_landing:
+        if was_landing:
+            self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
+            self.pools.move(holding, Stage.QUARANTINED)
+            self.quarantine.add(Quarantined(request.room, holding, request.peer, request.instance_id, now))
+            return
+        if request.is_sound:
             keys = request.kept_keys(request.num_kv_tokens)
             self.held.hold(holding, keys, request.kv_pools, num_shared_pages)
-        if not may_land:
-            self.pools.release(holding)
-            return
-        self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
-        self.pools.move(holding, Stage.QUARANTINED)
-        entry = Quarantined(
-            request.room, holding, request.peer, request.instance_id, batch_failed=False, since=now
-        )
-        self.quarantine.add(entry)
-        entry.batch_failed = landing in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE)
-        if landing is Landing.QUIET_AFTER_FAILURE:
-            self.quarantine.quiet(request.room, True, now)
+        self.pools.release(holding)
 
     def stuck(self, now: float) -> SlotCounts:
         """Slots in quarantine that may never be free again: their prefill node gives no sign of life."""

@@ -38,8 +38,8 @@ class Quarantined:
     holding: Holding
     peer: PeerAddress
     instance_id: str
-    batch_failed: bool
     since: float
+    batch_failed: bool = False
     free_at: float = _NEVER
     was_reported: bool = False
     """The log has named it as stuck."""

@@ -56,7 +56,7 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.CONNECTING: frozenset({RequestState.CONNECTING, RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.CONNECTING, RequestState.LANDING, RequestState.ENDED}),
     RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.ENDING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.ENDING}),
     RequestState.ENDING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }

@@ -1,8 +1,8 @@
 """Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
 
-Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
-(``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits: a request
-that ends in the middle of a step is ENDING until that is over.
+This is the one place of every move. Each handler does its three parts together: the books
+(``LiveRequests``), the memory and tables (``HotBuffers``), and the word to the front or the prefill node.
+Nothing here waits: a request that ends in the middle of a step is ENDING until that is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
+from decode_node.live_requests import DuplicateRoom, LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.prefill_peers import (
     InstanceGone,
@@ -136,7 +136,7 @@ class RequestLife:
             if not has_finished:
                 self.metrics.add("aborted_requests_total")
             self._tell_peer(request, "the client is gone")
-            self._end(request, Landing.IN_FLIGHT, now, is_sound=True)
+            self._end(request, now, is_sound=True)
 
     def release_quarantine(self, instance_id: str, now: float) -> None:
         """The operator says that this run of a prefill node is over. One that answers is not."""
@@ -157,7 +157,7 @@ class RequestLife:
             case PeerRefused():
                 for request in self.requests.of_peer(event.address):
                     if request.state in (RequestState.CONNECTING, RequestState.WAITING):
-                        self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
+                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
             case PeerLost():
                 self._peer_lost(event, now)
             case InstanceGone():
@@ -198,10 +198,10 @@ class RequestLife:
                 case RequestState.LANDING:
                     if request.instance_id == event.instance_id:
                         self.metrics.add("kv_transfer_failures_total")
-                        self.fail(request, 502, event.error, Landing.IN_FLIGHT, now, PREFILL_NODE_FAILED)
+                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
                 case RequestState.CONNECTING | RequestState.WAITING:
                     if request.arrived_at <= event.last_heard_at:
-                        self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
+                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
                 case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
                     pass
                 case _:
@@ -212,27 +212,29 @@ class RequestLife:
         message = event.message
         room = Room(message.room)
         request = self.requests.get(room)
-        entry = self.requests.quarantine.get(room)
         sender = (event.address, event.instance_id)
+        was_landing = False
         if (
             request is not None
             and (request.peer, request.instance_id) == sender
             and request.state is RequestState.LANDING
         ):
+            was_landing = True
             match message:
                 case RoomDone():
                     self._landed(request, message, now)
                 case RoomFailed():
                     self.metrics.add("kv_transfer_failures_total")
                     code = PREFILL_NODE_FAILED if message.status in (502, 503) else ""
-                    self.fail(request, message.status, message.error, _landing(message), now, code)
+                    self.fail(request, message.status, message.error, now, code)
                 case RoomQuiet():
                     self.metrics.drop("late")
                 case _:
                     assert_never(message)
-        elif entry is not None and (entry.peer, entry.instance_id) == sender:
+        entry = self.requests.quarantine.get(room)  # since now, if the message has ended the request
+        if entry is not None and (entry.peer, entry.instance_id) == sender:
             self._quarantined_message(entry, message, now)
-        else:
+        elif not was_landing:
             self.metrics.drop("late" if request is not None else "unknown_room")
 
     def _quarantined_message(
@@ -261,7 +263,7 @@ class RequestLife:
         except AuxMismatch as error:
             self.metrics.add("kv_transfer_failures_total")
             unusable = f"the transfer from {request.peer} is unusable: {error}"
-            self.fail(request, 500, unusable, Landing.QUIET, now)
+            self.fail(request, 500, unusable, now)
             return
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
@@ -306,7 +308,7 @@ class RequestLife:
         self.requests.queue(request, RequestState.WAITING, request.arrived_at + self.room_timeout_secs)
         if error := refusal(self.limits, request):
             self._tell_peer(request, error)
-            self.fail(request, 400, error, Landing.QUIET, now)
+            self.fail(request, 400, error, now)
 
     def expire(self, now: float) -> None:
         """End what has taken too long, and free what was used or quarantined for long enough."""
@@ -334,7 +336,7 @@ class RequestLife:
                 case _:
                     assert_never(request.state)
             self._tell_peer(request, error)
-            self.fail(request, status, error, Landing.IN_FLIGHT, now, code)
+            self.fail(request, status, error, now, code)
 
     def _report_stuck(self, now: float) -> None:
         stuck = self.requests.quarantine.newly_stuck(now)
@@ -365,12 +367,13 @@ class RequestLife:
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
         instance_id = self.peers.instance_id(request.peer)
-        self.requests.admit(admission, instance_id, now + self.room_timeout_secs)
+        self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
-            self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
+            self.fail(request, 503, error, now, PREFILL_NODE_FAILED)
+            self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
         """Other device slots for a running request that is in no step."""
@@ -380,7 +383,7 @@ class RequestLife:
         num_before = request.num_retractions
         self.requests.grow(request, exchange.need)
         if self._on_device(self.hot_buffers.retract, request, "retracted", now):
-            self.requests.exchange(exchange)
+            self.requests.replace_device_slots(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
             self._fill_row(request, now)
 
@@ -396,7 +399,7 @@ class RequestLife:
                 continue
             if (error := failed.get(request.req_row)) is not None:
                 log.error("room %d cannot be started", request.room, exc_info=error)
-                self.fail(request, 500, f"the request cannot be started: {error}", Landing.QUIET, now)
+                self.fail(request, 500, f"the request cannot be started: {error}", now)
             else:
                 request.is_filling = not self.hot_buffers.is_ready(request)
 
@@ -412,7 +415,7 @@ class RequestLife:
             action(request)
         except Exception as error:
             log.exception("room %d cannot be %s", request.room, participle)
-            self.fail(request, 500, f"the request cannot be {participle}: {error}", Landing.QUIET, now)
+            self.fail(request, 500, f"the request cannot be {participle}: {error}", now)
             self.release_ended(now, waits=True)
             return False
         return True
@@ -453,7 +456,7 @@ class RequestLife:
             request.num_accepted += num_emitted - 1
             self.metrics.add("accepted_draft_tokens_total", num_emitted - 1)
         if reason is not None:
-            self._end(request, Landing.QUIET, now, is_sound=True)
+            self._end(request, now, is_sound=True)
         if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:
             self._send_tokens(request, reason, matched)
 
@@ -476,52 +479,44 @@ class RequestLife:
 
     def grammar_failed(self, request: Request, error: GrammarError | str, now: float) -> None:
         """Its grammar says no more which tokens may come, as when it is too complex from here on."""
-        self.fail(request, 400, f"the output cannot follow its grammar: {error}", Landing.QUIET, now)
+        self.fail(request, 400, f"the output cannot follow its grammar: {error}", now)
 
-    def fail(
-        self, request: Request, status: int, error: str, landing: Landing, now: float, code: str = ""
-    ) -> None:
+    def fail(self, request: Request, status: int, error: str, now: float, code: str = "") -> None:
         """End the request with an error for its client; ``code``: see ``RequestFailed``."""
         log.warning("room %d (%s) failed with %d: %s", request.room, request.state, status, error)
         self.metrics.add("failed_requests_total")
         if request.unsent_token_ids:
             self._send_tokens(request, None, None)
-        self._end(request, landing, now)
+        self._end(request, now)
         request.phases.end(now)
         self.send(RequestFailed(request.request_id, status, error, code, request.phases.take()))
 
-    def _end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
+    def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
         """The one way out of every state: of steps, of the tables, of the books."""
-        if request.state is RequestState.RUNNING:
-            self.hot_buffers.stop_filling(request)
-            # The step that it is in may not use slots of others (I1), nor may what fills its row.
-            if request.num_in_flight or not self.hot_buffers.is_ready(request):
-                self.requests.start_ending(request, is_sound=is_sound)
-                return
-            self.hot_buffers.release(request)
         request.grammar = None  # nobody else may want it
-        self.requests.end(request, landing, now, is_sound=is_sound)
+        if request.state is not RequestState.RUNNING:
+            self.requests.release(request, now)
+            return
+        self.hot_buffers.stop_filling(request)
+        self.requests.start_ending(request, is_sound=is_sound)
+        self._let_go(request, now)
+
+    def _let_go(self, request: Request, now: float, *, waits: bool = False) -> None:
+        """Of what a request that is ENDING owns, unless the step that it is in, or what fills its row, uses
+        any of it (I1). ``waits``: for what fills the row; for no step."""
+        if not request.num_in_flight and (waits or self.hot_buffers.is_ready(request)):
+            self.hot_buffers.release(request)
+            self.requests.release(request, now)
 
     def release_ended(self, now: float, *, waits: bool = False) -> None:
-        """Let go of what those own that are ENDING, as soon as nothing uses it any more.
-
-        ``waits``: for what fills their rows; for no step.
-        """
+        """Let go of what those own that are ENDING, as soon as nothing uses it any more."""
         for request in self.requests.select(RequestState.ENDING):
-            if not request.num_in_flight and (waits or self.hot_buffers.is_ready(request)):
-                self.hot_buffers.release(request)
-                self.requests.end(request, Landing.QUIET, now)
+            self._let_go(request, now, waits=waits)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
         if request.state in (RequestState.WAITING, RequestState.LANDING):
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
-
-
-def _landing(message: RoomFailed) -> Landing:
-    if message.quiet:
-        return Landing.QUIET_AFTER_FAILURE if message.batch_failed else Landing.QUIET
-    return Landing.IN_FLIGHT_AFTER_FAILURE if message.batch_failed else Landing.IN_FLIGHT
 
 
 def _bootstrap(request: Request) -> Bootstrap:

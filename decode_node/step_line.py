@@ -14,7 +14,7 @@ import torch
 
 from decode_node.draft_choice import DraftChoice, DraftTimer
 from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import Landing, LiveRequests
+from decode_node.live_requests import LiveRequests
 from decode_node.request import Request, RequestState, RunStage
 from decode_node.request_life import RequestLife
 from decode_node.step_masks import has_grammar
@@ -191,7 +191,7 @@ class StepLine:
                 self._draft_choice.verified(of_step.num_drafted, len(of_step.token_ids) - 1)
             if of_step.error:
                 message = f"the hot buffer reported {of_step.error}"
-                self._lifecycle.fail(request, 500, message, Landing.QUIET, now)
+                self._lifecycle.fail(request, 500, message, now)
             else:
                 self._lifecycle.emit(request, of_step.token_ids, of_step.logprobs, now)
         self._lifecycle.release_ended(now)
@@ -201,5 +201,5 @@ class StepLine:
         message = f"the decode step failed: {type(error).__name__}: {error}"
         for request in batch:
             if request.state is RequestState.RUNNING:
-                self._lifecycle.fail(request, 500, message, Landing.QUIET, time.monotonic())
+                self._lifecycle.fail(request, 500, message, time.monotonic())
         self._lifecycle.release_ended(time.monotonic())

@@ -65,8 +65,15 @@ def carry_out(rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0) -> Non
         rooms.use_held(admission)
     for exchange in plan.exchanges:
         rooms.grow(exchange.request, exchange.need)
-        rooms.exchange(exchange)
+        rooms.replace_device_slots(exchange)
     for growth in plan.growths:
         rooms.grow(growth.request, growth.need)
     for admission in plan.admissions:
-        rooms.admit(admission, f"run of {admission.request.peer}", deadline)
+        rooms.reserve(admission, f"run of {admission.request.peer}", deadline)
+
+
+def end(rooms: LiveRequests, request: Request, now: float = 0.0, *, is_sound: bool = False) -> None:
+    """As a node does when no step uses what the request owns."""
+    if request.state is RequestState.RUNNING:
+        rooms.start_ending(request, is_sound=is_sound)
+    rooms.release(request, now)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_node.live_requests import Landing, LiveRequests
+from decode_node.live_requests import LiveRequests
 from decode_node.next_plan import NextPlan
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
@@ -28,7 +28,7 @@ from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Extent, Room
-from tests.books import carry_out, enqueue, make_request
+from tests.books import carry_out, end, enqueue, make_request
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
 
@@ -138,10 +138,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def arrive_beside_stuck_slots(self, first: list[Arrival], later: Arrival) -> None:
         """Rooms are lost for good, and then some wait when another comes, with no change between."""
         for request in self.landing():
-            self.end(request, Landing.IN_FLIGHT)
+            self.end(request)
         self.pass_time(QUARANTINE_SECS)
         for request in self.rooms.select(RequestState.RUNNING):
-            self.end(request, Landing.QUIET)
+            self.end(request)
         self.arrive(first)
         self.step()
         self.arrive([later])
@@ -149,13 +149,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rooms.all())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.sampled_from(self.rooms.all())), Landing.IN_FLIGHT)
+        self.end(data.draw(st.sampled_from(self.rooms.all())))
 
     # --- engine -----------------------------------------------------------------------------------
 
     @rule()
     def step(self) -> None:
-        ending = [(each, each.is_sound) for each in self.rooms.select(RequestState.ENDING)]
+        ending = self.rooms.select(RequestState.ENDING)
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
@@ -173,8 +173,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         if not (waiting or ending or plan.exchanges):  # what these give up is seen by the next plan
             self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
-        for request, is_sound in ending:  # the step that was in flight is read
-            self.rooms.end(request, Landing.QUIET, self.now, is_sound=is_sound)
+        for request in ending:  # the step that was in flight is read
+            self.rooms.release(request, self.now)
 
     def _is_passed_over(self, request: Request) -> bool:
         """Whether it does not fit beside slots that may never be free again."""
@@ -229,7 +229,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def _end_if_last(self, request: Request) -> None:
         num_tokens = len(request.output_token_ids)
         if num_tokens >= min(request.sampling.max_new_tokens, self.stops_after[request.room]):
-            self.end(request, Landing.QUIET, is_sound=True)
+            self.end(request, is_sound=True)
 
     @precondition(lambda self: self.rooms.select(RequestState.RUNNING))
     @rule(num_steps=st.integers(2, 12))
@@ -267,25 +267,33 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self._end_if_last(request)
 
     @precondition(lambda self: self.landing())
-    @rule(data=st.data(), known=st.sampled_from(Landing))
-    def fail_room(self, data: st.DataObject, known: Landing) -> None:
-        self.end(data.draw(st.sampled_from(self.landing())), known)
+    @rule(data=st.data(), is_quiet=st.booleans(), batch_failed=st.booleans())
+    def fail_room(self, data: st.DataObject, is_quiet: bool, batch_failed: bool) -> None:
+        request = data.draw(st.sampled_from(self.landing()))
+        self.end(request)
+        if batch_failed:
+            self.failed_batches.add(request.room)
+            self.rooms.quarantine.failed(request.room)
+        if is_quiet:
+            self._quiet(request.room, batch_failed)
 
     @precondition(lambda self: len(self.rooms.quarantine))
     @rule(data=st.data(), batch_failed=st.booleans())
     def go_quiet(self, data: st.DataObject, batch_failed: bool) -> None:
         unresolved = [entry.room for entry in self.rooms.quarantine if entry.is_unresolved]
         if unresolved:
-            room = data.draw(st.sampled_from(unresolved))
-            self.over(room, batch_failed or room in self.failed_batches)
-            self.rooms.quarantine.quiet(room, batch_failed, self.now)
+            self._quiet(data.draw(st.sampled_from(unresolved)), batch_failed)
+
+    def _quiet(self, room: Room, batch_failed: bool) -> None:
+        self.over(room, batch_failed or room in self.failed_batches)
+        self.rooms.quarantine.quiet(room, batch_failed, self.now)
 
     @precondition(lambda self: self.landing() or len(self.rooms.quarantine))
     @rule(peer=st.sampled_from(PEERS), is_gone=st.booleans())
     def lose_peer(self, peer: PeerAddress, is_gone: bool) -> None:
         for request in self.rooms.of_peer(peer):
             if request.state is RequestState.LANDING:
-                self.end(request, Landing.IN_FLIGHT)
+                self.end(request)
         if is_gone:
             for entry in self.rooms.quarantine:
                 if entry.peer == peer:
@@ -303,16 +311,11 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     # --- both -------------------------------------------------------------------------------------
 
-    def end(self, request: Request, known: Landing, *, is_sound: bool = False) -> None:
-        was_landing = request.state is RequestState.LANDING
+    def end(self, request: Request, *, is_sound: bool = False) -> None:
         if request.state is RequestState.RUNNING and self.num_arrived % 3:
             self.rooms.start_ending(request, is_sound=is_sound)  # it is in a step in flight
-            return
-        self.rooms.end(request, known, self.now, is_sound=is_sound)
-        if known in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE):
-            self.failed_batches.add(request.room)
-        if was_landing and known in (Landing.QUIET, Landing.QUIET_AFTER_FAILURE):
-            self.over(request.room, batch_failed=known is Landing.QUIET_AFTER_FAILURE)
+        else:
+            end(self.rooms, request, self.now, is_sound=is_sound)
 
     def over(self, room: Room, batch_failed: bool) -> None:
         """The prefill node writes no more; what it handed to the transport may still land."""

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_node.live_requests import Landing, LiveRequests
+from decode_node.live_requests import LiveRequests
 from decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging import prefix_tree
@@ -24,7 +24,7 @@ from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.paging.prompt_keys import PageKey, PromptKeys, root_of
 from hisparse_pd.vocabulary import Mode
 from protocol.messages import Extent
-from tests.books import admission_of, land, make_request
+from tests.books import admission_of, end, land, make_request
 
 pytestmark = pytest.mark.I2
 
@@ -140,15 +140,17 @@ class HeldMachine(RuleBasedStateMachine):
             request.output_token_ids.append(len(request.output_token_ids) % 3)
 
     @precondition(lambda self: self.of(RequestState.LANDING, RequestState.RUNNING))
-    @rule(data=st.data(), landing=st.sampled_from(Landing), is_sound=st.sampled_from([True, True, False]))
-    def end(self, data: st.DataObject, landing: Landing, is_sound: bool) -> None:
+    @rule(data=st.data(), is_quiet=st.booleans(), is_sound=st.sampled_from([True, True, False]))
+    def end(self, data: st.DataObject, is_quiet: bool, is_sound: bool) -> None:
         request = data.draw(st.sampled_from(self.of(RequestState.LANDING, RequestState.RUNNING)))
         if request.state is RequestState.RUNNING:
             for kind in request.kv_pools:
                 self.check(request, request.extents(kind), kind, 0, request.num_kv_tokens)
         self.said.append(self.tokens(request))
         self.note(self.salts[request], self.tokens(request))
-        self.rooms.end(request, landing, self.now, is_sound=is_sound)
+        end(self.rooms, request, self.now, is_sound=is_sound)
+        if is_quiet:
+            self.rooms.quarantine.quiet(request.room, False, self.now)
         zone = self.landing_zones.pop(request, [])
         for entry in self.rooms.quarantine:  # whose writes may land until they are over
             if entry.room == request.room:
@@ -206,7 +208,7 @@ class HeldMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.few_runs.stop()
         for request in self.rooms.all():
-            self.rooms.end(request, Landing.QUIET, self.now, is_sound=True)
+            end(self.rooms, request, self.now, is_sound=True)
         self.pass_time(2 * QUARANTINE_SECS, True)
         self.pass_time(2 * QUARANTINE_SECS, True)
         assert self.rooms.available == self.rooms.pools.totals

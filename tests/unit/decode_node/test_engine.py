@@ -277,7 +277,7 @@ def test_every_running_request_survives_another_hot_buffer_in_every_step(
     prompts = PROMPTS[4:]
     answers = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
     rooms, lifecycle = roomy.engine.requests, roomy.engine.lifecycle
-    exchange = rooms.exchange
+    exchange = rooms.replace_device_slots
     num_exchanges: Counter[str] = Counter()
 
     def exchange_and_lose(planned: Exchange) -> None:
@@ -286,7 +286,7 @@ def test_every_running_request_survives_another_hot_buffer_in_every_step(
         num_exchanges[planned.request.request_id] += 1
         roomy.engine.hot_buffers.memory.k_dev[:, device_slots] = 0xFF  # they are somebody else's now
 
-    monkeypatch.setattr(rooms, "exchange", exchange_and_lose)
+    monkeypatch.setattr(rooms, "replace_device_slots", exchange_and_lose)
     sizes = (TOP_K + 1, HOT_BUFFER)
     for turn in count():
         roomy.turn(double)

@@ -401,7 +401,7 @@ def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
         calls.append("draw")
         raise ValueError("no memory, say")
 
-    end = node.engine.requests.end
+    end = node.engine.requests.release
 
     def recorded_end(*args: Any, **options: Any) -> None:
         calls.append("end")
@@ -409,7 +409,7 @@ def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
 
     with drafts(node, num), monkeypatch.context() as patch:
         patch.setattr(StepBuffers, "mark", recorded)
-        patch.setattr(node.engine.requests, "end", recorded_end)
+        patch.setattr(node.engine.requests, "release", recorded_end)
         patch.setattr(decode_node.runner, "masks_of", broken)
         answer = ask(node, double, PROMPTS[1])
         node.turn_until(lambda: answer.is_over, double)

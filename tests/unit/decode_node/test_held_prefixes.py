@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.live_requests import Landing, LiveRequests
+from decode_node.live_requests import LiveRequests
 from decode_node.memory import slots_tensor
 from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
@@ -22,7 +22,7 @@ from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
 from hisparse_pd.vocabulary import HisparseFlag, Mode
-from tests.books import land, make_request
+from tests.books import end, land, make_request
 from tests.identities import identity_of
 from tests.unit.decode_node.support import (
     Answer,
@@ -68,8 +68,8 @@ class Books:
         request.output_token_ids += [77] * num_output_tokens
         return request
 
-    def end(self, request: Request, landing: Landing = Landing.QUIET, *, is_sound: bool = True) -> None:
-        self.rooms.end(request, landing, 0.0, is_sound=is_sound)
+    def end(self, request: Request, *, is_sound: bool = True) -> None:
+        end(self.rooms, request, is_sound=is_sound)
         self.rooms.check_integrity()
 
 
@@ -95,8 +95,7 @@ def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int,
 @pytest.mark.I1
 @pytest.mark.I2
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("landing", list(Landing))
-def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mode, landing: Landing) -> None:
+def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mode) -> None:
     """And of that nothing is quarantined, nor bootstrapped: no write was to land there."""
     books = Books()
     books.end(books.run(books.land(PROMPT, mode)))
@@ -104,13 +103,13 @@ def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mod
     assert request.held_prefix_tokens == 8
     prefix = set(extents_to_slots(request.extents(PoolKind.INDEX))[:8].tolist())
     assert prefix.isdisjoint(extents_to_slots(request.owned[PoolKind.INDEX]).tolist())
-    books.end(request, landing)
+    books.end(request)
     rooms = books.rooms
     assert rooms.held.num_tokens == 8
     assert {s for p in rooms.held for s in extents_to_slots(p.holding[PoolKind.INDEX])} == prefix
-    is_quiet = landing is Landing.QUIET
-    assert (rooms.pools.used(Stage.QUARANTINED).index == 0) is is_quiet
-    assert (rooms.available == rooms.pools.totals) is is_quiet
+    assert rooms.pools.used(Stage.QUARANTINED).index == 20 - 8
+    rooms.quarantine.quiet(request.room, batch_failed=False, now=0.0)
+    assert rooms.available == rooms.pools.totals
 
 
 @pytest.mark.I2
@@ -152,7 +151,7 @@ def test_a_prompt_is_shared_as_soon_as_it_has_landed() -> None:
     assert books.rooms.pools.free - num_free == SlotCounts(host=8, index=8, aux=1)
     assert late.reserved_tokens == 16
     books.end(first, is_sound=False)
-    books.end(second, Landing.IN_FLIGHT)
+    books.end(second)
     assert books.rooms.held.num_tokens == 8
     assert books.rooms.pools.used(Stage.QUARANTINED).host == books.rooms.pools.used(Stage.HELD).host == 8
     books.end(late)

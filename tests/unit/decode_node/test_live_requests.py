@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
+from decode_node.live_requests import DuplicateRoom, LiveRequests
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import IllegalMove, Request, RequestState
 from decode_node.scheduler import Admission, Exchange, StepPlan
@@ -12,7 +12,7 @@ from hisparse_pd.paging.allocator import PoolIntegrityError
 from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.vocabulary import Mode
 from protocol.messages import Extent, Room
-from tests.books import PEER, carry_out, enqueue, make_request
+from tests.books import PEER, carry_out, end, enqueue, make_request
 
 TOTALS = SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4)
 NEED = SlotCounts(host=10, device=17, index=10, lookup=10, aux=1, req_row=1)
@@ -44,21 +44,17 @@ def test_an_illegal_move_names_the_room() -> None:
 @pytest.mark.I1
 @pytest.mark.I2
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("known", list(Landing))
-def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, known: Landing) -> None:
+@pytest.mark.parametrize("batch_failed", [False, True])
+def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, batch_failed: bool) -> None:
     rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
-    rooms.end(landed(rooms, mode), known, now=0.0)
+    end(rooms, landed(rooms, mode))
     used = rooms.pools.totals - rooms.pools.free
-    if known is Landing.QUIET:
-        assert used == SlotCounts()
-        return
     kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
     assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
     with pytest.raises(DuplicateRoom, match="quarantined"):
         rooms.open(make_request(1))
-    rooms.quarantine.quiet(Room(1), batch_failed=False, now=1.0)  # an earlier failure is not forgotten
-    is_free = rooms.pools.free == rooms.pools.totals
-    assert is_free is (known is Landing.IN_FLIGHT)
+    rooms.quarantine.quiet(Room(1), batch_failed, now=1.0)
+    assert (rooms.pools.free == rooms.pools.totals) is not batch_failed
     rooms.quarantine.expire(6.0)
     assert rooms.pools.free == rooms.pools.totals
 
@@ -72,7 +68,7 @@ def test_what_has_landed_is_freed_at_once() -> None:
     rooms.start(request)
     assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
     assert rooms.expired(1e9) == [], "who runs ends by itself"
-    rooms.end(request, Landing.IN_FLIGHT, now=0.0)
+    end(rooms, request)
     assert rooms.pools.free == rooms.pools.totals
     rooms.open(make_request(1))  # The room may be used again.
 
@@ -82,7 +78,7 @@ def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     request = landed(rooms, Mode.DENSE)
     rooms.start(request)
     assert request.reserved_tokens == 16, "of 32 device and 16 index slots"
-    rooms.exchange(Exchange(request, hot_capacity=16))
+    rooms.replace_device_slots(Exchange(request, hot_capacity=16))
     assert (request.mode, request.hot_capacity, request.num_device_slots) == (Mode.HISPARSE, 16, 16)
     assert request.reserved_tokens == 16
     rooms.grow(request, SlotCounts(host=16, index=16, lookup=16))
@@ -106,7 +102,7 @@ def quarantine_with_one() -> tuple[Quarantine, list[Holding]]:
     freed: list[Holding] = []
     quarantine = Quarantine(10.0, freed.append)
     holding = Holding(Room(1), Stage.QUARANTINED, {PoolKind.HOST: (Extent(0, 4),)})
-    quarantine.add(Quarantined(Room(1), holding, PEER, "first", batch_failed=False, since=0.0))
+    quarantine.add(Quarantined(Room(1), holding, PEER, "first", since=0.0))
     return quarantine, freed
 
 
@@ -137,7 +133,8 @@ def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
     request = enqueue(rooms, make_request(num_prompt_tokens=4, max_new_tokens=1))
     admission = Admission(request, Mode.HISPARSE, SlotCounts(host=4, aux=1), 0)
     carry_out(rooms, StepPlan(admissions=(admission,)))
-    rooms.end(request, Landing.QUIET_AFTER_FAILURE, 0.0)
+    end(rooms, request)
+    rooms.quarantine.quiet(request.room, batch_failed=True, now=0.0)
     rooms.quarantine.postpone(100.0)
     rooms.quarantine.expire(159.0)
     assert pools.free.host == 16

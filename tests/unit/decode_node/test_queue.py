@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import Landing, LiveRequests
+from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
 from decode_node.prefill_peers import PrefillPeers
@@ -19,6 +19,7 @@ from hisparse_pd.engine.messages import Generate
 from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.settings import HisparsePolicy
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
+from tests.books import end
 from tests.identities import DIGEST
 
 NUM_WAITING = 3000
@@ -95,7 +96,7 @@ class Node:
         self.lifecycle.refresh_queue(now)
         plan = self.next_plan.make(now)
         for admission in plan.admissions:
-            self.rooms.admit(admission, "run", now + 300.0)
+            self.rooms.reserve(admission, "run", now + 300.0)
             self.rooms.start(admission.request)
             admission.request.output_token_ids.append(0)
 
@@ -123,8 +124,8 @@ def _lose_most(node: Node) -> None:
     node.lifecycle.refresh_queue(0.0)
     (lost,) = node.rooms.waiting()
     most = SlotCounts(host=LIMITS.totals.host - 100, index=224, aux=1)
-    node.rooms.admit(Admission(lost, Mode.HISPARSE, most, 0), "run", 300.0)
-    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+    node.rooms.reserve(Admission(lost, Mode.HISPARSE, most, 0), "run", 300.0)
+    end(node.rooms, lost)
 
 
 def _crowd() -> Node:
@@ -143,7 +144,7 @@ def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str
         touched.clear()
         node.turn(now)
         assert len(touched) <= NUM_RUNNING + 2 * len(PEERS)
-    node.rooms.end(node.rooms.select(RequestState.RUNNING)[0], Landing.QUIET, 3.0)
+    end(node.rooms, node.rooms.select(RequestState.RUNNING)[0], 3.0)
     touched.clear()
     node.turn(3.0)
     assert len(node.rooms.select(RequestState.RUNNING)) == NUM_RUNNING, "one more was admitted"

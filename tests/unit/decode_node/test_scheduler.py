@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from decode_node.beginnings import Beginnings
-from decode_node.live_requests import Landing, LiveRequests
+from decode_node.live_requests import LiveRequests
 from decode_node.request import KV_POOLS, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
@@ -19,7 +19,7 @@ from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
-from tests.books import carry_out, enqueue, make_request
+from tests.books import carry_out, end, enqueue, make_request
 
 LIMITS = Limits(
     totals=SlotCounts(host=400, device=160, index=560, lookup=800, aux=16, req_row=8),
@@ -152,8 +152,8 @@ def _lose(node: Node, flag: HisparseFlag, num_prompt_tokens: int) -> Request:
     """A request that ends at time 0 while its prefill node may write, which says nothing any more."""
     lost = node.arrive(flag, num_prompt_tokens)
     (admission,) = node.plan().admissions
-    node.rooms.admit(admission, "lost", 9.0)
-    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+    node.rooms.reserve(admission, "lost", 9.0)
+    end(node.rooms, lost)
     return lost
 
 
@@ -170,11 +170,11 @@ def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
     node.step(now=1.0)
     assert [large.state, small.state] == [RequestState.WAITING, RequestState.RUNNING]
     node.rooms.quarantine.quiet(lost.room, False, now=2.0)
-    node.rooms.end(small, Landing.QUIET, now=2.0)
+    end(node.rooms, small, 2.0)
     late = node.arrive(TRUE, 9)
     node.step(now=2.0)
     assert large.state is RequestState.RUNNING, "it has kept its place"
-    node.rooms.end(large, Landing.QUIET, now=2.0)
+    end(node.rooms, large, 2.0)
     node.step(now=2.0)
     assert late.state is RequestState.RUNNING
 
@@ -201,7 +201,7 @@ def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> N
     long, unequal = node.arrive(AUTO, 15, max_new_tokens=40), node.arrive(AUTO, 15)
     unequal.dense_refusal = "page sizes differ"
     assert node.plan().admissions == ()
-    node.rooms.end(hisparse, Landing.QUIET, 0.0)
+    end(node.rooms, hisparse)
     assert [admission.request for admission in node.plan().admissions] == [long, unequal]
 
 
@@ -217,13 +217,13 @@ def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None
     assert [request.hot_capacity for request in requests] == [64, 21, 32]
     assert fourth.hot_capacity == 32
     # 64 of 160 are free again: less than the margin of 40 would be left.
-    node.rooms.end(requests[0], Landing.QUIET, 0.0)
+    end(node.rooms, requests[0])
     assert node.plan() == StepPlan()
     # 96: the oldest gets its 64 back, the other not.
-    node.rooms.end(fourth, Landing.QUIET, 0.0)
+    end(node.rooms, fourth)
     waiting = node.arrive(TRUE, 300, max_new_tokens=90)
     assert node.plan().exchanges == (), "not while somebody waits"
-    node.rooms.end(waiting, Landing.QUIET, 0.0)
+    end(node.rooms, waiting)
     node.step()
     assert [request.hot_capacity for request in requests[1:]] == [64, 32]
     assert [request.num_retractions for request in requests] == [0, 1, 0]
@@ -236,7 +236,7 @@ def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
     node.step()
     assert short.hot_capacity == 32
     for request in long:
-        node.rooms.end(request, Landing.QUIET, 0.0)
+        end(node.rooms, request)
     assert node.plan() == StepPlan(), "its 30 tokens are all there"
     node.run(short, 10)
     node.step()
@@ -318,7 +318,7 @@ def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() 
         node.step()
         assert younger.held_tokens == held
         assert newcomer.state is RequestState.WAITING, "its slots are wanted"
-    node.rooms.end(older, Landing.QUIET, 0.0)
+    end(node.rooms, older)
     node.step()
     assert younger.has_slots_for_next
     assert newcomer.state is RequestState.RUNNING
@@ -330,7 +330,7 @@ def test_two_lives_that_are_the_whole_pool_each_run_one_after_the_other() -> Non
     first, second = node.arrive(TRUE, 20, max_new_tokens=381), node.arrive(TRUE, 20, max_new_tokens=381)
     node.step()
     assert [first.state, second.state] == [RequestState.RUNNING, RequestState.WAITING]
-    node.rooms.end(first, Landing.QUIET, 0.0)
+    end(node.rooms, first)
     node.step()
     assert second.state is RequestState.RUNNING
 
@@ -341,7 +341,7 @@ def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
     node = Node(STEP_BY_STEP)
     landing = node.arrive(TRUE, 84)
     (admission,) = node.plan().admissions
-    node.rooms.admit(admission, "first", 9.0)
+    node.rooms.reserve(admission, "first", 9.0)
     needs_them = node.arrive(TRUE, 20, max_new_tokens=320)
     node.step()
     assert needs_them.state is RequestState.WAITING
@@ -364,7 +364,7 @@ def test_a_dense_request_without_a_page_goes_on_as_hisparse() -> None:
     (exchange,) = node.step().exchanges
     assert exchange == Exchange(grower, 64, SlotCounts(host=80, index=16, lookup=80))
     assert (grower.mode, grower.num_retractions, grower.has_slots_for_next) == (Mode.HISPARSE, 1, True)
-    node.rooms.end(other, Landing.QUIET, 0.0)
+    end(node.rooms, other)
     node.step()
     assert late.state is RequestState.RUNNING
 
@@ -400,7 +400,7 @@ def test_what_one_request_takes_of_what_is_held_is_taken_once() -> None:
     node = Node()
     first = node.arrive(TRUE, 200, family=1)
     node.step()
-    node.rooms.end(first, Landing.QUIET, 0.0, is_sound=True)
+    end(node.rooms, first, is_sound=True)
     assert node.rooms.available == node.rooms.pools.totals
     sharers = [node.arrive(TRUE, 200, family=1) for _ in range(2)]
     node.arrive(TRUE, 180)
@@ -429,8 +429,8 @@ def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: b
         assert plan.admissions[0].need.host == 32
         return
     node.run(first, 17)
-    node.rooms.end(first, Landing.QUIET, 0.0, is_sound=True)
-    node.rooms.end(long, Landing.QUIET, 0.0, is_sound=True)
+    end(node.rooms, first, is_sound=True)
+    end(node.rooms, long, is_sound=True)
     (admission,) = node.plan().admissions
     assert (admission.request, admission.need.host) == (newcomer, 32)
 
@@ -471,7 +471,7 @@ def test_a_dense_request_that_shares_pages_keeps_them() -> None:
     node = Node(STEP_BY_STEP)
     first = node.arrive(FALSE, 64, 1, family=1)
     node.step()
-    node.rooms.end(first, Landing.QUIET, 0.0, is_sound=True)
+    end(node.rooms, first, is_sound=True)
     sharer = node.arrive(FALSE, 66, 70, family=1)
     node.step()
     assert (sharer.mode, sharer.held_prefix_tokens) == (Mode.DENSE, 64)

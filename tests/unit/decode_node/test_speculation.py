@@ -315,7 +315,7 @@ def test_every_request_survives_another_hot_buffer_in_every_step(
     """Hot buffers are lost with all they hold, drafts that were not accepted too."""
     prompts = PROMPTS[4:]
     rooms, lifecycle = node.engine.requests, node.engine.lifecycle
-    exchange = rooms.exchange
+    exchange = rooms.replace_device_slots
     num_exchanges = 0
 
     def exchange_and_lose(planned: Exchange) -> None:
@@ -325,7 +325,7 @@ def test_every_request_survives_another_hot_buffer_in_every_step(
         num_exchanges += 1
         node.engine.hot_buffers.memory.k_dev[:, device_slots] = CANARY
 
-    monkeypatch.setattr(rooms, "exchange", exchange_and_lose)
+    monkeypatch.setattr(rooms, "replace_device_slots", exchange_and_lose)
     # The smallest, with room for no draft, then for one, two and three.
     sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
     with drafts(node, 3):

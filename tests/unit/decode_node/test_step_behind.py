@@ -121,13 +121,13 @@ def record(patch: pytest.MonkeyPatch, calls: Calls, kind: Any) -> None:
 @pytest.fixture
 def ends(calls: Calls, node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Calls:
     """``calls``, with the moments in which requests give up what they own."""
-    end = node.engine.requests.end
+    end = node.engine.requests.release
 
     def recorded(request: Request, *args: Any, **options: Any) -> None:
         calls.all.append(("end", request))
         end(request, *args, **options)
 
-    monkeypatch.setattr(node.engine.requests, "end", recorded)
+    monkeypatch.setattr(node.engine.requests, "release", recorded)
     return calls
 
 
