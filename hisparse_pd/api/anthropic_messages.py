@@ -16,28 +16,24 @@ from hisparse_pd.api.body_parts import (
     AnthropicTool,
     AssistantMessage,
     ContextManagement,
-    DocumentBlock,
-    ImageBlock,
     KeptThinking,
     RedactedThinking,
-    ResultBlock,
-    SystemMessage,
-    TextBlock,
     ThinkingBlock,
-    ToolReference,
     ToolResult,
     ToolUse,
     UserMessage,
 )
-from hisparse_pd.api.declared import decode
+from hisparse_pd.api.declared import decode, tag_of
 from hisparse_pd.api.omitted_thinking import thinking_of
 from hisparse_pd.api.prompts import (
     ChatPrompt,
+    Turn,
     message_items,
     refuse_hosted_alone,
+    result_message,
     template_arguments,
+    text_of_part,
     tool_items,
-    unseen,
     within_values,
     without_hosted,
 )
@@ -51,7 +47,9 @@ def parse_messages(body: Turns) -> ChatPrompt:
     """Raises ApiError 400."""
     messages: list[Message] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _text_of(body.system)})
+        system = body.system
+        text = system if isinstance(system, str) else "".join(block.text for block in system)
+        messages.append({"role": "system", "content": text})
     items = message_items("messages", body.messages)
     decoded = list(within_values(decode(AnthropicMessage, item, name) for name, item in items))
     num_answered = max((i for i, item in enumerate(decoded) if isinstance(item, AssistantMessage)), default=0)
@@ -116,68 +114,31 @@ def _messages_of(
     name: str, message: AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
 ) -> Iterator[Message]:
     """Of one message: a result of a tool is a message of its own."""
-    role = _ROLES[type(message)]
+    role: Message = {"role": tag_of(message)}
     if isinstance(message.content, str):
-        yield {"role": role, "content": message.content}
+        yield role | {"content": message.content}
         return
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[Message] = []
+    turn = Turn()
     for index, block in enumerate(message.content):
         place = f"{name}.content[{index}]"
         match block:
-            case TextBlock():
-                texts.append(block.text)
             case ThinkingBlock():
                 if keeps_thinking:
-                    reasoning.append(block.thinking or thinking_of(block.signature))
+                    turn.reasoning.append(block.thinking or thinking_of(block.signature))
             case RedactedThinking():
                 pass
-            case ImageBlock() | DocumentBlock():
-                unseen(place, _kind(block), is_answered=False)
             case ToolUse():
-                function = {"name": block.name, "arguments": block.input}
-                calls.append({"type": "function", "function": function, "id": block.id})
+                turn.call(block.name, block.input, block.id)
             case ToolResult():
-                if texts:
-                    yield {"role": "user", "content": "".join(texts)}
-                    texts = []
-                content = _result(place, block.content or "", is_answered=is_answered)
-                yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
-    shown: Message = {"role": role, "content": "".join(texts)}
-    if calls:
-        shown["tool_calls"] = calls
-    if reasoning:
-        shown["reasoning_content"] = "".join(reasoning)
-    if texts or calls or reasoning or not message.content:
-        yield shown
-
-
-_ROLES = {UserMessage: "user", AssistantMessage: "assistant", SystemMessage: "system"}
-
-
-def _text_of(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
-
-
-def _result(name: str, content: str | list[ResultBlock], *, is_answered: bool) -> str:
-    """Of a tool."""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for index, block in enumerate(content):
-        match block:
-            case TextBlock():
-                texts.append(block.text)
-            case ToolReference():
-                texts.append(f"[{block.tool_name}]")
-            case ImageBlock() | DocumentBlock():
-                texts.append(unseen(f"{name}.content[{index}]", _kind(block), is_answered=is_answered))
-    return "".join(texts)
-
-
-def _kind(block: ImageBlock | DocumentBlock) -> str:
-    return "image" if isinstance(block, ImageBlock) else "document"
+                if turn.texts:
+                    yield turn.message() | role
+                    turn = Turn()
+                content, call_id = block.content or "", block.tool_use_id
+                yield result_message(f"{place}.content", content, call_id, is_answered=is_answered)
+            case _:
+                turn.texts.append(text_of_part(place, block, is_answered=False))
+    if not turn.is_empty or not message.content:
+        yield turn.message() | role
 
 
 def _tool(name: str, item: Raw) -> Message:

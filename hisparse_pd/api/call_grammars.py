@@ -20,7 +20,7 @@ from hisparse_pd.api.constraints import schema_text
 from hisparse_pd.api.lark import ANY, NEWLINE, Lark, json_value, literal, sequence
 from hisparse_pd.api.schema_document import Steps
 from hisparse_pd.api.tool_schemas import ToolSchemas
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.http.http_errors import ApiError, FieldRefused
 
 _NAME: Final = re.compile(r'[^\s<>"｜]([^<>"｜\x00-\x1f\x7f]*[^\s<>"｜])?')
 """What a tool or a parameter may be called where its calls are constrained: no part of markup."""
@@ -77,7 +77,7 @@ class CallWriter(ABC):
 
 
 def _refused(tool: CallableTool, why: str) -> ApiError:
-    return ApiError(400, f"{tool.place}: {tool.name!r} {why}", param=tool.place)
+    return FieldRefused(tool.place, f"{tool.name!r} {why}")
 
 
 class _WithArguments(CallWriter):

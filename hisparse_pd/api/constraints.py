@@ -29,7 +29,7 @@ from hisparse_pd.api.body_parts import ResponseFormat, StructuredOutputs, TextFo
 from hisparse_pd.api.call_rules import CallRule, anthropic_calls, names_of_tools, openai_calls
 from hisparse_pd.api.declared import decode
 from hisparse_pd.api.prompts import ChatPrompt
-from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 from protocol.decoding import check_nesting
 
 MAX_SCHEMA_BYTES = 128 << 10
@@ -228,10 +228,8 @@ def schema_text(name: str, schema: object) -> str:
     """The schema as JSON. Raises ApiError for one that is too long."""
     text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     if (num_bytes := len(text.encode())) > MAX_SCHEMA_BYTES:
-        raise ApiError(
-            400,
-            f"{name}: has {num_bytes} bytes of JSON; {MAX_SCHEMA_BYTES} are the most for a schema",
-            param=name,
+        raise FieldRefused(
+            name, f"has {num_bytes} bytes of JSON; {MAX_SCHEMA_BYTES} are the most for a schema"
         )
     return text
 
@@ -241,9 +239,7 @@ def _choice_format(name: str, choices: Sequence[str]) -> AnswerFormat:
         raise InvalidField(name, [], "must be a list with at least one string")
     found = tuple(dict.fromkeys(choices))
     if (num_chars := sum(map(len, found))) > MAX_CHOICE_CHARS:
-        raise ApiError(
-            400, f"{name}: has {num_chars} characters; {MAX_CHOICE_CHARS} are the most", param=name
-        )
+        raise FieldRefused(name, f"has {num_chars} characters; {MAX_CHOICE_CHARS} are the most")
     return AnswerFormat(name, FormatKind.CHOICE, choices=found)
 
 
@@ -254,5 +250,5 @@ def _grammar_format(name: str, text: str) -> AnswerFormat:
     if len(text) > MAX_GBNF_CHARS:
         raise InvalidField(name, text, f"must be a string of 1 to {MAX_GBNF_CHARS} characters")
     if (num_rules := text.count("::=")) > MAX_GBNF_RULES:
-        raise ApiError(400, f"{name}: has {num_rules} rules; {MAX_GBNF_RULES} are the most", param=name)
+        raise FieldRefused(name, f"has {num_rules} rules; {MAX_GBNF_RULES} are the most")
     return AnswerFormat(name, FormatKind.GBNF, text)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 import msgspec
 from msgspec import Meta, Raw, inspect
 
-from hisparse_pd.api.faults import fault, is_raw, path_of, steps_of, structures_of
+from hisparse_pd.api.faults import fault, is_raw, names_no_entry, path_of, steps_of, structures_of
 from hisparse_pd.api.raw_json import (
     MAX_FIELD_BYTES,
     check_size,
@@ -44,6 +44,11 @@ def declared(cls: type[T]) -> type[T]:
 def tagged(field: str, value: str) -> Callable[[type[T]], type[T]]:
     """A declared class that is told from others of a union by ``value`` in ``field``."""
     return lambda cls: _structure(cls, tag_field=field, tag=value)
+
+
+def tag_of(value: object) -> str:
+    """By what ``value``, of a tagged class, is told from others."""
+    return str(cast("Any", value).__struct_config__.tag)
 
 
 def _structure(cls: type[T], **options: Any) -> type[T]:
@@ -218,4 +223,16 @@ def _explained(kind: Any, text: bytes | Raw, name: str, error: msgspec.Validatio
     wanted = {*steps_of(error)[:1], *(structure.tag_field for structure in _structures(kind))}
     given = {field: value for field, value in _given(kind, text).items() if field in wanted}
     value = {field: decode_item(path_of(name, field), of_field) for field, of_field in given.items()}
-    return fault(name, inspect.type_info(kind), value, error)
+    return fault(name, inspect.type_info(kind), value, error, _bad_entry(kind, value, error))
+
+
+def _bad_entry(kind: Any, value: Schema, error: msgspec.ValidationError) -> tuple[str, object] | None:
+    """The first entry for which msgspec says ``error``, where that is about one of an object's, unnamed."""
+    for field, entries in value.items():
+        for entry in entries.items() if isinstance(entries, dict) and names_no_entry(error) else ():
+            try:
+                _decoder(kind).decode(msgspec.json.encode({field: dict([entry])}))
+            except msgspec.ValidationError as found:
+                if str(found) == str(error):
+                    return entry
+    return None

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField, shown
 
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _MISSING = re.compile("Object missing required field `(.*)`")
@@ -39,20 +39,36 @@ def steps_of(error: msgspec.ValidationError) -> list[str | int]:
     return [int(index) if index else field for field, index in _STEP.findall(where)]
 
 
-def fault(name: str, kind: inspect.Type, value: Any, error: msgspec.ValidationError) -> ApiError:
-    """The error for ``value``, the parts of it that ``error`` is about at least, which is not as ``kind``."""
+def names_no_entry(error: msgspec.ValidationError) -> bool:
+    """Whether it is about a key or a value of an object without declared fields."""
+    return "[...]" in str(error) or "`key`" in str(error)
+
+
+def fault(
+    name: str,
+    kind: inspect.Type,
+    value: Any,
+    error: msgspec.ValidationError,
+    entry: tuple[str, object] | None = None,
+) -> ApiError:
+    """The error for ``value``, the parts of it that ``error`` is about at least, which is not as ``kind``.
+
+    ``entry``: at which it lies, where ``error`` does not name it.
+    """
     for step in steps_of(error):
         kind, value = _declared(kind, step, value), _part(value, step)
         name = path_of(name, step) if isinstance(step, str) else f"{name}[{step}]"
     said, _, where = str(error).partition(" - at ")
     if missing := _MISSING.match(said):
         path = path_of(name, missing[1])
-        return ApiError(400, f"{path}: the field is needed", param=path, code="missing_field")
+        return FieldRefused(path, "the field is needed", code="missing_field")
     rule = said.partition(", got ")[0].replace("Expected", "must be")
     if rule == said:
         rule = f"is refused: {said.lower()}"
-    if "[...]" in where or "`key`" in where:
-        return InvalidField(name, value, f"has a {'key' if '`key`' in where else 'value'} that {rule}")
+    if entry is not None:
+        key, of_key = map(shown, entry)
+        held = f"the key {key}" if "`key`" in where else f"{of_key} for {key}"
+        return InvalidField(name, value, f"has {held}, which {rule}")
     return InvalidField(name, value, _rule(kind) or _one_of(kind, said) or rule)
 
 

@@ -20,7 +20,7 @@ from hisparse_pd import grammar
 from hisparse_pd.grammar.checker import HEADER, MAX_CLOCK_SECS, MAX_CORE_SECS, Verdict
 from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES
 from hisparse_pd.grammar.turns import Turns
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.http.http_errors import ApiError, FieldRefused
 
 MAX_WAITING = 64
 """Checks of a front that are asked for and not over."""
@@ -116,4 +116,4 @@ class GrammarChecks:
 
 
 def _refusal(field: str, error: str) -> ApiError:
-    return ApiError(400, f"{field}: the grammar {error}", param=field, code="invalid_grammar")
+    return FieldRefused(field, f"the grammar {error}", code="invalid_grammar")

@@ -28,7 +28,7 @@ from hisparse_pd.api.lark import (
 from hisparse_pd.api.schema_document import Steps, TooManySteps
 from hisparse_pd.api.tool_markup import MARKUPS
 from hisparse_pd.grammar.gbnf import GbnfError, convert_gbnf
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.http.http_errors import FieldRefused
 
 _SPACE = "/[ \\n]*/"
 """Before reasoning, and in front of what looks like it."""
@@ -54,10 +54,8 @@ def write_grammar(
     answer, calls = constraint.answer, constraint.calls
     if chat_format.markup is None:
         if calls is not None and calls.is_forced:
-            raise ApiError(
-                400,
-                f"{calls.field}: a call cannot be forced: how this model writes calls is not known here",
-                param=calls.field,
+            raise FieldRefused(
+                calls.field, "a call cannot be forced: how this model writes calls is not known here"
             )
         calls = None  # it makes none that would be read
     asking = answer or calls
@@ -88,7 +86,7 @@ def write_grammar(
             ways.append(f"{interrupted} {called}")
         return lark.text(" | ".join(f"({way})" for way in ways))
     except (TooLarge, TooManySteps) as error:
-        raise ApiError(400, f"{asking.field}: {error}", param=asking.field) from error
+        raise FieldRefused(asking.field, str(error)) from error
 
 
 # --- reasoning ---------------------------------------------------------------------------------------
@@ -137,7 +135,7 @@ def _answer(lark: Lark, answer: AnswerFormat, excluded: Sequence[str]) -> str:
             try:
                 pattern = regex(answer.text)
             except ValueError as error:
-                raise ApiError(400, f"{answer.field}: {error}", param=answer.field) from error
+                raise FieldRefused(answer.field, str(error)) from error
             return lark.terminal(" & ".join((f"({pattern})", *(f"~({begin} {ANY})" for begin in excluded))))
         case FormatKind.CHOICE:
             return lark.terminal(one_of(answer.choices))
@@ -151,7 +149,7 @@ def _in_lark(answer: AnswerFormat) -> str:
     try:
         return convert_gbnf(answer.text)
     except GbnfError as error:
-        raise ApiError(400, f"{answer.field}: {error}", param=answer.field) from error
+        raise FieldRefused(answer.field, str(error)) from error
 
 
 # --- calls -------------------------------------------------------------------------------------------

@@ -19,12 +19,9 @@ from hisparse_pd.api.body_parts import (
     CustomToolCallOutput,
     FunctionCall,
     FunctionCallOutput,
-    InputFile,
-    InputImage,
     InputMessage,
     InputText,
     ItemKind,
-    OutputPart,
     OutputText,
     ReasoningItem,
     Refusal,
@@ -33,18 +30,19 @@ from hisparse_pd.api.body_parts import (
 from hisparse_pd.api.declared import decode
 from hisparse_pd.api.prompts import (
     ChatPrompt,
+    Turn,
     may_call_tools,
     message_items,
     parse_text,
     refuse_hosted_alone,
+    result_message,
     template_arguments,
-    unseen,
     within_values,
     written_arguments,
 )
 from hisparse_pd.api.raw_json import decode_item, first_chars
 from hisparse_pd.api.response_tools import ResponseTools, custom_arguments, shown_name
-from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.http_errors import FieldRefused, InvalidField
 
 _ITEMS: dict[str, type[Any]] = {
     "function_call": FunctionCall,
@@ -104,63 +102,40 @@ def _text_format(text: TextOptions | None) -> object:
     return decode_item("text.format", text.format)
 
 
-class _Turn:
-    """A message of the assistant that is put together from items."""
-
-    def __init__(self) -> None:
-        self.reasoning: list[str] = []
-        self.texts: list[str] = []
-        self.calls: list[Message] = []
-
-    def add_call(self, item: FunctionCall | CustomToolCall, arguments: object) -> None:
-        function = {"name": shown_name(item.name, item.namespace), "arguments": arguments}
-        self.calls.append({"type": "function", "function": function, "id": item.call_id})
-
-    def message(self) -> Iterator[Message]:
-        if not (self.reasoning or self.texts or self.calls):
-            return
-        shown: Message = {"role": "assistant", "content": "".join(self.texts)}
-        if self.calls:
-            shown["tool_calls"] = self.calls
-        if self.reasoning:
-            shown["reasoning_content"] = "".join(self.reasoning)
-        yield shown
-
-
 def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
     """The messages; tools among the items go to ``tools``."""
     if value is None:
-        raise ApiError(400, "input: the field is needed", param="input", code="missing_field")
+        raise FieldRefused("input", "the field is needed", code="missing_field")
     if first_chars(value)[0] == b'"':
         yield {"role": "user", "content": parse_text("input", value)}
         return
-    turn = _Turn()
+    turn = Turn()
     items = [(name, _item(name, raw)) for name, raw in message_items("input", value)]
     num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _OF_ANSWERS)), default=0)
     for index, (name, item) in enumerate(items):
-        if isinstance(item, AnswerMessage | ReasoningItem) and (turn.calls or turn.texts):
-            yield from turn.message()
-            turn = _Turn()
+        is_of_next = isinstance(item, AnswerMessage | ReasoningItem) and (turn.calls or turn.texts)
+        if not turn.is_empty and (is_of_next or not isinstance(item, (*_OF_ANSWERS, AdditionalTools))):
+            yield turn.message()
+            turn = Turn()
         match item:
             case AnswerMessage():
                 turn.texts.append(_text_of(item.content))
             case FunctionCall():
-                turn.add_call(item, written_arguments(f"{name}.arguments", item.arguments))
+                arguments = written_arguments(f"{name}.arguments", item.arguments)
+                turn.call(shown_name(item.name, item.namespace), arguments, item.call_id)
             case CustomToolCall():
-                turn.add_call(item, custom_arguments(item.input))
+                turn.call(shown_name(item.name, item.namespace), custom_arguments(item.input), item.call_id)
             case ReasoningItem():
                 turn.reasoning += (part.text for part in item.content or ())
             case AdditionalTools():
                 tools.add(f"{name}.tools", item.tools)
-            case FunctionCallOutput() | CustomToolCallOutput() | InputMessage():
-                yield from turn.message()
-                turn = _Turn()
-                if isinstance(item, InputMessage):
-                    yield {"role": item.role, "content": _text_of(item.content)}
-                else:
-                    output = _output(f"{name}.output", item.output, is_answered=index < num_answered)
-                    yield {"role": "tool", "content": output, "tool_call_id": item.call_id}
-    yield from turn.message()
+            case InputMessage():
+                yield {"role": item.role, "content": _text_of(item.content)}
+            case FunctionCallOutput() | CustomToolCallOutput():
+                is_answered = index < num_answered
+                yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
+    if not turn.is_empty:
+        yield turn.message()
 
 
 def _item(name: str, raw: Raw) -> Any:
@@ -172,21 +147,6 @@ def _item(name: str, raw: Raw) -> Any:
         known = f"message, {', '.join(_ITEMS)}"
         raise InvalidField(f"{name}.type", kind.type, f"is not supported; supported are {known}")
     return decode(_ITEMS[kind.type], raw, name)
-
-
-def _output(name: str, output: str | list[OutputPart], *, is_answered: bool) -> str:
-    """Of a tool."""
-    if isinstance(output, str):
-        return output
-    texts: list[str] = []
-    for index, part in enumerate(output):
-        match part:
-            case InputText():
-                texts.append(part.text)
-            case InputImage() | InputFile():
-                kind = "input_image" if isinstance(part, InputImage) else "input_file"
-                texts.append(unseen(f"{name}[{index}]", kind, is_answered=is_answered))
-    return "".join(texts)
 
 
 def _text_of(content: str | list[InputText] | list[OutputText | InputText | Refusal]) -> str:

@@ -18,18 +18,21 @@ from hisparse_pd.api.body_parts import (
     MAX_PROMPTS,
     MAX_TOKEN_ID,
     MAX_TOOLS,
-    Call,
     ChatMessage,
+    InputText,
     ItemKind,
-    TextPart,
+    OutputPart,
+    ResultBlock,
+    TextBlock,
     TokenId,
     Tool,
+    ToolReference,
 )
-from hisparse_pd.api.declared import NOT_SUPPORTED, decode
+from hisparse_pd.api.declared import NOT_SUPPORTED, decode, tag_of
 from hisparse_pd.api.faults import steps_of
 from hisparse_pd.api.raw_json import check_size, decode_item, first_chars, split
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.http.off_loop import taking_interpreter
 from protocol.decoding import NestedTooDeeply, decode_json
 
@@ -192,7 +195,7 @@ def parse_prompts(field: str, value: Raw | None) -> tuple[bool, tuple[Prompt, ..
         "a list of such lists",
     ] * takes_ids
     if value is None:
-        raise ApiError(400, f"{field}: the field is needed", param=field, code="missing_field")
+        raise FieldRefused(field, "the field is needed", code="missing_field")
     match first_chars(value):
         case b'"', _ if takes_text:
             return False, (_text(field, value),)
@@ -231,7 +234,7 @@ def parse_text(field: str, value: Raw) -> str:
 def parse_token_ids(field: str, value: Raw | None) -> bytes:
     """A list of token ids, which may be empty, as of ``pack_token_ids``."""
     if value is None:
-        raise ApiError(400, f"{field}: the field is needed", param=field, code="missing_field")
+        raise FieldRefused(field, "the field is needed", code="missing_field")
     match first_chars(value):
         case b"[", b"]":
             return b""
@@ -272,7 +275,7 @@ def _no_token_id(name: str, piece: bytes, first_index: int, error: msgspec.Msgsp
             index = int(steps_of(error)[0])
             path, value = f"{name}[{first_index + index}]", msgspec.json.decode(piece)[index]
             return InvalidField(path, value, f"must be a token id, an integer from 0 to {MAX_TOKEN_ID}")
-    return ApiError(400, f"{name}: must have nothing but token ids", param=name)
+    return FieldRefused(name, "must have nothing but token ids")
 
 
 def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> ChatPrompt:
@@ -364,16 +367,60 @@ _PICTURES = {"image": "image", "document": "pdf", "input_image": "image", "input
 """What errors call the types of parts that are not text."""
 
 
-def unseen(name: str, kind: str, *, is_answered: bool) -> str:
-    """What the model is shown in the place of a part of type ``kind`` that it cannot see.
+def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool) -> str:
+    """What the model is shown of a part of a result or of a user's message.
 
-    Raises InvalidField unless the assistant has gone on since, so that the answer is not about this part.
+    Raises InvalidField for one that it cannot see, unless the assistant has gone on since (``is_answered``):
+    the answer is not about this part then, and its kind is shown.
     """
+    match part:
+        case TextBlock() | InputText():
+            return part.text
+        case ToolReference():
+            return f"[{part.tool_name}]"
+    kind = tag_of(part)
     if not is_answered:
         # Agents know this by "could not process image", take the part out and go on.
         rule = f"is not supported: could not process {_PICTURES[kind]} data, the model reads text"
         raise InvalidField(f"{name}.type", kind, rule)
     return f"[{kind.removeprefix('input_')}]"
+
+
+def result_message(
+    name: str, content: str | Sequence[ResultBlock | OutputPart], call_id: str, *, is_answered: bool
+) -> dict[str, object]:
+    """The result of a call. ``name``: of ``content``, as errors call it."""
+    if not isinstance(content, str):
+        content = "".join(
+            text_of_part(f"{name}[{index}]", part, is_answered=is_answered)
+            for index, part in enumerate(content)
+        )
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
+
+
+@dataclass
+class Turn:
+    """What the assistant said before the next user's message or the next result: one message."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, object]] = field(default_factory=list)
+
+    def call(self, name: str, arguments: object, call_id: str | None) -> None:
+        shown: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        self.calls.append(shown if call_id is None else shown | {"id": call_id})
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.texts or self.reasoning or self.calls)
+
+    def message(self) -> dict[str, object]:
+        shown: dict[str, object] = {"role": "assistant", "content": "".join(self.texts)}
+        if self.calls:
+            shown["tool_calls"] = self.calls
+        if self.reasoning:
+            shown["reasoning_content"] = "".join(self.reasoning)
+        return shown
 
 
 def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
@@ -383,34 +430,22 @@ def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
         raise InvalidField(f"{name}.tool_calls", calls, "belong to a message of the assistant")
     if message.content is None and not message.tool_calls:
         raise InvalidField(f"{name}.content", None, "must be a string or a list of text parts")
-    shown: dict[str, object] = {"role": message.role, "content": _text_of(message.content)}
-    if message.tool_calls:
-        shown["tool_calls"] = [
-            _tool_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls)
-        ]
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    if message.role == "assistant":
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        turn = Turn([text], [] if reasoning is None else [reasoning])
+        for index, call in enumerate(message.tool_calls or ()):
+            path, function = f"{name}.tool_calls[{index}].function.arguments", call.function
+            turn.call(function.name, written_arguments(path, function.arguments), call.id)
+        return turn.message()
+    shown: dict[str, object] = {"role": message.role, "content": text}
     if message.role == "tool" and message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     if message.role in _DESCRIBING_ROLES:
         tools = described_tools(f"{name}.tools", message.tools)
         if tools and may_call:
             shown["tools"] = tools
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    if message.role == "assistant" and reasoning is not None:
-        shown["reasoning_content"] = reasoning
-    return shown
-
-
-def _text_of(content: str | list[TextPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
-def _tool_call(name: str, call: Call) -> dict[str, object]:
-    """A call of an earlier answer."""
-    arguments = written_arguments(f"{name}.function.arguments", call.function.arguments)
-    described = {"name": call.function.name, "arguments": arguments}
-    shown: dict[str, object] = {"type": "function", "function": described}
-    if call.id is not None:
-        shown["id"] = call.id
     return shown
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.http.off_loop import taking_interpreter
 from protocol.decoding import NestedTooDeeply, check_nesting, decode_json
 
@@ -59,7 +59,7 @@ def split(name: str, value: Raw, max_items: int) -> list[Raw]:
     except msgspec.MsgspecError as error:
         raise not_json(name, error) from error
     if items is None:
-        raise ApiError(400, f"{name}: must have at most {max_items} entries; split the request", param=name)
+        raise FieldRefused(name, f"must have at most {max_items} entries; split the request")
     return items
 
 
@@ -101,11 +101,7 @@ def check_size(name: str, value: Raw) -> None:
         return
     text = bytes(value)
     if sum(text.count(mark) for mark in b",[{") > MAX_FIELD_VALUES:
-        raise ApiError(
-            400,
-            f"{name}: has {num_bytes} bytes of JSON; {MAX_FIELD_BYTES} are the most for a field",
-            param=name,
-        )
+        raise FieldRefused(name, f"has {num_bytes} bytes of JSON; {MAX_FIELD_BYTES} are the most for a field")
 
 
 def check_text(body: bytes) -> None:

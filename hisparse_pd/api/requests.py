@@ -26,7 +26,7 @@ from hisparse_pd.engine.messages import (
     num_packed_tokens,
     request_prefix,
 )
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.http.http_errors import ApiError, FieldRefused
 from hisparse_pd.http.off_loop import off_loop
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
 from hisparse_pd.vocabulary import HisparseFlag
@@ -172,11 +172,10 @@ async def _with_grammars(
                 await codec.check_grammar(written[constraint], constraint.field)
         num_chars += options.n * len(written[constraint])
         if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
-            raise ApiError(
-                400,
-                f"n: the grammars of all samples together have {num_chars} characters or more; "
+            raise FieldRefused(
+                "n",
+                f"the grammars of all samples together have {num_chars} characters or more; "
                 f"{MAX_REQUEST_GRAMMAR_CHARS} are the most for a request: split it",
-                param="n",
             )
         found.append(replace(options, grammar=written[constraint]))
     return found
@@ -211,31 +210,27 @@ def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[Gen
 
 def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
     if num_tokens > limits.request_tokens:
-        raise ApiError(
-            400,
-            f"{field}: prompt tokens times samples are at least {num_tokens}; one request may have "
+        raise FieldRefused(
+            field,
+            f"prompt tokens times samples are at least {num_tokens}; one request may have "
             f"{limits.request_tokens}: lower n or split it",
-            param=field,
         )
 
 
 def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
     if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
-        raise ApiError(
-            400,
-            f"logprob_start_len: {options.logprob_start} is behind the end of {name}, which has "
-            f"{num_prompt_tokens} tokens",
-            param="logprob_start_len",
+        raise FieldRefused(
+            "logprob_start_len",
+            f"{options.logprob_start} is behind the end of {name}, which has {num_prompt_tokens} tokens",
         )
 
 
 def _check_scores(field: str, num_scores: int) -> None:
     if num_scores > MAX_SCORES:
-        raise ApiError(
-            400,
-            f"{field}: at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
+        raise FieldRefused(
+            field,
+            f"at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
             f"tokens included; {MAX_SCORES} fit in one answer: split the request, or ask for fewer a token",
-            param=field,
         )
 
 
@@ -273,10 +268,8 @@ def _max_new_tokens(
         max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)
     if options.min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field
-        raise ApiError(
-            400,
-            f"{field}: {options.min_new_tokens} is above {max_new_tokens}, all that this request can get",
-            param=field,
+        raise FieldRefused(
+            field, f"{options.min_new_tokens} is above {max_new_tokens}, all that this request can get"
         )
     return max_new_tokens
 
@@ -288,6 +281,4 @@ def _too_long(name: str, message: str) -> ApiError:
 def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if token_id >= vocab_size:
-            raise ApiError(
-                400, f"{field}: {token_id} is no token id: the vocabulary has {vocab_size}", param=field
-            )
+            raise FieldRefused(field, f"{token_id} is no token id: the vocabulary has {vocab_size}")

@@ -30,7 +30,6 @@ from hisparse_pd.api.bodies import (
 )
 from hisparse_pd.api.body_parts import MAX_SAMPLES, Labels
 from hisparse_pd.api.constraints import (
-    Constraint,
     chat_constraint,
     completion_constraint,
     messages_constraint,
@@ -49,7 +48,7 @@ from hisparse_pd.api.sampling_options import (
     parse_openai_options,
     parse_responses_options,
 )
-from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import HisparseFlag
@@ -143,42 +142,40 @@ def parse_request(
     """
     body: Served = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
-    echo = None
+    echo = chat = constraint = None
+    prompt_field = "messages"
     match body:
         case CompletionsBody():
             prompt_field = "prompt"
             is_batch, prompts = parse_prompts(prompt_field, body.prompt)
             shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
             options = (replace(shared, constraint=completion_constraint(body)),) * len(prompts)
-        case ChatBody():
-            prompt_field = "messages"
-            chat = parse_chat_prompt(body)
-            is_batch, prompts = False, (chat,)
-            shared = parse_openai_options(body, chat_logprobs(body), None, defaults)
-            options = (_for_chat(shared, chat, chat_constraint(body, chat)),)
-        case MessagesBody():
-            prompt_field = "messages"
-            chat = parse_messages(body)
-            is_batch, prompts = False, (chat,)
-            shared = parse_messages_options(body, defaults)
-            options = (_for_chat(shared, chat, messages_constraint(body, chat)),)
-        case ResponsesBody():
-            prompt_field = "input"
-            chat, echo = parse_responses(body)
-            is_batch, prompts = False, (chat,)
-            shared = parse_responses_options(body, defaults)
-            options = (_for_chat(shared, chat, responses_constraint(body, chat)),)
         case GenerateBody():
             prompt_field, given = generate_prompt(body)
             is_batch, prompts = parse_prompts(prompt_field, given)
             options = parse_generate_options(body, len(prompts), defaults)
+        case ChatBody():
+            chat = parse_chat_prompt(body)
+            shared = parse_openai_options(body, chat_logprobs(body), None, defaults)
+            constraint = chat_constraint(body, chat)
+        case MessagesBody():
+            chat = parse_messages(body)
+            shared, constraint = parse_messages_options(body, defaults), messages_constraint(body, chat)
+        case ResponsesBody():
+            prompt_field = "input"
+            chat, echo = parse_responses(body)
+            shared, constraint = parse_responses_options(body, defaults), responses_constraint(body, chat)
+    if chat is not None:
+        is_batch, prompts = False, (chat,)
+        # With tools, special tokens are kept: tokenizers may call the markup of a call special.
+        skips_special = shared.skip_special_tokens and not chat.all_tools
+        options = (replace(shared, skip_special_tokens=skips_special, constraint=constraint),)
     num_samples = sum(option.n for option in options)
     if num_samples > MAX_SAMPLES:
-        raise ApiError(
-            400,
-            f"{prompt_field}: {len(prompts)} prompts with n samples each make {num_samples} samples; "
+        raise FieldRefused(
+            prompt_field,
+            f"{len(prompts)} prompts with n samples each make {num_samples} samples; "
             f"at most {MAX_SAMPLES} fit in one request",
-            param=prompt_field,
         )
     labels = _labels(body)
     parsed = ApiRequest(
@@ -224,12 +221,6 @@ def _is_prefill_only(body: Served, options: Sequence[SampleOptions]) -> bool:
     return is_told or 0 in limits
 
 
-def _for_chat(options: SampleOptions, chat: ChatPrompt, constraint: Constraint | None) -> SampleOptions:
-    """With tools, special tokens are kept: tokenizers may call the markup of a call special."""
-    skips_special = options.skip_special_tokens and not chat.all_tools
-    return replace(options, skip_special_tokens=skips_special, constraint=constraint)
-
-
 def _omits_thinking(body: Served) -> bool:
     thinking = body.thinking if isinstance(body, MessagesBody) else None
     return thinking is not None and thinking.display == "omitted"
@@ -263,11 +254,10 @@ def _rendezvous(body: Served, samples_per_prompt: Sequence[int]) -> tuple[Rendez
     """One a sample, prompt-major. Lists have one entry a prompt or one a sample; one value serves all."""
     for field in ("bootstrap_room", "bootstrap_host"):
         if getattr(body, field) is None:
-            raise ApiError(
-                400,
-                f"{field}: the field is missing; a node takes work from a router only: send the request "
+            raise FieldRefused(
+                field,
+                "the field is missing; a node takes work from a router only: send the request "
                 "through the router, which adds it",
-                param=field,
                 code="missing_field",
             )
     hosts = _spread("bootstrap_host", body.bootstrap_host, samples_per_prompt)
@@ -312,9 +302,7 @@ def _streamed_usage(body: Served) -> StreamedUsage:
     if options is None:
         return StreamedUsage.NONE
     if not body.stream:
-        raise ApiError(
-            400, "stream_options: needs stream: true", param="stream_options", code="invalid_value"
-        )
+        raise FieldRefused("stream_options", "needs stream: true", code="invalid_value")
     if not options.include_usage:
         return StreamedUsage.NONE
     return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST

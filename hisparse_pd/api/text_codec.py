@@ -16,7 +16,7 @@ from hisparse_pd.api.grammar_checks import GrammarChecks
 from hisparse_pd.api.prompts import ChatPrompt, Prompt
 from hisparse_pd.api.template_fit import TemplateFit
 from hisparse_pd.engine.messages import pack_token_ids, unpack_token_ids
-from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.http.off_loop import off_loop
 from hisparse_pd.vocabulary import CheckpointError
 
@@ -117,7 +117,7 @@ class TextCodec:
     async def check_grammar(self, text: str, field: str) -> None:
         """Raises ApiError, as ``GrammarChecks.check``."""
         if self._grammar_checks is None:
-            raise ApiError(400, f"{field}: this model's tokenizer takes no grammars", param=field)
+            raise FieldRefused(field, "this model's tokenizer takes no grammars")
         await self._grammar_checks.check(text, field)
 
     @property
@@ -175,7 +175,7 @@ class TextCodec:
             packed = [ids if ids.startswith(first) else first + ids for ids in packed]
         for prompt_ids, name in zip(packed, names, strict=True):
             if not prompt_ids:
-                raise ApiError(400, f"{name}: the prompt has no tokens", param=name)
+                raise FieldRefused(name, "the prompt has no tokens")
         return packed
 
     def check_ids(self, prompt: bytes, name: str) -> None:
@@ -195,24 +195,21 @@ class TextCodec:
             return
         at_least = len(text.encode()) // self.token_bytes.max_token_bytes
         if at_least > max_tokens:
-            raise ApiError(
-                400,
-                f"{name}: the prompt has at least {at_least} tokens; this model's maximum context length is "
+            raise FieldRefused(
+                name,
+                f"the prompt has at least {at_least} tokens; this model's maximum context length is "
                 f"{max_tokens} tokens here",
-                param=name,
                 code="context_length_exceeded",
             )
 
     def _render(self, prompt: ChatPrompt) -> str:
         tokenizer = self._tokenizer
         if prompt.tools and not self._takes_tools:
-            raise ApiError(400, "tools: the model's chat template takes none", param="tools")
+            raise FieldRefused("tools", "the model's chat template takes none")
         prompt = self._fit.fitted(prompt)
         if self._writes_own_chat and not (prompt.add_generation_prompt or prompt.continue_final_message):
-            raise ApiError(
-                400,
-                "add_generation_prompt: this model's chats are written with what begins the answer only",
-                param="add_generation_prompt",
+            raise FieldRefused(
+                "add_generation_prompt", "this model's chats are written with what begins the answer only"
             )
         try:
             if self._writes_own_chat:
@@ -230,9 +227,7 @@ class TextCodec:
         except RecursionError as error:
             raise ApiError(400, "messages, tools: nested too deeply to be written") from error
         except (jinja2.TemplateError, ValueError, TypeError) as error:
-            raise ApiError(
-                400, f"messages: the model's chat template refuses them: {error}", param="messages"
-            ) from error
+            raise FieldRefused("messages", f"the model's chat template refuses them: {error}") from error
 
 
 def _first_token_id(model_path: Path, tokenizer: Any) -> int | None:

@@ -22,7 +22,7 @@ from hisparse_pd.api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse
 from hisparse_pd.api.schemas import check_model
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import num_packed_tokens, unpack_token_ids
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.http.http_errors import ApiError, FieldRefused
 from hisparse_pd.http.off_loop import off_loop, parsed
 
 _TOKENS_A_PIECE = 1 << 14
@@ -92,10 +92,8 @@ def _parse_detokenize(content: bytes, model_name: str, codec: TextCodec, context
     check_model(body, model_name)
     packed = parse_token_ids("tokens", body.tokens)
     if (num_tokens := num_packed_tokens(packed)) > context_length:
-        raise ApiError(
-            400,
-            f"tokens: there are {num_tokens}; a context has {context_length}: split the request",
-            param="tokens",
+        raise FieldRefused(
+            "tokens", f"there are {num_tokens}; a context has {context_length}: split the request"
         )
     codec.check_ids(packed, "tokens")
     return packed

@@ -3,7 +3,8 @@
 Exception tree::
 
     ApiError                    an HTTP status, a message for the client, the field and a code
-    +-- InvalidField            400: one field of the body; names the field, its value and the bound
+    +-- FieldRefused            400: names one field of the body and what is wrong with it
+    |   +-- InvalidField        the same with its value and the bound
     +-- NodeUnavailable         503: the engine is not ready, not healthy or gone
     +-- QueueFull               429: as much is in flight as this node takes
     +-- RequestFailedError      the status that the engine gave, for a request that it ended
@@ -107,11 +108,18 @@ class ApiError(Exception):
         return Response(self.body(shape), self.status, all_headers, media_type="application/json")
 
 
-class InvalidField(ApiError):
+class FieldRefused(ApiError):
+    """The request is not served for ``field``, because of what ``why`` says."""
+
+    def __init__(self, field: str, why: str, *, code: str | None = None) -> None:
+        super().__init__(400, f"{field}: {why}", param=field, code=code)
+
+
+class InvalidField(FieldRefused):
     """``field`` holds ``value``, which breaks ``rule``."""
 
-    def __init__(self, field: str, value: object, rule: str, *, code: str = "invalid_value") -> None:
-        super().__init__(400, f"{field}: {shown(value)} {rule}", param=field, code=code)
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        super().__init__(field, f"{shown(value)} {rule}", code="invalid_value")
 
 
 class NodeUnavailable(ApiError):
