@@ -16,28 +16,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from hisparse_pd.paging.extents import SlotArray
 from protocol.lane import LaneOffer
 from transfer.engine import TransferEngine
 from transfer.errors import TransferError
-from transfer.lane_memory import Copying, LaneError, Mapping
-from transfer.plan import SLICE_BYTES, as_write, cut_long
+from transfer.lane_memory import LaneError, Mapping
+from transfer.plan import SLICE_BYTES, as_write
 
 if TYPE_CHECKING:
     from hisparse_pd.memory.peer import GpuWriter
 
 log = logging.getLogger(__name__)
 
-PART_BYTES: Final = 32 << 20
-PART_RANGES: Final = 4096
-"""Copied between two questions whether to stop, at most. A GPU copies one part while the next is made up."""
 GPU_SLICE_BYTES: Final = 256 << 20
 """A room's turn on a lane that a GPU writes to, instead of ``SLICE_BYTES``: 5 ms, against 0.2 ms in which
 nothing is copied between two."""
@@ -166,18 +161,8 @@ class Lanes:
             return
         src, dst, num_bytes = as_write(src_addrs, dst_addrs, lengths)
         self.network.check_sources(src, num_bytes)
-        with mapping.writing():
-            windows = mapping.windows_of(dst, num_bytes)
-            elsewhere = windows < 0
-            is_split = bool(elsewhere.any())
-            if pair.is_sole and is_split:
-                worst = int(np.argmax(elsewhere))
-                raise TransferError(
-                    f"destination of {num_bytes[worst]} bytes at {dst[worst]:#x} (descriptor {worst} of "
-                    f"{dst.size}) is not in the memory of session {session}; nothing was written"
-                )
-            _copy_in_parts(mapping, windows, src, dst, num_bytes, stop)
-        if is_split:
+        elsewhere = mapping.write(src, dst, num_bytes, stop, is_sole=pair.is_sole)
+        if elsewhere.any():
             self.network.write(session, src[elsewhere], dst[elsewhere], num_bytes[elsewhere], stop)
 
     # --- choosing --------------------------------------------------------------------------------------
@@ -227,45 +212,3 @@ class Lanes:
                     if self._pairs.get(session) is pair:
                         del self._pairs[session]
             mapping.close()  # of a node that has ended the memory is still there while it is mapped here
-
-
-def _copy_in_parts(
-    mapping: Mapping,
-    windows: SlotArray,
-    src: SlotArray,
-    dst: SlotArray,
-    num_bytes: SlotArray,
-    stop: Callable[[], str] | None,
-) -> None:
-    """Copy what is in a window. While a GPU copies one part, the next is made up."""
-    num_copied = 0
-    in_flight: Copying | None = None
-    try:
-        for window in np.flatnonzero(np.bincount(windows + 1)[1:]).tolist():
-            for part in _parts(windows == window, src, dst, num_bytes):
-                if stop is not None and (reason := stop()):
-                    raise TransferError(f"stopped after {num_copied} bytes: {reason}")
-                before, in_flight = in_flight, mapping.start_copy(window, *part)
-                if before is not None:
-                    before.wait()
-                num_copied += int(part[2].sum())
-    finally:
-        if in_flight is not None:
-            in_flight.wait()
-
-
-def _parts(
-    is_in: NDArray[np.bool_], src: SlotArray, dst: SlotArray, num_bytes: SlotArray
-) -> Iterator[tuple[SlotArray, SlotArray, SlotArray]]:
-    """What ``is_in`` says of a write, in parts of PART_BYTES and PART_RANGES at most."""
-    if not is_in.all():
-        src, dst, num_bytes = src[is_in], dst[is_in], num_bytes[is_in]
-    src, dst, num_bytes = cut_long(src, dst, num_bytes, PART_BYTES)
-    ends = np.cumsum(num_bytes)
-    first = 0
-    while first < ends.size:
-        limit = PART_BYTES + (int(ends[first - 1]) if first else 0)
-        after = min(int(np.searchsorted(ends, limit, side="right")), first + PART_RANGES)
-        part = slice(first, after)
-        yield src[part], dst[part], num_bytes[part]
-        first = after

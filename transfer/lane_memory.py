@@ -17,14 +17,15 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from hisparse_pd.memory.host import advise
 from hisparse_pd.paging.extents import SlotArray, ranges_around
 from protocol.lane import (
     MAX_LANE_MESSAGE_BYTES,
@@ -52,6 +53,9 @@ RUN_BYTES = 128 << 10
 """A range from this length on is for a GPU's copy engine: a call costs 3 us, in which it moves as much."""
 PIECE_BYTES = 16 << 10
 """What a warp of the kernel for short ranges copies at a time."""
+PART_BYTES: Final = 32 << 20
+PART_RANGES: Final = 4096
+"""Copied between two questions whether to stop, at most."""
 
 
 class LaneError(Exception):
@@ -98,7 +102,7 @@ class Mapping:
         for window in windows:
             if not window.cuda_handle:
                 self._maps.append(_map(window, descriptors[window.descriptor]))
-                here.append(_address(self._maps[-1]))
+                here.append(int(np.frombuffer(self._maps[-1], np.uint8).ctypes.data))
                 self._register(here[-1], window.num_bytes)
                 opened.append(window)
             elif self._gpu is not None:
@@ -127,30 +131,28 @@ class Mapping:
         num_bytes = np.array([size for _, size in regions], np.int64)
         return bool((ranges_around(self._starts, self._ends, base, num_bytes) >= 0).all())
 
-    def windows_of(self, dst: SlotArray, num_bytes: SlotArray) -> SlotArray:
-        """Which window each destination lies in; -1: in none. Raises TransferError for one that lies across
-        the end of a window."""
-        found = ranges_around(self._starts, self._ends, dst, num_bytes)
-        if found.min(initial=0) >= 0:
-            return found
-        across = (found < 0) & (ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0)
-        if across.any():
-            worst = int(np.argmax(across))
-            raise TransferError(
-                f"destination of {num_bytes[worst]} bytes at {dst[worst]:#x} (descriptor {worst} of "
-                f"{dst.size}) ends outside of the decode node's memory; nothing was written"
-            )
-        return found
+    def write(
+        self,
+        src: SlotArray,
+        dst: SlotArray,
+        num_bytes: SlotArray,
+        stop: Callable[[], str] | None = None,
+        *,
+        is_sole: bool = True,
+    ) -> NDArray[np.bool_]:
+        """Copy what goes to this memory; returns which destinations are elsewhere, bool [num_descriptors].
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """The memory stays mapped. Raises TransferError when it is let go of."""
+        ``is_sole``: none may be. ``stop`` is asked between parts. Raises TransferError, also once the memory
+        is let go of; only after a GPU's failure may anything still land.
+        """
         with self._lock:
             if self._is_closing:
                 raise TransferError("this node has let go of the decode node's memory")
             self._num_writes += 1
         try:
-            yield
+            windows = self._windows_of(dst, num_bytes, is_sole)
+            self._copy_in_parts(windows, src, dst, num_bytes, stop)
+            return windows < 0
         finally:
             with self._lock:
                 self._num_writes -= 1
@@ -158,8 +160,47 @@ class Mapping:
             if is_last:
                 self._unmap()
 
-    def start_copy(self, window: int, src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> Copying | None:
-        """Copy to destinations in ``window``; within ``writing``. None: all of it has landed."""
+    def _windows_of(self, dst: SlotArray, num_bytes: SlotArray, is_sole: bool) -> SlotArray:
+        """Which window each destination lies in; -1: in none, which must not be of what ``is_sole``. Raises
+        TransferError for that, and for one that lies across the end of a window."""
+        found = ranges_around(self._starts, self._ends, dst, num_bytes)
+        bad = found < 0
+        if not is_sole and bad.any():
+            bad &= ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0
+        if bad.any():
+            worst = int(np.argmax(bad))
+            raise TransferError(
+                f"destination of {num_bytes[worst]} bytes at {dst[worst]:#x} (descriptor {worst} of "
+                f"{dst.size}) is not within the decode node's memory; nothing was written"
+            )
+        return found
+
+    def _copy_in_parts(
+        self,
+        windows: SlotArray,
+        src: SlotArray,
+        dst: SlotArray,
+        num_bytes: SlotArray,
+        stop: Callable[[], str] | None,
+    ) -> None:
+        """While a GPU copies one part, the next is made up."""
+        num_copied = 0
+        in_flight: GpuCopy | None = None
+        try:
+            for window in np.flatnonzero(np.bincount(windows + 1)[1:]).tolist():
+                for part in _parts(windows == window, src, dst, num_bytes):
+                    if stop is not None and (reason := stop()):
+                        raise TransferError(f"stopped after {num_copied} bytes: {reason}")
+                    before, in_flight = in_flight, self._start_copy(window, *part)
+                    _wait(before)
+                    num_copied += int(part[2].sum())
+        finally:
+            _wait(in_flight)
+
+    def _start_copy(
+        self, window: int, src: SlotArray, dst: SlotArray, num_bytes: SlotArray
+    ) -> GpuCopy | None:
+        """Copy to destinations in ``window``. None: all of it has landed."""
         dst = dst + (self._here[window] - self._starts[window])
         by_gpu = np.zeros(src.size, np.bool_) if self._gpu is None else self._gpu.owns(src)
         copying = None
@@ -167,15 +208,12 @@ class Mapping:
             is_run = by_gpu & (num_bytes >= RUN_BYTES)
             is_short = by_gpu & ~is_run
             pieces = cut_long(src[is_short], dst[is_short], num_bytes[is_short], PIECE_BYTES)
-            try:
-                copying = Copying(self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces))
-            except Exception as error:
-                raise _failed(error) from error
+            with _gpu_failure():
+                copying = self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces)
         by_cpu = ~by_gpu
         if by_cpu.any():
             if self._is_on_gpu[window]:
-                if copying is not None:
-                    copying.wait()
+                _wait(copying)
                 raise TransferError("what is in main memory here is not written to the decode node's GPU")
             copy_ranges(src[by_cpu], dst[by_cpu], num_bytes[by_cpu])
         return copying
@@ -216,23 +254,35 @@ class Mapping:
         self._is_unmapped.set()
 
 
-@dataclass(frozen=True)
-class Copying:
-    """Bytes that a GPU was told to copy."""
-
-    by_gpu: GpuCopy
-
-    def wait(self) -> None:
-        """Until all have landed, without the interpreter lock. Raises TransferError: some may come later."""
-        try:
-            self.by_gpu.wait()
-        except Exception as error:
-            raise _failed(error) from error
+@contextmanager
+def _gpu_failure() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = f"the GPU's write to the decode node failed: {type(error).__name__}: {error}"
+        raise TransferError(reason, may_still_land=True) from error
 
 
-def _failed(error: Exception) -> TransferError:
-    reason = f"the GPU's write to the decode node failed: {type(error).__name__}: {error}"
-    return TransferError(reason, may_still_land=True)
+def _wait(copying: GpuCopy | None) -> None:
+    """Until all of it has landed, without the interpreter lock. Raises TransferError: some may come later."""
+    if copying is not None:
+        with _gpu_failure():
+            copying.wait()
+
+
+def _parts(
+    is_in: NDArray[np.bool_], src: SlotArray, dst: SlotArray, num_bytes: SlotArray
+) -> Iterator[tuple[SlotArray, SlotArray, SlotArray]]:
+    """What ``is_in`` says of a write, in parts of PART_BYTES and PART_RANGES at most."""
+    src, dst, num_bytes = cut_long(src[is_in], dst[is_in], num_bytes[is_in], PART_BYTES)
+    ends = np.cumsum(num_bytes)
+    first = 0
+    while first < ends.size:
+        limit = PART_BYTES + (int(ends[first - 1]) if first else 0)
+        after = min(int(np.searchsorted(ends, limit, side="right")), first + PART_RANGES)
+        part = slice(first, after)
+        yield src[part], dst[part], num_bytes[part]
+        first = after
 
 
 def _connect(name: str, directory: str) -> socket.socket:
@@ -243,7 +293,8 @@ def _connect(name: str, directory: str) -> socket.socket:
     places = [str(Path(directory) / name)] if directory else []
     for address in (*places, f"\0{name}"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *_seconds(ANSWER_SECS)))
+        timeval = struct.pack("@ll", *divmod(round(ANSWER_SECS * 1e6), 10**6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         try:
             sock.connect(address)
             sock.settimeout(ANSWER_SECS)
@@ -262,12 +313,6 @@ def _connect(name: str, directory: str) -> socket.socket:
         f"the decode node's socket {name} is not {where} this machine's abstract names: it is on "
         "another machine, or in a container without a common --same-host-dir"
     )
-
-
-def _seconds(secs: float) -> tuple[int, int]:
-    """The seconds and microseconds of struct timeval."""
-    whole = int(secs)
-    return whole, round((secs - whole) * 1e6)
 
 
 def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...], list[int]]:
@@ -325,12 +370,5 @@ def _map(window: Window, descriptor: int) -> mmap.mmap:
         mapped = mmap.mmap(descriptor, window.num_bytes, flags=mmap.MAP_SHARED)
     except (OSError, ValueError, OverflowError) as error:
         raise LaneError(f"{window.num_bytes} bytes of the decode node cannot be mapped: {error}") from error
-    for hint in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if (advice := getattr(mmap, hint, None)) is not None:
-            with contextlib.suppress(OSError):
-                mapped.madvise(advice)
+    advise(mapped)
     return mapped
-
-
-def _address(mapped: mmap.mmap) -> int:
-    return int(np.frombuffer(mapped, np.uint8).ctypes.data)

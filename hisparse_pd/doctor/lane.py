@@ -108,7 +108,6 @@ def lane_to(
 
 def _write(offer: LaneOffer, directory: str, sent: NDArray[np.uint8], addr: int) -> None:
     """``sent``: [n], to ``addr`` of the host's process. Raises LaneError."""
-    with closing(Mapping(offer, "doctor", directory)) as mapping, mapping.writing():
-        src, dst, num_bytes = (np.array([value], np.int64) for value in (sent.ctypes.data, addr, sent.nbytes))
-        (window,) = mapping.windows_of(dst, num_bytes).tolist()
-        mapping.start_copy(window, src, dst, num_bytes)  # by the CPU, at once
+    src, dst, num_bytes = (np.array([value], np.int64) for value in (sent.ctypes.data, addr, sent.nbytes))
+    with closing(Mapping(offer, "doctor", directory)) as mapping:
+        mapping.write(src, dst, num_bytes)

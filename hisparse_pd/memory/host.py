@@ -107,10 +107,6 @@ class HostPool:
         return self._unpin is not None
 
     @property
-    def is_closed(self) -> bool:
-        return self._mapping is None
-
-    @property
     def shared_fd(self) -> int | None:
         """The memfd that is this memory, from its byte 0, until ``close``; None for private memory."""
         return self._shared_fd
@@ -168,7 +164,7 @@ def allocate_host(
             "on a process's address space (ulimit -v) and on committed memory (vm.overcommit_memory) bound it"
             f"{remedy}"
         ) from error
-    _advise(mapping)
+    advise(mapping)
     addr = pool.tensor.data_ptr()
     mapped = time.perf_counter()
     if touch:
@@ -247,7 +243,7 @@ def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinn
     pool._unpin = unpin
 
 
-def _advise(mapping: mmap.mmap) -> None:
+def advise(mapping: mmap.mmap) -> None:
     """Hints that make it cheaper; a kernel that does not know one does without."""
     # A child of fork would get its own copy of all pinned pages.
     hints = ("MADV_DONTFORK", "MADV_HUGEPAGE")  # huge pages: 512 times fewer faults, and fewer to pin

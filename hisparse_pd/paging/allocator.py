@@ -59,15 +59,6 @@ class ExtentAllocator:
     def num_free(self) -> int:
         return self._num_free
 
-    @property
-    def num_used(self) -> int:
-        return self.num_slots - self._num_free
-
-    @property
-    def num_free_extents(self) -> int:
-        """1 when the free slots are contiguous; a measure of fragmentation."""
-        return len(self._starts)
-
     def can_allocate(self, num_slots: int) -> bool:
         return self._rounded(num_slots) <= self._num_free
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import add, attrgetter, sub
 
 from hisparse_pd.paging.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
 from hisparse_pd.paging.extents import joined, slice_extents, total_length
@@ -67,24 +68,10 @@ class SlotCounts:
         return int(getattr(self, kind.value))
 
     def __add__(self, other: SlotCounts) -> SlotCounts:
-        return SlotCounts(
-            self.host + other.host,
-            self.device + other.device,
-            self.index + other.index,
-            self.lookup + other.lookup,
-            self.aux + other.aux,
-            self.req_row + other.req_row,
-        )
+        return SlotCounts(*map(add, _in_order(self), _in_order(other)))
 
     def __sub__(self, other: SlotCounts) -> SlotCounts:
-        return SlotCounts(
-            self.host - other.host,
-            self.device - other.device,
-            self.index - other.index,
-            self.lookup - other.lookup,
-            self.aux - other.aux,
-            self.req_row - other.req_row,
-        )
+        return SlotCounts(*map(sub, _in_order(self), _in_order(other)))
 
     def fits_in(self, available: SlotCounts) -> bool:
         return (
@@ -95,6 +82,9 @@ class SlotCounts:
             and self.aux <= available.aux
             and self.req_row <= available.req_row
         )
+
+
+_in_order = attrgetter(*(kind.value for kind in PoolKind))
 
 
 @dataclass(eq=False)
@@ -167,9 +157,6 @@ class Pools:
             for kind, extents in holding.extents.items():
                 counts[kind] += total_length(extents)
         return SlotCounts(*counts.values())
-
-    def can_reserve(self, need: SlotCounts) -> bool:
-        return self.rounded(need).fits_in(self.free)
 
     def rounded(self, need: SlotCounts) -> SlotCounts:
         """``need`` in whole pages where the pool is paged: what a reservation really takes."""

@@ -39,7 +39,7 @@ class PoolsMachine(RuleBasedStateMachine):
     )
     def reserve(self, need: SlotCounts) -> object:
         before = self.pools.free
-        fits = self.pools.can_reserve(need)
+        fits = self.pools.rounded(need).fits_in(self.pools.free)
         try:
             holding = self.pools.reserve(Room(len(self.live)), need)
         except PoolExhausted:

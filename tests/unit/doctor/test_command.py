@@ -354,7 +354,7 @@ def test_memory_that_is_not_handed_over_leaves_the_network(monkeypatch: pytest.M
 
 
 def test_bytes_that_went_elsewhere_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.lane_memory.Mapping.start_copy", lambda *_: None)
+    monkeypatch.setattr("transfer.lane_memory.Mapping.write", lambda *_: None)
     assert check_lane("").status is FAIL
 
 

@@ -123,7 +123,7 @@ def test_a_wrong_plan_fails_and_writes_nothing(pair: Pair) -> None:
 
 
 def test_a_write_that_is_to_stop_stops_between_its_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer.lane, "PART_BYTES", 1000)
+    monkeypatch.setattr(transfer.lane_memory, "PART_BYTES", 1000)
     pair.register()
     answers = iter(["", "", "the room was cancelled"])
     base = pair.regions[0][0]
@@ -141,7 +141,7 @@ def test_what_is_not_shared_goes_over_the_network() -> None:
         pair.lanes.write(SESSION, src, dst, [40, 40])
         assert np.array_equal(pair.memory[0][9:49], pair.network.source[:40])
         assert pair.network.sent == [(SESSION, [other])]
-        with pytest.raises(TransferError, match="ends outside of the decode node's memory"):
+        with pytest.raises(TransferError, match="not within the decode node's memory"):
             pair.write([0], [POOL_BYTES[0] - 1], [2])
 
 

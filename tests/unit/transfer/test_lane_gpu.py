@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import transfer.lane
+import transfer.lane_memory
 from hisparse_pd.paging.extents import SlotArray
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of
 from tests.waiting import wait_until
@@ -127,8 +128,8 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
 def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(
     stops_after: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.lane, "PART_BYTES", 1000)
-    monkeypatch.setattr(transfer.lane, "PART_RANGES", 3)
+    monkeypatch.setattr(transfer.lane_memory, "PART_BYTES", 1000)
+    monkeypatch.setattr(transfer.lane_memory, "PART_RANGES", 3)
     with pair_with_gpu() as (pair, gpu):
         assert pair.register().kind == "shm"
         num_in_flight = []
