@@ -328,59 +328,6 @@ def test_rooms_share_a_peer_by_bytes_and_not_by_batches() -> None:
     assert order == [1, *[2] * 10, 1, *[2] * 10, 1, *[2] * 10, 1, *[2] * 10]
 
 
-def test_a_room_whose_bytes_are_not_there_yet_keeps_its_place_and_nobody_waits() -> None:
-    queue = SendQueue()
-    layer = NotReady()
-    computing = batch(1, 10)
-    queue.submit("a", WriteBatch(Room(1), "layer", computing.slices, 10, ready=layer))
-    for room in (2, 3):
-        queue.submit("a", batch(room, SLICE_BYTES, SLICE_BYTES))
-    first = queue.next("a", 0.0)
-    assert first is not None
-    assert first.batch.room == 2
-    queue.finish(first, Outcome())
-    layer.is_there = True
-    assert drain(queue) == [1, 3, 2, 3]
-
-
-def test_a_failure_in_the_middle_of_a_room_ends_it_and_no_other() -> None:
-    queue = SendQueue()
-    for room in (1, 2):
-        queue.submit("a", batch(room, *[SLICE_BYTES] * 3))
-        queue.submit("a", batch(room, 10, addr=100))
-    for number in range(3):
-        taken = queue.next("a", 0.0)
-        assert taken is not None
-        assert taken.batch.room == [1, 2, 1][number]
-        error = "broken" if number == 2 else ""
-        queue.finish(taken, Outcome(error, may_still_land=bool(error)))
-    assert queue.num_pending(Room(1)) == 0
-    assert drain(queue) == [2, 2, 2]
-    ends = [(end.tag, end.ok, end.may_still_land) for end in queue.take_completions(0.0)]
-    assert ends == [
-        ("1 at 0", False, True),
-        ("1 at 100", False, False),
-        ("2 at 0", True, False),
-        ("2 at 100", True, False),
-    ]
-
-
-def test_waiting_in_line_takes_nothing_from_a_write_but_the_room_has_its_time() -> None:
-    queue = SendQueue()
-    for room, deadline in ((1, 1000.0), (2, 300.0), (3, 100.0)):
-        slices = batch(room, SLICE_BYTES, SLICE_BYTES).slices
-        queue.submit("a", WriteBatch(Room(room), room, slices, 2 * SLICE_BYTES, deadline, 60.0))
-    for now, room, deadline in ((0.0, 1, 60.0), (50.0, 2, 110.0), (200.0, 1, 260.0), (290.0, 2, 300.0)):
-        taken = queue.next("a", now)
-        assert taken is not None
-        assert (taken.batch.room, taken.deadline) == (room, deadline)
-        queue.finish(taken, Outcome())
-    assert queue.next("a", 290.0) is None
-    ends = {end.tag: (end.ok, end.error) for end in queue.take_completions(290.0)}
-    assert ends[1] == ends[2] == (True, "")
-    assert ends[3] == (False, "the room's time was up before the peer was free")
-
-
 def test_a_plan_that_fails_ends_its_room_only() -> None:
     def bad() -> object:
         yield batch(1, 10).slices[0]  # type: ignore[index]

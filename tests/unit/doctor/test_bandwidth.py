@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,12 @@ from transfer.lane_host import LaneHost
 
 BUFFER_BYTES = 1 << 20
 TIMEOUT_SECS = 60.0
+Engines = tuple[TransferEngine, TransferEngine]
+"""The one that measures and the one that serves."""
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[TransferEngine, TransferEngine]]:
-    """The one that measures and the one that serves."""
+def engines() -> Iterator[Engines]:
     patch = pytest.MonkeyPatch()
     patch.setenv("MC_LOG_LEVEL", "ERROR")
     pair = TransferEngine("127.0.0.1"), TransferEngine("127.0.0.1")
@@ -52,57 +53,60 @@ def engines() -> Iterator[tuple[TransferEngine, TransferEngine]]:
 
 
 @pytest.fixture
-def buffer(engines: tuple[TransferEngine, TransferEngine]) -> Iterator[Buffer]:
+def buffer(engines: Engines) -> Iterator[Buffer]:
     buffer = Buffer(engines[1], BUFFER_BYTES)
     yield buffer
     buffer.close()
 
 
+ServeIn = Callable[[DoctorServer, Callable[[], bool]], None]
+
+
 @contextmanager
-def answering(answer: Callable[[Question], Answer] | None, serve_in: Callable[..., None]) -> Iterator[int]:
-    """A server in a thread; its port."""
+def serving(serve_in: ServeIn) -> Iterator[DoctorClient]:
+    """Who asks a server that a thread serves."""
     server = DoctorServer("127.0.0.1", 0)
     stopped = threading.Event()
-    thread = threading.Thread(target=serve_in, args=(server, stopped.is_set, answer))
+    thread = threading.Thread(target=serve_in, args=(server, stopped.is_set))
     thread.start()
     try:
-        yield server.port
+        with closing(DoctorClient("127.0.0.1", server.port, TIMEOUT_SECS)) as client:
+            yield client
     finally:
         stopped.set()
         thread.join(TIMEOUT_SECS)
         server.close()
 
 
-def scripted(
-    server: DoctorServer, is_stopped: Callable[[], bool], answer: Callable[[Question], Answer]
-) -> None:
-    while not is_stopped():
-        server.serve_one(answer, 0.02)
+def answering(answer: Callable[[Question], Answer]) -> AbstractContextManager[DoctorClient]:
+    def run(server: DoctorServer, is_stopped: Callable[[], bool]) -> None:
+        while not is_stopped():
+            server.serve_one(answer, 0.02)
+
+    return serving(run)
 
 
 @pytest.fixture
-def port(engines: tuple[TransferEngine, TransferEngine], buffer: Buffer) -> Iterator[int]:
+def client(engines: Engines, buffer: Buffer) -> Iterator[DoctorClient]:
     """Of a doctor that serves ``buffer``."""
 
-    def run(server: DoctorServer, is_stopped: Callable[[], bool], _: None) -> None:
+    def run(server: DoctorServer, is_stopped: Callable[[], bool]) -> None:
         serve(server, engines[1], buffer, time.monotonic() + 60, is_stopped)
 
-    with answering(None, run) as port:
-        yield port
+    with serving(run) as client:
+        yield client
 
 
 @pytest.fixture
-def client(port: int) -> Iterator[DoctorClient]:
-    client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
-    yield client
-    client.close()
+def port(client: DoctorClient) -> int:
+    return int(client._endpoint.rpartition(":")[2])
 
 
 # --- measuring --------------------------------------------------------------------------------------------
 
 
 def test_every_size_is_measured_and_the_bytes_arrive(
-    engines: tuple[TransferEngine, TransferEngine], buffer: Buffer, client: DoctorClient
+    engines: Engines, buffer: Buffer, client: DoctorClient
 ) -> None:
     rates, lane = measure(client, engines[0], [64, 1152, 65536], 0.001)
     assert lane == Lane("tcp", "the decode node offers no shared memory")
@@ -114,22 +118,18 @@ def test_every_size_is_measured_and_the_bytes_arrive(
     assert np.array_equal(buffer._memory, sent)
 
 
-def test_a_message_may_fill_the_whole_buffer(
-    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
-) -> None:
+def test_a_message_may_fill_the_whole_buffer(engines: Engines, client: DoctorClient) -> None:
     (rate,), _ = measure(client, engines[0], [BUFFER_BYTES], 1e-6)
     assert rate.num_messages >= 1
 
 
-def test_a_message_that_does_not_fit_is_refused(
-    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
-) -> None:
+def test_a_message_that_does_not_fit_is_refused(engines: Engines, client: DoctorClient) -> None:
     with pytest.raises(BandwidthError, match=f"offers {BUFFER_BYTES} bytes.*{BUFFER_BYTES + 1}"):
         measure(client, engines[0], [BUFFER_BYTES + 1], 0.001)
 
 
 def test_bytes_that_did_not_arrive_are_noticed(
-    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, client: DoctorClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines[0], "write", lambda *_: None)
     with pytest.raises(BandwidthError, match="arrived with checksum"):
@@ -137,7 +137,7 @@ def test_bytes_that_did_not_arrive_are_noticed(
 
 
 def test_a_connection_that_does_not_come_up_at_once_is_tried_again(
-    client: DoctorClient, engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch
+    client: DoctorClient, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a node's sender does; twice in a row is a fault, and what was refused here is not tried again."""
     write, failures = engines[0].write, [True, False, False, True]
@@ -166,16 +166,14 @@ def test_a_connection_that_does_not_come_up_at_once_is_tried_again(
     assert len(attempts) == 1
 
 
-def test_the_source_is_unregistered_whatever_happens(
-    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
-) -> None:
+def test_the_source_is_unregistered_whatever_happens(engines: Engines, client: DoctorClient) -> None:
     before = dict(engines[0]._registered)
     measure(client, engines[0], [64], 0.001)
     assert engines[0]._registered == before
 
 
 def test_a_doctor_on_another_transport_is_refused_with_both(
-    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, client: DoctorClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines[0], "transport", replace(engines[0].transport, protocol="rdma"))
     with pytest.raises(BandwidthError, match="you are on 'rdma', this doctor on 'tcp'"):
@@ -188,9 +186,7 @@ def test_rates() -> None:
     assert rate.secs_per_message == 0.5 / 512
 
 
-def test_a_device_that_is_not_there_is_told(
-    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
-) -> None:
+def test_a_device_that_is_not_there_is_told(engines: Engines, client: DoctorClient) -> None:
     with pytest.raises(BandwidthError, match="64 bytes on device nonsense cannot be had"):
         Buffer(engines[0], 64, "nonsense")
     with pytest.raises(BandwidthError, match="nonsense"):
@@ -201,7 +197,7 @@ def test_a_device_that_is_not_there_is_told(
 
 
 @pytest.fixture
-def shared(engines: tuple[TransferEngine, TransferEngine]) -> Iterator[Buffer]:
+def shared(engines: Engines) -> Iterator[Buffer]:
     buffer = Buffer(engines[1], BUFFER_BYTES, shared=True)
     yield buffer
     buffer.close()
@@ -211,22 +207,18 @@ def shared(engines: tuple[TransferEngine, TransferEngine]) -> Iterator[Buffer]:
 def offering(engine: TransferEngine, shared: Buffer, directory: Path) -> Iterator[DoctorClient]:
     """One who asks a doctor that offers ``shared`` to its machine too, by a socket in ``directory``."""
 
-    def run(server: DoctorServer, is_stopped: Callable[[], bool], _: None) -> None:
+    def run(server: DoctorServer, is_stopped: Callable[[], bool]) -> None:
         serve(server, engine, shared, time.monotonic() + 60, is_stopped, host.offer)
 
     with (
         closing(LaneHost(shared.shared_memory, directory=str(directory))) as host,
-        answering(None, run) as port,
+        serving(run) as client,
     ):
-        client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
-        try:
-            yield client
-        finally:
-            client.close()
+        yield client
 
 
 def test_the_lane_is_measured_beside_the_network_and_its_bytes_arrive(
-    engines: tuple[TransferEngine, TransferEngine], shared: Buffer, tmp_path: Path
+    engines: Engines, shared: Buffer, tmp_path: Path
 ) -> None:
     with offering(engines[1], shared, tmp_path) as client:
         rates, lane = measure(client, engines[0], [64, 65536], 0.001, directory=str(tmp_path))
@@ -240,7 +232,7 @@ def test_the_lane_is_measured_beside_the_network_and_its_bytes_arrive(
 
 
 def test_bytes_that_the_lane_did_not_write_are_noticed(
-    engines: tuple[TransferEngine, TransferEngine],
+    engines: Engines,
     shared: Buffer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +246,7 @@ def test_bytes_that_the_lane_did_not_write_are_noticed(
 
 
 def test_a_socket_that_cannot_be_seen_leaves_the_network_and_the_reason(
-    engines: tuple[TransferEngine, TransferEngine], shared: Buffer, tmp_path: Path
+    engines: Engines, shared: Buffer, tmp_path: Path
 ) -> None:
     with offering(engines[1], shared, tmp_path) as client:
         rates, lane = measure(client, engines[0], [64], 0.001)
@@ -308,17 +300,17 @@ def test_an_oversized_question_costs_only_its_sender_the_connection(port: int, c
     assert isinstance(client.ask(Hello(DOCTOR_VERSION, "tcp")), Offer)
 
 
-def test_an_answer_that_is_none_is_an_error(engines: tuple[TransferEngine, TransferEngine]) -> None:
-    with answering(lambda question: Checksum(1), scripted) as port:
-        client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
-        with pytest.raises(DoctorChannelError, match="expected Offer, got Checksum"):
-            measure(client, engines[0], [64], 0.001)
-        client.close()
-    with answering(lambda question: Offer("s", -1, 5), scripted) as port:
-        client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
-        with pytest.raises(DoctorChannelError, match="answers what is no answer"):
-            client.ask(Hello(DOCTOR_VERSION, "tcp"))
-        client.close()
+def test_an_answer_that_is_none_is_an_error(engines: Engines) -> None:
+    with (
+        answering(lambda question: Checksum(1)) as client,
+        pytest.raises(DoctorChannelError, match="expected Offer, got Checksum"),
+    ):
+        measure(client, engines[0], [64], 0.001)
+    with (
+        answering(lambda question: Offer("s", -1, 5)) as client,
+        pytest.raises(DoctorChannelError, match="answers what is no answer"),
+    ):
+        client.ask(Hello(DOCTOR_VERSION, "tcp"))
 
 
 def test_nobody_answers() -> None:
@@ -338,7 +330,7 @@ def test_a_taken_port_is_told(port: int) -> None:
         DoctorServer("127.0.0.1", port)
 
 
-def test_serving_ends_in_time(engines: tuple[TransferEngine, TransferEngine], buffer: Buffer) -> None:
+def test_serving_ends_in_time(engines: Engines, buffer: Buffer) -> None:
     server = DoctorServer("127.0.0.1", 0)
     serve(server, engines[1], buffer, time.monotonic() + 0.01, lambda: False)
     server.close()

@@ -27,7 +27,6 @@ from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
-    FromEngine,
     Generate,
     GenerateGroup,
     PrefillFinished,
@@ -65,7 +64,6 @@ from protocol.messages import (
     Registered,
     Room,
     RoomDone,
-    ToDecode,
 )
 from protocol.polling import Poller
 from tests.identities import ANY, DIGEST
@@ -115,7 +113,34 @@ class Submission:
         )
 
 
-class EngineThread:
+class Listener:
+    """Who waits for messages, of which those that nobody has asked for yet are kept."""
+
+    def __init__(self) -> None:
+        self._inbox: list[Any] = []
+
+    def hear(self, timeout_secs: float) -> None:
+        raise NotImplementedError
+
+    def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
+        """The first message of a kind; others stay for later."""
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while True:
+            for position, message in enumerate(self._inbox):
+                if isinstance(message, kind) and which(message):
+                    del self._inbox[position]
+                    return message
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
+            self.hear(min(remaining, 0.2))
+
+    def forget(self) -> None:
+        """Clear messages that earlier tests left."""
+        self.hear(0)
+        self._inbox.clear()
+
+
+class EngineThread(Listener):
     """A real PrefillEngine that serves in a thread, and its front's end of the ipc socket.
 
     ``before_run`` is called before each forward with its batch, ``after_layer`` in it when a layer is written
@@ -131,6 +156,7 @@ class EngineThread:
             "num_threads": 1,
             "debug_checks": True,
         }
+        super().__init__()
         self.settings = PrefillSettings(model_path=path, **{**options, **overrides})
         self.spec, self.model = checkpoint(path, self.settings.num_draft_layers)
         self.before_run: Callable[[Sequence[tuple[RoomRecord, Chunk]]], None] = lambda batch: None
@@ -142,7 +168,6 @@ class EngineThread:
         self.submitted: dict[int, list[Submission]] = {}
         """Room -> what was given to the sender, in order."""
         self.stats: EngineStats | None = None
-        self._inbox: list[FromEngine] = []
         self._front = zmq.Context.instance().socket(zmq.PAIR)
         self._front.setsockopt(zmq.LINGER, 0)
         self._front.bind(f"ipc://{ipc_path}")
@@ -232,42 +257,26 @@ class EngineThread:
         self.send(GenerateGroup((sample,), identity, pack_token_ids(tokens)))
         return f"request-{room}"
 
-    def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
-        """The first message of a kind; others stay for later. Statistics are kept aside."""
-        deadline = time.monotonic() + TIMEOUT_SECS
-        while True:
-            for position, message in enumerate(self._inbox):
-                if isinstance(message, kind) and which(message):
-                    del self._inbox[position]
-                    return message
-            assert self._error is None, f"the engine died: {self._error!r}"
-            remaining = deadline - time.monotonic()
-            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
-            if self._front.poll(min(remaining, 0.2) * 1000):
-                message = engine_messages.from_engine_decoder.decode(self._front.recv())
-                if isinstance(message, EngineStats):
-                    self.stats = message
-                else:
-                    self._inbox.append(message)
+    def hear(self, timeout_secs: float) -> None:
+        """All messages that there are, once one has come. Statistics are kept aside."""
+        assert self._error is None, f"the engine died: {self._error!r}"
+        while self._front.poll(timeout_secs * 1000):
+            timeout_secs = 0.0
+            message = engine_messages.from_engine_decoder.decode(self._front.recv())
+            if isinstance(message, EngineStats):
+                self.stats = message
+            else:
+                self._inbox.append(message)
 
     def next_stats(self) -> EngineStats:
         """Statistics from after this call: of two in a row, the second."""
         for _ in range(2):
             self.stats = None
+            deadline = time.monotonic() + TIMEOUT_SECS
             while self.stats is None:
-                assert self._front.poll(TIMEOUT_SECS * 1000), "the engine sends no statistics"
-                message = engine_messages.from_engine_decoder.decode(self._front.recv())
-                if isinstance(message, EngineStats):
-                    self.stats = message
-                else:
-                    self._inbox.append(message)
+                assert time.monotonic() < deadline, "the engine sends no statistics"
+                self.hear(0.2)
         return self.stats
-
-    def forget(self) -> None:
-        """Clear messages that earlier tests left."""
-        while self._front.poll(0):
-            self._front.recv()
-        self._inbox.clear()
 
     def num_dropped(self, reason: str) -> int:
         return (self.life.dropped + self.engine._control.dropped)[reason]
@@ -319,12 +328,12 @@ class StuckTransport:
         self._write(*args, **options)
 
 
-class ControlPeer:
+class ControlPeer(Listener):
     """A decode node's control connection, without memory behind it."""
 
     def __init__(self, engine: EngineThread) -> None:
+        super().__init__()
         self.engine = engine
-        self._inbox: list[ToDecode] = []
         self.reconnect()
 
     def reconnect(self) -> None:
@@ -334,18 +343,9 @@ class ControlPeer:
         self._poller = Poller()
         self._poller.register(self.client)
 
-    def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
-        """The first message of a kind; others stay for later."""
-        deadline = time.monotonic() + TIMEOUT_SECS
-        while True:
-            for position, message in enumerate(self._inbox):
-                if isinstance(message, kind) and which(message):
-                    del self._inbox[position]
-                    return message
-            remaining = deadline - time.monotonic()
-            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
-            self._poller.wait(min(remaining, 0.2))
-            self._inbox.extend(self.client.receive())
+    def hear(self, timeout_secs: float) -> None:
+        self._poller.wait(timeout_secs)
+        self._inbox.extend(self.client.receive())
 
     def assert_nothing_more(self) -> None:
         """Nothing else was said: an answered heartbeat proves that all before it was."""
@@ -450,8 +450,7 @@ class DecodePeer(ControlPeer):
         """Clear what earlier tests left: memory and messages."""
         for memory in (self.kv_host, self.kv_device, self.index, self.aux):
             memory.zero_()
-        self._inbox.extend(self.client.receive())
-        self._inbox.clear()
+        super().forget()
 
     def register(self, **changes: Any) -> Registered:
         self.client.send(self.registration(**changes))
@@ -511,9 +510,22 @@ def without_drafts(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_draft_layers=0, index_group_of_layer=groups)
 
 
+def own_pools(
+    spec: ModelSpec, num_tokens: int, page_size: int = 16
+) -> tuple[PagedKv, torch.Tensor, torch.Tensor]:
+    """For one forward of a whole prompt: the access, and KV and indexer keys that it will have written, by
+    layer and by group, then by position."""
+    num_pages = -(-num_tokens // page_size)
+    num_slots = num_pages * page_size
+    kv = torch.zeros(spec.num_kv_layers, num_slots, spec.item_bytes, dtype=torch.uint8)
+    index = torch.zeros(spec.num_index_groups, num_slots, spec.index_item_bytes, dtype=torch.uint8)
+    request = PagedRequest(torch.arange(num_pages), 0, num_tokens, want_hint=True)
+    return PagedKv(spec, kv, index, page_size, [request]), kv[:, :num_tokens], index[:, :num_tokens]
+
+
 @dataclass(frozen=True)
 class Computed:
-    """Of a prompt: what one forward makes. ``kv`` and ``index`` by layer and by group, then by position."""
+    """Of a prompt: what one forward makes. ``kv`` and ``index`` as of ``own_pools``."""
 
     kv: torch.Tensor
     index: torch.Tensor
@@ -523,20 +535,9 @@ class Computed:
 
 def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Computed:
     """One forward of the whole prompt over pools of its own, and then the MTP layer where there is one."""
-    spec, page_size = engine.spec, 16
-    num_pages = -(-len(tokens) // page_size)
-    num_slots = num_pages * page_size
-    device_pool = torch.zeros(spec.num_kv_layers, num_slots, spec.item_bytes, dtype=torch.uint8)
-    index_pool = torch.zeros(spec.num_index_groups, num_slots, spec.index_item_bytes, dtype=torch.uint8)
-    kv = PagedKv(
-        spec,
-        device_pool,
-        index_pool,
-        page_size,
-        [PagedRequest(torch.arange(num_pages), 0, len(tokens), want_hint=True)],
-    )
+    kv, kv_bytes, index_bytes = own_pools(engine.spec, len(tokens))
     ids = torch.tensor(tokens)
-    if spec.num_draft_layers:
+    if engine.spec.num_draft_layers:
         logits, hidden = engine.model.forward_with_hidden(ids, kv.positions, kv, kv.last_rows)
         next_ids = torch.cat((ids[1:], logits.argmax(1)))
         engine.model.draft(next_ids, hidden, kv.positions, kv, kv.last_rows)
@@ -544,8 +545,7 @@ def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Computed:
         logits = engine.model.forward(ids, kv.positions, kv, kv.last_rows)
     hint = kv.hints[0]
     assert hint is not None
-    rows = slice(0, len(tokens))
-    return Computed(device_pool[:, rows], index_pool[:, rows], int(logits.argmax()), hint)
+    return Computed(kv_bytes, index_bytes, int(logits.argmax()), hint)
 
 
 def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:

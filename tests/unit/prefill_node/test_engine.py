@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -66,22 +65,6 @@ def test_lands_in_scattered_host_slots_and_index_pages(
         untouched[extent.start : extent.end] = False
     assert not peer.kv_host[:, untouched].any(), "bytes landed outside the landing zone"
     assert not peer.kv_device.any()
-
-
-def test_lands_in_device_pages_when_dense(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    kv = (Extent(64, 32), Extent(0, 8))
-    deliver(engine, peer, room, prompt(2, 40), kv=kv, hisparse=False)
-    assert not peer.kv_host.any()
-
-
-def test_either_half_may_come_first(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    tokens = prompt(3, 30)
-    engine.generate(room, tokens)
-    wait_for(lambda: engine.has_room(room), "the request")
-    bootstrap = peer.bootstrap(room, 30)
-    peer.expect(RoomDone)
-    engine.expect(PrefillFinished)
-    peer.assert_has(bootstrap)
 
 
 @pytest.mark.I1
@@ -369,28 +352,3 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
     engine.expect(PrefillFinished)
     engine.generate(room, [5, 6, 7])
     assert "served before" in engine.expect(RequestFailed).error
-
-
-@pytest.mark.I7
-@pytest.mark.I8
-def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
-    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Heartbeats are answered, and writes that are over are noticed, between any two bursts of it."""
-    seen: list[str] = []
-    expire = engine.engine._expire
-
-    def expired() -> None:
-        seen.append("turn")
-        expire()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.life, "abort_request", lambda request_id, now_secs: seen.append(request_id))
-        patch.setattr(engine.engine, "_expire", expired)
-        flood = [f"unknown-{i}" for i in range(1000)]
-        for request_id in flood:
-            engine.send(Abort(request_id))
-        wait_for(lambda: flood[-1] in seen, "the flood to be over")
-    assert [entry for entry in seen if entry != "turn"] == flood, "nothing is lost"
-    bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "turn") if not entry]
-    assert max(bursts) <= 256

@@ -49,16 +49,6 @@ def test_rooms_land_over_the_lane_in_both_modes(engine: EngineThread) -> None:
         assert len(peer.lane_host._connections) == 1, "the same registration keeps its lane"
 
 
-@pytest.mark.usefixtures("network_fails")
-def test_a_node_that_offers_nothing_is_on_the_network(engine: EngineThread) -> None:
-    with decode_peer(engine, "private") as peer:
-        registered = peer.register()
-        assert (registered.lane, registered.lane_reason) == ("tcp", "the decode node offers no shared memory")
-        peer.bootstrap(3, 20)
-        engine.generate(3, prompt(3, 20))
-        assert "over the network" in peer.expect(RoomFailed).error
-
-
 def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: EngineThread) -> None:
     with decode_peer(engine, "ending") as ending, decode_peer(engine, "staying") as staying:
         for peer in (ending, staying):

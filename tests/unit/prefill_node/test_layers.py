@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from hisparse_pd.engine.messages import RequestFailed
 from prefill_node.compute import layer_hook
-from protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
+from protocol.messages import RoomFailed, RoomQuiet
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
@@ -25,7 +24,6 @@ from tests.unit.prefill_node.support import (
     next_room,
     prompt,
 )
-from transfer.send_queue import Outcome, Slice
 
 AUX = "aux record"
 WHOLE = 1 << 40
@@ -89,16 +87,6 @@ def test_layers_leave_while_the_next_ones_compute(engine: EngineThread, peer: De
         assert num_submitted[:3] == [0, 0, 0]
 
 
-def test_a_cached_prefix_leaves_whole_and_the_rest_by_layers(engine: EngineThread, peer: DecodePeer) -> None:
-    tokens = prompt(6, 70)
-    first, second = next_room(), next_room()
-    deliver(engine, peer, first, tokens)
-    done = deliver(engine, peer, second, tokens, kv=(Extent(400, 70),))
-    assert done.num_cached_tokens == 64
-    assert engine.submitted[second][0].batch.tag == "positions [0, 64) of layers [0, 4)"
-    assert covered(engine.submitted[second]) == {(0, 64): [0, 1, 2, 3], (64, 70): [0, 1, 2, 3]}
-
-
 def test_on_a_gpu_every_layer_leaves_with_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are not there when the hook runs: the event is behind the kernels that store them."""
     recorded: list[object] = []
@@ -147,66 +135,3 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
     engine.after_layer = lambda layer: None
     done = deliver(engine, peer, next_room(), prompt(8, 40))
     assert done.num_cached_tokens == 0, "pages of a failed forward must not be cached"
-
-
-@pytest.mark.I1
-def test_an_abort_between_layers_is_quiet_when_all_that_left_is_back(
-    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = StuckTransport(engine, monkeypatch)
-    is_between_layers = threading.Event()
-    is_sending = sends_layers(engine)  # otherwise nothing has left when the abort arrives
-
-    def wait_for_the_abort(layer: int) -> None:
-        if layer == 1:
-            assert not is_sending or transport.started.wait(TIMEOUT_SECS)
-            is_between_layers.set()
-            engine.wait_for_message("control")
-
-    engine.after_layer = wait_for_the_abort
-    peer.bootstrap(room, 90)
-    request_id = engine.generate(room, prompt(9, 90))
-    assert is_between_layers.wait(TIMEOUT_SECS)
-    peer.client.send(AbortRoom(room, "client gone"))
-    failed = engine.expect(RequestFailed)
-    assert (failed.request_id, failed.status) == (request_id, 503)
-    assert "client gone" in failed.error
-    if is_sending:
-        peer.assert_nothing_more()
-        assert engine.num_used_pages == 6
-    transport.release.set()
-    assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
-    assert transport.num_started <= 1, "a batch was started after the abort"
-    assert engine.computed[room] == [(0, 48)], "computed on after the abort"
-    assert all(sent.batch.tag != AUX for sent in engine.submitted[room])
-
-
-def test_a_batch_that_fails_midway_stops_the_layers_behind_it(
-    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = StuckTransport(engine, monkeypatch)
-    transport.release.set()
-    peer.register(session="127.0.0.1:9")  # nobody listens there
-    has_failed = threading.Event()
-    finish = engine.engine._sender._queue.finish
-
-    def finished(written: Slice, outcome: Outcome) -> None:
-        finish(written, outcome)
-        has_failed.set()
-
-    monkeypatch.setattr(engine.engine._sender._queue, "finish", finished)
-    if sends_layers(engine):
-        engine.after_layer = lambda layer: (
-            None if has_failed.wait(TIMEOUT_SECS) else pytest.fail("no failure")
-        )
-    peer.bootstrap(room, 40)
-    engine.generate(room, prompt(10, 40))
-    failed = peer.expect(RoomFailed)
-    assert (failed.room, failed.status, failed.batch_failed) == (room, 502, True)
-    if not failed.quiet:
-        assert peer.expect(RoomQuiet).batch_failed
-    error = engine.expect(RequestFailed).error
-    assert "sending positions [0, 40) of layers [0, " in error
-    assert transport.num_started == 1, "a batch was started behind the failed one"
-    peer.register()
-    deliver(engine, peer, next_room(), prompt(10, 40))

@@ -28,7 +28,6 @@ from hisparse_pd.engine.messages import (
     score_dtype,
 )
 from hisparse_pd.model import prompt_scores
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.vocabulary import FinishReason, SamplingParams
 from protocol.messages import RoomFailed
 from tests.identities import ANY
@@ -39,6 +38,7 @@ from tests.unit.prefill_node.support import (
     EngineThread,
     engine_thread,
     next_room,
+    own_pools,
     prompt,
     wait_for,
 )
@@ -134,15 +134,7 @@ def receive(engine: EngineThread, generate: Generate) -> Scored:
 
 def logprobs_of(engine: EngineThread, tokens: Sequence[int]) -> torch.Tensor:
     """[num_tokens, vocab]: one forward of the whole prompt over pools of its own, with all logits."""
-    spec, num_pages = engine.spec, -(-len(tokens) // PAGE_SIZE)
-    num_slots = num_pages * PAGE_SIZE
-    kv = PagedKv(
-        spec,
-        torch.zeros(spec.num_kv_layers, num_slots, spec.item_bytes, dtype=torch.uint8),
-        torch.zeros(spec.num_index_groups, num_slots, spec.index_item_bytes, dtype=torch.uint8),
-        PAGE_SIZE,
-        [PagedRequest(torch.arange(num_pages), 0, len(tokens))],
-    )
+    kv, _, _ = own_pools(engine.spec, len(tokens), PAGE_SIZE)
     ids = torch.tensor(tokens)
     return torch.log_softmax(engine.model.forward(ids, kv.positions, kv, torch.arange(len(tokens))), dim=-1)
 

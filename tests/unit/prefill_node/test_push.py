@@ -155,15 +155,6 @@ def test_layers_leave_once_and_only_when_written(layers_per_batch: int, layers: 
     assert num_bytes == 9 * (NUM_LAYERS * ITEM_BYTES + NUM_INDEX_LAYERS * INDEX_BYTES), "something left twice"
 
 
-def test_a_layer_leaves_before_the_next_is_written() -> None:
-    world = World()
-    pushes = [world.pusher.plan(world.record, 0, 12)]
-    for layer in range(NUM_LAYERS):
-        world.write(pushes, layer)
-        assert len(world.sender.batches) == layer + 1
-    world.assert_landed(pushes[0])
-
-
 def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
     world = World()
     world.forward(world.pusher.plan(world.record, 0, 4))
@@ -211,43 +202,6 @@ def test_layers_wait_for_a_slow_transport_and_then_leave_together() -> None:
     world.write(pushes, 4)
     assert layers_of(world.sender.tags) == ["[0, 1)", "[1, 4)", "[4, 5)"], "the chunk's last layer waits"
     world.assert_landed(pushes[0])
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "layers"),
-    [
-        (12, ["[0, 1)", "[1, 2)", "[2, 3)", "[3, 4)", "[4, 5)"]),
-        (6, ["[0, 2)", "[2, 4)", "[4, 5)"]),
-        (2, ["[0, 5)"]),
-    ],
-)
-def test_short_chunks_wait_until_a_batch_is_worth_it(num_tokens: int, layers: list[str]) -> None:
-    world = World(min_batch_bytes=12 * ITEM_BYTES)
-    push = world.pusher.plan(world.record, 0, num_tokens)
-    world.forward(push)
-    assert layers_of(world.sender.tags) == layers
-    world.assert_landed(push)
-
-
-@pytest.mark.I1
-@pytest.mark.I8
-def test_what_is_under_way_is_bounded_when_nothing_is_ever_written() -> None:
-    world = World()
-    submit = world.sender.submit
-
-    def stuck(session: str, batch: WriteBatch) -> None:
-        submit(session, batch)
-        world.sender.num_waiting += 1
-
-    world.sender.submit = stuck  # type: ignore[method-assign]
-    world.pusher.push_rest(world.pusher.plan(world.record, 0, 2))
-    for start in range(2, 12):
-        world.forward(world.pusher.plan(world.record, start, start + 1))
-    world.pusher.push_aux(world.record)
-    num_chunks = 10
-    assert len(world.sender.batches) <= MAX_PENDING_BATCHES + num_chunks + 2
-    assert world.record.num_writes_pending == len(world.sender.batches)
-    assert world.sender.tags[-1] == "aux record"
 
 
 def test_prompts_of_one_forward_leave_side_by_side() -> None:

@@ -283,20 +283,33 @@ def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
         ControlClient("tcp://prefill.example:7000")
 
 
-def test_a_name_of_several_addresses_is_that_of_the_one_which_answers(
+def test_a_name_stands_for_that_address_of_it_which_answers_and_the_list_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And the connection goes to that address: a second look-up of the name could give another."""
+    addresses: list[str] = []
+    resolved: list[str] = []
+
     def resolve(host: str, *args: Any, **kwargs: Any) -> Any:
+        resolved.append(host)
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
 
-    monkeypatch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": resolve}))
+    def asked(allowed: PeerList | None, *found: str) -> str:
+        addresses[:] = found
+        with monkeypatch.context() as patch:
+            patch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": resolve}))
+            return look_up("prefill.example", port, None, allowed).control_host
+
+    loopback = PeerList.parse(["127.0.0.0/8"])
     with answering((http(msgspec.json.encode(msgspec.structs.replace(INFO, control_host="*"))),)) as port:
-        addresses = ["127.0.0.9", "127.0.0.1"]
-        assert look_up("prefill.example", port).control_host == "127.0.0.1"
-        addresses = ["127.0.0.9", "127.0.0.8"]
+        assert asked(None, "127.0.0.9", "127.0.0.1") == "127.0.0.1"
         with pytest.raises(BootstrapLookupError, match="refused") as caught:
-            look_up("prefill.example", port)
+            asked(None, "127.0.0.9", "127.0.0.8")
         assert caught.value.refused
+        assert asked(loopback, "192.0.2.9", "127.0.0.1") == "127.0.0.1"
+        with pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in allowed_peers"):
+            asked(loopback, "192.0.2.9")
+    assert resolved == ["prefill.example"] * 4
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1/x?", "user@127.0.0.1", "127.0.0.1#", "a b", "", "127.0.0.1:1"])
@@ -341,26 +354,6 @@ def test_a_rank_may_be_on_another_machine_which_the_list_has() -> None:
             pytest.raises(BootstrapLookupError, match=f"control host '{host}' is no name and no address"),
         ):
             look_up("127.0.0.1", port)
-
-
-def test_a_name_stands_for_the_address_that_the_list_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the connection goes to that address: a second look-up of the name could give another."""
-    resolved: list[str] = []
-
-    def resolve(host: str, *args: Any, **kwargs: Any) -> Any:
-        resolved.append(host)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
-
-    with answering((http(msgspec.json.encode(msgspec.structs.replace(INFO, control_host="*"))),)) as port:
-        addresses = ["192.0.2.9", "127.0.0.1"]
-        with monkeypatch.context() as patch:
-            patch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": resolve}))
-            info = look_up("prefill.example", port, None, PeerList.parse(["127.0.0.0/8"]))
-            assert info.control_host == "127.0.0.1"
-            addresses = ["192.0.2.9"]
-            with pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in allowed_peers"):
-                look_up("prefill.example", port, None, PeerList.parse(["127.0.0.0/8"]))
-    assert resolved == ["prefill.example", "prefill.example"]
 
 
 def test_nothing_listening_is_told_apart() -> None:

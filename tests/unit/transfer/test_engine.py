@@ -69,17 +69,6 @@ def test_bytes_land_in_the_other_process(engine: TransferEngine, peer: Peer, sou
     assert not any(peer.read(50, 1000))
 
 
-def test_two_engines_in_one_process(engine: TransferEngine, source: torch.Tensor) -> None:
-    other = TransferEngine("127.0.0.1")
-    target = torch.zeros(64, dtype=torch.uint8)
-    addr = other.register(target)
-    engine.write(other.session, [source.data_ptr()], [addr], [64])
-    assert torch.equal(target, source[:64])
-    assert other.session != engine.session
-    assert engine.is_reachable(other.session)
-    other.close()
-
-
 def test_a_long_range_and_many_short_ones_arrive_whole(
     engine: TransferEngine, peer: Peer, source: torch.Tensor
 ) -> None:
@@ -189,6 +178,7 @@ def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
 ) -> None:
     """Its memory and its data port are others than those of the process before it."""
     with Peer(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
+        engine.renew(forwarder.session)  # before the first write there is nothing to forget
         engine.write(forwarder.session, [source.data_ptr()], [first.base_addr], [64])
         assert first.read(0, 64) == source[:64].numpy().tobytes()
         for second in (peer, first):
@@ -196,15 +186,6 @@ def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
             engine.renew(forwarder.session)
             engine.write(forwarder.session, [source.data_ptr() + 9], [second.base_addr], [64])
             assert second.read(0, 64) == source[9:73].numpy().tobytes()
-
-
-def test_a_session_that_was_never_written_to_can_be_renewed(
-    engine: TransferEngine, source: torch.Tensor
-) -> None:
-    with Peer(1 << 20) as fresh:
-        engine.renew(fresh.session)
-        engine.write(fresh.session, [source.data_ptr()], [fresh.base_addr], [64])
-        assert fresh.read(0, 64) == source[:64].numpy().tobytes()
 
 
 def test_a_write_stops_between_its_parts(engine: TransferEngine, peer: Peer, source: torch.Tensor) -> None:
@@ -223,11 +204,6 @@ def test_a_write_stops_between_its_parts(engine: TransferEngine, peer: Peer, sou
 
 def test_nothing_to_write_is_no_error(engine: TransferEngine) -> None:
     engine.write("127.0.0.1:1", [], [], [])
-
-
-def test_columns_of_different_length_are_refused(engine: TransferEngine, peer: Peer) -> None:
-    with pytest.raises(TransferError, match="1 sources, 2 destinations and 1 lengths"):
-        engine.write(peer.session, [1], [1, 2], [1])
 
 
 def test_registration_is_checked(engine: TransferEngine, source: torch.Tensor) -> None:
@@ -254,15 +230,15 @@ def test_unregistered_memory_is_no_source_any_more(engine: TransferEngine, peer:
         engine.write(peer.session, [addr], [peer.base_addr], [64])
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-def test_a_wildcard_is_no_host(host: str) -> None:
-    with pytest.raises(TransferSetupError, match="advertise_host"):
-        TransferEngine(host)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:5000", "[::1]:5000"])
-def test_an_address_with_a_port_is_no_host(host: str) -> None:
-    with pytest.raises(TransferSetupError, match="without a port"):
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        *((host, "advertise_host") for host in ("", "0.0.0.0", "::")),
+        *((host, "without a port") for host in ("127.0.0.1:5000", "[::1]:5000")),
+    ],
+)
+def test_what_peers_cannot_reach_is_no_host(host: str, words: str) -> None:
+    with pytest.raises(TransferSetupError, match=words):
         TransferEngine(host)
 
 

@@ -89,17 +89,6 @@ def test_ports_from_before_and_without_a_list_stay_open() -> None:
         assert_takes(server, "127.0.0.2")
 
 
-def test_who_only_writes_to_others_is_reached_by_this_machine_alone() -> None:
-    with guarded_listeners(ELSEWHERE, PeerList(), has_peers=False):
-        server = listener()
-    with server:
-        assert_takes(server, "127.0.0.2")
-    peers = reachable_from(ELSEWHERE, PeerList(), has_peers=False)
-    assert peers.allows(ELSEWHERE), "it tries whether it can be reached"
-    assert not peers.allows("192.0.2.2")
-    assert reachable_from(ELSEWHERE, PeerList.parse(["192.0.2.2"]), has_peers=False).allows("192.0.2.2")
-
-
 def test_a_kernel_that_cannot_filter_stops_only_who_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,19 +112,22 @@ def test_a_kernel_that_cannot_filter_stops_only_who_asked_for_it(
 
 
 @pytest.mark.parametrize(
-    ("host", "entries", "inside", "outside"),
+    ("host", "entries", "has_peers", "inside", "outside"),
     [
-        ("127.0.0.1", [], "127.0.0.9", "192.0.2.1"),
-        ("localhost", [], "::1", "192.0.2.1"),
-        ("192.0.2.7", ["10.0.0.0/8"], "192.0.2.7", "192.0.2.8"),
-        ("192.0.2.7", ["10.0.0.0/8"], "10.9.9.9", "127.0.0.1"),
+        ("127.0.0.1", [], True, "127.0.0.9", "192.0.2.1"),
+        ("localhost", [], True, "::1", "192.0.2.1"),
+        ("192.0.2.7", ["10.0.0.0/8"], True, "192.0.2.7", "192.0.2.8"),
+        ("192.0.2.7", ["10.0.0.0/8"], True, "10.9.9.9", "127.0.0.1"),
+        ("192.0.2.7", [], True, "198.51.100.1", None),
+        ("192.0.2.7", [], False, "192.0.2.7", "192.0.2.2"),  # it tries whether it can be reached
+        ("192.0.2.7", [], False, "127.0.0.2", "192.0.2.2"),
+        ("192.0.2.7", ["192.0.2.2"], False, "192.0.2.2", "127.0.0.2"),
     ],
 )
-def test_who_reaches_the_kv_ports(host: str, entries: list[str], inside: str, outside: str) -> None:
-    peers = reachable_from(host, PeerList.parse(entries))
+def test_who_reaches_the_kv_ports(
+    host: str, entries: list[str], has_peers: bool, inside: str, outside: str | None
+) -> None:
+    """Who only writes to others, and has no peers, is reached by its machine alone."""
+    peers = reachable_from(host, PeerList.parse(entries), has_peers)
     assert peers.allows(inside)
-    assert not peers.allows(outside)
-
-
-def test_a_node_for_others_without_a_list_takes_anybody() -> None:
-    assert not reachable_from("192.0.2.7", PeerList())
+    assert outside is None or not peers.allows(outside)

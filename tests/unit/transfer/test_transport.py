@@ -56,15 +56,7 @@ def test_rdma_takes_a_usable_device(tmp_path: Path, device: FakeDevice) -> None:
     ("devices", "changes", "words"),
     [
         ([], {}, ["no RDMA device in", "class/infiniband", "tcp"]),
-        ([DOWN], {}, ["mlx5_1 port 1", "'1: DOWN'", "'4: ACTIVE'"]),
-        ([replace(ROCE, gids=[])], {}, ["no GID", "address"]),
-        ([replace(ROCE, gids=[(LINK_LOCAL_GID, "IB/RoCE v1")])], {}, ["RoCE v1 only"]),
-        ([DOWN, replace(ROCE, gids=[])], {}, ["mlx5_1", "mlx5_0", " | "]),
-        (
-            [ROCE],
-            {"memlock_bytes": lambda: 8 << 20},
-            ["8388608 bytes (8.0 MiB)", "1073741824 bytes (1.0 GiB)", "ulimit -l"],
-        ),
+        ([DOWN, replace(ROCE, gids=[])], {}, ["mlx5_1 port 1", "'4: ACTIVE'", " | ", "mlx5_0", "no GID"]),
         ([ROCE, SECOND], {"memlock_bytes": lambda: 1 << 30}, ["2147483648 bytes", "each of 2 devices"]),
         ([ROCE], {"environ": {"MC_FORCE_TCP": "1"}}, ["MC_FORCE_TCP", "unset"]),
     ],
