@@ -38,7 +38,10 @@ from protocol.polling import BURST_MESSAGES, SEND_HWM, burst
 log = logging.getLogger(__name__)
 
 _HWM = 64
-"""Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB."""
+"""Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB.
+
+An engine on another machine may have SEND_HWM instead, more than a front has in flight. At its limit ZMQ reads
+nothing, no sign of life either, and would take an engine for lost that is only busy."""
 
 _RECEIVED_A_TURN = 64
 """Messages that a front takes in between two turns of its loop: a task of a millisecond or two, with what
@@ -87,7 +90,7 @@ class FrontChannel:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 2000)  # the last answers still leave at shutdown
         self.socket.setsockopt(zmq.SNDHWM, SEND_HWM)
-        self.socket.setsockopt(zmq.RCVHWM, _HWM)
+        self.socket.setsockopt(zmq.RCVHWM, _HWM if crossing is None else SEND_HWM)
         self._losses: zmq.Socket[bytes] | None = None
         if crossing is not None:
             prove_key(self.socket, crossing.keys)

@@ -310,13 +310,19 @@ def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
         front.close()
 
 
+PATIENT = Heartbeats(30.0, 60.0)
+
+
 def _across(
-    front_keys: ControlKeys | None, engine_keys: ControlKeys | None, allowed: str = "127.0.0.1"
+    front_keys: ControlKeys | None,
+    engine_keys: ControlKeys | None,
+    allowed: str = "127.0.0.1",
+    heartbeats: Heartbeats = PATIENT,
 ) -> tuple[FrontSocket, EngineSocket]:
     """A front and an engine on another machine."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    front = FrontSocket(endpoint, Crossing(front_keys, PeerList.parse([allowed]), Heartbeats(30.0, 60.0)))
-    return front, EngineSocket([endpoint], Crossing(engine_keys, PeerList(), Heartbeats(30.0, 60.0)))
+    front = FrontSocket(endpoint, Crossing(front_keys, PeerList.parse([allowed]), heartbeats))
+    return front, EngineSocket([endpoint], Crossing(engine_keys, PeerList(), heartbeats))
 
 
 @pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
@@ -346,6 +352,25 @@ def test_front_and_engine_on_two_machines_notice_each_others_end(keys: ControlKe
     with pytest.raises(FrontGone, match=r"the front at tcp://127\.0\.0\.1:\d+ is gone"):
         listen()
     engine.close()
+
+
+@pytest.mark.I7
+def test_an_engine_that_is_busy_is_not_lost_however_much_it_has_to_read() -> None:
+    front, engine = _across(None, None, heartbeats=Heartbeats.within(0.5, 1.0))
+    engine.send(RequestFailed("r1", 503, "full"))
+    assert front.socket.poll(WAIT_SECS * 1000)
+    assert len(list(front.receive())) == 1
+    aborts = [Abort(f"r{number}") for number in range(1000)]
+    for abort in aborts:
+        wait_until(lambda abort=abort: front.send(abort))
+    time.sleep(3.0)  # three times what would end a connection without signs of life
+    assert not front.take_loss()
+    assert not engine.fronts[0].is_lost
+    received: list[object] = []
+    wait_until(lambda: received.extend(engine.receive()) or len(received) == len(aborts))
+    assert received == aborts
+    engine.close()
+    front.close()
 
 
 @pytest.mark.I7
@@ -390,7 +415,7 @@ def test_a_taken_port_is_an_error_that_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen at tcp://127.0.0.1:{port} for engines"):
-            FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, PeerList(), Heartbeats(30.0, 60.0)))
+            FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, PeerList(), PATIENT))
 
 
 class _Endless:
