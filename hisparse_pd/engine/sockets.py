@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 _HWM = 64
 """Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB.
 
-An engine on another machine may have SEND_HWM instead, more than a front has in flight. At its limit ZMQ reads
-nothing, no sign of life either, and would take an engine for lost that is only busy."""
+For an engine on another machine it is SEND_HWM, more than a front has in flight: at its limit ZMQ reads no
+sign of life either, and would take an engine for lost that is only busy."""
 
 _RECEIVED_A_TURN = 64
 """Messages that a front takes in between two turns of its loop: a task of a millisecond or two, with what
