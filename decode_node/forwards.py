@@ -136,12 +136,13 @@ class Forwards:
         stream.synchronize()
         pool = None
         for size, num_new, is_split in kinds:
-            graph, following = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 forward = self._forward(size, num_new, is_split)
             pool = graph.pool()
             self._graphs.setdefault((num_new, is_split), {})[size] = graph, forward
             if self._max_new > 1 and (num_new, size) not in self._following:
+                following = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(following, pool=pool, stream=stream):
                     results = self._follow(forward)
                 self._following[num_new, size] = following, results

@@ -210,13 +210,26 @@ class Request:
     @property
     def has_next_step(self) -> bool:
         """Whether a token may follow those that are in flight."""
-        return len(self.output_token_ids) + self.num_in_flight < self.sampling.max_new_tokens
+        return self.next_index < self.sampling.max_new_tokens
 
     @property
     def is_sure_of_next(self) -> bool:
         """Whether it has a next step, and slots for it, however many of the drafts in flight are right."""
-        num_tokens = len(self.output_token_ids) + self.num_in_flight + self.num_drafts_in_flight
+        num_tokens = self.next_index + self.num_drafts_in_flight
         return num_tokens < self.sampling.max_new_tokens and self.has_slots_for_next
+
+    @property
+    def next_index(self) -> int:
+        """Output tokens before the one that the next step samples; more where drafts in flight are right."""
+        return len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether its next token is that of the largest logit, and nobody asks for more than that."""
+        params = self.sampling
+        if params.grammar or params.temperature != 0 or params.num_logprobs is not None:
+            return False
+        return self.next_index >= params.min_new_tokens and not self.changes_logits
 
     def enter_step(self, most_drafts: int) -> None:
         """A step that verifies so many of its drafts at most was launched."""
@@ -279,7 +292,7 @@ class Request:
         None for positions behind the last token that was asked for.
         """
         drafts, self.draft_token_ids = self.draft_token_ids, []
-        num_left = self.sampling.max_new_tokens - len(self.output_token_ids) - self.num_in_flight
+        num_left = self.sampling.max_new_tokens - self.next_index
         return drafts[: max(0, min(max_drafts, num_left - 1))]
 
     @property

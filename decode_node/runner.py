@@ -26,7 +26,6 @@ from decode_node.request import Request
 from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
 from decode_node.step_masks import has_grammar, masks_of
-from decode_node.steps import Launched, Runner, StepResult, is_plain_greedy, next_index
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
@@ -37,7 +36,7 @@ from hisparse_pd.vocabulary import Mode, TokenLogprob
 from kernels.hot_state import HotBufferError
 
 
-def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:
     """The runner for the device and the formats. Raises AttentionBackendError."""
     max_reqs = settings.max_running_requests
     scratch_tokens = max_reqs * hot_buffers.state.max_new
@@ -101,10 +100,15 @@ class DeviceRunner:
             self._forwards.capture(sorted(graph_batches, reverse=True))
 
     def would_split(self, batch: Sequence[Request]) -> bool:
+        """Whether the batch runs as micro-batches. Where one rank's does, all ranks' do."""
         return sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
 
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
+        """Enqueue one step, a token for each request, of which another rank may have more.
+
+        Raises what the model raises.
+        """
         num_new = step.num_new
         for request in batch:
             if not request.has_slots_for_next:
@@ -124,15 +128,15 @@ class DeviceRunner:
         self._has_verified = num_new > 1
         forward = self._forwards.launch(step.num_tokens, num_new, is_split=step.is_split)
         sample = None
-        if not all(map(is_plain_greedy, batch)):
+        if not all(request.is_plain_greedy for request in batch):
             rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
-            indices = [next_index(batch[req]) + row for req, row in rows]
+            indices = [batch[req].next_index + row for req, row in rows]
             before = [drafts[req][:row] for req, row in rows] if any(drafts) else ()
             counts = self._counts.of([batch[req] for req, _ in rows], before)
             sample = partial(self._sample, batch, drafts, rows, indices, counts, forward, buffers)
         feeds_next = self._is_behind and (num_new == 1 or sample is None)
         finish = partial(self._forwards.follow, forward)
-        launched = _OnDevice(batch, buffers, most_drafts, num_new, feeds_next, sample, finish)
+        launched = Launched(batch, buffers, most_drafts, num_new, feeds_next, sample, finish)
         if has_grammar(batch):
             buffers.mark()
         else:
@@ -190,15 +194,37 @@ class DeviceRunner:
         return sampled
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """Of one request."""
+
+    token_ids: list[int]
+    """What it goes on with: the accepted drafts, and one token more."""
+    logprobs: list[TokenLogprob | None]
+    """Of each of these tokens."""
+    error: str
+    """Empty where the kernels found nothing."""
+    counters: tuple[int, int, int]
+    """Hits, misses and evictions of its row so far."""
+    num_drafted: int
+    """Drafts that were verified."""
+    drafts: list[int]
+    """What the draft layer guesses to follow; nothing after a step without drafts."""
+
+
 @dataclass
-class _OnDevice:
-    """A step that the device works on."""
+class Launched:
+    """A step that was enqueued."""
 
     batch: Sequence[Request]
     buffers: StepBuffers
     most_drafts: list[int]
+    """Of each request, how many drafts it verifies at most: as long as it is in flight, nobody knows how many
+    of them count."""
     num_new: int
+    """As of ``NodeStep``."""
     feeds_next: bool
+    """Whether the next step may be launched before this one's result was taken."""
     sample: Callable[[], Sampled] | None
     """Of the positions that can count. None when all tokens are just the likeliest: with drafts, only then
     nothing of the next step depends on what is read of this one."""
@@ -209,6 +235,9 @@ class _OnDevice:
 
     @torch.inference_mode()
     def draw(self) -> None:
+        """Enqueue the draws, and what follows from them, unless that was done at the launch: where somebody
+        has a grammar, what it allows depends on the tokens of the step before. Raises what sampling raises.
+        """
         if self.is_drawn:
             return
         with self.buffers.marked():
@@ -218,9 +247,12 @@ class _OnDevice:
         self.is_drawn = True
 
     def wait(self) -> None:
+        """Until no memory of the step's requests is read or written by it any more. What ``draw`` is still to
+        enqueue touches none, unless the step verifies drafts."""
         self.buffers.wait()
 
     def result(self) -> list[StepResult]:
+        """Of each request. Waits. To be taken once, before the step after the next is launched."""
         if not self.is_drawn:  # what is in its memory until then is that of an earlier step
             raise RuntimeError("the step's tokens were not drawn")
         has_drafts = self.num_new > 1

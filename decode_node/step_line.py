@@ -17,8 +17,8 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
 from decode_node.request import Request, RequestState, RunStage
 from decode_node.request_life import RequestLife
+from decode_node.runner import DeviceRunner, Launched
 from decode_node.step_masks import has_grammar
-from decode_node.steps import Launched, Runner, is_plain_greedy
 from hisparse_pd.engine.lockstep import Lockstep, NodeStep
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class StepLine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: DeviceRunner,
         lockstep: Lockstep,
         requests: LiveRequests,
         hot_buffers: HotBuffers,
@@ -92,7 +92,7 @@ class StepLine:
         if self._most_drafts and has_grammar(running):
             return False
         return launched.num_new == 1 or all(
-            is_plain_greedy(request) and (request.is_sure_of_next or not request.num_in_flight)
+            request.is_plain_greedy and (request.is_sure_of_next or not request.num_in_flight)
             for request in running
             if request.has_next_step
         )

@@ -19,7 +19,7 @@ import torch
 from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory
 from decode_node.request import Request
-from decode_node.steps import StepResult
+from decode_node.runner import StepResult
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import (
     EngineReady,

@@ -52,9 +52,8 @@ from decode_node.drafting import full_buffer
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.runner import make_runner
+from decode_node.runner import DeviceRunner, make_runner
 from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN, DecodeSettingsError
-from decode_node.steps import Runner
 from hisparse_pd.bench.facts import OUT, run_facts
 from hisparse_pd.bench.report import table, write_json
 from hisparse_pd.engine.lockstep import NodeStep
@@ -239,7 +238,7 @@ class Bench:
         self.hot_buffers = make_hot_buffers(spec, settings, self.memory, pools, max(self._num_new, capacity))
         used.mark("tables")
         self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
-        self.runner: Runner = make_runner(settings, model, self.hot_buffers)
+        self.runner: DeviceRunner = make_runner(settings, model, self.hot_buffers)
         used.mark("graphs and workspaces")
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = (0, 0, 0)

@@ -13,7 +13,6 @@ import pytest
 import decode_node.engine
 from decode_node.hot_buffers import HotBuffers
 from decode_node.runner import DeviceRunner
-from decode_node.steps import Runner
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.settings import DecodeSettings
@@ -35,10 +34,10 @@ LENGTHS = [1, 63, 64, 65, HOT_BUFFER - 22, HOT_BUFFER - 3, HOT_BUFFER - 1, HOT_B
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-MakeRunner = Callable[[DecodeSettings, DsaModel, HotBuffers], Runner]
+MakeRunner = Callable[[DecodeSettings, DsaModel, HotBuffers], DeviceRunner]
 
 
-def make_behind(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+def make_behind(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:
     """Steps as a GPU has them, one behind, without graphs."""
     return DeviceRunner(
         model,

@@ -17,9 +17,9 @@ from torch import Tensor
 import decode_node.runner
 import decode_node.step_masks
 from decode_node.request import Request
+from decode_node.runner import Launched
 from decode_node.step_buffers import StepBuffers
 from decode_node.step_masks import masks_of
-from decode_node.steps import Launched
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.grammar.matcher import ALL_ALLOWED, GrammarError
 from hisparse_pd.grammar.token_trie import Grammar
@@ -225,7 +225,7 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
 
     kept: list[Launched] = []
     monkeypatch.setattr(runner, "launch", recorded_launch)
-    kind: Any = decode_node.runner._OnDevice
+    kind: Any = decode_node.runner.Launched
     for name in ("draw", "result"):
         method = getattr(kind, name)
 

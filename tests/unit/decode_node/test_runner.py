@@ -18,8 +18,7 @@ import decode_node.engine
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import matmuls_without
 from decode_node.request import Request, RequestState
-from decode_node.runner import DeviceRunner
-from decode_node.steps import Launched, Runner, StepResult
+from decode_node.runner import DeviceRunner, Launched, StepResult
 from hisparse_pd.engine.messages import Abort
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
@@ -43,7 +42,7 @@ LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 3
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:
     kernels = AttentionKernels.reference(model.spec)
     max_reqs = settings.max_running_requests
     return DeviceRunner(

@@ -15,8 +15,7 @@ import pytest
 
 import decode_node.runner
 from decode_node.request import Request, RequestState
-from decode_node.runner import make_runner
-from decode_node.steps import Launched, StepResult
+from decode_node.runner import Launched, StepResult, make_runner
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.decode_node.speculation_support import (
@@ -98,7 +97,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return launched
 
     monkeypatch.setattr(decode_node.runner.DeviceRunner, "launch", recorded_launch)
-    record(monkeypatch, calls, decode_node.runner._OnDevice)
+    record(monkeypatch, calls, decode_node.runner.Launched)
     return calls
 
 
