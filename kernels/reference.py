@@ -60,50 +60,24 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
-    can_step = _can_step(state, lens, rows, num_new)
-    if not can_step.any():
+    steps = np.flatnonzero(_can_step(state, lens, rows, num_new))
+    if not len(steps):
         return _NO_COPIES
+    rows, lens = rows[steps], lens[steps]
     # All that a request's new positions select is one selection.
-    positions = selected.numpy().reshape(requests.num_reqs, -1)[: len(rows)].astype(np.int64)
-    out_slots = out.numpy().reshape(requests.num_reqs, -1)[: len(rows)]
-    if can_step.all():
-        return _resolve(state, group, rows, lens, num_new, positions, out_slots)
-    some_slots = np.empty((np.count_nonzero(can_step), positions.shape[1]), dtype=np.int32)
-    some_rows, some_lens, some_positions = rows[can_step], lens[can_step], positions[can_step]
-    copies = _resolve(state, group, some_rows, some_lens, num_new, some_positions, some_slots)
-    out_slots[can_step] = some_slots
-    return copies
-
-
-def _resolve(
-    state: HotBufferState,
-    group: int,
-    rows: Ints,
-    lens: Ints,
-    num_new: int,
-    positions: Ints,
-    out_slots: Table,
-) -> Copies:
-    """``resolve`` of requests that can step; fills ``out_slots`` int32 [num_reqs, num_new * top_k]."""
+    positions = selected.numpy().reshape(requests.num_reqs, -1)[steps].astype(np.int64)
     is_bad = (positions != ABSENT) & ((positions < 0) | (positions >= lens[:, None]))
-    if is_bad.any():
-        state.error_flags.numpy()[rows[is_bad.any(axis=1)]] |= HotBufferError.BAD_POSITION
+    state.error_flags.numpy()[rows[is_bad.any(axis=1)]] |= HotBufferError.BAD_POSITION
     # Drafts behind the context or the request's pages are not there, and may be selected for nothing.
     first_new = lens - num_new
     ends = first_new + _num_there(state, rows, lens, num_new)
     is_valid = (positions >= 0) & (positions < ends[:, None])
     is_dense = state.capacity.numpy()[rows] == 0
-    if is_dense.all():
-        out_slots[: len(rows)] = _dense_slots(state, rows, positions, is_valid)
-        return _NO_COPIES
-    if not is_dense.any():
-        hot_step = _HotStep(state, group, rows, first_new, ends)
-        out_slots[: len(rows)] = hot_step.resolve(positions, is_valid)
-        return hot_step.copies()
-    dense, hisparse = np.flatnonzero(is_dense), np.flatnonzero(~is_dense)
-    out_slots[dense] = _dense_slots(state, rows[dense], positions[dense], is_valid[dense])
-    hot_step = _HotStep(state, group, rows[hisparse], first_new[hisparse], ends[hisparse])
-    out_slots[hisparse] = hot_step.resolve(positions[hisparse], is_valid[hisparse])
+    dense, hot = np.flatnonzero(is_dense), np.flatnonzero(~is_dense)
+    out_slots = out.numpy().reshape(requests.num_reqs, -1)
+    out_slots[steps[dense]] = _dense_slots(state, rows[dense], positions[dense], is_valid[dense])
+    hot_step = _HotStep(state, group, rows[hot], first_new[hot], ends[hot])
+    out_slots[steps[hot]] = hot_step.resolve(positions[hot], is_valid[hot])
     return hot_step.copies()
 
 
@@ -140,8 +114,7 @@ class _HotStep:
             is_valid, lookup_slots_of(self._state, rows, np.where(is_valid, positions, 0)), ABSENT
         )
         lacks_slot = (is_valid & (lookup_slots < 0)).any(axis=1)
-        if lacks_slot.any():
-            self._error_flags[self._rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
+        self._error_flags[self._rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
         hot_indices = np.where(lookup_slots >= 0, self._lookup_to_hot[lookup_slots], ABSENT)
         hit_req, hit_column = np.nonzero(hot_indices >= 0)
         self._stamps[self._rows[hit_req], hot_indices[hit_req, hit_column]] = self._now[hit_req]
@@ -163,9 +136,8 @@ class _HotStep:
         entries = ring_entries(positions, self._capacity[req], self._state.max_new)
         occupants = self._hot_to_lookup[rows, entries]
         is_evicted = (occupants != ABSENT) & (occupants != lookup_slots)
-        if is_evicted.any():
-            self._lookup_to_hot[occupants[is_evicted]] = ABSENT
-            np.add.at(self._counters, (rows[is_evicted], EVICTIONS), 1)
+        self._lookup_to_hot[occupants[is_evicted]] = ABSENT
+        np.add.at(self._counters, (rows[is_evicted], EVICTIONS), 1)
         self._lookup_to_hot[lookup_slots] = entries
         self._hot_to_lookup[rows, entries] = lookup_slots
         self._stamps[rows, entries] = self._now[req]
@@ -336,8 +308,6 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
     dst_host_slots = host_slots_of(state, rows, positions)
     state.error_flags.numpy()[rows[(capacity > 0) & (dst_host_slots < 0)]] |= HotBufferError.NO_HOST_SLOT
     is_backed_up = (capacity > 0) & (dst_host_slots >= 0)
-    if not is_backed_up.any():
-        return
     rows, positions, capacity = rows[is_backed_up], positions[is_backed_up], capacity[is_backed_up]
     dst_host_slots = dst_host_slots[is_backed_up]
     src_device_slots = state.hot_slots.numpy()[rows, ring_entries(positions, capacity, state.max_new)]
@@ -420,8 +390,7 @@ def _can_step(state: HotBufferState, lens: Ints, rows: Ints, num_new: int) -> Ma
     """Which requests are dense, or have a host slot for their first new position; flags the others."""
     first_slots = host_slots_of(state, rows, lens - num_new)
     lacks_slot = (state.capacity.numpy()[rows] > 0) & (first_slots < 0)
-    if lacks_slot.any():
-        state.error_flags.numpy()[rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
+    state.error_flags.numpy()[rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
     can_step: Mask = ~lacks_slot
     return can_step
 

@@ -46,12 +46,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
     return found
 
 
-def table_of(title: str, cells: Sequence[Mapping[str, Any]], *, num_left: int = 1) -> Table:
+def table_of(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:
     """Table with a line for each of ``cells``, which have the same keys: these are the columns."""
     columns = [key.replace("_", " ") for key in cells[0]] if cells else []
-    return table(
-        title, columns, ([shown(value) for value in cell.values()] for cell in cells), num_left=num_left
-    )
+    return table(title, columns, ([shown(value) for value in cell.values()] for cell in cells))
 
 
 def shown(value: Any) -> str:

@@ -27,15 +27,6 @@ class NodeCounts:
     def add(self, front: int, column: int, num: int) -> None:
         self._numbers[front * self._num_columns + column] += num
 
-    @property
-    def num_ready(self) -> int:
-        """Fronts that are connected to all engines."""
-        return self.sum(_IS_READY)
-
-    @property
-    def num_samples(self) -> int:
-        return self.sum(_SAMPLES)
-
 
 class InFlight:
     """The counts as one front sees them: sums over all fronts, to which it adds its own."""
@@ -47,17 +38,17 @@ class InFlight:
     @property
     def num_samples(self) -> int:
         """Of all fronts, those included whose abort has not gone to their engine yet."""
-        return self._counts.num_samples
+        return self._counts.sum(_SAMPLES)
 
     @property
     def are_ready(self) -> bool:
         """Whether all fronts are connected to all engines."""
-        return self._counts.num_ready == self._counts.num_fronts
+        return self._counts.sum(_IS_READY) == self._counts.num_fronts
 
     @property
     def others_load(self) -> bool:
         """Whether some are, and others not."""
-        return 0 < self._counts.num_ready < self._counts.num_fronts
+        return 0 < self._counts.sum(_IS_READY) < self._counts.num_fronts
 
     def is_ready(self) -> None:
         """This front is connected to all engines."""

@@ -141,8 +141,8 @@ class HttpServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         connections: Connections,
-        certificate: Certificate | None = None,
-        handshakes: Handshakes | None = None,
+        certificate: Certificate | None,
+        handshakes: Handshakes | None,
     ) -> None:
         """``certificate`` and ``handshakes``: of a server with TLS."""
         super().__init__(config)

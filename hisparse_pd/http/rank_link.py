@@ -28,8 +28,8 @@ class RankLink:
         endpoint: str,
         in_flight: InFlight,
         on_message: Callable[[RankLink, FromEngine], None],
-        on_lost: Callable[[RankLink], None] = lambda rank: None,
-        crossing: Crossing | None = None,
+        on_lost: Callable[[RankLink], None],
+        crossing: Crossing | None,
     ) -> None:
         """``endpoint``: ZMQ's, which the socket binds; ``in_flight``: the node's, in which it is counted.
 

@@ -23,7 +23,6 @@ from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import ModelSpec, weight_files
 from hisparse_pd.model.weight_reader import (
-    NUM_THREADS,
     Placement,
     Progress,
     StoredTensor,
@@ -55,17 +54,16 @@ def load_model(
     device: torch.device | str = "cpu",
     ranks: RankGroup | None = None,
     on_progress: Progress = lambda done, total: None,
-    num_threads: int = NUM_THREADS,
 ) -> DsaModel:
     """Load the weights in ``spec.dtype`` onto ``device``, of the routed experts those that are this rank's.
 
-    ``num_threads`` read at once, and ``on_progress`` is called by the calling thread. Raises CheckpointError
-    when weights are missing, or cannot be used there.
+    ``on_progress`` is called by the calling thread. Raises CheckpointError when weights are missing, or
+    cannot be used there.
     """
     path, on = Path(model_path), _with_index(device)
     _check_device(spec, on)
     loader = _Loader(path, spec, on, ranks, keeps_fp8=keeps_fp8(spec, on))
-    return DsaModel(spec, loader.load(on_progress, num_threads), ranks)
+    return DsaModel(spec, loader.load(on_progress), ranks)
 
 
 def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
@@ -137,7 +135,7 @@ class _Loader:
         self._keeps_fp8 = keeps_fp8
         self._placements: list[Placement] = []
 
-    def load(self, on_progress: Progress = lambda done, total: None, num_threads: int = NUM_THREADS) -> Any:
+    def load(self, on_progress: Progress = lambda done, total: None) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(self._path, local_files_only=True)
@@ -166,7 +164,7 @@ class _Loader:
                 if self._device.type == "cpu":
                     _put_row_linears(hf_model)
                 state = self._state(files, hf_model)
-                read_weights(self._placements, self._device, on_progress, num_threads)
+                read_weights(self._placements, self._device, on_progress)
         except (OSError, RuntimeError) as error:
             raise _not_loaded(self._path, error) from error
         hf_model.load_state_dict(state, assign=True)

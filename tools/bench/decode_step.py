@@ -199,7 +199,7 @@ class Bench:
         mode: Mode,
         num_steps: int,
         sampling: Mapping[str, Any],
-        grammar: Grammar | None = None,
+        grammar: Grammar | None,
     ) -> None:
         used = MemoryByPart(model.device)
         used.mark("before")

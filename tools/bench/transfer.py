@@ -78,11 +78,10 @@ class Scale:
     raw_sizes: tuple[int, ...] = (128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 1 << 30)
     raw_threads: tuple[int, ...] = (1, 2)
     finalists: int = 3
-    cost_descriptors: int = 2048
     zone_secs: float = 4.0
 
 
-QUICK = Scale(65_536, 3, 2048, (2, 2, 1), (3, 3, 2), (256 << 10, 1 << 20), (1,), 1, 256, 1.0)
+QUICK = Scale(65_536, 3, 2048, (2, 2, 1), (3, 3, 2), (256 << 10, 1 << 20), (1,), 1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -193,17 +192,15 @@ class Link:
         if not completion.ok:
             raise RuntimeError(completion.error)
 
-    def write_raw(
-        self, writes: Descriptors, num_threads: int = 1, batch: int = MAX_BATCH_DESCRIPTORS
-    ) -> None:
-        """Mooncake's own batch write, in calls of ``batch`` descriptors, from ``num_threads`` threads."""
+    def write_raw(self, writes: Descriptors, num_threads: int = 1) -> None:
+        """Mooncake's own batch write, in calls as large as the sender's, from ``num_threads`` threads."""
         mooncake = self.engine._mooncake
         codes = []
 
         def write(part: slice) -> None:
             src, dst, lengths = (column[part] for column in writes)
-            for first in range(0, src.size, batch):
-                call = slice(first, first + batch)
+            for first in range(0, src.size, MAX_BATCH_DESCRIPTORS):
+                call = slice(first, first + MAX_BATCH_DESCRIPTORS)
                 codes.append(
                     mooncake.batch_transfer_sync_write(
                         self.session, src[call].tolist(), dst[call].tolist(), lengths[call].tolist()
@@ -338,22 +335,6 @@ def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView, sessi
         raise RuntimeError("the bytes in the peer's memory are not those that were sent")
 
 
-def measure_descriptor_cost(link: Link, scale: Scale) -> list[dict[str, Any]]:
-    """Microseconds a descriptor of one item, by descriptors a call and by threads: what could be saved."""
-    item_bytes = ITEM_BYTES["bf16"]
-    num_bytes = scale.cost_descriptors * item_bytes
-    writes = contiguous(link, num_bytes, item_bytes)
-    runs: dict[str, Callable[[], None]] = {
-        f"{batch} a call, {num_threads} threads": partial(link.write_raw, writes, num_threads, batch)
-        for batch, num_threads in ((64, 1), (256, 1), (512, 1), (1024, 1), (256, 2), (256, 4))
-    }
-    rates = measure_in_turns(runs, 3, num_bytes, max_secs=scale.zone_secs)
-    return [
-        {"how": name, "us": spread([item_bytes / rate / 1e3 for rate in values])}
-        for name, values in rates.items()
-    ]
-
-
 def measure_in_turns(
     runs: dict[str, Callable[[], None]], repetitions: int, num_bytes: int, max_secs: float
 ) -> dict[str, list[float]]:
@@ -394,17 +375,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     num_bytes = max(scale.layers) * 2 * scale.tokens * max(ITEM_BYTES.values())
     with open_link(num_bytes) as link:
         report["wire"] = [measure_zone(link, dtype, kind, scale) for kind in ZONES for dtype in ITEM_BYTES]
-        report["descriptor_cost"] = measure_descriptor_cost(link, scale)
     report["total_secs"] = time.monotonic() - started
 
     console = make_console()
-    titles = {
-        "planning": "Expansion and planning of one layer",
-        "wire": "Wire, GB/s",
-        "descriptor_cost": "One descriptor of one item, raw Mooncake",
-    }
-    for name, title in titles.items():
-        console.print(table_of(title, report[name]))
+    console.print(table_of("Expansion and planning of one layer", report["planning"]))
+    console.print(table_of("Wire, GB/s", report["wire"]))
     write_json(options.out / "transfer.json", report)
     console.print(f"{report['total_secs']:.0f} s; wrote transfer.json to {options.out}")
     return report

@@ -133,7 +133,7 @@ class SyntheticShape:
 
 def write_synthetic(
     out_dir: Path,
-    shape: SyntheticShape | None = None,
+    shape: SyntheticShape,
     seed: int = 0,
     device: torch.device | str = "cpu",
     *,
@@ -148,7 +148,6 @@ def write_synthetic(
     """
     from safetensors.torch import save_file
 
-    shape = shape or SyntheticShape()
     if stale := sorted(out_dir.glob("*.safetensors")):
         raise ValueError(f"{stale[0]} exists already; give an empty directory, or remove the old checkpoint")
     write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))

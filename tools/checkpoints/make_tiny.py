@@ -150,7 +150,7 @@ class _Maker:
         drawn[:, 0] = 0
         return drawn
 
-    def to_hidden(self, num_in: int, gain: float = 1.0) -> Array:
+    def to_hidden(self, num_in: int, gain: float) -> Array:
         """Like ``matrix``, leaving the constant channel alone, and the kept channels while they are kept."""
         drawn = self.matrix(HIDDEN, num_in, gain)
         drawn[0] = 0
