@@ -38,7 +38,7 @@ the peer for good. Half leaves room for what a failed batch left queued; larger 
 
 
 class HasMemory(Protocol):
-    """Memory on any device, as a torch tensor has it."""
+    """Contiguous memory, such as a torch tensor on any device."""
 
     @property
     def nbytes(self) -> int: ...
@@ -72,7 +72,7 @@ class TransferEngine:
         self.transport = transport
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
-        self._registered: dict[int, tuple[int, HasMemory]] = {}
+        self._registered: dict[int, tuple[int, HasMemory | None]] = {}
         """Where registered memory ends, by where it begins, and its tensor, which this keeps alive."""
         with _environment(_mooncake_settings(transport, host)):
             self._mooncake = _new_mooncake_engine()
@@ -89,17 +89,14 @@ class TransferEngine:
         self.session = f"{in_url(host)}:{self._mooncake.get_rpc_port()}"
         self._check_session(host)
 
-    def register(self, memory: HasMemory) -> int:
+    def register(self, memory: HasMemory | int, num_bytes: int | None = None) -> int:
         """Open memory to the transport, for reading and for peers' writes; returns its address.
 
-        It is kept alive until it is unregistered. Raises TransferError unless it is contiguous, where it
-        overlaps registered memory, or Mooncake refuses it (RDMA: the locked-memory limit of the process).
+        ``memory``: a contiguous tensor, kept alive until it is unregistered, or an address, which needs
+        ``num_bytes`` and stays the caller's to keep. Raises TransferError when it overlaps registered memory,
+        or when Mooncake refuses it (RDMA: the locked-memory limit of the process).
         """
-        addr, num_bytes = memory.data_ptr(), memory.nbytes
-        if not memory.is_contiguous() or not num_bytes:
-            raise TransferError(
-                f"{num_bytes} bytes at {addr:#x} are empty or not contiguous; register a copy"
-            )
+        addr, num_bytes, owner = _range_of(memory, num_bytes)
         with self._lock:
             for start, (end, _) in self._registered.items():
                 if start < addr + num_bytes and addr < end:
@@ -113,7 +110,7 @@ class TransferEngine:
                     f"Mooncake cannot register {num_bytes} bytes at {addr:#x}: code {code}; "
                     "for RDMA raise the locked-memory limit (ulimit -l)"
                 )
-            self._registered[addr] = addr + num_bytes, memory
+            self._registered[addr] = addr + num_bytes, owner
         return addr
 
     def unregister(self, addr: int) -> None:
@@ -216,6 +213,22 @@ class TransferEngine:
                 f"Mooncake does not answer at {self.session}, the session that peers are told; "
                 "set advertise_host to an address at which this machine accepts connections"
             )
+
+
+def _range_of(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:
+    """Address, length and owner of what ``register`` was given."""
+    if isinstance(memory, int):
+        addr, owner, available = memory, None, num_bytes
+        if num_bytes is None:
+            raise TransferError(f"memory at {addr:#x}: an address needs num_bytes")
+    else:
+        addr, owner, available = memory.data_ptr(), memory, memory.nbytes
+        if not memory.is_contiguous():
+            raise TransferError(f"the tensor at {addr:#x} is not contiguous, it cannot be registered")
+        num_bytes = available if num_bytes is None else num_bytes
+    if addr < 1 or not 1 <= num_bytes <= (available or 0):
+        raise TransferError(f"cannot register {num_bytes} of {available} bytes at {addr:#x}")
+    return addr, num_bytes, owner
 
 
 def _checked_host(host: str) -> str:

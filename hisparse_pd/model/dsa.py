@@ -23,7 +23,7 @@ from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.hadamard import hadamard_matrix
 from kernels.rope import rotate
-from kernels.row_math import linear, matmul_heads, silu
+from kernels.row_math import linear, matmul_heads, sigmoid, silu
 
 _NO_DRAFT_LAYER = "this node runs no draft layer: num_draft_layers of its model is 0"
 
@@ -51,7 +51,7 @@ class KvAccess(Protocol):
 
 
 class DsaModel:
-    """Forward of a deepseek_v32 or glm_moe_dsa model over a ``KvAccess``.
+    """Forward of a model of one of ``hisparse_pd.model.families`` over a ``KvAccess``.
 
     ``ranks``: of the node, when they have the routed experts in common. Then all of them make each forward.
     """
@@ -221,8 +221,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def _latent_eps(spec: ModelSpec, config: Any) -> float | None:
-    """The epsilon of GLM's norms of both latents: the configuration's, where transformers has a constant."""
-    return float(config.rms_norm_eps) if spec.model_type == "glm_moe_dsa" else None
+    return float(config.rms_norm_eps) if spec.family.has_configured_latent_eps else None
 
 
 class _RmsNorm:
@@ -237,18 +236,35 @@ class _RmsNorm:
         return torch.nn.functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 
+class _GatedRmsNorm:
+    """A norm whose result opens a gate of low rank for itself, as A.X-K2 has it."""
+
+    def __init__(self, module: Any) -> None:
+        self._norm = _RmsNorm(module.norm)
+        self._down, self._up = module.mlp.fc1, module.mlp.fc2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._norm(x)
+        gate: Tensor = sigmoid(self._up(silu(self._down(y))).float())
+        return (y * gate).to(y.dtype)
+
+
+def _norm_of_hidden(module: Any) -> _RmsNorm | _GatedRmsNorm:
+    return _GatedRmsNorm(module) if hasattr(module, "mlp") else _RmsNorm(module)
+
+
 class _Layer:
     """One decoder layer: our attention, then transformers' MLP or MoE block with our router."""
 
     def __init__(
         self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, is_silu: bool
     ) -> None:
-        self._input_norm = _RmsNorm(module.input_layernorm)
+        self._input_norm = _norm_of_hidden(module.input_layernorm)
         self._attention = _Attention(spec, number, module.self_attn, latent_eps)
-        self._post_attention_norm = _RmsNorm(module.post_attention_layernorm)
+        self._post_attention_norm = _norm_of_hidden(module.post_attention_layernorm)
         self._mlp = module.mlp
         if hasattr(self._mlp, "gate"):
-            self._mlp.gate = ExpertRouter(self._mlp.gate)
+            self._mlp.gate = ExpertRouter(self._mlp.gate, spec.family.score_outside_groups)
         if is_silu and hasattr(self._mlp, "shared_experts"):
             self._mlp.shared_experts = gated_mlp(self._mlp.shared_experts)
         elif is_silu and hasattr(self._mlp, "gate_proj"):
@@ -352,9 +368,9 @@ class _Attention:
         self._latent_dims: list[int] = [module.kv_lora_rank, module.qk_rope_head_dim]
         self._scale: float = module.scaling
         indexer = module.indexer
-        keys, queries = ([], []) if indexer is None else ([indexer.wk], [indexer.wq_b])
+        keys = [] if indexer is None else [indexer.wk]
         self._of_hidden = JoinedLinears([module.q_a_proj, *keys, module.kv_a_proj_with_mqa])
-        self._of_q_resid = JoinedLinears([module.q_b_proj, *queries])
+        self._queries = _GatedQueries(module) if hasattr(module, "q_gate_proj") else _Queries(module)
         self._q_a_norm = _RmsNorm(module.q_a_layernorm, latent_eps)
         self._kv_a_norm = _RmsNorm(module.kv_a_layernorm, latent_eps)
         self._o_proj = module.o_proj
@@ -371,14 +387,13 @@ class _Attention:
         indexer = self._indexer if runs_indexer else None
         q_a, *index_keys, kv_a = self._of_hidden(x)
         q_resid = self._q_a_norm(q_a)
-        linears = self._of_q_resid
-        q, *index_queries = linears(q_resid) if indexer is not None else [linears.first(q_resid)]
-        q_nope, q_rope = torch.split(q.view(num_tokens, self.num_heads, -1), self._head_dims, dim=-1)
+        q, gate, index_queries = self._queries(q_resid, q_a, with_index=indexer is not None)
+        q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
         item = self._item(kv_a, rotation)
-        if indexer is None:
+        if indexer is None or index_queries is None:
             kv.write(self._number, item, None)
         else:
-            q_index, keys, weights = indexer.finish(x, index_queries[0], index_keys[0], rotation)
+            q_index, keys, weights = indexer.finish(x, index_queries, index_keys[0], rotation)
             kv.write(self._number, item, keys)
             selected = kv.select(self._group, q_index, weights)
         if selected is None:
@@ -393,6 +408,8 @@ class _Attention:
         attended = kv.attend(self._number, q, selected, self._scale)
         values = x.new_empty((num_tokens, self.num_heads, self._value_up.shape[2]))
         matmul_heads(attended, self._value_up, out=values)
+        if gate is not None:
+            values = (values * sigmoid(gate.float())).to(values.dtype)
         output: Tensor = self._o_proj(values.flatten(1))
         return output, selected
 
@@ -408,6 +425,44 @@ class _Attention:
         return torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
 
 
+class _Queries:
+    """What becomes of the latent query: the heads' queries and, in the same product, the indexer's."""
+
+    def __init__(self, module: Any) -> None:
+        queries = [] if module.indexer is None else [module.indexer.wq_b]
+        self._linears = JoinedLinears([module.q_b_proj, *queries])
+        self._num_heads: int = module.num_heads
+
+    def __call__(
+        self, normed: Tensor, raw: Tensor, *, with_index: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of the latent query [num_tokens, q_lora_rank] behind its norm and before it: queries [num_tokens,
+        num_heads, head_dim]; a gate of each head's values, or None; and ``with_index`` what wq_b makes."""
+        q, *index_queries = self._linears(normed) if with_index else [self._linears.first(normed)]
+        return _of_heads(q, self._num_heads), None, next(iter(index_queries), None)
+
+
+class _GatedQueries:
+    """``_Queries`` of A.X-K2: one projection of the latent query, normed and raw, makes queries and gates."""
+
+    def __init__(self, module: Any) -> None:
+        self._projection = module.q_gate_proj
+        self._index_queries = module.indexer.wq_b
+        self._num_heads: int = module.num_heads
+        self._parts: list[int] = [module.qk_head_dim, module.v_head_dim]
+
+    def __call__(
+        self, normed: Tensor, raw: Tensor, *, with_index: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        both = self._projection(torch.cat((normed, raw), dim=-1))
+        q, gate = torch.split(_of_heads(both, self._num_heads), self._parts, dim=-1)
+        return q, gate, self._index_queries(normed) if with_index else None
+
+
+def _of_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x.view(x.shape[0], num_heads, -1)
+
+
 class _Indexer:
     """The lightning indexer's side of the projections; the scoring itself is ``kernels.indexer``."""
 
@@ -416,7 +471,7 @@ class _Indexer:
         norm = module.k_norm
         self._k_norm = norm.weight.float(), norm.bias.float(), norm.eps
         self._weights_proj = module.weights_proj
-        self._is_interleaved = spec.model_type == "glm_moe_dsa"
+        self._is_interleaved = spec.family.interleaves_index_rope
         self._hadamard: Tensor | None = None
         if spec.index_rotation:
             self._hadamard = hadamard_matrix(spec.index_head_dim, spec.dtype, norm.weight.device)

@@ -17,13 +17,15 @@ class ExpertRouter(torch.nn.Module):
     That one leaves it to ``torch.topk`` who of equals is chosen.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, score_outside_groups: float = float("-inf")) -> None:
+        """``score_outside_groups``: what an expert's score counts where its group was not chosen."""
         super().__init__()
         self._weight: Tensor = module.weight
         self._bias: Tensor = module.e_score_correction_bias
         self.top_k: int = module.top_k
-        self._num_groups: int = module.num_group
-        self._num_chosen_groups: int = module.topk_group
+        self._num_groups: int = module.num_group or 1  # None: experts in no groups
+        self._num_chosen_groups: int = module.topk_group or 1
+        self._score_outside_groups = score_outside_groups
         self._normalizes: bool = module.norm_topk_prob
         self._scale: float = module.routed_scaling_factor
 
@@ -43,12 +45,12 @@ class ExpertRouter(torch.nn.Module):
         return logits, weights * self._scale, ids
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """``choice``, -inf outside the groups whose two best experts have the largest sums."""
+        """``choice`` in the groups whose two best experts have the largest sums."""
         grouped = choice.view(len(choice), self._num_groups, -1)
         groups = _topk(grouped.topk(2, dim=2).values.sum(dim=2), self._num_chosen_groups)
         is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device)
         is_chosen.scatter_(1, groups, True)
-        return grouped.masked_fill(~is_chosen[:, :, None], float("-inf")).view_as(choice)
+        return grouped.masked_fill(~is_chosen[:, :, None], self._score_outside_groups).view_as(choice)
 
 
 def _topk(values: Tensor, top_k: int) -> Tensor:

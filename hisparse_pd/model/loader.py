@@ -204,7 +204,7 @@ class _Loader:
         """In the place of linear layers whose matrices are in fp8, and of a shape that can stay so."""
         for name, module in list(hf_model.named_modules()):
             parent, _, last = name.rpartition(".")
-            stored = files.get(f"{name}.weight")
+            stored = files.get(self._stored_name(f"{name}.weight"))
             if not isinstance(module, torch.nn.Linear) or last in (ABSORBED, HEAD_WEIGHTS):
                 continue
             takes = takes_matrix(module.out_features, module.in_features)
@@ -226,9 +226,15 @@ class _Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            for stored_name, target in stored_parts(name, state[name]):
+            for stored_name, target in stored_parts(self._stored_name(name), state[name]):
                 self._place(files, stored_name, target)
         return state
+
+    def _stored_name(self, name: str) -> str:
+        """What the checkpoint calls a tensor of transformers' modules."""
+        for ours, theirs in self._spec.family.stored_names:
+            name = name.replace(ours, theirs)
+        return name
 
     def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
         """``target`` is to get the tensor, as the model computes with it."""

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
+from hisparse_pd.model.families import FAMILIES, Family
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import BLOCK
 from kernels.hadamard import takes_dim
 from kernels.kv_format import FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from protocol.messages import Geometry
-
-SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,6 +66,10 @@ class ModelSpec:
     """Whether the MTP layer was trained to make a request's later drafts with the first one's selection."""
     scales_are_ue8m0: bool = False
     """Whether activations that are rounded to meet fp8 matrices have scales that are powers of two."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
     def num_kv_layers(self) -> int:
@@ -213,8 +216,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_file}: expected a JSON object, got {type(config).__name__}")
     model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+    if model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         raise CheckpointError(f"{config_file}: model_type is {model_type!r}; supported are {supported}")
     _check_quantization(config, config_file)
     # The defaults of the configuration class count too: a checkpoint may leave them out.

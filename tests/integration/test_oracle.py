@@ -31,8 +31,9 @@ Four chunks fill the context.
 FULL = [
     pytest.param(("v32", 8192, 40, 60, 48, 0), id="v32"),
     pytest.param(("glm", 4096, 40, 40, 48, 0), id="glm"),
+    pytest.param(("axk2", 2048, 30, 30, 32, 0), id="axk2"),
 ]
-"""The model's own context, and half of it; of V3.2 the first 40 of 60 prompts.
+"""The model's own context, half of it and a quarter; of V3.2 the first 40 of 60 prompts.
 
 Which prompts they are is not free: where two indexer scores at the boundary of a selection differ by less
 than float32 rounds, transformers and this project may select differently, both rightly. These have none.

@@ -1,6 +1,6 @@
 """Write the tiny checkpoints: whole DSA models of about half a million weights, for tests and benchmarks.
 
-    python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm] [--draft [GAIN]]
+    python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm|axk2] [--draft [GAIN]]
 
 Their weights are not trained but made, so that what they generate is a sharp test of a serving system:
 
@@ -30,7 +30,7 @@ from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, 
 
 Array = npt.NDArray[np.float64]
 
-VARIANTS = ("v32", "glm")
+VARIANTS = ("v32", "glm", "axk2")
 CONTEXT_LENGTH = 8192
 INDEX_TOPK = 64
 LIKELY_DRAFTS = 0.3
@@ -56,6 +56,7 @@ NUM_KEPT = HIDDEN * 3 // 8
 NUM_EXPERTS = 8
 EXPERT_DIM = 32
 DENSE_DIM = 192
+NORM_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,15 @@ class _Scales:
 
 
 def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = None) -> None:
-    """Write config, weights and tokenizer of ``variant`` ("v32" or "glm") to ``out_dir``, made when
-    missing.
+    """Write config, weights and tokenizer of ``variant``, one of VARIANTS, to ``out_dir``, made when missing.
 
     ``draft_gain``: with an MTP layer, which guesses what the first layer's attention alone would say. The
     model's other parts get that gain: with 1 they are as without an MTP layer.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
+    if variant == "axk2" and draft_gain is not None:
+        raise ValueError("variant is 'axk2', of which no MTP layer is published; draft_gain must be None")
     draft = {} if draft_gain is None else {"num_nextn_predict_layers": 1}
     config = write_config(out_dir, _config(variant) | draft)
     _write_weights(out_dir / "model.safetensors", variant, config, draft_gain)
@@ -113,6 +115,14 @@ def _config(variant: str) -> dict[str, Any]:
             "architectures": ["GlmMoeDsaForCausalLM"],
             "model_type": "glm_moe_dsa",
             "indexer_types": ["full", "shared", "full", "shared"],
+        }
+    if variant == "axk2":
+        config |= {
+            "architectures": ["AXK2ForCausalLM"],
+            "model_type": "axk2",
+            "gated_norm_rank": NORM_RANK,
+            "n_group": None,
+            "topk_group": None,
         }
     return config
 
@@ -225,11 +235,16 @@ class _Maker:
                 self.matrix(NOPE - SHARED, Q_LORA, scales.query * scales.head_noise),
                 common_rope + self.matrix(ROPE, Q_LORA, scales.query * scales.head_noise),
             ]
+            if variant == "axk2":  # behind each head's query the gate of its values
+                q_b.append(self.matrix(V_DIM, Q_LORA))
             kv_b += [shared_key, self.matrix(NOPE - SHARED, KV_LORA), self.matrix(V_DIM, KV_LORA)]
+        queries = np.concatenate(q_b)
+        if variant == "axk2":  # the raw latent query, which is not normed, beside the normed one
+            queries = np.concatenate((queries, 0.02 * self.matrix(*queries.shape)), axis=1)
         weights = {
             "q_a_proj.weight": directions.q_a,
             "q_a_layernorm.weight": np.ones(Q_LORA),
-            "q_b_proj.weight": np.concatenate(q_b),
+            "q_b_proj.weight": queries,
             "kv_a_proj_with_mqa.weight": np.concatenate((directions.latent, directions.k_rope)),
             "kv_a_layernorm.weight": np.ones(KV_LORA),
             "kv_b_proj.weight": np.concatenate(kv_b),
@@ -237,7 +252,7 @@ class _Maker:
         }
         if has_indexer:
             # DeepSeek's indexer pairs RoPE element i with i + half, attention and GLM's indexer i with i + 1.
-            order = np.arange(ROPE).reshape(-1, 2).T.ravel() if variant == "v32" else np.arange(ROPE)
+            order = np.arange(ROPE) if variant == "glm" else np.arange(ROPE).reshape(-1, 2).T.ravel()
             wq_b, signs = [], []
             for head in range(INDEX_HEADS):
                 sign = 1 if head % 2 == 0 else -1
@@ -258,6 +273,16 @@ class _Maker:
             }
         return {f"self_attn.{name}": value for name, value in weights.items()}
 
+    def norm(self, name: str, is_gated: bool) -> dict[str, Array]:
+        """Of the hidden state. A gate is about a half, and exactly that for the constant channel."""
+        if not is_gated:
+            return {f"{name}.weight": np.ones(HIDDEN)}
+        return {
+            f"{name}.norm.weight": np.full(HIDDEN, 2.0),
+            f"{name}.W_down.weight": self.from_hidden(NORM_RANK),
+            f"{name}.W_up.weight": self.to_hidden(NORM_RANK, 1.0),
+        }
+
     def mlp(self, prefix: str, width: int, gain: float) -> dict[str, Array]:
         scales = self._scales
         return {
@@ -277,7 +302,7 @@ class _Maker:
         return weights | self.mlp("mlp.shared_experts", 2 * EXPERT_DIM, scales.mlp_out)
 
 
-_SEEDS = {"v32": 16, "glm": 27}
+_SEEDS = {"v32": 16, "glm": 27, "axk2": 17}
 """Of those tried, the ones with the most varied text and the clearest choices between tokens."""
 
 
@@ -296,10 +321,9 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
         layer = maker.attention(variant, number in group_sizes)
         is_dense = number < config["first_k_dense_replace"]
         layer |= maker.mlp("mlp", DENSE_DIM, scales.mlp_out) if is_dense else maker.moe()
-        layer |= {
-            "input_layernorm.weight": np.ones(HIDDEN),
-            "post_attention_layernorm.weight": np.ones(HIDDEN),
-        }
+        has_gates = variant == "axk2"
+        layer |= maker.norm("input_layernorm", has_gates)
+        layer |= maker.norm("post_attention_layernorm", has_gates and not is_dense)
         weights |= {f"model.layers.{number}.{name}": value for name, value in layer.items()}
     if draft_gain is not None:
         weights |= _draft_layer(maker, weights)
@@ -352,7 +376,9 @@ def main() -> None:
         prog="python -m tools.checkpoints.make_tiny", description="Write a tiny DSA checkpoint."
     )
     parser.add_argument("out_dir", type=Path, help="directory to write, made when missing")
-    parser.add_argument("--variant", choices=VARIANTS, default="v32", help="DeepSeek-V3.2 (default) or GLM-5")
+    parser.add_argument(
+        "--variant", choices=VARIANTS, default="v32", help="DeepSeek-V3.2 (default), GLM-5 or A.X-K2"
+    )
     parser.add_argument(
         "--draft",
         type=float,

@@ -25,7 +25,14 @@ from kernels.rope import rotate
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.paged_model import PagedModel
 from tests.unit.model.rank_stand_in import RankStandIn
-from tools.checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
+from tools.checkpoints.make_tiny import (
+    CONTEXT_LENGTH,
+    EOS_ID,
+    INDEX_TOPK,
+    VARIANTS,
+    VOCAB_SIZE,
+    write_checkpoint,
+)
 from tools.checkpoints.oracle import greedy_tokens
 from tools.checkpoints.oracle import load as load_oracle
 
@@ -40,9 +47,9 @@ Tokens = list[int]
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tiny")
-    for variant in ("v32", "glm"):
+    for variant in VARIANTS:
         write_checkpoint(root / variant, variant)
-    return {variant: root / variant for variant in ("v32", "glm")}
+    return {variant: root / variant for variant in VARIANTS}
 
 
 class Runner(PagedModel):
@@ -83,7 +90,7 @@ class Runner(PagedModel):
         return outputs
 
 
-@pytest.fixture(scope="module", params=["v32", "glm"])
+@pytest.fixture(scope="module", params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -277,7 +284,7 @@ def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_mode
         assert len(tables) == 4 * spec.num_layers
 
 
-@pytest.mark.parametrize("variant", ["v32", "glm"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_layers_that_stay_in_fp8_round_and_no_more(
     tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +394,7 @@ def edit_config(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; supported are deepseek_v32, glm_moe_dsa"),
+        ({"model_type": "llama"}, "model_type is 'llama'; supported are deepseek_v32, glm_moe_dsa, axk2"),
         ({"indexer_types": ["shared", "full", "full", "full"]}, "the first layer is 'shared'"),
         ({"indexer_types": ["full"]}, "has 1 entries; expected one of each of 4 layers"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),

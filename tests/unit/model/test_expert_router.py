@@ -6,31 +6,43 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV32Config
+from transformers import AXK2Config, DeepseekV32Config
+from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
 
 from hisparse_pd.model.expert_router import ExpertRouter
 
 
-def pair(num_experts: int, top_k: int, num_groups: int, num_chosen_groups: int) -> tuple[Any, ExpertRouter]:
-    config = DeepseekV32Config(
+def pair(
+    num_experts: int, top_k: int, num_groups: int | None, num_chosen_groups: int | None, *, axk2: bool = False
+) -> tuple[Any, ExpertRouter]:
+    config_type, module_type = (
+        (AXK2Config, AXK2TopkRouter) if axk2 else (DeepseekV32Config, DeepseekV32TopkRouter)
+    )
+    config = config_type(
         hidden_size=24, n_routed_experts=num_experts, num_experts_per_tok=top_k, n_group=num_groups,
         topk_group=num_chosen_groups, norm_topk_prob=True, routed_scaling_factor=2.5,
     )  # fmt: skip
-    module = DeepseekV32TopkRouter(config)
+    module = module_type(config)
     torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(1))
-    module.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, num_experts))
-    return module, ExpertRouter(module)
+    # Some of A.X-K2's experts score below the zero of those outside the chosen groups.
+    bias = torch.linspace(-1.2, 0.2, num_experts) if axk2 else torch.linspace(-0.2, 0.2, num_experts)
+    module.e_score_correction_bias.copy_(bias)
+    return module, ExpertRouter(module, 0.0 if axk2 else float("-inf"))
 
 
 @torch.inference_mode()
 def test_chooses_and_weighs_as_transformers_does() -> None:
     hidden = torch.randn((50, 24), generator=torch.Generator().manual_seed(2))
-    for sizes in ((6, 2, 1, 1), (16, 4, 4, 2), (16, 3, 4, 4)):
-        theirs, ours = pair(*sizes)
+    models = [pair(*sizes) for sizes in ((6, 2, 1, 1), (16, 4, 4, 2), (16, 3, 4, 4))]
+    models += [pair(*sizes, axk2=True) for sizes in ((6, 2, None, None), (16, 2, 4, 2), (16, 3, 4, 4))]
+    for theirs, ours in models:
         (_, their_weights, their_ids), (_, weights, ids) = theirs(hidden), ours(hidden)
-        by_expert = torch.zeros(50, sizes[0]).scatter(1, ids, weights)
-        torch.testing.assert_close(by_expert, torch.zeros(50, sizes[0]).scatter(1, their_ids, their_weights))
+        num_experts = len(theirs.weight)
+        by_expert = torch.zeros(50, num_experts).scatter(1, ids, weights)
+        torch.testing.assert_close(
+            by_expert, torch.zeros(50, num_experts).scatter(1, their_ids, their_weights)
+        )
 
 
 @pytest.mark.I5
