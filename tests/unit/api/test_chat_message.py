@@ -17,7 +17,6 @@ from hisparse_pd.api.message_parts import Message, Part, PartKind, joined
 from hisparse_pd.api.tool_markup import MARKUPS, Markup
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
-from tests.unit.api.whole_calls import READERS
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 GLM, DSML, V31 = (MARKUPS[kind] for kind in (ToolMarkup.GLM, ToolMarkup.DSML, ToolMarkup.DEEPSEEK_V31))
@@ -94,109 +93,104 @@ def parse_cut(text: str, markup: Markup | None, num_chars: int, **options: Any) 
     return parse([text[i : i + num_chars] for i in range(0, len(text), num_chars)], markup, **options)
 
 
+Case = tuple[str, Markup | None, bool, tuple[str, str, list[tuple[str, object]]]]
+"""A text, what it is read with, and reasoning, content and calls that are read."""
+
+
+def thought(
+    text: str, markup: Markup | None, reasoning: str, content: str, *calls: Any, in_reasoning: bool = True
+) -> Case:
+    return text, markup, in_reasoning, (reasoning, content, list(calls))
+
+
+def said(text: str, markup: Markup | None, content: str, *calls: Any) -> Case:
+    return thought(text, markup, "", content, *calls, in_reasoning=False)
+
+
+def plain(text: str, markup: Markup | None) -> Case:
+    return said(text, markup, text)
+
+
 @pytest.mark.parametrize(
     ("text", "markup", "in_reasoning", "expected"),
     [
-        ("  plain <b> text\n", None, False, ("", "  plain <b> text\n", [])),
-        ("<think>\nhm\n</think>\n\nYes.", None, False, ("hm\n", "Yes.", [])),
-        (" \n<think>hm</think>Yes.", None, False, ("hm", "Yes.", [])),
-        ("\nhm</think>Yes.", None, True, ("hm", "Yes.", [])),
-        ("hm, and no end", None, True, ("hm, and no end", "", [])),
-        ("He said <think> and </think>.", None, False, ("", "He said <think> and </think>.", [])),
-        (GLM_CALL, None, False, ("", GLM_CALL, [])),
-        (GLM_CALL, GLM, False, ("", "", [GLM_READ])),
-        (f"Look: {GLM_LINES}\n", GLM, False, ("", "Look: ", [("weather", {"city": 'Bern\n"x"'})])),
-        (f"{GLM_CALL}</tool_call>", GLM, False, ("", "", [GLM_READ])),
-        ("<tool_call>now</tool_call>", GLM, False, ("", "", [("now", {})])),
-        (glm_call("a", "NaN"), GLM, False, ("", "", [("f", {"a": "NaN"})])),
-        (glm_call("a", "1e999"), GLM, False, ("", "", [("f", {"a": "1e999"})])),
-        (glm_call("a", "[" * 100_000), GLM, False, ("", "", [("f", {"a": "[" * 100_000})])),
-        (glm_call("a", '{"b": [true, null]}'), GLM, False, ("", "", [("f", {"a": {"b": [True, None]}})])),
-        ("hm</think><tool_call>now</tool_call>Done.", GLM, True, ("hm", "Done.", [("now", {})])),
-        ("hm <tool_call>now</tool_call>", GLM, True, ("hm ", "", [("now", {})])),
-        ("hm <tool_call>now</tool_call>\n</think>\nYes.", GLM, True, ("hm ", "Yes.", [("now", {})])),
-        ("use <tool_call> for it</think>Yes.", GLM, True, ("use <tool_call> for it", "Yes.", [])),
-        ("use <tool_call> for it", GLM, True, ("use <tool_call> for it", "", [])),
-        (f"a <tool_call> b {GLM_CALL}", GLM, True, ("a <tool_call> b ", "", [GLM_READ])),
-        (f"a <tool_call> b {GLM_CALL}", GLM, False, ("", "a <tool_call> b ", [GLM_READ])),
-        (
-            f"<tool_call>{PROSE}</tool_call>a</think>Yes.",
-            GLM,
-            True,
-            (f"<tool_call>{PROSE}</tool_call>a", "Yes.", []),
+        plain("  plain <b> text\n", None),
+        thought("<think>\nhm\n</think>\n\nYes.", None, "hm\n", "Yes.", in_reasoning=False),
+        thought(" \n<think>hm</think>Yes.", None, "hm", "Yes.", in_reasoning=False),
+        thought("\nhm</think>Yes.", None, "hm", "Yes."),
+        thought("hm, and no end", None, "hm, and no end", ""),
+        plain("He said <think> and </think>.", None),
+        plain(GLM_CALL, None),
+        said(GLM_CALL, GLM, "", GLM_READ),
+        said(f"Look: {GLM_LINES}\n", GLM, "Look: ", ("weather", {"city": 'Bern\n"x"'})),
+        said(f"{GLM_CALL}</tool_call>", GLM, "", GLM_READ),
+        said("<tool_call>now</tool_call>", GLM, "", ("now", {})),
+        said(glm_call("a", "NaN"), GLM, "", ("f", {"a": "NaN"})),
+        said(glm_call("a", "1e999"), GLM, "", ("f", {"a": "1e999"})),
+        said(glm_call("a", "[" * 100_000), GLM, "", ("f", {"a": "[" * 100_000})),
+        said(glm_call("a", '{"b": [true, null]}'), GLM, "", ("f", {"a": {"b": [True, None]}})),
+        thought("hm</think><tool_call>now</tool_call>Done.", GLM, "hm", "Done.", ("now", {})),
+        thought("hm <tool_call>now</tool_call>", GLM, "hm ", "", ("now", {})),
+        thought("hm <tool_call>now</tool_call>\n</think>\nYes.", GLM, "hm ", "Yes.", ("now", {})),
+        thought("use <tool_call> for it</think>Yes.", GLM, "use <tool_call> for it", "Yes."),
+        thought("use <tool_call> for it", GLM, "use <tool_call> for it", ""),
+        thought(f"a <tool_call> b {GLM_CALL}", GLM, "a <tool_call> b ", "", GLM_READ),
+        said(f"a <tool_call> b {GLM_CALL}", GLM, "a <tool_call> b ", GLM_READ),
+        thought(
+            f"<tool_call>{PROSE}</tool_call>a</think>Yes.", GLM, f"<tool_call>{PROSE}</tool_call>a", "Yes."
         ),
-        (f"<tool_call>{PROSE}{GLM_CALL}", GLM, False, ("", f"<tool_call>{PROSE}", [GLM_READ])),
-        (
-            dsml_call("").replace('"f"', f'"{PROSE}"'),
-            DSML,
-            False,
-            ("", dsml_call("").replace('"f"', f'"{PROSE}"'), []),
+        said(f"<tool_call>{PROSE}{GLM_CALL}", GLM, f"<tool_call>{PROSE}", GLM_READ),
+        plain(dsml_call("").replace('"f"', f'"{PROSE}"'), DSML),
+        thought(f"hm{DSML_CALLS}", DSML, f"hm{DSML_CALLS}", ""),
+        thought("<think>hm</think>Yes.", None, "hm", "Yes."),
+        thought("<think>\n<think>hm</think>Yes.", None, "hm", "Yes.", in_reasoning=False),
+        thought("<thin air</think>Yes.", None, "<thin air", "Yes."),
+        plain("<tool_call> x", GLM),
+        said(glm_call("a", "<arg_key>"), GLM, "", ("f", {"a": "<arg_key>"})),
+        plain("<tool_call><arg_key>a</arg_key></tool_call>", GLM),
+        plain("a < b", GLM),
+        plain("a <tool_", GLM),
+        plain("a </tool_call> b", GLM),
+        said(
+            f"Two:\n\n{DSML_CALLS}", DSML, "Two:", ("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})
         ),
-        (f"hm{DSML_CALLS}", DSML, True, (f"hm{DSML_CALLS}", "", [])),
-        ("<think>hm</think>Yes.", None, True, ("hm", "Yes.", [])),
-        ("<think>\n<think>hm</think>Yes.", None, False, ("hm", "Yes.", [])),
-        ("<thin air</think>Yes.", None, True, ("<thin air", "Yes.", [])),
-        ("<tool_call> x", GLM, False, ("", "<tool_call> x", [])),
-        (glm_call("a", "<arg_key>"), GLM, False, ("", "", [("f", {"a": "<arg_key>"})])),
-        (
-            "<tool_call><arg_key>a</arg_key></tool_call>",
-            GLM,
-            False,
-            ("", "<tool_call><arg_key>a</arg_key></tool_call>", []),
-        ),
-        ("a < b", GLM, False, ("", "a < b", [])),
-        ("a <tool_", GLM, False, ("", "a <tool_", [])),
-        ("a </tool_call> b", GLM, False, ("", "a </tool_call> b", [])),
-        (
-            f"Two:\n\n{DSML_CALLS}",
-            DSML,
-            False,
-            ("", "Two:", [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]),
-        ),
-        (
+        said(
             DSML_CALLS.replace(f"</{BAR}DSML{BAR}function_calls>", ""),
             DSML,
-            False,
-            ("", "", [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]),
+            "",
+            ("weather", {"city": "杭州", "days": [1, 2]}),
+            ("now", {}),
         ),
-        (
+        said(
             dsml_call(
                 parameter("a", "1.0", "false") + parameter("b", " 1 ", "true") + parameter("c", "x", "false")
             ),
             DSML,
-            False,
-            ("", "", [("f", {"a": 1.0, "b": " 1 ", "c": "x"})]),
+            "",
+            ("f", {"a": 1.0, "b": " 1 ", "c": "x"}),
         ),
-        (dsml_call(parameter("a", MARKED, "true")), DSML, False, ("", "", [("f", {"a": MARKED})])),
-        (dsml_call(parameter("a>b", "x", "true")), DSML, False, ("", "", [("f", {"a>b": "x"})])),
-        (dsml_call('\n{"a": [1],\n "b": "</x>"}\n'), DSML, False, ("", "", [("f", {"a": [1], "b": "</x>"})])),
-        (
+        said(dsml_call(parameter("a", MARKED, "true")), DSML, "", ("f", {"a": MARKED})),
+        said(dsml_call(parameter("a>b", "x", "true")), DSML, "", ("f", {"a>b": "x"})),
+        said(dsml_call('\n{"a": [1],\n "b": "</x>"}\n'), DSML, "", ("f", {"a": [1], "b": "</x>"})),
+        said(
             DSML_CALLS.replace("\n", "\nso ", 1),
             DSML,
-            False,
-            ("", DSML_CALLS.partition("\n")[0] + "\nso \n" + DSML_CALLS.rpartition("\n")[2], DSML_READ),
+            DSML_CALLS.partition("\n")[0] + "\nso \n" + DSML_CALLS.rpartition("\n")[2],
+            *DSML_READ,
         ),
-        (f"\n\n\n{DSML_CALLS} \n", DSML, False, ("", "\n", DSML_READ)),
-        (f"hm</think>\n\n{DSML_CALLS}", DSML, True, ("hm", "", DSML_READ)),
-        (f"a\n\n<{BAR}DSML", DSML, False, ("", f"a\n\n<{BAR}DSML", [])),
-        (V31_CALLS, V31, False, ("", "", [("weather", {"city": "杭州"}), ("now", {})])),
-        (f"Two: {V31_CALLS}", V31, False, ("", "Two: ", [("weather", {"city": "杭州"}), ("now", {})])),
-        (V31_ODD, V31, False, ("", "", [("weather", [1])])),
-        (V31_CALLS.replace("{}", ""), V31, False, ("", "", [("weather", {"city": "杭州"}), ("now", {})])),
-        (V31_CALLS, DSML, False, ("", V31_CALLS, [])),
-        (
-            ODD_CALLS + " and on",
-            DSML,
-            False,
-            ("", ODD_CALLS + "and on", []),
-        ),
+        said(f"\n\n\n{DSML_CALLS} \n", DSML, "\n", *DSML_READ),
+        thought(f"hm</think>\n\n{DSML_CALLS}", DSML, "hm", "", *DSML_READ),
+        plain(f"a\n\n<{BAR}DSML", DSML),
+        said(V31_CALLS, V31, "", ("weather", {"city": "杭州"}), ("now", {})),
+        said(f"Two: {V31_CALLS}", V31, "Two: ", ("weather", {"city": "杭州"}), ("now", {})),
+        said(V31_ODD, V31, "", ("weather", [1])),
+        said(V31_CALLS.replace("{}", ""), V31, "", ("weather", {"city": "杭州"}), ("now", {})),
+        plain(V31_CALLS, DSML),
+        said(ODD_CALLS + " and on", DSML, ODD_CALLS + "and on"),
     ],
 )
 def test_parts_of_an_answer(
-    text: str,
-    markup: Markup | None,
-    in_reasoning: bool,
-    expected: tuple[str, str, list[tuple[str, object]]],
+    text: str, markup: Markup | None, in_reasoning: bool, expected: tuple[str, str, list[tuple[str, object]]]
 ) -> None:
     for num_chars in (len(text), 3):
         found = parse_cut(text, markup, num_chars, in_reasoning=in_reasoning)
@@ -259,19 +253,15 @@ def test_of_calls_that_are_cut_off_no_markup_is_shown(
             assert found.content == f"So: {calls[:end]}"
 
 
+def cut(text: str, data: st.DataObject) -> list[str]:
+    """In pieces, some of which may be empty."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
 TOKENS = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<arg_key>",
-    "a",
-    " ",
-    "\n",
-    "<",
-    "tool",
-    "now",
-    PROSE,
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>"),
+    *("a", " ", "\n", "<", "tool", "now", PROSE),
 ]
 V31_TOKENS = [*re.findall(rf"<{BAR}[^>]*>|[^<]+", V31_CALLS), "</think>", "<", " ", "x", PROSE]
 DSML_TOKENS = ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x", PROSE]
@@ -291,8 +281,7 @@ def test_how_an_answer_is_cut_changes_nothing(
 ) -> None:
     markup, tokens = case
     text = "".join(tokens)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    pieces = cut(text, data)
     finish = data.draw(st.sampled_from((FinishReason.STOP, FinishReason.LENGTH)))
     whole = parse([text], markup, in_reasoning=in_reasoning, finish=finish)
     assert parse(pieces, markup, in_reasoning=in_reasoning, finish=finish) == whole
@@ -313,34 +302,27 @@ SCHEMA_OF_VALUES: list[Any] = [
     {},
 ]
 VALUE_PIECES = [
-    "a",
-    "null",
-    "true",
-    "1",
-    "-",
-    " ",
-    "\n",
-    '"',
-    "\\",
-    "{",
-    "}",
-    "[1]",
-    "é",
-    "😀",
-    "<",
-    "</",
-    "\x01",
+    *("a", "null", "true", "1", "-", " ", "\n", '"', "\\", "{", "}", "[1]", "é", "😀", "<", "</", "\x01"),
 ]
 values = st.lists(st.sampled_from(VALUE_PIECES), max_size=6).map("".join)
 
 
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=lambda name: 1 / 0)
+    except (ValueError, ZeroDivisionError):
+        return False
+    return True
+
+
 @st.composite
-def written_calls(draw: st.DrawFn) -> tuple[ToolMarkup, str, ToolSchemas]:
-    """One call of a tool whose parameters have types of all kinds, as its markup writes it."""
+def written_calls(draw: st.DrawFn) -> tuple[Markup, str, ToolSchemas, tuple[str, str]]:
+    """One call of a tool whose parameters have types of all kinds, as its markup writes it; what it says."""
     kind = draw(st.sampled_from(ToolMarkup))
-    schemas = draw(st.lists(st.sampled_from(SCHEMA_OF_VALUES), max_size=3))
-    properties = {f"p{index}": schema for index, schema in enumerate(schemas)}
+    given = draw(st.lists(st.sampled_from(SCHEMA_OF_VALUES), max_size=3))
+    properties = {f"p{index}": schema for index, schema in enumerate(given)}
     tool = {"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    schemas = ToolSchemas([tool])
     name = draw(st.sampled_from(["f", "unknown"]))
     space = draw(st.sampled_from(["", "\n"]))
     arguments = {key: draw(values) for key in [*properties, "p9"][: draw(st.integers(0, 4))]}
@@ -350,31 +332,34 @@ def written_calls(draw: st.DrawFn) -> tuple[ToolMarkup, str, ToolSchemas]:
                 f"<arg_key>{key}</arg_key>{space}<arg_value>{value}</arg_value>{space}"
                 for key, value in arguments.items()
             ]
-            return kind, f"<tool_call>{name}{space}{''.join(written)}</tool_call>", ToolSchemas([tool])
+            text = f"<tool_call>{name}{space}{''.join(written)}</tool_call>"
+            read = {key: schemas.to_json(name, key, value) for key, value in arguments.items()}
         case ToolMarkup.DSML:
             is_string = draw(st.sampled_from(["true", "false"]))
             written = [parameter(key, value, is_string) for key, value in arguments.items()]
             text = f'<|DSML|function_calls>{space}<|DSML|invoke name="{name}">{space}{"".join(written)}'
             text += f"</|DSML|invoke>{space}</|DSML|function_calls>"
+            read = {
+                key: value.strip()
+                if is_string == "false" and is_json(value)
+                else json.dumps(value, ensure_ascii=False)
+                for key, value in arguments.items()
+            }
         case ToolMarkup.DEEPSEEK_V31:
             text = f"<|tool▁calls▁begin|><|tool▁call▁begin|>{name}<|tool▁sep|>{space}{json.dumps(arguments)}"
             text += f"{space}<|tool▁call▁end|><|tool▁calls▁end|>"
-    return kind, text.replace("|", BAR), ToolSchemas([tool])
+            read = {key: json.dumps(value) for key, value in arguments.items()}
+    shown = "{" + ", ".join(f'"{key}": {value}' for key, value in read.items()) + "}"
+    return MARKUPS[kind], text.replace("|", BAR), schemas, (name, shown)
 
 
 @given(written_calls(), st.data())
-def test_the_arguments_of_a_stream_are_those_of_the_whole_call(
-    case: tuple[ToolMarkup, str, ToolSchemas], data: st.DataObject
+def test_the_arguments_of_a_call_are_those_that_were_written(
+    case: tuple[Markup, str, ToolSchemas, tuple[str, str]], data: st.DataObject
 ) -> None:
-    """To the byte, in whatever pieces the text comes; the reference reads the call at once."""
-    kind, text, schemas = case
-    markup = MARKUPS[kind]
-    begun = text[len(markup.openings[-1]) : text.index(markup.call_end)]
-    expected = READERS[kind](begun, schemas)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    found = parse(pieces, markup, schemas=schemas)
-    assert expected is not None
+    """To the byte, in whatever pieces the text comes."""
+    markup, text, schemas, expected = case
+    found = parse(cut(text, data), markup, schemas=schemas)
     assert (found.content, [(call.name, call.arguments) for call in found.calls]) == ("", [expected])
 
 
