@@ -56,44 +56,11 @@ async def whole(client: openai.AsyncOpenAI, **options: Any) -> Any:
     ).choices[0]
 
 
-async def streamed(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
-    extra = {**ROOM, **options.pop("extra_body", {})}
-    stream = await client.chat.completions.create(
-        **{"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "extra_body": extra, **options}, stream=True
-    )
-    return [chunk.choices[0] async for chunk in stream]
-
-
-def calls_of(choices: list[Any]) -> list[tuple[str, str]]:
-    """Names and arguments of a stream's calls: each begins with id and name, and then its arguments grow."""
-    calls: list[tuple[str, str]] = []
-    ids = set()
-    for choice in choices:
-        for call in choice.delta.tool_calls or ():
-            if call.id is not None:
-                assert (call.index, call.type, call.function.arguments) == (len(calls), "function", "")
-                ids.add(call.id)
-                calls.append((call.function.name, ""))
-            else:
-                assert (call.index, call.type, call.function.name) == (len(calls) - 1, None, None)
-                calls[-1] = (calls[-1][0], calls[-1][1] + call.function.arguments)
-    assert len(ids) == len(calls)
-    return calls
-
-
-def reasoning_of(choices: list[Any]) -> str:
-    return "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices)
-
-
-def content_of(choices: list[Any]) -> str:
-    return "".join(choice.delta.content or "" for choice in choices)
-
-
 ARGUMENTS = {"city": "7", "days": 3}
 THINKING = {"chat_template_kwargs": {"thinking": True, "enable_thinking": True}}
 
 
-async def test_calls_in_a_whole_answer_and_in_a_stream(tmp_path: Path, codec: RecordingCodec) -> None:
+async def test_calls(tmp_path: Path, codec: RecordingCodec) -> None:
     async with answering(tmp_path, CALL) as client:
         choice = await whole(client)
         assert codec.prompt == "[tools]weather[user]hi[assistant]"
@@ -101,13 +68,6 @@ async def test_calls_in_a_whole_answer_and_in_a_stream(tmp_path: Path, codec: Re
         (call,) = choice.message.tool_calls
         assert (call.type, call.function.name) == ("function", "weather")
         assert json.loads(call.function.arguments) == ARGUMENTS
-    async with answering(tmp_path, f"Look:\n{CALL}\n{CALL}") as client:
-        choices = await streamed(client)
-        assert content_of(choices) == "Look:\n"
-        found = [(name, json.loads(arguments)) for name, arguments in calls_of(choices)]
-        assert found == [("weather", ARGUMENTS)] * 2
-        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
-        assert choices[-1].finish_reason
 
 
 async def test_reasoning_is_shown_beside_the_content(tmp_path: Path, codec: RecordingCodec) -> None:
@@ -117,8 +77,6 @@ async def test_reasoning_is_shown_beside_the_content(tmp_path: Path, codec: Reco
         assert codec.prompt.endswith("<think>\n")
         assert (choice.message.reasoning_content, choice.message.content) == ("Hm.\n", "Yes.")
         assert choice.finish_reason == "stop"
-        choices = await streamed(client, **options)
-        assert (reasoning_of(choices), content_of(choices)) == ("Hm.\n", "Yes.")
         choice = await whole(client, extra_body={**THINKING, "separate_reasoning": False})
         assert choice.message.content == "Hm.\n</think>\n\nYes."
 
@@ -128,9 +86,6 @@ async def test_a_call_ends_the_reasoning_that_the_prompt_began(tmp_path: Path) -
         choice = await whole(client, extra_body=THINKING)
         assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", None)
         assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
-        choices = await streamed(client, extra_body=THINKING)
-        assert reasoning_of(choices) == "Hm."
-        assert [name for name, _ in calls_of(choices)] == ["weather"]
 
 
 @pytest.mark.parametrize("options", [{"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}])
@@ -212,17 +167,14 @@ async def test_deepseek_calls_tools_without_a_template(tmp_path: Path, deepseek:
         assert deepseek.prompt.endswith(results)
 
 
-async def test_a_deepseek_stream_shows_calls_of_a_developers_own_tools(
-    tmp_path: Path, deepseek: RecordingCodec
-) -> None:
+async def test_deepseek_calls_a_developers_own_tools(tmp_path: Path, deepseek: RecordingCodec) -> None:
     messages = [{"role": "developer", "content": "hi", "tools": TOOLS}]
     options = {"tools": openai.NOT_GIVEN, "messages": messages}
     async with answering(tmp_path, f"Look:{DSML_CALL}") as client:
-        choices = await streamed(client, **options)
+        choice = await whole(client, **options)
         assert '<functions>\n{"name": "weather"' in deepseek.prompt
-        assert content_of(choices) == "Look:"
-        ((_, arguments),) = calls_of(choices)
-        assert json.loads(arguments) == ARGUMENTS
+        (call,) = choice.message.tool_calls
+        assert (choice.message.content, json.loads(call.function.arguments)) == ("Look:", ARGUMENTS)
         choice = await whole(client, tool_choice="none", **options)
         assert "<functions>" not in deepseek.prompt
         assert (choice.message.content, choice.message.tool_calls) == (f"Look:{DSML_CALL}", None)

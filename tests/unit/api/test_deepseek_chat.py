@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hisparse_pd.api.chat_format import ToolMarkup
+from hisparse_pd.api.deepseek_chat import encode_chat
 from hisparse_pd.api.prompts import ChatPrompt, written_arguments
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import unpack_token_ids
@@ -89,38 +91,21 @@ FORECAST = {
 SHOWN_FORECAST = (
     '{"name": "forecast", "description": "天气", "parameters": {"type": "object", "properties": {}}}'
 )
-TOOLS_TEXT = """
+SPACE = {"role": "system", "content": ""}
+HEAD, _, TAIL = encode_chat(ChatPrompt((SPACE,), {}, False, (FORECAST,), True), "", "").partition(
+    SHOWN_FORECAST
+)
+TAIL = TAIL.removesuffix("<｜Assistant｜></think>")
 
-## Tools
-You have access to a set of tools you can use to answer the user's question.
-You can invoke functions by writing a "<｜DSML｜function_calls>" block like the following as part of your reply to the user:
-<｜DSML｜function_calls>
-<｜DSML｜invoke name="$FUNCTION_NAME">
-<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
-...
-</｜DSML｜invoke>
-<｜DSML｜invoke name="$FUNCTION_NAME2">
-...
-</｜DSML｜invoke>
-</｜DSML｜function_calls>
-String and scalar parameters should be specified as is without any escaping or quotes, while lists and objects should use JSON format. The "string" attribute should be set to "true" for string type parameters and "false" for other types (numbers, booleans, arrays, objects).
-If the thinking_mode is enabled, then after function results you should strongly consider outputting a thinking block. Here is an example:
-<｜DSML｜function_calls>
-...
-</｜DSML｜function_calls>
-<function_results>
-...
-</function_results>
-<think>...thinking about results</think>
-Here are the functions available in JSONSchema format:
-<functions>
-SHOWN
-</functions>
-"""  # noqa: E501 -- word for word what the model was trained on
+
+def test_the_text_about_tools_is_word_for_word_what_the_model_was_trained_on() -> None:
+    """As its authors' encoder writes it."""
+    digest = hashlib.sha256((HEAD + TAIL).encode()).hexdigest()
+    assert digest == "05d1fb2e79f2f92049694ff7c2840faed8fcb20fee32ad85473fdee890cdef0a"
 
 
 def tools_text(*shown: str) -> str:
-    return TOOLS_TEXT.replace("SHOWN", "\n".join(shown))
+    return HEAD + "\n".join(shown) + TAIL
 
 
 def call(call_id: str | None, name: str = "forecast", **arguments: Any) -> dict[str, Any]:

@@ -26,12 +26,6 @@ from hisparse_pd.vocabulary import FinishReason
 from protocol.decoding import MAX_NESTING
 from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer", "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOKENS = {
     ToolMarkup.GLM: (
         *("<think>", "</think>", "<tool_call>", "</tool_call>"),
@@ -50,72 +44,60 @@ MARKS = TOKENS | {
 }
 """Made of these tokens, or spelled."""
 NAMES = ("get_weather", "get", "set_all", "no_arguments")
-TOOLS: list[dict[str, Any]] = [
+
+
+def tool(parameters: dict[str, Any] | None, *, name: str = "f", strict: bool = True) -> dict[str, Any]:
+    described = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, "strict": strict, **described}}
+
+
+def closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    """An object of these properties alone."""
+    shape = {"type": "object", "properties": properties, "required": list(required)}
+    return shape | {"additionalProperties": False}
+
+
+SCHEMA = closed(
+    {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer", "maximum": 9}}, "city", "days"
+)
+WEATHER = closed(
     {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "strict": True,
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string"},
-                    "short": {"type": "string", "minLength": 2, "maxLength": 4},
-                    "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$"},
-                    "kind": {"enum": ["null", "1", "day night", 3, None]},
-                    "maybe": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
-                    "days": {"type": "integer", "minimum": 1, "maximum": 31},
-                    "exact": {"type": "boolean"},
-                },
-                "required": ["city", "kind", "days"],
-                "additionalProperties": False,
-            },
-        },
+        "city": {"type": "string"},
+        "short": {"type": "string", "minLength": 2, "maxLength": 4},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$"},
+        "kind": {"enum": ["null", "1", "day night", 3, None]},
+        "maybe": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 31},
+        "exact": {"type": "boolean"},
     },
-    {
-        "type": "function",
-        "function": {
-            "name": "get",
-            "strict": True,
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "place": {"$ref": "#/$defs/Place"},
-                    "either": {"type": ["string", "array"], "items": {"type": "integer"}},
-                    "at": {"type": "string", "format": "date-time"},
-                    "const": {"const": "a<b"},
-                },
-                "required": ["place"],
-                "$defs": {
-                    "Place": {
-                        "type": "object",
-                        "properties": {
-                            "name": {"type": "string"},
-                            "inner": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
-                        },
-                        "required": ["name", "inner"],
-                        "additionalProperties": False,
-                    }
-                },
-            },
-        },
+    *("city", "kind", "days"),
+)
+INNER = {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}
+PLACE = {
+    "type": "object",
+    "properties": {
+        "place": {"$ref": "#/$defs/Place"},
+        "either": {"type": ["string", "array"], "items": {"type": "integer"}},
+        "at": {"type": "string", "format": "date-time"},
+        "const": {"const": "a<b"},
     },
-    {
-        "type": "function",
-        "function": {
-            "name": "set_all",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "anything": {},
-                    "number": {"minimum": 5, "type": "number"},
-                    "listed": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
-                },
-                "required": ["anything", "number"],
-            },
-        },
+    "required": ["place"],
+    "$defs": {"Place": closed({"name": {"type": "string"}, "inner": INNER}, "name", "inner")},
+}
+ANYTHING = {
+    "type": "object",
+    "properties": {
+        "anything": {},
+        "number": {"minimum": 5, "type": "number"},
+        "listed": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
     },
-    {"type": "function", "function": {"name": "no_arguments"}},
+    "required": ["anything", "number"],
+}
+TOOLS = [
+    tool(WEATHER, name="get_weather"),
+    tool(PLACE, name="get"),
+    tool(ANYTHING, name="set_all", strict=False),
+    tool(None, name="no_arguments", strict=False),
 ]
 
 
@@ -397,10 +379,6 @@ def test_a_call_of_glm_may_end_its_reasoning(
 
 
 # --- what cannot be written --------------------------------------------------------------------------
-
-
-def tool(parameters: dict[str, Any], *, name: str = "f", strict: bool = True) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "strict": strict, "parameters": parameters}}
 
 
 def of_one(schema: object, **root: Any) -> dict[str, Any]:

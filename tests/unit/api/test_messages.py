@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, deliver, say, stops_after
+from tests.unit.api.streams import whole_and_streamed
 from tests.unit.api.support import ROOM, named_events, parse, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("codec")]
@@ -61,50 +61,6 @@ async def test_a_whole_answer(tmp_path: Path) -> None:
         assert counted.json() == {"input_tokens": generate.num_prompt_tokens}
 
 
-async def test_the_events_of_a_stream(tmp_path: Path) -> None:
-    async with serving(stops_after(f"hm, hm</think>Look:\n{CALL}\n{CALL}"), tmp_path) as node:
-        answer = await node.post(PATH, **BODY, stream=True, tools=[TOOL], thinking={"type": "adaptive"})
-        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-        events = named_events(answer.text)
-        assert all(name == event["type"] for name, event in events)
-        first, *changes, last, stop = [event for _, event in events]
-        message = first["message"]
-        assert first["type"] == "message_start"
-        assert (message["content"], message["stop_reason"]) == ([], None)
-        assert message["usage"]["output_tokens"] == 3
-        blocks: list[dict[str, Any]] = []
-        deltas: list[list[str]] = []
-        for event in changes:
-            match event["type"]:
-                case "content_block_start":
-                    assert event["index"] == len(blocks)
-                    blocks.append(event["content_block"])
-                    deltas.append([])
-                case "content_block_delta":
-                    assert event["index"] == len(blocks) - 1
-                    kind = event["delta"].pop("type")
-                    (piece,) = event["delta"].values()
-                    deltas[-1].append(kind if kind == "signature_delta" else piece)
-                case kind:
-                    assert (kind, event["index"]) == ("content_block_stop", len(blocks) - 1)
-        assert blocks[2].pop("id") != blocks[3].pop("id")
-        call = {"type": "tool_use", "name": "weather", "input": {}}
-        assert blocks == [
-            {"type": "thinking", "thinking": "", "signature": ""},
-            {"type": "text", "text": "", "citations": None},
-            call,
-            call,
-        ]
-        assert "".join(deltas[0]) == "hm, hm" + "signature_delta"
-        assert len(deltas[0]) > 2
-        assert "".join(deltas[1]) == "Look:\n"
-        assert [json.loads("".join(pieces)) for pieces in deltas[2:]] == [{"city": "7"}] * 2
-        assert last["type"] == "message_delta"
-        assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-        assert last["usage"]["output_tokens_details"] == {"thinking_tokens": len("hm, hm</think>")}
-        assert stop == {"type": "message_stop"}
-
-
 async def test_a_whole_answer_with_thinking_and_a_call(tmp_path: Path) -> None:
     async with serving(stops_after(f"<think>so</think>{CALL}"), tmp_path) as node:
         answer = (await node.post(PATH, **BODY, tools=[TOOL])).json()
@@ -128,11 +84,9 @@ async def test_stop_reasons(
     tmp_path: Path, text: str, options: dict[str, Any], stop_reason: str, stop_sequence: str | None
 ) -> None:
     async with serving(say(text) if "max_tokens" in options else stops_after(text), tmp_path) as node:
-        body = BODY | options
-        whole = (await node.post(PATH, **body)).json()
+        whole, streamed = await whole_and_streamed(node, PATH, BODY | options)
         assert (whole["stop_reason"], whole["stop_sequence"]) == (stop_reason, stop_sequence)
-        events = named_events((await node.post(PATH, **body, stream=True)).text)
-        assert events[-2][1]["delta"] == {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+        assert streamed == whole
 
 
 TURNS = [
@@ -265,13 +219,10 @@ async def test_omitted_thinking_is_in_its_signature(tmp_path: Path, codec: Recor
     """The client does not see it, and the model sees it again when the block comes back."""
     async with serving(stops_after("hm, hm</think>Look"), tmp_path) as node:
         body = BODY | {"thinking": {"type": "adaptive", "display": "omitted"}, "max_tokens": 100}
-        whole = (await node.post(PATH, **body)).json()
+        whole, streamed = await whole_and_streamed(node, PATH, body)
+        assert streamed == whole
         thinking, text = whole["content"]
         assert (thinking["thinking"], text["text"]) == ("", "Look")
-        events = [event for _, event in named_events((await node.post(PATH, **body, stream=True)).text)]
-        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-        assert "thinking_delta" not in [delta["type"] for delta in deltas]
-        assert [d["signature"] for d in deltas if "signature" in d] == [thinking["signature"]]
         for signature, shown in ((thinking["signature"], "hm, hm"), ("EqQBCgYIARgCIkA", ""), (None, "")):
             block = {"type": "thinking", "thinking": "", "signature": signature}
             turns = [*BODY["messages"], {"role": "assistant", "content": [block, CALLED]}, result()]

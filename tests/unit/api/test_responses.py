@@ -14,6 +14,7 @@ from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import deliver, say, stops_after
+from tests.unit.api.streams import whole_and_streamed
 from tests.unit.api.support import ROOM, named_events, parse, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("codec")]
@@ -82,80 +83,19 @@ async def test_a_whole_answer(tmp_path: Path) -> None:
         }
 
 
-async def test_the_events_of_a_stream(tmp_path: Path) -> None:
-    """Each item is opened, grows, and is closed; the last event has all of them as they were closed."""
+async def test_items_of_an_answer(tmp_path: Path) -> None:
     async with serving(stops_after(f"<think>hm</think>Look:\n{CALL}"), tmp_path) as node:
-        answer = await node.post(PATH, **BODY, stream=True, tools=[TOOL])
-        events = named_events(answer.text)
-        assert all(name == event["type"] for name, event in events)
-        assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
-        names = [name.removeprefix("response.") for name, _ in events]
-        assert [name for index, name in enumerate(names) if name != names[index - 1]] == [
-            "created",
-            "in_progress",
-            "output_item.added",
-            "content_part.added",
-            "reasoning_text.delta",
-            "reasoning_text.done",
-            "content_part.done",
-            "output_item.done",
-            "output_item.added",
-            "content_part.added",
-            "output_text.delta",
-            "output_text.done",
-            "content_part.done",
-            "output_item.done",
-            "output_item.added",
-            "function_call_arguments.delta",
-            "function_call_arguments.done",
-            "output_item.done",
-            "completed",
-        ]
-        for _, event in events[:2]:
-            assert (event["response"]["status"], event["response"]["output"]) == ("in_progress", [])
-        done: list[dict[str, Any]] = []
-        grown = ""
-        for name, event in events[2:-1]:
-            assert event["output_index"] == len(done)
-            match name.rpartition(".")[2], name:
-                case "added", "response.output_item.added":
-                    added, grown = event["item"], ""
-                    assert added["status"] == "in_progress"
-                case "delta", _:
-                    assert event["item_id"] == added["id"]
-                    grown += event["delta"]
-                case "done", "response.output_item.done":
-                    assert event["item"]["id"] == added["id"]
-                    done.append(event["item"])
-                case "done", "response.content_part.done":
-                    assert event["part"]["text"] == grown
-                case "done", _:
-                    assert event.get("text", event.get("arguments")) == grown
-        reasoning, message, call = done
+        whole, streamed = await whole_and_streamed(node, PATH, BODY | {"tools": [TOOL]})
+        assert streamed == whole
+        reasoning, message, call = whole["output"]
         assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
         assert reasoning["summary"] == []
         assert message["content"][0]["text"] == "Look:\n"
         assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
         assert json.loads(call["arguments"]) == {"city": "7"}
-        assert call["call_id"].startswith("call_")
-        last = events[-1][1]["response"]
-        assert (last["status"], last["output"], last["tools"]) == ("completed", done, [TOOL])
-        assert last["id"] == events[0][1]["response"]["id"]
+        assert (whole["status"], whole["tools"]) == ("completed", [TOOL])
         num_reasoning_tokens = len("<think>hm</think>")
-        assert last["usage"]["output_tokens_details"] == {"reasoning_tokens": num_reasoning_tokens}
-        whole = (await node.post(PATH, **BODY, tools=[TOOL])).json()
-        assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
-        assert (whole["status"], whole["usage"]) == ("completed", last["usage"])
-
-
-async def test_a_stream_that_is_cut_is_incomplete(tmp_path: Path) -> None:
-    async with serving(say("abcdef"), tmp_path) as node:
-        body = BODY | {"max_output_tokens": 3}
-        *_, (_, item_done), (name, last) = named_events((await node.post(PATH, **body, stream=True)).text)
-        assert name == "response.incomplete"
-        assert item_done["item"]["status"] == "incomplete"
-        assert last["response"]["output"] == [item_done["item"]]
-        assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": num_reasoning_tokens}
 
 
 ITEMS = [
@@ -272,28 +212,19 @@ async def test_calls_are_the_clients_own(tmp_path: Path, name: str, shown: dict[
     is_custom = shown["type"] == "custom_tool_call"
     key, value = ("input", PATCH) if is_custom else ("city", "Rome")
     field = "input" if is_custom else "arguments"
-    kind = "custom_tool_call_input" if is_custom else "function_call_arguments"
     async with serving(stops_after(call_of(name, key, value)), tmp_path) as node:
         tools = [TOOL, NAMESPACE, CUSTOM, CUSTOM | {"name": "exec"}, SEARCH]
         whole = await node.post(PATH, **BODY, tools=tools)
         assert whole.headers["x-hisparse-pd-left-out"] == "tools[4] (web_search)"
         (item,) = whole.json()["output"]
         assert whole.json()["tools"] == tools[:-1]
-        events = [e for _, e in named_events((await node.post(PATH, **BODY, tools=tools, stream=True)).text)]
-        added, *changes, done, last = events[2:]
-        assert added["item"] == done["item"] | {"status": "in_progress", field: ""}
-        assert [event["type"] for event in changes if not event["type"].endswith(".delta")] == [
-            f"response.{kind}.done"
-        ]
-        deltas = [event["delta"] for event in changes if event["type"] == f"response.{kind}.delta"]
-        assert "".join(deltas) == changes[-1][field] == done["item"][field]
-        assert last["response"]["output"] == [done["item"]]
-        for told in (item, done["item"]):
-            given = told.pop(field)
-            assert (given if is_custom else json.loads(given)) == (PATCH if is_custom else {key: value})
-            assert told.pop("id").startswith("ctc_" if is_custom else "fc_")
-            assert told.pop("call_id").startswith("call_")
-            assert told == shown | {"status": "completed"}
+        given = item.pop(field)
+        assert (given if is_custom else json.loads(given)) == (PATCH if is_custom else {key: value})
+        assert item.pop("id").startswith("ctc_" if is_custom else "fc_")
+        assert item.pop("call_id").startswith("call_")
+        assert item == shown | {"status": "completed"}
+        again, streamed = await whole_and_streamed(node, PATH, BODY | {"tools": tools})
+        assert streamed == again
 
 
 async def test_a_custom_call_that_is_cut_off_has_what_was_written(tmp_path: Path) -> None:
