@@ -1,7 +1,6 @@
 """What every kind of test shares: the tiny checkpoints, and those of random weights with tied scores."""
 
 import functools
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -83,9 +82,10 @@ def sharing_checkpoint(
     """``drafting_checkpoint`` whose later drafts share the first one's selection, written once a session."""
 
     def write(path: Path, variant: str) -> None:
+        from tests.checkpoint_edits import edit_config
+
         shutil.copytree(drafting_checkpoint(variant), path)
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"index_share_for_mtp_iteration": True}))
+        edit_config(path, index_share_for_mtp_iteration=True)
 
     return _written_once(tmp_path_factory, "sharing", write)
 

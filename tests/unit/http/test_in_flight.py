@@ -14,7 +14,6 @@ from hisparse_pd.engine.messages import (
     EngineStats,
     FlushCache,
     FromEngine,
-    Generate,
     GenerateGroup,
     RequestFailed,
     Shutdown,
@@ -26,67 +25,53 @@ from hisparse_pd.engine.sockets import EngineSocket, FrontSocket
 from hisparse_pd.http.engine_link import EngineLink, QueueLimits, RankChoice, by_room, least_loaded
 from hisparse_pd.http.http_errors import QueueFull
 from hisparse_pd.http.in_flight import InFlight, NodeCounts
-from hisparse_pd.vocabulary import SamplingParams
 from protocol.polling import Poller
-from tests.identities import ANY
+from tests.unit.http.links import group_of, make_link, sent
 
 WAIT_SECS = 60.0
 STATS = EngineStats({}, {}, 0, 0, 0, 1)
 
 
-def fronts_of_one_node(
-    num: int, limits: QueueLimits, num_ranks: int = 1, choose: RankChoice = least_loaded
+def two_fronts(
+    limits: QueueLimits, num_ranks: int = 1, choose: RankChoice = least_loaded
 ) -> list[EngineLink]:
-    counts = NodeCounts(num_ranks, num)
-    endpoints = [f"ipc://unused-{rank}" for rank in range(num_ranks)]
-    links = [
-        EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose, counts=counts, front=front)
-        for front in range(num)
-    ]
-    for link in links:
-        for rank in link.ranks:
-            link._handle(rank, EngineReady(100, 100, 100))
-    return links
+    counts = NodeCounts(num_ranks, 2)
+    return [make_link(choose, num_ranks, limits, counts, front) for front in range(2)]
 
 
-def prompt(name: str, num_tokens: int, room: int = 0) -> list[GenerateGroup]:
-    sampling = SamplingParams(1, temperature=0.0)
-    return [GenerateGroup((Generate(name, room, num_tokens, sampling, "127.0.0.1", 1),), ANY)]
-
-
-def send_all(link: EngineLink) -> None:
-    for rank in link.ranks:
-        while rank._outbox:
-            _, on_sent = rank._outbox.popleft()
-            on_sent()
+def prompt(room: int, num_tokens: int) -> list[GenerateGroup]:
+    return [group_of(range(room, room + 1), num_tokens)]
 
 
 @pytest.mark.I7
 @pytest.mark.I8
 def test_the_limits_are_those_of_all_fronts_together() -> None:
-    first, second = fronts_of_one_node(2, QueueLimits(2, 100))
-    with first.open(prompt("a", 60)):
-        with pytest.raises(QueueFull, match="prompts of 60 tokens"), second.open(prompt("b", 41)):
+    first, second = two_fronts(QueueLimits(2, 100))
+    with first.open(prompt(0, 60)):
+        with pytest.raises(QueueFull, match="prompts of 60 tokens"), second.open(prompt(1, 41)):
             pass
-        with second.open(prompt("c", 40)), pytest.raises(QueueFull, match="2 requests"):
+        with second.open(prompt(2, 40)), pytest.raises(QueueFull, match="2 requests"):
             first.require_place(1)
-        send_all(second)
+        sent(second)
         first.require_place(1, 40)
-    send_all(first)
-    with second.open(prompt("d", 100)):
+    sent(first)
+    with second.open(prompt(3, 100)):
         pass
-    send_all(second)
+    sent(second)
     assert first.counts.num_samples == first.counts.num_prompt_tokens == 0
 
 
-def test_ranks_are_chosen_by_the_load_of_all_fronts() -> None:
-    first, second = fronts_of_one_node(2, QueueLimits(100, 1000), num_ranks=3)
-    with first.open(prompt("a", 50)), second.open(prompt("b", 20)), first.open(prompt("c", 30)):
+def test_ranks_are_chosen_by_the_load_of_all_fronts_and_rooms_decide_on_each_alike() -> None:
+    first, second = two_fronts(QueueLimits(100, 1000), num_ranks=3)
+    with first.open(prompt(0, 50)), second.open(prompt(1, 20)), first.open(prompt(2, 30)):
         assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 20, 30]
-        with second.open(prompt("d", 1)):
+        with second.open(prompt(3, 1)):
             assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 21, 30]
     assert [rank.num_given for rank in second.ranks] == [1, 2, 1]
     assert [rank.num_tokens_in_flight for rank in second.ranks] == [0, 0, 0]
+    for link in two_fronts(QueueLimits(10, 100), num_ranks=3, choose=by_room):
+        with link.open(prompt(4, 5)):
+            assert [rank.num_tokens_in_flight for rank in link.ranks] == [0, 5, 0]
 
 
 def _count(counts: NodeCounts, front: int) -> None:
@@ -223,9 +208,3 @@ def test_a_flood_of_one_front_is_not_all_that_an_engine_hears(
             assert len(list(sockets.engine.receive())) == 256
     assert [flood.num_received for flood in floods] == [512, 512]
     sockets.close()
-
-
-def test_rooms_decide_on_every_front_alike() -> None:
-    for link in fronts_of_one_node(2, QueueLimits(10, 100), num_ranks=3, choose=by_room):
-        with link.open(prompt(f"r{link.front}", 5, room=4)):
-            assert [rank.num_tokens_in_flight for rank in link.ranks] == [0, 5, 0]

@@ -13,10 +13,7 @@ from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
     FlushCache,
-    Generate,
-    GenerateGroup,
     RequestFailed,
-    ToEngine,
     Tokens,
 )
 from hisparse_pd.http.engine_link import (
@@ -24,43 +21,14 @@ from hisparse_pd.http.engine_link import (
     EngineLink,
     LinkState,
     QueueLimits,
-    RankChoice,
     by_room,
     least_loaded,
 )
 from hisparse_pd.http.http_errors import QueueFull
 from hisparse_pd.http.prefixes import BLOCK_BYTES
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
-from hisparse_pd.vocabulary import FinishReason, SamplingParams
-from tests.identities import ANY
-
-GREEDY = SamplingParams(1, temperature=0.0)
-
-
-def make_link(choose_rank: RankChoice, num_ranks: int = 3, limits: QueueLimits | None = None) -> EngineLink:
-    paths = [f"unused-{rank}.ipc" for rank in range(num_ranks)]
-    link = EngineLink(paths, 5.0, limits=limits or QueueLimits(100, 1000), choose_rank=choose_rank)
-    for rank in link.ranks:
-        link._handle(rank, EngineReady(100, 100 - rank.rank, 50 + rank.rank))
-    return link
-
-
-def group_of(rooms: range, num_prompt_tokens: int = 7) -> GenerateGroup:
-    samples = (Generate(f"r{room}", room, num_prompt_tokens, GREEDY, "127.0.0.1", 1) for room in rooms)
-    return GenerateGroup(tuple(samples), ANY, b"prompt")
-
-
-def sent(link: EngineLink) -> list[list[ToEngine]]:
-    """What goes to each rank; as their turns do it."""
-    messages: list[list[ToEngine]] = []
-    for rank in link.ranks:
-        messages.append([])
-        while rank._outbox:
-            message, on_sent = rank._outbox.popleft()
-            on_sent()
-            if message is not None:
-                messages[-1].append(message)
-    return messages
+from hisparse_pd.vocabulary import FinishReason
+from tests.unit.http.links import group_of, make_link, sent
 
 
 def test_it_serves_once_all_ranks_are_ready() -> None:

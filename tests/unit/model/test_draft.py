@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model import loader
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import load_spec
 from hisparse_pd.vocabulary import CheckpointError
+from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.loading import joined, load_ours
 from tests.unit.model.paged_model import PagedModel
@@ -319,15 +316,6 @@ def test_ranks_draft_what_one_drafts_to_the_last_bit(drafter: Drafter, variant: 
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["enorm", "eh_proj", "mlp.experts.5.up_proj"])
-def test_a_missing_weight_is_named(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
-    full = f"{FIRST}{name}.weight"
-    edited(checkpoints["v32"], tmp_path / "less", lambda tensors: tensors.pop(full))
-    spec = load_spec(checkpoints["v32"])
-    with pytest.raises(CheckpointError, match=f"{re.escape(full)} is missing"):
-        loader._Loader(tmp_path / "less", spec, torch.device("cpu"), None).load()
-
-
 def test_transformers_leaves_the_layer_out(checkpoints: dict[str, Path], variant: str) -> None:
     model = load_oracle(checkpoints[variant])
     assert len(model.model.layers) == NUM_LAYERS
@@ -343,12 +331,8 @@ def assert_same_drafts(one: Drafter, other: Drafter) -> None:
 
 def edited(path: Path, copy: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     """A checkpoint with other weights."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(path, copy)
-    tensors = load_file(copy / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(copy, edit)
 
 
 def weigh_norms(tensors: dict[str, Tensor]) -> None:
@@ -356,8 +340,3 @@ def weigh_norms(tensors: dict[str, Tensor]) -> None:
     for name in sorted(tensors):
         if name == "model.norm.weight" or (name.startswith(FIRST) and name.endswith("norm.weight")):
             tensors[name] = 0.5 + torch.rand(tensors[name].shape, generator=generator)
-
-
-def edit_config(path: Path, **changes: Any) -> None:
-    config_file = path / "config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | changes))

@@ -22,17 +22,11 @@ from hisparse_pd.vocabulary import CheckpointError
 from kernels.attention import TorchAttention
 from kernels.hadamard import hadamard_matrix
 from kernels.rope import rotate
+from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.paged_model import PagedModel
 from tests.unit.model.rank_stand_in import RankStandIn
-from tools.checkpoints.make_tiny import (
-    CONTEXT_LENGTH,
-    EOS_ID,
-    INDEX_TOPK,
-    VARIANTS,
-    VOCAB_SIZE,
-    write_checkpoint,
-)
+from tools.checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VARIANTS, write_checkpoint
 from tools.checkpoints.oracle import greedy_tokens
 from tools.checkpoints.oracle import load as load_oracle
 
@@ -203,26 +197,6 @@ def test_paged_kv_refuses_requests_that_do_not_fit(runner: Runner) -> None:
         PagedKv(runner.spec, *pools, [PagedRequest(torch.tensor([1]), 3, 0)])
 
 
-def test_bfloat16_pools_hold_half_the_bytes(checkpoints: dict[str, Path], prompts: list[Tokens]) -> None:
-    spec = load_spec(checkpoints["v32"], kv_cache_dtype="bfloat16")
-    wide = load_spec(checkpoints["v32"])
-    assert spec.item_bytes * 2 == wide.item_bytes
-    assert spec.geometry(64).dtype == "bfloat16"
-    tiny_model = load_model(checkpoints["v32"], spec)
-    pools = [
-        torch.zeros((layers, 8 * PAGE_SIZE, num_bytes), dtype=torch.uint8)
-        for layers, num_bytes in (
-            (spec.num_layers, spec.item_bytes),
-            (spec.num_index_layers, spec.index_item_bytes),
-        )
-    ]
-    kv = PagedKv(spec, *pools, PAGE_SIZE, [PagedRequest(torch.arange(8), 0, 200)])
-    logits = tiny_model.forward(torch.tensor(prompts[4]), kv.positions, kv, kv.last_rows)
-    assert logits.dtype == torch.float32
-    assert logits.shape == (1, VOCAB_SIZE)
-    assert logits.isfinite().all()
-
-
 @pytest.mark.parametrize(("name", "eps"), [("glm", 1e-3), ("v32", 1e-6)])
 def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
     tmp_path: Path, name: str, eps: float
@@ -242,16 +216,17 @@ def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
 def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     write_checkpoint(tmp_path, "v32")
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
     norm_weight = torch.linspace(1.0, 1.001, 32)  # all the same in bfloat16
-    weights["model.layers.2.self_attn.indexer.k_norm.weight"] = norm_weight
-    head_matrix = weights["model.layers.2.self_attn.indexer.weights_proj.weight"]
-    head_matrix += torch.linspace(0, 2**-10, head_matrix.numel()).view_as(head_matrix)
-    save_file(weights, file, metadata={"format": "pt"})
+    head_matrix = torch.empty(0)
+
+    def edit(weights: dict[str, Tensor]) -> None:
+        nonlocal head_matrix
+        weights["model.layers.2.self_attn.indexer.k_norm.weight"] = norm_weight
+        head_matrix = weights["model.layers.2.self_attn.indexer.weights_proj.weight"]
+        head_matrix += torch.linspace(0, 2**-10, head_matrix.numel()).view_as(head_matrix)
+
+    edit_weights(tmp_path, edit)
     spec = load_spec(tmp_path, dtype="bfloat16")
     tables = []
 
@@ -363,6 +338,7 @@ def test_spec_of_the_variants(checkpoints: dict[str, Path]) -> None:
     assert glm.layers_of_group == ((0, 1), (2, 3))
     assert glm.num_index_layers == 2
     assert v32.item_bytes == (64 + 16) * 4
+    assert load_spec(checkpoints["v32"], kv_cache_dtype="bfloat16").item_bytes == (64 + 16) * 2
     assert v32.index_item_bytes == 32 * 4
     assert v32.context_length == CONTEXT_LENGTH
     assert v32.eos_token_ids == (EOS_ID,)
@@ -383,12 +359,6 @@ def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
     weights.write_bytes(content)
     assert load_spec(tmp_path).fingerprint != original.fingerprint
     assert replace(load_spec(tmp_path), fingerprint=original.fingerprint) == original
-
-
-def edit_config(path: Path, **changes: object) -> None:
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -432,35 +402,3 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"there is no \*\.safetensors"):
         load_spec(tmp_path)
-
-
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    write_checkpoint(tmp_path, "v32")
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    del weights["model.layers.2.self_attn.indexer.wk.weight"]
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.self_attn\.indexer\.wk\.weight is missing"):
-        load_model(tmp_path, load_spec(tmp_path))
-
-
-def test_tokenizer_is_byte_level(checkpoints: dict[str, Path]) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["v32"], local_files_only=True)
-    text = "naïve\tcafé 😀\n  <eos> \x00"
-    token_ids = tokenizer(text)["input_ids"]
-    before, after = text.split("<eos>")
-    assert token_ids == [*before.encode(), EOS_ID, *after.encode()]
-    assert tokenizer.decode(token_ids) == text
-    for byte in range(256):
-        assert isinstance(tokenizer.decode([byte, 65]), str)
-    assert tokenizer.decode([0xC3]) == "\ufffd"
-    assert len(tokenizer) == VOCAB_SIZE
-    assert tokenizer.eos_token_id == EOS_ID
-    chat = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
-        "<bos><|user|>hi<|assistant|>"
-    )

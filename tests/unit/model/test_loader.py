@@ -20,6 +20,7 @@ from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import BLOCK
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.row_math import fewest_rows
+from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
 from tests.unit.model.loading import CPU, joined, load_ours
 from tests.unit.model.model_specs import make_spec
@@ -170,38 +171,21 @@ def test_scales_may_be_in_another_file_than_their_matrix(
 
 
 @pytest.mark.parametrize("name", [EXPERT, f"{EXPERT}_scale_inv", ATTENTION, f"{ATTENTION}_scale_inv"])
-def test_what_is_missing_is_named(tmp_path: Path, name: str) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_what_is_missing_or_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
+    """Not spread over a larger one's elements, as torch copies."""
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
-    tensors = load_file(in_fp8 / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, in_fp8 / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(in_fp8, lambda tensors: tensors.update({name: torch.cat([tensors[name]] * 2)}))
+    with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}.*\["):
+        load_model(in_fp8, load_spec(in_fp8))
+    edit_weights(in_fp8, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=rf"{name} is missing$"):
         load_model(in_fp8, load_spec(in_fp8))
 
 
 def test_an_expert_in_another_format_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
-    tensors = load_file(in_fp8 / "model.safetensors")
-    tensors[EXPERT] = tensors[EXPERT].to(torch.bfloat16)
-    save_file(tensors, in_fp8 / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(in_fp8, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.bfloat16)}))
     with pytest.raises(CheckpointError, match=rf"{EXPERT} is in torch\.bfloat16; .* in torch\.float8_e4m3fn"):
-        load_model(in_fp8, load_spec(in_fp8))
-
-
-@pytest.mark.parametrize("name", [EXPERT, f"{EXPERT}_scale_inv", ATTENTION, f"{ATTENTION}_scale_inv"])
-def test_a_tensor_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
-    """Not spread over a larger one's elements, as torch copies."""
-    from safetensors.torch import load_file, save_file
-
-    in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
-    tensors = load_file(in_fp8 / "model.safetensors")
-    tensors[name] = torch.cat((tensors[name], tensors[name]))
-    save_file(tensors, in_fp8 / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}.*\["):
         load_model(in_fp8, load_spec(in_fp8))
 
 
@@ -224,8 +208,7 @@ def test_other_quantizations_are_refused(tmp_path: Path, change: dict[str, objec
 
 def edit_quantization(checkpoint: Path, **change: object) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] |= change
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    edit_config(checkpoint, quantization_config=config["quantization_config"] | change)
 
 
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
@@ -270,18 +253,13 @@ def test_weights_larger_than_the_device_get_a_remedy(
         load_model(tmp_path, load_spec(tmp_path), "cpu", ranks)
 
 
-def test_experts_of_another_activation_are_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "v32")
-    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_act": "gelu"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"hidden_act is 'gelu'; .* only 'silu' is supported"):
-        load_model(tmp_path, load_spec(tmp_path), "cpu", RankStandIn(0, 2))
-
-
-def test_more_ranks_than_experts_are_refused(tmp_path: Path) -> None:
+def test_experts_of_another_activation_and_more_ranks_than_experts_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "v32")
     with pytest.raises(CheckpointError, match=r"dp_size 65 must be at most the model's \d+ routed experts"):
         load_model(tmp_path, load_spec(tmp_path), "cpu", RankStandIn(0, 65))
+    edit_config(tmp_path, hidden_act="gelu")
+    with pytest.raises(CheckpointError, match=r"hidden_act is 'gelu'; .* only 'silu' is supported"):
+        load_model(tmp_path, load_spec(tmp_path), "cpu", RankStandIn(0, 2))
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

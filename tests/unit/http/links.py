@@ -1,0 +1,46 @@
+"""A front's links to engines that are not there: what goes to them stays in the outboxes of their ranks."""
+
+from __future__ import annotations
+
+from hisparse_pd.engine.messages import EngineReady, Generate, GenerateGroup, ToEngine
+from hisparse_pd.http.engine_link import EngineLink, QueueLimits, RankChoice
+from hisparse_pd.http.in_flight import NodeCounts
+from hisparse_pd.vocabulary import SamplingParams
+from tests.identities import ANY
+
+ROOMY = QueueLimits(100, 1000)
+
+
+def make_link(
+    choose_rank: RankChoice,
+    num_ranks: int = 3,
+    limits: QueueLimits = ROOMY,
+    counts: NodeCounts | None = None,
+    front: int = 0,
+) -> EngineLink:
+    """One whose engines are ready."""
+    endpoints = [f"ipc://unused-{rank}" for rank in range(num_ranks)]
+    link = EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose_rank, counts=counts, front=front)
+    for rank in link.ranks:
+        link._handle(rank, EngineReady(100, 100 - rank.rank, 50 + rank.rank))
+    return link
+
+
+def group_of(rooms: range, num_prompt_tokens: int = 7) -> GenerateGroup:
+    """A sample for each room, with the request id ``rROOM``."""
+    greedy = SamplingParams(1, temperature=0.0)
+    samples = (Generate(f"r{room}", room, num_prompt_tokens, greedy, "127.0.0.1", 1) for room in rooms)
+    return GenerateGroup(tuple(samples), ANY, b"prompt")
+
+
+def sent(link: EngineLink) -> list[list[ToEngine]]:
+    """What goes to each rank; as their turns do it."""
+    messages: list[list[ToEngine]] = []
+    for rank in link.ranks:
+        messages.append([])
+        while rank._outbox:
+            message, on_sent = rank._outbox.popleft()
+            on_sent()
+            if message is not None:
+                messages[-1].append(message)
+    return messages
