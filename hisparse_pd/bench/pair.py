@@ -89,13 +89,13 @@ def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console
     with console.status("") as status:
         while waiting:
             status.update(f"waiting for {', '.join(waiting)}")
-            waiting = {name: url for name, url in waiting.items() if not _is_healthy(url)}
+            waiting = {name: url for name, url in waiting.items() if not is_healthy(url)}
             if process.poll() is not None:
                 raise PairError(f"the pair exited with status {process.returncode} while it started")
             time.sleep(0.1)
 
 
-def _is_healthy(url: str) -> bool:
+def is_healthy(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success
     except httpx.HTTPError:

@@ -140,10 +140,8 @@ async def measure(
                 records = await run_point(client, workload, point, start(name, point.num_requests))
             secs = time.perf_counter() - started
             cpu_share = (time.process_time() - cpu) / secs
-            num_chunks, num_failed = (
-                sum(len(r.arrivals) for r in records),
-                sum(bool(r.error_class) for r in records),
-            )
+            num_chunks = sum(len(record.arrivals) for record in records)
+            num_failed = sum(bool(record.error_class) for record in records)
             failed = f", {num_failed} failed" if num_failed else ""
             console.print(f"{name}: {len(records)} requests, {num_chunks} chunks in {secs:.1f} s{failed}")
             after = await read_counters(metrics_urls)

@@ -223,7 +223,7 @@ class EngineLink:
             for rank, endpoint in enumerate(endpoints)
         ]
         self.lost = asyncio.Event()
-        """An engine on another machine is gone. The log says which."""
+        """A process of the node is gone, on this machine or another; the log says which."""
         self._on_stats = on_stats
         self._on_connected: Callable[[], None] | None = on_connected
         self._choose_rank = choose_rank

@@ -146,11 +146,10 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
-    child_exited = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     for sentinel in (*engines.sentinels, *fronts.sentinels):
-        loop.add_reader(sentinel, _note_exit, loop, sentinel, child_exited)
+        loop.add_reader(sentinel, _note_exit, loop, sentinel, link.lost)
     await fronts.connect()
     link.start()
     servers = [
@@ -162,7 +161,7 @@ async def serve(
         for server, listener in zip(servers, listeners, strict=True)
     ]
     stop = asyncio.create_task(signals.get())
-    died = asyncio.create_task(_any_of(child_exited, link.lost))
+    died = asyncio.create_task(link.lost.wait())
     try:
         await asyncio.wait([stop, died, *running], return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
@@ -194,23 +193,13 @@ async def serve(
         link.close()
 
 
-async def _any_of(*events: asyncio.Event) -> None:
-    """Until one is set."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-
-
-def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, child_exited: asyncio.Event) -> None:
+def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, lost: asyncio.Event) -> None:
     loop.remove_reader(sentinel)  # it stays readable
-    child_exited.set()
+    lost.set()
 
 
 async def _drain(
-    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[None]
+    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
 ) -> None:
     """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
     loop = asyncio.get_running_loop()

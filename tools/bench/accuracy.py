@@ -280,14 +280,9 @@ def measure_endpoint(arguments: argparse.Namespace, console: Console) -> dict[st
             system = model if flag is None else f"hisparse {flag}"
             advance = step(system, len(tasks))
             extra = {} if flag is None else {"hisparse": {"true": True, "false": False}.get(flag, flag)}
+            body = {"model": model, "temperature": 0, "max_tokens": arguments.max_tokens, **extra}
 
-            def ask(
-                task: Task,
-                system: str = system,
-                extra: dict[str, Any] = extra,
-                advance: Callable[[], None] = advance,
-            ) -> Response:
-                body = {"model": model, "temperature": 0, "max_tokens": arguments.max_tokens, **extra}
+            def ask(task: Task, system: str = system, body: Any = body, advance: Any = advance) -> Response:
                 response = chat(client, arguments.url, task, system, body)
                 advance()
                 return response

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -31,13 +32,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from decode_node.server import create_decode_app
 from hisparse_pd.bench.facts import OUT, run_facts
-from hisparse_pd.bench.report import make_console, table, write_json
+from hisparse_pd.bench.pair import is_healthy
+from hisparse_pd.bench.report import make_console, table_of, write_json
 from hisparse_pd.engine.messages import (
     Abort,
     EngineReady,
@@ -93,28 +94,21 @@ def serve_decode(model_path: Path, port: int, num_fronts: int, load: Load) -> No
     run_front(
         settings,
         role="decode",
-        engine=_Emitter(load),
+        engine=partial(emit, load),
         holds_output=True,
         choose_rank=least_loaded,
         ports=[port],
-        apps=_apps,
+        apps=apps,
     )
 
 
-def _apps(front: Any) -> list[Starlette]:
+def apps(front: Any) -> list[Starlette]:
     return [create_decode_app(front)]
 
 
-@dataclass(frozen=True)
-class _Emitter:
-    load: Load
-
-    def __call__(self, settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-        emit(endpoints, place.rank, self.load)
-
-
-def emit(endpoints: Sequence[str], rank: int, load: Load) -> None:
+def emit(load: Load, settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     """One token for each stream in each step, once all streams are at their ranks."""
+    rank = place.rank
     load.engine_pids[rank] = os.getpid()
     socket = EngineSocket(endpoints)
     socket.send(EngineReady(CONTEXT, CONTEXT, CONTEXT))
@@ -155,25 +149,15 @@ def emit(endpoints: Sequence[str], rank: int, load: Load) -> None:
     socket.close()
 
 
+async def deliver(scope: Scope, receive: Receive, send: Send) -> None:
+    """The prefill node's side of the contract, whatever it is asked: every prompt is delivered at once."""
+    while (await receive()).get("more_body"):
+        continue
+    await JSONResponse({"object": "list", "data": [{"id": "tiny"}]})(scope, receive, send)
+
+
 def serve_prefill(port: int) -> None:
-    """The prefill node's side of the contract: every prompt is delivered at once."""
-
-    async def generate(request: Request) -> Response:
-        await request.body()
-        return Response(b"{}", media_type="application/json")
-
-    async def health(request: Request) -> Response:
-        return Response()
-
-    async def models(request: Request) -> Response:
-        return Response(json.dumps({"object": "list", "data": [{"id": "tiny"}]}))
-
-    routes = [
-        Route("/v1/completions", generate, methods=["POST"]),
-        Route("/health", health),
-        Route("/v1/models", models),
-    ]
-    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="error")
+    uvicorn.run(deliver, host="127.0.0.1", port=port, log_level="error", lifespan="off")
 
 
 def serve_router(port: int, prefill_port: int, decode_port: int) -> None:
@@ -306,7 +290,11 @@ def main() -> None:
 def measure(
     context: Any, options: argparse.Namespace, load: Load, processes: dict[str, SpawnProcess], port: int
 ) -> dict[str, Any]:
-    wait_for_health(port)
+    deadline = time.monotonic() + 120
+    while not is_healthy(f"http://127.0.0.1:{port}"):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"nobody serves at port {port} within 120 s")
+        time.sleep(0.1)
     results = context.Queue()
     bounds = np.linspace(0, load.num_streams, options.clients + 1).astype(int).tolist()
     clients = [
@@ -352,34 +340,18 @@ def measure(
     }
 
 
-def wait_for_health(port: int) -> None:
-    import httpx
-
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.1)
-    raise SystemExit(f"nobody serves at port {port} within 120 s")
-
-
 def show(report: dict[str, Any]) -> None:
-    columns = ("fronts", "router", "streams", "step, ms", "offered/s", "tokens/s", "p50", "p99", "max, ms")
-    latency = report["latency_ms"]
-    row = [
-        str(report["fronts"]),
-        "yes" if report["router"] else "no",
-        str(report["streams"]),
-        f"{report['step_ms']:.0f}",
-        f"{report['offered_tokens_a_second']:,.0f}",
-        f"{report['tokens_a_second']:,.0f}",
-        *(f"{latency[p]:.1f}" for p in (50, 99, 100)),
-    ]
-    console = make_console()
-    console.print(table("", columns, [row], num_left=0))
+    console, latency = make_console(), report["latency_ms"]
+    row = {
+        "fronts": report["fronts"],
+        "router": "yes" if report["router"] else "no",
+        "streams": report["streams"],
+        "step, ms": report["step_ms"],
+        "offered/s": report["offered_tokens_a_second"],
+        "tokens/s": report["tokens_a_second"],
+        **{f"{name}, ms": latency[p] for name, p in (("p50", 50), ("p99", 99), ("max", 100))},
+    }
+    console.print(table_of("", [row]))
     kinds = report["cpu_us_a_token"]
     console.print("CPU, us a token: " + ", ".join(f"{name} {us:.1f}" for name, us in kinds.items()))
     shares = report["busy_share"].items()
