@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.api.app import Work
+from hisparse_pd.api.chat_format import Markup
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.chat_reading import ChatReading, ReasoningTokens, ends_for_calls
 from hisparse_pd.api.detokenizer import TokenBytes
@@ -26,7 +27,6 @@ from hisparse_pd.api.frame import SSE_DONE, sse
 from hisparse_pd.api.message_parts import Part, PartKind, joined
 from hisparse_pd.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.api.schemas import StreamedUsage
-from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 

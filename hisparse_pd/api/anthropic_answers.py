@@ -11,14 +11,14 @@ import pydantic_core
 from msgspec import Raw
 
 from hisparse_pd.api.answers import hisparse_usage
+from hisparse_pd.api.anthropic_messages import signature_of
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.blocks import Block, BlockAnswer, BlockKind, Change
+from hisparse_pd.api.chat_format import Markup
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
-from hisparse_pd.api.omitted_thinking import signature_of
 from hisparse_pd.api.output import Finish, SampleOutput
 from hisparse_pd.api.raw_json import is_object
-from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.vocabulary import FinishReason
 
 Json = dict[str, object]

@@ -6,25 +6,15 @@ joined by nothing, as in the other APIs. What a model behind a chat template can
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator, Sequence
 
 from msgspec import Raw
 
+from hisparse_pd.api import body_parts as parts
 from hisparse_pd.api.bodies import Turns
-from hisparse_pd.api.body_parts import (
-    AnthropicMessage,
-    AnthropicTool,
-    AssistantMessage,
-    ContextManagement,
-    KeptThinking,
-    RedactedThinking,
-    ThinkingBlock,
-    ToolResult,
-    ToolUse,
-    UserMessage,
-)
 from hisparse_pd.api.declared import decode, tag_of
-from hisparse_pd.api.omitted_thinking import thinking_of
 from hisparse_pd.api.prompts import (
     ChatPrompt,
     Turn,
@@ -51,8 +41,10 @@ def parse_messages(body: Turns) -> ChatPrompt:
         text = system if isinstance(system, str) else "".join(block.text for block in system)
         messages.append({"role": "system", "content": text})
     items = message_items("messages", body.messages)
-    decoded = list(within_values(decode(AnthropicMessage, item, name) for name, item in items))
-    num_answered = max((i for i, item in enumerate(decoded) if isinstance(item, AssistantMessage)), default=0)
+    decoded = list(within_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
+    num_answered = max(
+        (i for i, item in enumerate(decoded) if isinstance(item, parts.AssistantMessage)), default=0
+    )
     first_thinking = _first_thinking(decoded, body.context_management)
     for index, ((name, _), item) in enumerate(zip(items, decoded, strict=True)):
         messages += _messages_of(
@@ -78,7 +70,7 @@ def parse_messages(body: Turns) -> ChatPrompt:
     )
 
 
-def _first_thinking(items: Sequence[AnthropicMessage], asked: ContextManagement | None) -> int:
+def _first_thinking(items: Sequence[parts.AnthropicMessage], asked: parts.ContextManagement | None) -> int:
     """The index of the first message whose thinking is kept.
 
     The assistant's last turns keep theirs. A turn ends at a question, which the result of a tool is not.
@@ -90,16 +82,18 @@ def _first_thinking(items: Sequence[AnthropicMessage], asked: ContextManagement 
     is_in_turn = False
     for index in range(len(items) - 1, -1, -1):
         match items[index]:
-            case AssistantMessage() if not is_in_turn:
+            case parts.AssistantMessage() if not is_in_turn:
                 if num_turns == 0:
                     return index + 1
                 num_turns, is_in_turn = num_turns - 1, True
-            case UserMessage(content=content) if not any(isinstance(block, ToolResult) for block in content):
+            case parts.UserMessage(content=content) if not any(
+                isinstance(block, parts.ToolResult) for block in content
+            ):
                 is_in_turn = False
     return 0
 
 
-def _num_turns(keep: str | KeptThinking | None) -> int | None:
+def _num_turns(keep: str | parts.KeptThinking | None) -> int | None:
     """None: all."""
     if keep is None:
         return 1  # what Anthropic's API does
@@ -111,7 +105,7 @@ def _num_turns(keep: str | KeptThinking | None) -> int | None:
 
 
 def _messages_of(
-    name: str, message: AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
+    name: str, message: parts.AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
 ) -> Iterator[Message]:
     """Of one message: a result of a tool is a message of its own."""
     role: Message = {"role": tag_of(message)}
@@ -122,14 +116,14 @@ def _messages_of(
     for index, block in enumerate(message.content):
         place = f"{name}.content[{index}]"
         match block:
-            case ThinkingBlock():
+            case parts.ThinkingBlock():
                 if keeps_thinking:
                     turn.reasoning.append(block.thinking or thinking_of(block.signature))
-            case RedactedThinking():
+            case parts.RedactedThinking():
                 pass
-            case ToolUse():
+            case parts.ToolUse():
                 turn.call(block.name, block.input, block.id)
-            case ToolResult():
+            case parts.ToolResult():
                 if turn.texts:
                     yield turn.message() | role
                     turn = Turn()
@@ -143,7 +137,7 @@ def _messages_of(
 
 def _tool(name: str, item: Raw) -> Message:
     """As the description of a function."""
-    decode(AnthropicTool, item, name)
+    decode(parts.AnthropicTool, item, name)
     tool = decode_item(name, item)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
     if tool.get("strict"):
@@ -160,3 +154,26 @@ def _template_arguments(body: Turns) -> dict[str, object]:
         for switch in ("thinking", "enable_thinking"):
             arguments.setdefault(switch, body.thinking.type != "disabled")
     return arguments
+
+
+# --- thinking that a client does not want to see ------------------------------------------------------
+
+_MARK = "hisparse-pd:"
+
+
+def signature_of(thinking: str) -> str:
+    """Of an empty block: the thinking itself, in base64. Clients send it back, and the model sees it again.
+
+    No secret: whoever may read the answer may read it.
+    """
+    return _MARK + base64.b64encode(thinking.encode()).decode()
+
+
+def thinking_of(signature: str | None) -> str:
+    """The text behind a signature; "" for one of another service."""
+    if signature is None or not signature.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

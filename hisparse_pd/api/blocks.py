@@ -17,11 +17,11 @@ from msgspec import Raw
 
 from hisparse_pd.api.answers import Dialect
 from hisparse_pd.api.app import Work
+from hisparse_pd.api.chat_format import Markup
 from hisparse_pd.api.chat_reading import ChatReading, ends_for_calls
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.message_parts import PartKind
 from hisparse_pd.api.output import Delta, Finish, SampleOutput
-from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.vocabulary import FinishReason
 
 _NO_CHOICE = Raw(msgspec.json.encode(None))

@@ -11,49 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
-from hisparse_pd.api.body_parts import (
-    A_SCHEMA,
-    FLAG,
-    HOST,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_PROMPTS,
-    MAX_SAMPLES,
-    MAX_TOKEN_ID,
-    MAX_TOKENS,
-    MAX_TOOLS,
-    RESPONSES_TOOLS,
-    AnthropicChoice,
-    AnthropicFormat,
-    Biases,
-    ContextManagement,
-    Effort,
-    GrammarText,
-    IsolationKeys,
-    JsonSchema,
-    Labels,
-    Minimum,
-    Name,
-    NewTokens,
-    NumLogprobs,
-    NumSamples,
-    OutputConfig,
-    Penalty,
-    Port,
-    Reasoning,
-    RegexText,
-    ResponseFormat,
-    Room,
-    Seed,
-    StopString,
-    StopStrings,
-    StreamOptions,
-    StructuredOutputs,
-    TextBlock,
-    TextOptions,
-    Thinking,
-    TokenIds,
-)
+from hisparse_pd.api import body_parts as parts
 from hisparse_pd.api.declared import declared, list_of, raw, reference, rule, unsupported
 
 _TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
@@ -115,15 +73,15 @@ class Refused:
 class VllmFormat:
     """What an answer's text shall be, in vLLM's words."""
 
-    structured_outputs: StructuredOutputs | None
+    structured_outputs: parts.StructuredOutputs | None
 
 
 class SglangFormat:
     """The same in SGLang's."""
 
-    json_schema: Annotated[JsonSchema | None, A_SCHEMA]
-    regex: RegexText | None
-    ebnf: GrammarText | None
+    json_schema: Annotated[parts.JsonSchema | None, parts.A_SCHEMA]
+    regex: parts.RegexText | None
+    ebnf: parts.GrammarText | None
 
 
 class NoVllmFormat:
@@ -147,7 +105,7 @@ class OnlyOpenAI:
 class Addressed:
     """``model`` must be the one that is served, or none."""
 
-    model: Name | None
+    model: parts.Name | None
 
 
 class Served(Addressed):
@@ -155,13 +113,15 @@ class Served(Addressed):
 
     stream: bool | None
     speculative: bool | None
-    hisparse: Annotated[bool | Literal["auto"] | None, FLAG]
-    bootstrap_host: Annotated[str | Annotated[list[str], Meta(max_length=MAX_SAMPLES)] | None, HOST]
-    bootstrap_port: Port | Annotated[list[Port | None], Meta(max_length=MAX_SAMPLES)] | None
-    bootstrap_room: Room | Annotated[list[Room], Meta(max_length=MAX_SAMPLES)] | None
+    hisparse: Annotated[bool | Literal["auto"] | None, parts.FLAG]
+    bootstrap_host: Annotated[
+        str | Annotated[list[str], Meta(max_length=parts.MAX_SAMPLES)] | None, parts.HOST
+    ]
+    bootstrap_port: parts.Port | Annotated[list[parts.Port | None], Meta(max_length=parts.MAX_SAMPLES)] | None
+    bootstrap_room: parts.Room | Annotated[list[parts.Room], Meta(max_length=parts.MAX_SAMPLES)] | None
     prefill_only: bool | None
-    cache_salt: IsolationKeys | None
-    extra_key: IsolationKeys | None
+    cache_salt: parts.IsolationKeys | None
+    extra_key: parts.IsolationKeys | None
 
 
 class Drawing:
@@ -169,22 +129,22 @@ class Drawing:
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None
+    top_k: Annotated[int, Meta(ge=-1, le=parts.MAX_TOKENS)] | None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None
-    presence_penalty: Penalty | None
-    frequency_penalty: Penalty | None
+    presence_penalty: parts.Penalty | None
+    frequency_penalty: parts.Penalty | None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
-    logit_bias: Biases | None
+    logit_bias: parts.Biases | None
     ignore_eos: bool | None
-    stop_token_ids: TokenIds | None
+    stop_token_ids: parts.TokenIds | None
     skip_special_tokens: bool | None
     no_stop_trim: bool | None
     include_stop_str_in_output: bool | None
 
 
 class Bounded:
-    min_tokens: Minimum | None
-    seed: Seed | None
+    min_tokens: parts.Minimum | None
+    seed: parts.Seed | None
 
 
 class OneSample:
@@ -192,14 +152,14 @@ class OneSample:
 
 
 class OpenAI(Served, Drawing, Bounded, VllmFormat, SglangFormat, Refused):
-    max_tokens: Minimum | None
-    max_completion_tokens: Minimum | None
-    prompt_logprobs: NumLogprobs | None
-    n: NumSamples | None
-    best_of: NumSamples | None
-    stop: StopString | StopStrings | None
-    stream_options: StreamOptions | None
-    response_format: ResponseFormat | None
+    max_tokens: parts.Minimum | None
+    max_completion_tokens: parts.Minimum | None
+    prompt_logprobs: parts.NumLogprobs | None
+    n: parts.NumSamples | None
+    best_of: parts.NumSamples | None
+    stop: parts.StopString | parts.StopStrings | None
+    stream_options: parts.StreamOptions | None
+    response_format: parts.ResponseFormat | None
     return_token_ids: bool | None
 
 
@@ -210,11 +170,11 @@ class Templated:
 class Conversation(Templated):
     """A chat in OpenAI's words."""
 
-    messages: Annotated[Raw | None, list_of(MAX_MESSAGES, "ChatMessage")]
-    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "Tool", min_items=0)]
+    messages: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, "ChatMessage")]
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "Tool", min_items=0)]
     tool_choice: Annotated[Raw | None, _TOOL_CHOICE]
     parallel_tool_calls: bool | None
-    reasoning_effort: Effort | None
+    reasoning_effort: parts.Effort | None
     continue_final_message: bool | None
     add_generation_prompt: bool | None
     separate_reasoning: bool | None
@@ -223,18 +183,20 @@ class Conversation(Templated):
 class Turns(Addressed, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
     """A conversation in Anthropic's words."""
 
-    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None
-    messages: Annotated[Raw | None, list_of(MAX_MESSAGES, "UserMessage", "AssistantMessage", "SystemMessage")]
-    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "AnthropicTool", "HostedTool", min_items=0)]
-    tool_choice: AnthropicChoice | None
-    thinking: Thinking | None
-    output_config: OutputConfig | None
+    system: str | Annotated[list[parts.TextBlock], Meta(max_length=parts.MAX_PARTS)] | None
+    messages: Annotated[
+        Raw | None, list_of(parts.MAX_MESSAGES, "UserMessage", "AssistantMessage", "SystemMessage")
+    ]
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "AnthropicTool", "HostedTool", min_items=0)]
+    tool_choice: parts.AnthropicChoice | None
+    thinking: parts.Thinking | None
+    output_config: parts.OutputConfig | None
     container: Annotated[Raw | None, unsupported()]
-    context_management: ContextManagement | None
+    context_management: parts.ContextManagement | None
     diagnostics: Annotated[Raw | None, unsupported()]
     inference_geo: Annotated[Raw | None, unsupported()]
     mcp_servers: Annotated[Raw | None, unsupported([])]
-    output_format: AnthropicFormat | None
+    output_format: parts.AnthropicFormat | None
     speed: Annotated[Raw | None, unsupported("standard")]
 
 
@@ -243,13 +205,13 @@ class Turns(Addressed, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refu
 _TEXT: dict[str, object] = {"type": "string", "minLength": 1}
 _IDS: dict[str, object] = {
     "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
+    "items": {"type": "integer", "minimum": 0, "maximum": parts.MAX_TOKEN_ID},
     "minItems": 1,
 }
 
 
 def _or_list(schema: dict[str, object]) -> list[dict[str, object]]:
-    return [schema, {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PROMPTS}]
+    return [schema, {"type": "array", "items": schema, "minItems": 1, "maxItems": parts.MAX_PROMPTS}]
 
 
 Included = Annotated[
@@ -278,7 +240,7 @@ class CompletionsBody(OpenAI):
     """``/v1/completions``, OpenAI's. A list of prompts has as many bootstrap fields of each kind, or one."""
 
     prompt: Annotated[Raw | None, raw(anyOf=[*_or_list(_TEXT), *_or_list(_IDS)])]
-    logprobs: NumLogprobs | None
+    logprobs: parts.NumLogprobs | None
     echo: bool | None
     add_special_tokens: Annotated[Raw | None, unsupported(True)]
     tools: Annotated[Raw | None, unsupported([])]
@@ -289,8 +251,8 @@ class ChatBody(OpenAI, Conversation):
     """``/v1/chat/completions``, OpenAI's."""
 
     logprobs: bool | None
-    top_logprobs: NumLogprobs | None
-    metadata: Labels | None
+    top_logprobs: parts.NumLogprobs | None
+    metadata: parts.Labels | None
     add_special_tokens: Annotated[Raw | None, unsupported(False, why=_TEMPLATE_WRITES)]
     echo: Annotated[Raw | None, unsupported(False)]
 
@@ -300,11 +262,11 @@ class SamplingParams(Drawing, NoVllmFormat, SglangFormat, Refused):
     """``sampling_params`` of ``/generate``."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
-    max_new_tokens: Minimum | None
-    min_new_tokens: Minimum | None
-    sampling_seed: Seed | None
-    n: NumSamples | None
-    stop: StopString | StopStrings | None
+    max_new_tokens: parts.Minimum | None
+    min_new_tokens: parts.Minimum | None
+    sampling_seed: parts.Seed | None
+    n: parts.NumSamples | None
+    stop: parts.StopString | parts.StopStrings | None
 
 
 @declared
@@ -314,13 +276,13 @@ class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
     text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
     input_ids: Annotated[Raw | None, raw(anyOf=_or_list(_IDS))]
     sampling_params: Annotated[Raw | None, raw(anyOf=_or_list(reference("SamplingParams")))]
-    rid: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None
+    rid: parts.Name | Annotated[list[parts.Name], Meta(max_length=parts.MAX_PROMPTS)] | None
     return_logprob: bool | None
-    top_logprobs_num: NumLogprobs | None
-    logprob_start_len: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None
+    top_logprobs_num: parts.NumLogprobs | None
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=parts.MAX_TOKENS)] | None
     token_ids_logprob: Annotated[Raw | None, unsupported([])]
     return_text_in_logprobs: bool | None
-    custom_labels: Labels | None
+    custom_labels: parts.Labels | None
     tools: Annotated[Raw | None, unsupported([])]
 
 
@@ -328,10 +290,10 @@ class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
 class MessagesBody(Served, Turns, Drawing, Bounded, OneSample):
     """``/v1/messages``, Anthropic's."""
 
-    max_tokens: NewTokens
+    max_tokens: parts.NewTokens
     temperature: Annotated[float, Meta(ge=0, le=1)] | None
-    stop_sequences: StopStrings | None
-    metadata: Labels | None
+    stop_sequences: parts.StopStrings | None
+    metadata: parts.Labels | None
 
 
 @declared
@@ -345,14 +307,14 @@ class ResponsesBody(
 ):
     """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
 
-    input: Annotated[Raw | None, list_of(MAX_MESSAGES, *_INPUT_ITEMS, besides=_TEXT)]
+    input: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, *_INPUT_ITEMS, besides=_TEXT)]
     instructions: str | None
-    max_output_tokens: NewTokens | None
-    stop: StopString | StopStrings | None
-    tools: Annotated[Raw | None, list_of(MAX_TOOLS, *RESPONSES_TOOLS, min_items=0)]
-    reasoning: Reasoning | None
-    text: TextOptions | None
-    include: Annotated[list[Included], Meta(max_length=MAX_PARTS)] | None
+    max_output_tokens: parts.NewTokens | None
+    stop: parts.StopString | parts.StopStrings | None
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, *parts.RESPONSES_TOOLS, min_items=0)]
+    reasoning: parts.Reasoning | None
+    text: parts.TextOptions | None
+    include: Annotated[list[Included], Meta(max_length=parts.MAX_PARTS)] | None
     metadata: Annotated[Raw | None, raw(**reference("Labels"))]
     max_tool_calls: int | None
     user: str | None

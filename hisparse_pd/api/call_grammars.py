@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""Grammars of calls, in each markup that ``tool_markup`` reads: what they admit is read back as the call.
+"""Grammars of calls, in each markup that ``chat_format`` reads: what they admit is read back as the call.
 
 One thing they cannot keep out: a mark that is spelled within a string of a JSON value. No model writes one.
 """

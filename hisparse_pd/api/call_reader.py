@@ -17,8 +17,8 @@ from functools import lru_cache
 
 import msgspec
 
+from hisparse_pd.api.chat_format import STRING_ATTRIBUTE, Markup
 from hisparse_pd.api.message_parts import PartKind, PartList
-from hisparse_pd.api.tool_markup import STRING_ATTRIBUTE, Markup
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from protocol.decoding import decode_json
 

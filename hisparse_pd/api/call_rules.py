@@ -6,17 +6,11 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
-from hisparse_pd.api.body_parts import (
-    AllowedChoice,
-    AnthropicChoice,
-    ChatAllowedChoice,
-    ChatToolChoice,
-    ToolChoice,
-)
+from hisparse_pd.api import body_parts as parts
 from hisparse_pd.api.declared import decode
+from hisparse_pd.api.openai_responses import find_tool
 from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.raw_json import decode_item
-from hisparse_pd.api.response_tools import find_tool
 from hisparse_pd.http.http_errors import InvalidField
 
 
@@ -66,7 +60,7 @@ def openai_calls(
     return _rule(prompt, field, names, is_forced, at_most_one, "parallel_tool_calls")
 
 
-def anthropic_calls(choice: AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
+def anthropic_calls(choice: parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
     """Of messages."""
     names = names_of_tools(prompt)
     if choice is None:
@@ -118,27 +112,27 @@ def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
 
 def _chosen(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> str:
     if in_function:
-        name = decode(ChatToolChoice, choice, field).function.name
+        name = decode(parts.ChatToolChoice, choice, field).function.name
         return _known(f"{field}.function.name", name, names_of_tools(prompt))
-    return _found(f"{field}.name", decode(ToolChoice, choice, field), prompt)
+    return _found(f"{field}.name", decode(parts.ToolChoice, choice, field), prompt)
 
 
 def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
     """The names, and whether one of them must be called."""
     if in_function:
-        inner = decode(ChatAllowedChoice, choice, field).allowed_tools
+        inner = decode(parts.ChatAllowedChoice, choice, field).allowed_tools
         path, names = f"{field}.allowed_tools.tools", names_of_tools(prompt)
         known = [
             _known(f"{path}[{index}].function.name", tool.function.name, names)
             for index, tool in enumerate(inner.tools)
         ]
         return tuple(dict.fromkeys(known)), inner.mode == "required"
-    allowed = decode(AllowedChoice, choice, field)
+    allowed = decode(parts.AllowedChoice, choice, field)
     known = [_found(f"{field}.tools[{index}].name", tool, prompt) for index, tool in enumerate(allowed.tools)]
     return tuple(dict.fromkeys(known)), allowed.mode == "required"
 
 
-def _found(field: str, chosen: ToolChoice, prompt: ChatPrompt) -> str:
+def _found(field: str, chosen: parts.ToolChoice, prompt: ChatPrompt) -> str:
     """The function's name, which has that of its namespace in it."""
     name = find_tool(prompt.called_tools, chosen.name, chosen.namespace)
     return _known(field, chosen.name if name is None else name, names_of_tools(prompt))

@@ -1,6 +1,6 @@
 """A chat answer's text, taken apart as it comes: reasoning, content, tool calls.
 
-Models write all three as one text with markup, each family its own (``tool_markup``). What may yet turn out
+Models write all three as one text with markup, each family its own (``chat_format``). What may yet turn out
 to be markup is held back, so parts do not depend on how the text was cut into deltas. ``call_reader`` reads
 calls; a text that is none stays content.
 
@@ -15,10 +15,9 @@ from enum import Enum, auto
 from functools import cache
 
 from hisparse_pd.api.call_reader import CallReader
-from hisparse_pd.api.chat_format import END_OF_THINK, THINK
+from hisparse_pd.api.chat_format import END_OF_THINK, THINK, Markup
 from hisparse_pd.api.detokenizer import overlap
 from hisparse_pd.api.message_parts import Part, PartKind, PartList
-from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
 

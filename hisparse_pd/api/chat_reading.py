@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import END_OF_THINK, THINK, opens_reasoning
+from hisparse_pd.api.chat_format import END_OF_THINK, THINK, Markup, opens_reasoning
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.output import Finish
 from hisparse_pd.api.prompts import ChatPrompt
-from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from hisparse_pd.api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
-from hisparse_pd.api.chat_format import END_OF_THINK, THINK, ChatFormat, ReasoningStart
+from hisparse_pd.api.chat_format import END_OF_THINK, MARKUPS, THINK, ChatFormat, ReasoningStart
 from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind
 from hisparse_pd.api.lark import (
     ANY,
@@ -26,7 +26,6 @@ from hisparse_pd.api.lark import (
     without,
 )
 from hisparse_pd.api.schema_document import Steps, TooManySteps
-from hisparse_pd.api.tool_markup import MARKUPS
 from hisparse_pd.grammar.gbnf import GbnfError, convert_gbnf
 from hisparse_pd.http.http_errors import FieldRefused
 

@@ -11,23 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Raw
 
+from hisparse_pd.api import body_parts as parts
 from hisparse_pd.api.bodies import Conversation, GenerateBody, Templated
-from hisparse_pd.api.body_parts import (
-    HOSTED_TOOL,
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    MAX_TOKEN_ID,
-    MAX_TOOLS,
-    ChatMessage,
-    InputText,
-    ItemKind,
-    OutputPart,
-    ResultBlock,
-    TextBlock,
-    TokenId,
-    Tool,
-    ToolReference,
-)
 from hisparse_pd.api.declared import NOT_SUPPORTED, decode, tag_of
 from hisparse_pd.api.faults import steps_of
 from hisparse_pd.api.raw_json import check_size, decode_item, first_chars, split
@@ -176,7 +161,7 @@ Prompt = str | bytes | ChatPrompt
 _IDS_BYTES = 128 << 10
 """Of a list of token ids, decoded at a time: 5 ms, in which no other thread runs."""
 
-_ids_decoder = msgspec.json.Decoder(list[TokenId])
+_ids_decoder = msgspec.json.Decoder(list[parts.TokenId])
 
 
 def generate_prompt(body: GenerateBody) -> tuple[str, Raw]:
@@ -205,7 +190,7 @@ def parse_prompts(field: str, value: Raw | None) -> tuple[bool, tuple[Prompt, ..
             return False, (_packed_ids(field, value),)
         case b"[", (b'"' | b"[") as first if takes_text if first == b'"' else takes_ids:
             parse = _text if first == b'"' else _packed_ids
-            items = split(field, value, MAX_PROMPTS)
+            items = split(field, value, parts.MAX_PROMPTS)
             return True, tuple(parse(f"{field}[{index}]", item) for index, item in enumerate(items))
         case _:
             raise InvalidField(field, decode_item(field, value), f"must be {' or '.join(shapes)}")
@@ -274,7 +259,7 @@ def _no_token_id(name: str, piece: bytes, first_index: int, error: msgspec.Msgsp
         with suppress(msgspec.MsgspecError):  # cut within an entry that is a list or a string
             index = int(steps_of(error)[0])
             path, value = f"{name}[{first_index + index}]", msgspec.json.decode(piece)[index]
-            return InvalidField(path, value, f"must be a token id, an integer from 0 to {MAX_TOKEN_ID}")
+            return InvalidField(path, value, f"must be a token id, an integer from 0 to {parts.MAX_TOKEN_ID}")
     return FieldRefused(name, "must have nothing but token ids")
 
 
@@ -306,7 +291,7 @@ def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> 
 
 def message_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
     """Each by the name that errors call it."""
-    items = [] if value is None else split(field, value, MAX_MESSAGES)
+    items = [] if value is None else split(field, value, parts.MAX_MESSAGES)
     if not items:
         raise InvalidField(field, None if value is None else [], "must be a list with at least one message")
     return [(f"{field}[{index}]", item) for index, item in enumerate(items)]
@@ -328,7 +313,7 @@ def described_tools(field: str, value: Raw | None) -> list[dict[str, Any]]:
     """Descriptions of a chat's tools as the client wrote them."""
     items = tool_items(field, value)
     for name, item in items:
-        decode(Tool, item, name)
+        decode(parts.Tool, item, name)
     return [decode_item(name, item) for name, item in items]
 
 
@@ -337,10 +322,10 @@ def tool_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
     if value is None:
         return []
     check_size(field, value)
-    return [(f"{field}[{index}]", item) for index, item in enumerate(split(field, value, MAX_TOOLS))]
+    return [(f"{field}[{index}]", item) for index, item in enumerate(split(field, value, parts.MAX_TOOLS))]
 
 
-_hosted = re.compile(HOSTED_TOOL)
+_hosted = re.compile(parts.HOSTED_TOOL)
 
 
 def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]], tuple[HostedTool, ...]]:
@@ -348,7 +333,7 @@ def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]],
     usable: list[tuple[str, Raw]] = []
     hosted: list[HostedTool] = []
     for name, item in items:
-        kind = decode(ItemKind, item, name).type
+        kind = decode(parts.ItemKind, item, name).type
         if kind is not None and _hosted.match(kind):
             hosted.append(HostedTool(name, kind))
         else:
@@ -367,16 +352,16 @@ _PICTURES = {"image": "image", "document": "pdf", "input_image": "image", "input
 """What errors call the types of parts that are not text."""
 
 
-def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool) -> str:
+def text_of_part(name: str, part: parts.ResultBlock | parts.OutputPart, *, is_answered: bool) -> str:
     """What the model is shown of a part of a result or of a user's message.
 
     Raises InvalidField for one that it cannot see, unless the assistant has gone on since (``is_answered``):
     the answer is not about this part then, and its kind is shown.
     """
     match part:
-        case TextBlock() | InputText():
+        case parts.TextBlock() | parts.InputText():
             return part.text
-        case ToolReference():
+        case parts.ToolReference():
             return f"[{part.tool_name}]"
     kind = tag_of(part)
     if not is_answered:
@@ -387,7 +372,11 @@ def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool
 
 
 def result_message(
-    name: str, content: str | Sequence[ResultBlock | OutputPart], call_id: str, *, is_answered: bool
+    name: str,
+    content: str | Sequence[parts.ResultBlock | parts.OutputPart],
+    call_id: str,
+    *,
+    is_answered: bool,
 ) -> dict[str, object]:
     """The result of a call. ``name``: of ``content``, as errors call it."""
     if not isinstance(content, str):
@@ -424,7 +413,7 @@ class Turn:
 
 
 def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
-    message = decode(ChatMessage, item, name)
+    message = decode(parts.ChatMessage, item, name)
     if message.tool_calls and message.role != "assistant":
         calls = msgspec.to_builtins(message.tool_calls)
         raise InvalidField(f"{name}.tool_calls", calls, "belong to a message of the assistant")

@@ -15,11 +15,11 @@ from msgspec import Raw
 from hisparse_pd.api.answers import hisparse_usage
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.blocks import Block, BlockAnswer, BlockKind, Change
+from hisparse_pd.api.chat_format import Markup
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
+from hisparse_pd.api.openai_responses import called_tool, custom_input
 from hisparse_pd.api.output import Finish, SampleOutput
-from hisparse_pd.api.response_tools import called_tool, custom_input
-from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import FinishReason
 

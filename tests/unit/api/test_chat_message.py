@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse_pd.api import chat_message
-from hisparse_pd.api.chat_format import ToolMarkup
+from hisparse_pd.api.chat_format import MARKUPS, Markup, ToolMarkup
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.message_parts import Message, Part, PartKind, joined
-from hisparse_pd.api.tool_markup import MARKUPS, Markup
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
 

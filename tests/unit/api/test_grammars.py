@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse_pd.api.call_rules import CallRule
-from hisparse_pd.api.chat_format import DSML, V31, ChatFormat, ReasoningStart, ToolMarkup
+from hisparse_pd.api.chat_format import DSML, MARKUPS, V31, ChatFormat, ReasoningStart, ToolMarkup
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
 from hisparse_pd.api.grammars import write_grammar
 from hisparse_pd.api.message_parts import Call, joined
 from hisparse_pd.api.schema_document import MAX_STEPS, Steps
-from hisparse_pd.api.tool_markup import MARKUPS
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import FinishReason

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api import keep_alive
+from hisparse_pd.api import frame
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
 from hisparse_pd.vocabulary import FinishReason
 from tests.unit.api.support import (
@@ -40,7 +40,7 @@ async def test_a_stream_is_not_silent_for_long(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model writes on once the client has seen two pings; what else comes is as without them."""
-    monkeypatch.setattr(keep_alive, "PING_SECS", 0.02)
+    monkeypatch.setattr(frame, "PING_SECS", 0.02)
     body, ping = STREAMS[path]
     is_seen = threading.Event()
 

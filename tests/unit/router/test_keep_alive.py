@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hisparse_pd.api import keep_alive
+from hisparse_pd.api import frame
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
 from hisparse_pd.settings import RouterSettings
 from hisparse_pd.vocabulary import FinishReason
@@ -59,7 +59,7 @@ async def routed(decode: str) -> AsyncIterator[httpx.AsyncClient]:
 async def test_an_answer_may_take_long_while_its_node_makes_progress(
     stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keep_alive, "PING_SECS", 0.05)
+    monkeypatch.setattr(frame, "PING_SECS", 0.05)
     async with (
         support.serving(pauses(1.5 * TIMEOUT_SECS), tmp_path) as node,
         routed(f"http://127.0.0.1:{node.port}") as client,
@@ -116,7 +116,7 @@ async def test_only_a_client_that_says_so_gets_interim_responses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not every client reads over them."""
-    monkeypatch.setattr(keep_alive, "PING_SECS", 0.02)
+    monkeypatch.setattr(frame, "PING_SECS", 0.02)
     async with support.serving(pauses(0.2), tmp_path) as node:
         for header, is_told in (("", False), ("x-hisparse-pd-interim: 1\r\n", True)):
             seen = await raw_answer(node.port, header)
