@@ -86,7 +86,6 @@ class NaiveGroup:
         return len(wanted) - len(missing), len(missing), evictions, len(targets) == len(missing)
 
 
-@pytest.mark.I3
 @dataclass
 class NaiveRequest:
     seq_len: int
@@ -425,6 +424,9 @@ class HotBufferMachine(RuleBasedStateMachine):
             assert int(self.state.error_flags[row]) == (request.flags if request else 0)
 
 
+@pytest.mark.I2
+@pytest.mark.I3
+@pytest.mark.I4
 @pytest.mark.parametrize(("item_bytes", "max_new"), [(1, 1), (7, 1), (656, 2), (10, 3), (1152, 4)])
 def test_any_history(item_bytes: int, max_new: int) -> None:
     class Machine(HotBufferMachine):

@@ -65,17 +65,6 @@ def test_the_best_are_chosen_and_of_equal_ones_the_lowest(
     assert chosen(scores, num_seen, top_k) == expected
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_selection_is_that_of_a_stable_sort(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(-3, 4, (7, 90), generator=generator).relu().float()
-    num_seen = torch.randint(0, 91, (7,), generator=generator)
-    selected = select_topk(scores, num_seen, 20)
-    for row, seen, got in zip(scores.tolist(), num_seen.tolist(), selected.tolist(), strict=True):
-        best = sorted(sorted(range(seen), key=lambda position: -row[position])[:20])
-        assert got == best + [ABSENT] * (20 - len(best))
-
-
 @pytest.mark.parametrize("key_format", ["float32", "bfloat16", "fp8_e4m3"])
 def test_paged_selection_is_that_of_contiguous_keys(key_format: str) -> None:
     batch = Batch(3, key_format, num_heads=8, head_dim=16, page_size=4, lens=(40, 3, 17, 40), top_k=8)

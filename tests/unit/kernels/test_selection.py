@@ -36,11 +36,6 @@ def test_every_selection_has_the_one_rule(row: list[float], data: st.DataObject)
     assert select_topk(scores, torch.tensor([num_seen]), top_k)[0].tolist() == expected
 
 
-def test_nan_counts_as_the_least_score() -> None:
-    scores = torch.tensor([[math.nan, 1.0, math.nan, 0.0, 0.0], [math.nan] * 5])
-    assert select_topk(scores, torch.tensor([5, 5]), 2).tolist() == [[1, 3], [0, 1]]
-
-
 @pytest.mark.parametrize("seq_len", [500, 512, 700, 4000])
 def test_a_selection_does_not_depend_on_what_comes_later(seq_len: int) -> None:
     """Token 300's, of keys most of which score zero, in chunks that end elsewhere."""

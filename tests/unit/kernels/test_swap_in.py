@@ -1,11 +1,10 @@
-"""Kernel wrappers: exact results on small cases, precise errors, poisoned memory that must not be read."""
+"""Kernel wrappers: what a row cannot do, and precise errors. Histories are in ``tests/property``."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,103 +12,30 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState, StepRequests
+from kernels.hot_state import HITS, HotBufferError, HotBufferState, StepRequests
 from kernels.indexer import gather_pages, index_topk
 from kernels.miss_plan import MissPlan
 from kernels.swap_in import (
     KernelUnavailableError,
     backup_newest,
     newest_slots,
-    replay_misses,
     start_dense_row,
     swap_in,
 )
 from tests.unit.kernels.one_buffer import (
     HOST_PAGES,
-    HOST_SLOTS,
     HOT_SLOTS,
     LOOKUP_PAGES,
-    NUM_LAYERS,
     NUM_LOOKUP_SLOTS,
     PAGE_SIZE,
     ROW,
     Buffer,
 )
-from tests.unit.kernels.table_rules import check_consistency
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-@pytest.mark.I6
-def test_short_request_is_identity_and_never_misses() -> None:
-    buffer = Buffer()
-    assert buffer.start(3, []) == 3
-    assert buffer.swap_in(4, [3, 0, 2, -1]) == [HOT_SLOTS[3], HOT_SLOTS[0], HOT_SLOTS[2], -1]
-    assert buffer.counters() == [3, 0, 0]
-    for position in range(3):
-        for layer in range(NUM_LAYERS):
-            assert torch.equal(
-                buffer.k_dev[layer, HOT_SLOTS[position]], buffer.k_host[layer, HOST_SLOTS[position]]
-            )
-
-
-def test_short_request_without_preload_misses_to_its_own_entries() -> None:
-    buffer = Buffer()
-    assert buffer.swap_in(4, [2, 0, -1, -1]) == [HOT_SLOTS[2], HOT_SLOTS[0], -1, -1]
-    assert buffer.swap_in(5, [2, 0, -1, -1]) == [HOT_SLOTS[2], HOT_SLOTS[0], -1, -1]
-    assert buffer.counters() == [2, 2, 1]
-    assert torch.equal(buffer.k_dev[0, HOT_SLOTS[2]], buffer.k_host[0, HOST_SLOTS[2]])
-
-
-@pytest.mark.I3
-def test_newest_takes_the_last_entry_and_is_never_copied_from_host() -> None:
-    buffer = Buffer()
-    buffer.start(10, [7, 3, 7, -1, 1, 9])
-    assert buffer.hot_positions()[:4] == [7, 3, 1, -1]
-    buffer.k_dev[:, HOT_SLOTS[3]] = 77
-    assert buffer.swap_in(11, [10, 7]) == [HOT_SLOTS[3], HOT_SLOTS[0]]
-    assert (buffer.k_dev[:, HOT_SLOTS[3]] == 77).all()
-    assert buffer.counters() == [2, 0, 0]
-    # One step later the next token takes that entry, and the former newest comes back from the host.
-    assert buffer.swap_in(12, [10, 11]) == [HOT_SLOTS[1], HOT_SLOTS[3]]
-    assert torch.equal(buffer.k_dev[0, HOT_SLOTS[1]], buffer.k_host[0, HOST_SLOTS[10]])
-    assert buffer.counters() == [3, 1, 2]
-
-
-@pytest.mark.I3
-def test_least_recently_used_goes_first_and_used_entries_stay() -> None:
-    buffer = Buffer()
-    buffer.start(10, [0, 1, 2])
-    buffer.swap_in(11, [1])
-    buffer.swap_in(12, [0])
-    # Oldest stamp: entry 2, then entry 1; entry 0 is used in this very step.
-    assert buffer.swap_in(13, [5, 0, 6]) == [HOT_SLOTS[2], HOT_SLOTS[0], HOT_SLOTS[1]]
-    assert buffer.hot_positions()[:4] == [0, 6, 5, 12]
-
-
-def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
-    buffer = Buffer()
-    buffer.start(10, [0, 1, 2])
-    assert buffer.swap_in(11, [2, 1]) == [HOT_SLOTS[2], HOT_SLOTS[1]]
-    assert buffer.swap_in(12, [5]) == [HOT_SLOTS[0]]
-    # Entries 1 and 2 were last used in the same step, whatever came first in the selection.
-    assert buffer.swap_in(13, [6]) == [HOT_SLOTS[1]]
-    assert buffer.swap_in(14, [7, 6]) == [HOT_SLOTS[2], HOT_SLOTS[1]]
-    # Now entry 0 is the oldest; a free entry would be older still.
-    assert buffer.swap_in(15, [8]) == [HOT_SLOTS[0]]
-    buffer = Buffer()
-    buffer.start(10, [0])
-    assert buffer.swap_in(11, [5, 6, 7]) == [HOT_SLOTS[1], HOT_SLOTS[2], HOT_SLOTS[0]]
-
-
-def test_duplicates_are_one_miss_and_one_copy() -> None:
-    buffer = Buffer()
-    assert buffer.swap_in(11, [4, 4, -1, 4]) == [HOT_SLOTS[0], HOT_SLOTS[0], -1, HOT_SLOTS[0]]
-    assert buffer.counters()[MISSES] == 1
-    assert int(buffer.plan.num_misses) == 1
 
 
 def test_overflow_is_flagged_and_leaves_a_consistent_state() -> None:
@@ -168,130 +94,6 @@ def test_a_started_row_has_all_its_tables() -> None:
         buffer.start(21, [])
 
 
-@pytest.mark.I3
-def test_a_lookup_page_in_two_rows_is_seen() -> None:
-    buffer = Buffer()
-    buffer.state.assign_row(2, torch.tensor([20, 21]), torch.tensor(HOST_PAGES[:2]), torch.tensor([9, 8]))
-    with pytest.raises(RuntimeError, match="lookup page 8 is in more than one place"):
-        check_consistency(buffer.state)
-
-
-@pytest.mark.I3
-def test_shared_layer_replays_the_miss_plan() -> None:
-    buffer = Buffer()
-    slots = buffer.swap_in(11, [4, 8, -1, -1])
-    before = buffer.k_dev[0].clone()
-    assert not buffer.k_dev[1].any()
-    replay_misses(buffer.plan, 1, **buffer.pools)
-    for slot, position in zip(slots, (4, 8), strict=False):
-        assert torch.equal(buffer.k_dev[1, slot], buffer.k_host[1, HOST_SLOTS[position]])
-    assert torch.equal(buffer.k_dev[0], before)
-    assert buffer.k_dev[1].any(dim=1).sum() == 2
-
-
-@pytest.mark.I4
-def test_backup_writes_newest_items_of_hisparse_rows_only() -> None:
-    buffer = Buffer()
-    buffer.state.set_pages(0, 0, torch.tensor([5, 3]))
-    buffer.k_dev.random_(generator=torch.Generator().manual_seed(2))
-    before = buffer.k_host.clone()
-    seq_lens, rows = torch.tensor([3, 9, 7]), torch.tensor([0, ROW, ROW])
-    num_real = torch.tensor([2], dtype=torch.int32)
-    requests = StepRequests(buffer.state, seq_lens, rows, num_real)
-    assert newest_slots(requests).tolist() == [22, HOT_SLOTS[3], -1]
-    backup_newest(requests, **buffer.pools)
-    before[:, HOST_SLOTS[8]] = buffer.k_dev[:, HOT_SLOTS[3]]
-    assert torch.equal(buffer.k_host, before)
-
-
-def slot_major(pool: Tensor) -> Tensor:
-    """The same items with each slot's layers side by side."""
-    return pool.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def in_wider_rows(pool: Tensor) -> Tensor:
-    """The same items with other bytes between them."""
-    base = torch.full((*pool.shape[:2], pool.shape[2] + 5), 0xA5, dtype=torch.uint8)
-    base[:, :, 3:-2] = pool
-    return base[:, :, 3:-2]
-
-
-def slot_major_in_wider_rows(pool: Tensor) -> Tensor:
-    return in_wider_rows(pool.transpose(0, 1)).transpose(0, 1)
-
-
-def every_layer_of_two(pool: Tensor) -> Tensor:
-    """The same items in every other layer of a larger pool."""
-    base = torch.full((2 * pool.shape[0], *pool.shape[1:]), 0xA5, dtype=torch.uint8)
-    base[1::2] = pool
-    return base[1::2]
-
-
-LAYOUTS = [slot_major, in_wider_rows, slot_major_in_wider_rows, every_layer_of_two]
-
-
-@pytest.mark.parametrize("host_layout", LAYOUTS)
-@pytest.mark.parametrize("dev_layout", LAYOUTS)
-def test_strided_pools_are_as_good_as_contiguous_ones(
-    host_layout: Callable[[Tensor], Tensor], dev_layout: Callable[[Tensor], Tensor]
-) -> None:
-    plain, strided = Buffer(), Buffer()
-    strided.k_host, strided.k_dev = host_layout(strided.k_host), dev_layout(strided.k_dev)
-    assert not strided.k_host.is_contiguous()
-    assert not strided.k_dev.is_contiguous()
-    for buffer in (plain, strided):
-        buffer.start(10, [7, 3, 1])
-        for seq_len, selected in ((11, [4, 10, 7, -1]), (12, [10, 8, 4, 11])):
-            buffer.k_dev[:, HOT_SLOTS[3]] = seq_len
-            buffer.swap_in(seq_len, selected)
-            replay_misses(buffer.plan, 1, **buffer.pools)
-            backup_newest(buffer.requests(seq_len), **buffer.pools)
-    assert torch.equal(strided.k_dev, plain.k_dev)
-    assert torch.equal(strided.k_host, plain.k_host)
-    assert (strided.k_host[:, HOST_SLOTS[11]] == 12).all()
-    for pool in (strided.k_host, strided.k_dev):
-        is_item = torch.zeros(pool.untyped_storage().nbytes(), dtype=torch.bool)
-        is_item.as_strided(pool.shape, pool.stride(), pool.storage_offset())[:] = True
-        everything = torch.tensor(pool.untyped_storage(), dtype=torch.uint8)
-        assert (everything[~is_item] == 0xA5).all(), "bytes between the items changed"
-
-
-@pytest.mark.I3
-def test_dense_rows_go_through_the_page_table() -> None:
-    buffer = Buffer()
-    buffer.state.set_pages(0, 0, torch.tensor([5, 3]))
-    lens, rows, num_real = (torch.tensor(of, dtype=torch.int32) for of in ([7, 11], [0, ROW], [2]))
-    slots = swap_in(
-        torch.tensor([[6, 0, -1], [3, 2, 10]], dtype=torch.int32),
-        StepRequests(buffer.state, lens, rows, num_real),
-        group=0,
-        layer=0,
-        **buffer.pools,
-    )
-    assert slots[0].tolist() == [3 * 4 + 2, 5 * 4, -1]
-    assert slots[1].tolist() == [HOT_SLOTS[1], HOT_SLOTS[0], HOT_SLOTS[3]]
-    assert buffer.state.counters[0].tolist() == [0, 0, 0]
-
-
-def test_padding_and_empty_batches_touch_nothing() -> None:
-    buffer = Buffer()
-    before = buffer.state.hot_to_lookup.clone()
-    slots = swap_in(
-        torch.zeros((2, 3), dtype=torch.int32),
-        StepRequests(
-            buffer.state,
-            torch.tensor([4, 4]),
-            torch.tensor([ROW, ROW]),
-            torch.tensor([0], dtype=torch.int32),
-        ),
-        group=0,
-        layer=0,
-        **buffer.pools,
-    )
-    assert (slots == -1).all()
-    assert torch.equal(buffer.state.hot_to_lookup, before)
-
-
 @pytest.mark.I2
 def test_reset_row_forgets_everything() -> None:
     buffer = Buffer()
@@ -302,24 +104,6 @@ def test_reset_row_forgets_everything() -> None:
     for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "hot_slots", "capacity", "page_table",
                  "host_pages", "lookup_pages", "index_pages", "counters", "error_flags"):  # fmt: skip
         assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("lookup_to_hot", "which maps to hot_index -1"),
-        ("hot_to_lookup", "has stamp|used entries"),
-        ("stamps", "has stamp -1"),
-    ],
-)
-def test_check_consistency_sees_a_broken_table(table: str, message: str) -> None:
-    buffer = Buffer()
-    buffer.swap_in(11, [4, 5, -1, -1])
-    tensor = getattr(buffer.state, table)
-    values = tensor[0] if table == "lookup_to_hot" else tensor[0, ROW]
-    values[int((values != -1).nonzero()[0])] = -1
-    with pytest.raises(RuntimeError, match=message):
-        check_consistency(buffer.state)
 
 
 def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,17 +169,6 @@ def test_of_equal_logits_the_lower_id_still_comes_first(changes: dict[str, objec
     assert sampled(logits, [row]) == [wanted]
 
 
-def test_repetition_is_of_prompt_and_output_and_the_others_of_the_output_alone() -> None:
-    logits = torch.tensor([[4.0, 3.0, -1.0]])
-    for changes, wanted in (
-        ({"repetition_penalty": 2.0}, 1),
-        ({"presence_penalty": 2.0}, 0),
-        ({"frequency_penalty": 2.0}, 0),
-        ({"repetition_penalty": 2.0, "logit_bias": ((2, 3.5),)}, 1),  # -2 + 3.5
-    ):
-        assert sampled(logits, [Row(params(**changes), [0, 2, 0], [], [])]) == [wanted]
-
-
 @pytest.mark.I5
 def test_rows_that_ask_for_nothing_have_the_bits_that_they_have_without_the_others() -> None:
     generator = random.Random(1)
@@ -244,19 +233,3 @@ def test_all_biases_that_a_request_may_have() -> None:
 def test_params_that_need_counts_are_not_drawn_without() -> None:
     with pytest.raises(ValueError, match="penalties or biases, and no counts"):
         sample(torch.zeros((1, 4)), [params(presence_penalty=0.1)], [0], EOS)
-
-
-@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.05, 4), (0.1, 4), (0.11, 3), (0.7, 1), (1.0, 1)])
-def test_min_p_is_relative_to_the_likeliest_token_after_temperature(min_p: float, kept: int) -> None:
-    probs = [0.5, 0.3, 0.15, 0.05]  # 0.1 of the likeliest
-    logits = torch.tensor([probs]).double().log().float()
-    for changes in ({}, {"top_k": 4, "top_p": 0.999}):
-        drawn = {
-            sample(logits, [params(temperature=1.0, min_p=min_p - 1e-6, seed=seed, **changes)], [0], ())[0][0]  # type: ignore[arg-type]
-            for seed in range(300)
-        }
-        assert drawn == set(range(kept))
-    hot = {
-        sample(logits, [params(temperature=2.0, min_p=0.3, seed=seed)], [0], ())[0][0] for seed in range(300)
-    }
-    assert hot == {0, 1, 2, 3}, "the root of a tenth is above 0.3"
