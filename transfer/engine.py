@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from hisparse_pd.memory.machine import Machine
-from hisparse_pd.paging.extents import SlotArray, ranges_around
+from hisparse_pd.paging.extents import ranges_around
 from protocol.access import WILDCARD_HOSTS, in_url
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
-from transfer.plan import MAX_DESCRIPTOR_BYTES, as_write, cut_long
+from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Writes, as_descriptors, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)
@@ -123,53 +122,46 @@ class TransferEngine:
         if code != 0:
             raise TransferError(f"Mooncake cannot unregister the memory at {addr:#x}: code {code}")
 
-    def write(
-        self,
-        session: str,
-        src_addrs: ArrayLike,
-        dst_addrs: ArrayLike,
-        lengths: ArrayLike,
-        stop: Callable[[], str] | None = None,
-    ) -> None:
-        """Write ``lengths[i]`` bytes from ``src_addrs[i]`` here to ``dst_addrs[i]`` in the peer's memory.
+    def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
+        """Write from addresses here to addresses in the peer's memory.
 
-        All: integers [num_descriptors]. Blocks, without the interpreter lock, until every byte has landed; up
+        Blocks, without the interpreter lock, until every byte has landed; up
         to Mooncake's own timeout (30 s over TCP) when the peer does not answer. ``stop`` is asked between
         parts of a long write and ends it with the reason that it returns.
 
         Raises TransferError. Its ``may_still_land`` is False when the arguments were refused, in which case
         nothing was sent, and when ``stop`` ended the write, in which case all that was sent has landed.
         """
-        src, dst, num_bytes = as_write(src_addrs, dst_addrs, lengths)
-        if src.size == 0:
+        columns = as_descriptors(writes)
+        if not columns.lengths.size:
             return
-        self.check_sources(src, num_bytes)
-        src, dst, num_bytes = cut_long(src, dst, num_bytes, MAX_DESCRIPTOR_BYTES)
+        self.check_sources(columns)
+        columns = cut_long(columns, MAX_DESCRIPTOR_BYTES)
         with self._lock:
             name = self._names.setdefault(session, session)
-        for first in range(0, src.size, MAX_BATCH_DESCRIPTORS):
+        num_written = 0
+        for first in range(0, columns.lengths.size, MAX_BATCH_DESCRIPTORS):
             if stop is not None and (reason := stop()):
-                raise TransferError(f"stopped after {num_bytes[:first].sum()} bytes: {reason}")
-            part = slice(first, first + MAX_BATCH_DESCRIPTORS)
+                raise TransferError(f"stopped after {num_written} bytes: {reason}")
+            part = columns.at(slice(first, first + MAX_BATCH_DESCRIPTORS))
             started_secs = time.monotonic()
-            code = self._mooncake.batch_transfer_sync_write(
-                name, src[part].tolist(), dst[part].tolist(), num_bytes[part].tolist()
-            )
+            code = self._mooncake.batch_transfer_sync_write(name, *(column.tolist() for column in part))
             if code != 0:
                 took_secs = time.monotonic() - started_secs
                 raise TransferError(
-                    f"write of {num_bytes.sum()} bytes to session {session} failed with code {code} "
-                    f"after {num_bytes[:first].sum()} bytes, {took_secs:.1f} s into the next "
-                    f"{num_bytes[part].sum()}; the peer is gone, does not answer, or has not registered "
-                    "the destination",
+                    f"write of {columns.num_bytes} bytes to session {session} failed with code {code} "
+                    f"after {num_written} bytes, {took_secs:.1f} s into the next {part.num_bytes}; "
+                    "the peer is gone, does not answer, or has not registered the destination",
                     may_still_land=True,
                 )
+            num_written += part.num_bytes
 
-    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
-        """Raises TransferError unless all of ``[src[i], src[i] + num_bytes[i])`` is registered here."""
+    def check_sources(self, writes: Descriptors) -> None:
+        """Raises TransferError unless all that is to be read is registered here."""
         with self._lock:
             pieces = sorted((start, end) for start, (end, _) in self._registered.items())
         starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
+        src, _, num_bytes = writes
         bad = ranges_around(starts, ends, src, num_bytes) < 0
         if bad.any():
             worst = int(np.argmax(bad))

@@ -20,13 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from numpy.typing import ArrayLike
-
 from protocol.lane import LaneOffer
 from transfer.engine import TransferEngine
 from transfer.errors import TransferError
 from transfer.lane_memory import LaneError, Mapping
-from transfer.plan import SLICE_BYTES, as_write
+from transfer.plan import SLICE_BYTES, Writes, as_descriptors
 
 if TYPE_CHECKING:
     from hisparse_pd.memory.peer import GpuWriter
@@ -141,14 +139,7 @@ class Lanes:
         for mapping in mappings:
             mapping.wait_until_unmapped(CLOSE_SECS)
 
-    def write(
-        self,
-        session: str,
-        src_addrs: ArrayLike,
-        dst_addrs: ArrayLike,
-        lengths: ArrayLike,
-        stop: Callable[[], str] | None = None,
-    ) -> None:
+    def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
         """As ``TransferEngine.write``, over the session's lane. Over shared memory nothing may still land
         after an error."""
         with self._lock:
@@ -157,13 +148,13 @@ class Lanes:
             reason = "it has ended, or was never registered; nothing was written"
             raise TransferError(f"session {session} has no lane: {reason}")
         if (mapping := pair.mapping) is None:
-            self.network.write(session, src_addrs, dst_addrs, lengths, stop)
+            self.network.write(session, writes, stop)
             return
-        src, dst, num_bytes = as_write(src_addrs, dst_addrs, lengths)
-        self.network.check_sources(src, num_bytes)
-        elsewhere = mapping.write(src, dst, num_bytes, stop, is_sole=pair.is_sole)
+        columns = as_descriptors(writes)
+        self.network.check_sources(columns)
+        elsewhere = mapping.write(columns, stop, is_sole=pair.is_sole)
         if elsewhere.any():
-            self.network.write(session, src[elsewhere], dst[elsewhere], num_bytes[elsewhere], stop)
+            self.network.write(session, columns.at(elsewhere), stop)
 
     # --- choosing --------------------------------------------------------------------------------------
 

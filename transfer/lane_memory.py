@@ -40,7 +40,7 @@ from protocol.lane import (
 )
 from transfer.errors import TransferError
 from transfer.lane_copy import copy_ranges
-from transfer.plan import cut_long
+from transfer.plan import Descriptors, cut_long
 
 if TYPE_CHECKING:
     from hisparse_pd.memory.peer import GpuCopy, GpuWriter
@@ -132,13 +132,7 @@ class Mapping:
         return bool((ranges_around(self._starts, self._ends, base, num_bytes) >= 0).all())
 
     def write(
-        self,
-        src: SlotArray,
-        dst: SlotArray,
-        num_bytes: SlotArray,
-        stop: Callable[[], str] | None = None,
-        *,
-        is_sole: bool = True,
+        self, writes: Descriptors, stop: Callable[[], str] | None = None, *, is_sole: bool = True
     ) -> NDArray[np.bool_]:
         """Copy what goes to this memory; returns which destinations are elsewhere, bool [num_descriptors].
 
@@ -150,8 +144,8 @@ class Mapping:
                 raise TransferError("this node has let go of the decode node's memory")
             self._num_writes += 1
         try:
-            windows = self._windows_of(dst, num_bytes, is_sole)
-            self._copy_in_parts(windows, src, dst, num_bytes, stop)
+            windows = self._windows_of(writes, is_sole)
+            self._copy_in_parts(windows, writes, stop)
             return windows < 0
         finally:
             with self._lock:
@@ -160,9 +154,10 @@ class Mapping:
             if is_last:
                 self._unmap()
 
-    def _windows_of(self, dst: SlotArray, num_bytes: SlotArray, is_sole: bool) -> SlotArray:
+    def _windows_of(self, writes: Descriptors, is_sole: bool) -> SlotArray:
         """Which window each destination lies in; -1: in none, which must not be of what ``is_sole``. Raises
         TransferError for that, and for one that lies across the end of a window."""
+        _, dst, num_bytes = writes
         found = ranges_around(self._starts, self._ends, dst, num_bytes)
         bad = found < 0
         if not is_sole and bad.any():
@@ -175,47 +170,40 @@ class Mapping:
             )
         return found
 
-    def _copy_in_parts(
-        self,
-        windows: SlotArray,
-        src: SlotArray,
-        dst: SlotArray,
-        num_bytes: SlotArray,
-        stop: Callable[[], str] | None,
-    ) -> None:
+    def _copy_in_parts(self, windows: SlotArray, writes: Descriptors, stop: Callable[[], str] | None) -> None:
         """While a GPU copies one part, the next is made up."""
         num_copied = 0
         in_flight: GpuCopy | None = None
         try:
             for window in np.flatnonzero(np.bincount(windows + 1)[1:]).tolist():
-                for part in _parts(windows == window, src, dst, num_bytes):
+                for part in _parts(writes.at(windows == window)):
                     if stop is not None and (reason := stop()):
                         raise TransferError(f"stopped after {num_copied} bytes: {reason}")
-                    before, in_flight = in_flight, self._start_copy(window, *part)
+                    before, in_flight = in_flight, self._start_copy(window, part)
                     _wait(before)
-                    num_copied += int(part[2].sum())
+                    num_copied += part.num_bytes
         finally:
             _wait(in_flight)
 
-    def _start_copy(
-        self, window: int, src: SlotArray, dst: SlotArray, num_bytes: SlotArray
-    ) -> GpuCopy | None:
+    def _start_copy(self, window: int, part: Descriptors) -> GpuCopy | None:
         """Copy to destinations in ``window``. None: all of it has landed."""
-        dst = dst + (self._here[window] - self._starts[window])
-        by_gpu = np.zeros(src.size, np.bool_) if self._gpu is None else self._gpu.owns(src)
+        moved = self._here[window] - self._starts[window]
+        part = Descriptors(part.src_addrs, part.dst_addrs + moved, part.lengths)
+        by_gpu = (
+            np.zeros(part.lengths.size, np.bool_) if self._gpu is None else self._gpu.owns(part.src_addrs)
+        )
         copying = None
         if self._gpu is not None and by_gpu.any():
-            is_run = by_gpu & (num_bytes >= RUN_BYTES)
-            is_short = by_gpu & ~is_run
-            pieces = cut_long(src[is_short], dst[is_short], num_bytes[is_short], PIECE_BYTES)
+            is_run = by_gpu & (part.lengths >= RUN_BYTES)
+            pieces = cut_long(part.at(by_gpu & ~is_run), PIECE_BYTES)
             with _gpu_failure():
-                copying = self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces)
-        by_cpu = ~by_gpu
-        if by_cpu.any():
+                copying = self._gpu.start_copy(part.at(is_run), pieces)
+        by_cpu = part.at(~by_gpu)
+        if by_cpu.lengths.size:
             if self._is_on_gpu[window]:
                 _wait(copying)
                 raise TransferError("what is in main memory here is not written to the decode node's GPU")
-            copy_ranges(src[by_cpu], dst[by_cpu], num_bytes[by_cpu])
+            copy_ranges(*by_cpu)
         return copying
 
     def close(self) -> None:
@@ -270,18 +258,15 @@ def _wait(copying: GpuCopy | None) -> None:
             copying.wait()
 
 
-def _parts(
-    is_in: NDArray[np.bool_], src: SlotArray, dst: SlotArray, num_bytes: SlotArray
-) -> Iterator[tuple[SlotArray, SlotArray, SlotArray]]:
-    """What ``is_in`` says of a write, in parts of PART_BYTES and PART_RANGES at most."""
-    src, dst, num_bytes = cut_long(src[is_in], dst[is_in], num_bytes[is_in], PART_BYTES)
-    ends = np.cumsum(num_bytes)
+def _parts(writes: Descriptors) -> Iterator[Descriptors]:
+    """The same in parts of PART_BYTES and PART_RANGES at most."""
+    writes = cut_long(writes, PART_BYTES)
+    ends = np.cumsum(writes.lengths)
     first = 0
     while first < ends.size:
         limit = PART_BYTES + (int(ends[first - 1]) if first else 0)
         after = min(int(np.searchsorted(ends, limit, side="right")), first + PART_RANGES)
-        part = slice(first, after)
-        yield src[part], dst[part], num_bytes[part]
+        yield writes.at(slice(first, after))
         first = after
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from hisparse_pd.paging.extents import SlotArray, as_slots
 from transfer.errors import TransferError
@@ -94,6 +94,14 @@ class Descriptors(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return int(self.lengths.sum())
+
+    def at(self, which: slice | NDArray[np.bool_]) -> Descriptors:
+        """Some of them."""
+        return Descriptors(self.src_addrs[which], self.dst_addrs[which], self.lengths[which])
+
+
+Writes: TypeAlias = tuple[ArrayLike, ArrayLike, ArrayLike]
+"""What a transport is told: the columns of ``Descriptors``, integers of any kind."""
 
 
 def plan_writes(src_slots: ArrayLike, dst_slots: ArrayLike) -> RunPlan:
@@ -201,14 +209,14 @@ def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors
     parts: list[Descriptors] = []
     left = max_cost
     for block in blocks:
-        columns = cut_long(*block, MAX_DESCRIPTOR_BYTES)
-        ends = np.cumsum(np.maximum(columns[2], DESCRIPTOR_COST_BYTES))
+        block = cut_long(block, MAX_DESCRIPTOR_BYTES)
+        ends = np.cumsum(np.maximum(block.lengths, DESCRIPTOR_COST_BYTES))
         first = taken = 0
         while first < ends.size:
             stop = int(np.searchsorted(ends, taken + left, side="right"))
             stop = max(stop, first if parts else first + 1)
             if stop > first:
-                parts.append(Descriptors(*(column[first:stop] for column in columns)))
+                parts.append(block.at(slice(first, stop)))
                 left -= int(ends[stop - 1]) - taken
                 first, taken = stop, int(ends[stop - 1])
             if first < ends.size or left < DESCRIPTOR_COST_BYTES:
@@ -218,28 +226,26 @@ def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors
         yield join_descriptors(parts)
 
 
-def as_write(
-    src_addrs: ArrayLike, dst_addrs: ArrayLike, lengths: ArrayLike
-) -> tuple[SlotArray, SlotArray, SlotArray]:
-    """The arguments of a write, int64 [num_descriptors] each. Raises TransferError when one has fewer."""
-    src, dst, num_bytes = as_slots(src_addrs), as_slots(dst_addrs), as_slots(lengths)
-    if not src.size == dst.size == num_bytes.size:
-        raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
-    return src, dst, num_bytes
+def as_descriptors(writes: Writes) -> Descriptors:
+    """Checked writes. Raises TransferError when one column is shorter than another."""
+    columns = Descriptors(*map(as_slots, writes))
+    if len({column.size for column in columns}) > 1:
+        sizes = tuple(column.size for column in columns)
+        raise TransferError("{} sources, {} destinations and {} lengths".format(*sizes))
+    return columns
 
 
-def cut_long(
-    src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray, max_bytes: int
-) -> tuple[SlotArray, SlotArray, SlotArray]:
+def cut_long(writes: Descriptors, max_bytes: int) -> Descriptors:
     """The same byte ranges with none longer than ``max_bytes``, in order."""
+    lengths = writes.lengths
     if lengths.max(initial=0) <= max_bytes:
-        return src_addrs, dst_addrs, lengths
+        return writes
     num_pieces = -(-lengths // max_bytes)
     first_piece = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     offset = (np.arange(first_piece.size, dtype=np.int64) - first_piece) * max_bytes
-    return (
-        np.repeat(src_addrs, num_pieces) + offset,
-        np.repeat(dst_addrs, num_pieces) + offset,
+    return Descriptors(
+        np.repeat(writes.src_addrs, num_pieces) + offset,
+        np.repeat(writes.dst_addrs, num_pieces) + offset,
         np.minimum(np.repeat(lengths, num_pieces) - offset, max_bytes),
     )
 

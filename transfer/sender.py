@@ -13,10 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from numpy.typing import ArrayLike
-
 from protocol.messages import Room
 from transfer.engine import TransferError
+from transfer.plan import Writes
 from transfer.send_queue import Completion as Completion
 from transfer.send_queue import Outcome, SendQueue, Slice
 from transfer.send_queue import Ready as Ready
@@ -31,14 +30,7 @@ IDLE_THREAD_SECS = 60.0
 class Writer(Protocol):
     """What a sender needs of a ``TransferEngine``; see its ``write``."""
 
-    def write(
-        self,
-        session: str,
-        src_addrs: ArrayLike,
-        dst_addrs: ArrayLike,
-        lengths: ArrayLike,
-        stop: Callable[[], str] | None = None,
-    ) -> None: ...
+    def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None: ...
 
 
 class Sender:
@@ -121,7 +113,7 @@ class Sender:
                     taken.ready.synchronize()
                     started = time.monotonic()
                     taken.start(started)
-                self._engine.write(session, *taken.writes, stop=partial(self._why_stop, taken))
+                self._engine.write(session, taken.writes, partial(self._why_stop, taken))
             except TransferError as failure:
                 outcome.error, outcome.may_still_land = str(failure), failure.may_still_land
             except Exception as failure:  # a bad batch must not take the thread, and so the peer, with it

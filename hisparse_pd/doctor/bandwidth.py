@@ -35,6 +35,7 @@ from protocol.lane import LaneOffer
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, TransferError
 from transfer.lane import Lane, LaneKind
 from transfer.lane_host import SharedMemory
+from transfer.plan import Descriptors
 from transfer.sender import Writer
 
 if TYPE_CHECKING:
@@ -221,31 +222,25 @@ def _measure_size(
 ) -> Rate:
     num_messages = _batch_length(size, offer.num_bytes)
     offsets = np.arange(num_messages, dtype=np.int64) * size
-    src_addrs, dst_addrs = offsets + source.base_addr, offsets + offer.base_addr
     lengths = np.full(num_messages, size, np.int64)
-    _write(writer, offer.session, src_addrs, dst_addrs, lengths)  # opens the connections
+    writes = Descriptors(offsets + source.base_addr, offsets + offer.base_addr, lengths)
+    _write(writer, offer.session, writes)  # opens the connections
     start_secs = time.perf_counter()
     num_batches, took_secs = 0, 0.0
     while not num_batches or took_secs < secs:
-        _write(writer, offer.session, src_addrs, dst_addrs, lengths)
+        _write(writer, offer.session, writes)
         num_batches += 1
         took_secs = time.perf_counter() - start_secs
     return Rate(size, num_messages * num_batches, took_secs, over)
 
 
-def _write(
-    writer: Writer,
-    session: str,
-    src_addrs: NDArray[np.int64],
-    dst_addrs: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-) -> None:
+def _write(writer: Writer, session: str, writes: Descriptors) -> None:
     """Write, and again where the transport failed: a connection that broke, or that did not come up in time,
     is made anew. Raises TransferError, which says how often it was tried.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            return writer.write(session, src_addrs, dst_addrs, lengths)
+            return writer.write(session, writes)
         except TransferError as error:
             if not error.may_still_land:
                 raise

@@ -23,6 +23,7 @@ from transfer.errors import TransferSetupError
 from transfer.lane import Lane, Lanes
 from transfer.lane_host import LaneHost, SharedMemory
 from transfer.lane_memory import LaneError, Mapping
+from transfer.plan import as_descriptors
 
 if TYPE_CHECKING:
     from hisparse_pd.memory.peer import GpuWriter
@@ -108,6 +109,5 @@ def lane_to(
 
 def _write(offer: LaneOffer, directory: str, sent: NDArray[np.uint8], addr: int) -> None:
     """``sent``: [n], to ``addr`` of the host's process. Raises LaneError."""
-    src, dst, num_bytes = (np.array([value], np.int64) for value in (sent.ctypes.data, addr, sent.nbytes))
     with closing(Mapping(offer, "doctor", directory)) as mapping:
-        mapping.write(src, dst, num_bytes)
+        mapping.write(as_descriptors(([sent.ctypes.data], [addr], [sent.nbytes])))

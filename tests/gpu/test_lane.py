@@ -15,7 +15,6 @@ import torch
 from numpy.typing import ArrayLike
 
 from hisparse_pd.memory.peer import GpuWriter, word_bytes
-from hisparse_pd.paging.extents import SlotArray
 from tests.gpu.lane_peer import LanePeer
 from tests.gpu.support import needs_gpu
 from transfer.lane import Lane, Lanes
@@ -35,7 +34,7 @@ class NoNetwork:
     def write(self, *_: object, **__: object) -> None:
         raise AssertionError("over the network")
 
-    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
+    def check_sources(self, writes: object) -> None:
         pass
 
 
@@ -60,7 +59,7 @@ class Writer:
     def write(self, src: ArrayLike, dst: ArrayLike, lengths: ArrayLike, where: str) -> None:
         """Offsets in the source and in the peer's memory."""
         base = self.peer.host_addr if where == "host" else self.peer.gpu_addr
-        self.lanes.write(SESSION, np.asarray(src) + self.source.data_ptr(), np.asarray(dst) + base, lengths)
+        self.lanes.write(SESSION, (np.asarray(src) + self.source.data_ptr(), np.asarray(dst) + base, lengths))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_a_room_of_long_and_short_runs_lands_in_slices(writer: Writer, landed: d
         dst = RegionView(base, NUM_BYTES, num_layers, num_slots, item_bytes)
         runs = plan_writes(src_slots, dst_slots)
         for slice_ in SlicedWrites([LayerWrites(runs, src, dst, 0, num_layers)]):
-            writer.lanes.write(SESSION, *slice_)
+            writer.lanes.write(SESSION, slice_)
         shape, size = (num_layers, num_slots, item_bytes), num_layers * num_slots * item_bytes
         source = writer.content.numpy()[:size].reshape(shape)
         landed[where][:size].reshape(shape)[:, dst_slots] = source[:, src_slots]
@@ -120,7 +119,7 @@ def test_a_room_of_long_and_short_runs_lands_in_slices(writer: Writer, landed: d
 
 
 def test_what_is_in_main_memory_is_copied_by_the_cpu(writer: Writer, landed: dict[str, np.ndarray]) -> None:
-    writer.lanes.write(SESSION, [writer.aux.data_ptr()], [writer.peer.host_addr + 77], [100])
+    writer.lanes.write(SESSION, ([writer.aux.data_ptr()], [writer.peer.host_addr + 77], [100]))
     landed["host"][77:177] = writer.aux.numpy()
     assert writer.peer.crc("host") == zlib.crc32(landed["host"].data)
 

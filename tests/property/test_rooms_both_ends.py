@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -433,27 +434,56 @@ class BothEndsMachine(RuleBasedStateMachine):
                 assert len(tokens) == num_asked
 
 
+# --- one by one -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_pair(num_shared: int = 0) -> Iterator[World]:
+    world = World(1, num_shared)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def ask(world: World, request_id: str = "r", room: int = 1, num_tokens: int = 2, legs: str = "both") -> None:
+    (address,) = world.addresses
+    sampling = SamplingParams(1)
+    request = Generate(request_id, room, num_tokens, sampling, address.host, address.port, HisparseFlag.TRUE)
+    group = world.generate(request, tuple(range(num_tokens)))
+    world.decode.front.inbox.append(group)
+    if legs == "both":
+        world.prefill[address].front.inbox.append(group)
+
+
+def write_slowly(world: World, num_tokens: int = 9) -> PrefillNode:
+    """A request, of which a write is in flight."""
+    (address,) = world.addresses
+    ask(world, num_tokens=num_tokens)
+    for _ in range(6):
+        world.work(itertools.repeat(WriteFate.SLOW))
+    assert world.prefill[address].sender.in_flight
+    return world.prefill[address]
+
+
+def finish_writes(world: World, node: PrefillNode, client: SimClient, fate: WriteFate) -> None:
+    """Until the prefill node has something to say of it."""
+    assert client.connection is not None
+    while not client.connection.to_client:
+        for room in list(node.sender.in_flight):
+            world.finish_write(node, room, fate)
+        world.turn_prefill(node)
+
+
 @pytest.mark.parametrize("fate", [WriteFate.WRITTEN, WriteFate.FAILED])
 def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: WriteFate) -> None:
     """A RoomDone, or the RoomFailed of a room that drains: nobody else would ever say it."""
-    world = World(1)
-    try:
-        (address,) = world.addresses
-        front, node = world.decode.front, world.prefill[address]
-        request = Generate("r", 1, 2, SamplingParams(1), address.host, address.port)
-        group = world.generate(request, (1, 2))
-        for inbox in (front.inbox, node.front.inbox):
-            inbox.append(group)
-        for _ in range(6):
-            world.work(itertools.repeat(WriteFate.SLOW))
-        assert node.sender.in_flight
+    with one_pair() as world:
+        front, node = world.decode.front, write_slowly(world, 2)
         (client,) = world.network.clients
         if fate is WriteFate.FAILED:  # told while its write is in flight, which comes back later
             node.engine._life.fail(node.engine._life.rooms.live(Room(1)), 502, "no", world.now)
-        while not client.connection.to_client:
-            for room in list(node.sender.in_flight):
-                world.finish_write(node, room, fate)
-            world.turn_prefill(node)
+        finish_writes(world, node, client, fate)
         world.network.break_connection(client, 0)
         for _ in range(8):
             world.pass_time(1.1, late_bytes_land=False)
@@ -464,8 +494,6 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
             assert front.tokens["r"] == [FIRST_TOKEN]
         else:
             assert front.errors["r"].error == "no"
-    finally:
-        world.close()
 
 
 @pytest.mark.I1
@@ -475,25 +503,20 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
     Taken for the end of the new run, it would free slots in time to which that run still writes. Only another
     look-up finds that one.
     """
-    world = World(1)
-    try:
+    with one_pair() as world:
         (address,) = world.addresses
         decode, network = world.decode.engine, world.network
-        written = itertools.repeat(WriteFate.WRITTEN)
         decode.peers.use(address, world.now)
-        request = Generate("r", 1, 2, SamplingParams(1), address.host, address.port)
-        group = world.generate(request, (1, 2))
-        world.decode.front.inbox.append(group)
+        ask(world, legs="decode")
         for _ in range(4):
-            world.work(written)
+            world.work(itertools.repeat(WriteFate.WRITTEN))
         control_port = world.kill_prefill(address).server.port
         world.pass_time(9.0, late_bytes_land=False)
         world.turn_decode(answers_lookups=False)  # the look-up is refused, and its answer takes its time
         assert world.decode.lookups.pending
         world.start_prefill(address, control_port)
         new_run = world.prefill[address].instance_id
-        again = Generate("again", 2, 2, SamplingParams(1), address.host, address.port)
-        world.decode.front.inbox.append(world.generate(again, (1, 2)))
+        ask(world, "again", 2, legs="decode")
         for answers_lookups in (False, False, True, True, True, True):
             network.deliver_all()
             world.turn_prefill(world.prefill[address])
@@ -502,24 +525,14 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
             world.turn_decode(answers_lookups=answers_lookups)
         assert decode.peers.may_entrust(address)
         assert decode.peers.instance_id(address) == new_run
-    finally:
-        world.close()
 
 
 @pytest.mark.I1
 def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
     """It answers an abort that crosses its registration, and bytes of the dead run are still under way."""
-    world = World(1)
-    try:
+    with one_pair() as world:
         (address,) = world.addresses
-        rooms, front = world.decode.engine.requests, world.decode.front
-        request = Generate("r", 1, 2, SamplingParams(1), address.host, address.port)
-        group = world.generate(request, (1, 2))
-        for inbox in (front.inbox, world.prefill[address].front.inbox):
-            inbox.append(group)
-        for _ in range(6):
-            world.work(itertools.repeat(WriteFate.SLOW))
-        assert world.prefill[address].sender.in_flight
+        write_slowly(world, 2)
         world.start_prefill(address, world.kill_prefill(address).server.port)
         node = world.prefill[address]
         world.pass_time(3.0, late_bytes_land=False)
@@ -530,39 +543,40 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
             if len(node.engine._peers) == registered:
                 world.network.deliver_all()
                 world.turn_decode()
-        front.inbox.append(Abort("r"))
+        world.decode.front.inbox.append(Abort("r"))
         world.turn_decode()
         for _ in range(3):
             world.work(itertools.repeat(WriteFate.WRITTEN))
-        assert Room(1) in rooms.quarantine
+        assert Room(1) in world.decode.engine.requests.quarantine
         world.pass_time(LATE_SECS + 1, late_bytes_land=True)
         assert world.late == []
-    finally:
-        world.close()
+
+
+def turn_for_last_words(world: World) -> None:
+    """The decode node turns, and once more when what a lane that has ended had said must be there."""
+    world.turn_decode()
+    world.pass_time(LAST_WORDS_SECS, late_bytes_land=False)
+    world.turn_decode()
 
 
 @pytest.mark.I1
 def test_slots_of_a_killed_writer_to_shared_memory_are_free_at_once() -> None:
-    world = World(1, num_shared=1)
-    try:
-        pools, (address,) = world.decode.engine.requests.pools, world.addresses
+    with one_pair(num_shared=1) as world:
+        pools = world.decode.engine.requests.pools
         write_slowly(world)
         assert pools.free != pools.totals
         world.turn_decode()
-        world.kill_prefill(address)
+        world.kill_prefill(world.addresses[0])
         turn_for_last_words(world)
         assert world.decode.front.errors["r"].status == 502
         assert pools.free == pools.totals
         assert world.late == []
-    finally:
-        world.close()
 
 
 @pytest.mark.I1
 def test_a_writer_to_shared_memory_that_lost_patience_keeps_the_slots_of_its_write_in_progress() -> None:
     """It keeps the memory open, and says when the last write is over to the decode node that came back."""
-    world = World(1, num_shared=1)
-    try:
+    with one_pair(num_shared=1) as world:
         pools, node = world.decode.engine.requests.pools, write_slowly(world)
         (client,) = world.network.clients
         world.network.break_connection(client, 0)
@@ -576,50 +590,21 @@ def test_a_writer_to_shared_memory_that_lost_patience_keeps_the_slots_of_its_wri
         for _ in range(3):
             world.work(itertools.repeat(WriteFate.WRITTEN))
         assert pools.used(Stage.QUARANTINED).host == 0
-    finally:
-        world.close()
-
-
-def turn_for_last_words(world: World) -> None:
-    """The decode node turns, and once more when what a lane that has ended had said must be there."""
-    world.turn_decode()
-    world.pass_time(LAST_WORDS_SECS, late_bytes_land=False)
-    world.turn_decode()
 
 
 @pytest.mark.I7
 def test_what_a_run_said_before_it_let_go_of_the_memory_counts() -> None:
     """A delivery, say: it comes over the network, while the kernel says at once that a process has ended."""
-    world = World(1, num_shared=1)
-    try:
+    with one_pair(num_shared=1) as world:
         node = write_slowly(world)
         (client,) = world.network.clients
-        assert client.connection is not None
-        while not client.connection.to_client:
-            for room in list(node.sender.in_flight):
-                world.finish_write(node, room, WriteFate.WRITTEN)
-            world.turn_prefill(node)
+        finish_writes(world, node, client, WriteFate.WRITTEN)
         world.lane_host.let_go(node.instance_id)
         world.turn_decode()
         world.network.deliver_all()
         turn_for_last_words(world)
         assert world.decode.front.errors == {}
         assert world.decode.front.tokens["r"] == [FIRST_TOKEN]
-    finally:
-        world.close()
-
-
-def write_slowly(world: World) -> PrefillNode:
-    """A request, of which a write is in flight."""
-    (address,) = world.addresses
-    request = Generate("r", 1, 9, SamplingParams(1), address.host, address.port, HisparseFlag.TRUE)
-    group = world.generate(request, tuple(range(9)))
-    for inbox in (world.decode.front.inbox, world.prefill[address].front.inbox):
-        inbox.append(group)
-    for _ in range(6):
-        world.work(itertools.repeat(WriteFate.SLOW))
-    assert world.prefill[address].sender.in_flight
-    return world.prefill[address]
 
 
 TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCase)

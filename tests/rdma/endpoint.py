@@ -87,7 +87,7 @@ def main() -> None:
             case {"write": name, "session": session, "base_addr": dst_base_addr}:
                 answer = {"error": ""}
                 try:
-                    engine.write(session, *patterns[name].writes(base_addr, dst_base_addr))
+                    engine.write(session, patterns[name].writes(base_addr, dst_base_addr))
                 except TransferError as error:
                     answer = {"error": str(error)}
             case other:

@@ -311,7 +311,7 @@ class PrefillDouble:
     ) -> None:
         addr = self._transfer.register(source)
         try:
-            self._transfer.write(session, src, dst, lengths)
+            self._transfer.write(session, (src, dst, lengths))
         finally:
             self._transfer.unregister(addr)
 

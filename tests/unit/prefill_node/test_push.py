@@ -204,6 +204,27 @@ def test_layers_wait_for_a_slow_transport_and_then_leave_together() -> None:
     world.assert_landed(pushes[0])
 
 
+@pytest.mark.I1
+@pytest.mark.I8
+def test_what_is_under_way_is_bounded_when_nothing_is_ever_written() -> None:
+    world = World()
+    submit = world.sender.submit
+
+    def stuck(session: str, batch: WriteBatch) -> None:
+        submit(session, batch)
+        world.sender.num_waiting += 1
+
+    world.sender.submit = stuck  # type: ignore[method-assign]
+    world.pusher.push_rest(world.pusher.plan(world.record, 0, 2))
+    for start in range(2, 12):
+        world.forward(world.pusher.plan(world.record, start, start + 1))
+    world.pusher.push_aux(world.record)
+    num_chunks = 10
+    assert len(world.sender.batches) <= MAX_PENDING_BATCHES + num_chunks + 2
+    assert world.record.num_writes_pending == len(world.sender.batches)
+    assert world.sender.tags[-1] == "aux record"
+
+
 def test_prompts_of_one_forward_leave_side_by_side() -> None:
     world = World()
     other = world.room(Room(2), [1, 0], Extent(30, 8))

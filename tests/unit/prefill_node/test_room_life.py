@@ -190,7 +190,13 @@ def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) ->
     for room in (12, 13):
         node.arrive(room, 1, NUM_SLOTS // 8, family=room - 11)
     records = [node.life.rooms.live(Room(room)) for room in (11, 12, 13)]
+    found = [node.life.look_up(record) for record in records]
+    assert [(waiting.num_cached_pages, waiting.num_unused_pages) for waiting in found] == [
+        *((0, 0), (31, 31), (31, 31))
+    ]
     node.life.admit(records, 0.0)
+    again = node.life.look_up(records[1])
+    assert (again.num_cached_pages, again.num_unused_pages) == (31, 0), "it uses them"
     assert [record.num_cached_tokens for record in records] == [0, 496, 496]
     assert node.life.num_available_pages == NUM_PAGES - 100 - 2 * NUM_PAGES // 8
     node.life.check_integrity()

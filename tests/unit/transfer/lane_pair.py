@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from hisparse_pd.memory.host import HostPool, allocate_host
-from hisparse_pd.paging.extents import SlotArray
 from protocol.lane import LaneOffer
 from tests.waiting import wait_until
 from transfer.errors import TransferError
 from transfer.lane import Lane, Lanes
 from transfer.lane_host import LaneHost, SharedMemory
+from transfer.plan import Descriptors, Writes
 
 WAIT_SECS = 60.0
 SESSION = "127.0.0.1:15001"
@@ -33,17 +32,11 @@ class Network:
     def addr(self) -> int:
         return int(self.source.ctypes.data)
 
-    def write(
-        self,
-        session: str,
-        src_addrs: ArrayLike,
-        dst_addrs: ArrayLike,
-        lengths: ArrayLike,
-        stop: Callable[[], str] | None = None,
-    ) -> None:
-        self.sent.append((session, np.asarray(dst_addrs).tolist()))
+    def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
+        self.sent.append((session, np.asarray(writes[1]).tolist()))
 
-    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
+    def check_sources(self, writes: Descriptors) -> None:
+        src, _, num_bytes = writes
         if (src < self.addr).any() or (src + num_bytes > self.addr + self.source.nbytes).any():
             raise TransferError("not in registered memory")
 
@@ -93,7 +86,9 @@ class Pair:
     def write(self, src: list[int], dst: list[int], lengths: list[int]) -> None:
         """Offsets in the source and in the first pool."""
         base = self.regions[0][0]
-        self.lanes.write(SESSION, [self.network.addr + at for at in src], [base + at for at in dst], lengths)
+        self.lanes.write(
+            SESSION, ([self.network.addr + at for at in src], [base + at for at in dst], lengths)
+        )
 
     def close(self) -> None:
         self.lanes.close()

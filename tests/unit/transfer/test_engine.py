@@ -60,9 +60,7 @@ def source(engine: TransferEngine) -> Iterator[torch.Tensor]:
 def test_bytes_land_in_the_other_process(engine: TransferEngine, peer: Peer, source: torch.Tensor) -> None:
     engine.write(
         peer.session,
-        [source.data_ptr() + 100, source.data_ptr()],
-        [peer.base_addr, peer.base_addr + 1000],
-        [50, 7],
+        ([source.data_ptr() + 100, source.data_ptr()], [peer.base_addr, peer.base_addr + 1000], [50, 7]),
     )
     assert peer.read(0, 50) == source[100:150].numpy().tobytes()
     assert peer.read(1000, 1007) == source[:7].numpy().tobytes()
@@ -78,7 +76,7 @@ def test_a_long_range_and_many_short_ones_arrive_whole(
     starts = np.random.default_rng(0).permutation(num_items) * item_bytes
     src = np.concatenate((starts, [0])) + source.data_ptr()
     dst = np.concatenate((starts[::-1], [PEER_BYTES - long_bytes])) + peer.base_addr
-    engine.write(peer.session, src, dst, np.array([item_bytes] * num_items + [long_bytes]))
+    engine.write(peer.session, (src, dst, np.array([item_bytes] * num_items + [long_bytes])))
 
     items = source[: num_items * item_bytes].numpy().reshape(num_items, item_bytes)
     expected = np.empty_like(items)
@@ -98,9 +96,7 @@ def test_an_unregistered_source_is_refused_before_anything_is_sent(
     with pytest.raises(TransferError, match=r"descriptor 1 of 2.*nothing was sent") as error:
         engine.write(
             peer.session,
-            [source.data_ptr(), source.data_ptr() + offset],
-            [peer.base_addr + 2000] * 2,
-            [64, num_bytes],
+            ([source.data_ptr(), source.data_ptr() + offset], [peer.base_addr + 2000] * 2, [64, num_bytes]),
         )
     assert not error.value.may_still_land
     assert peer.read(2000, 2064) == before
@@ -111,7 +107,7 @@ def test_a_source_across_two_registered_pieces_is_refused(engine: TransferEngine
     low, high = engine.register(memory.data_ptr(), 64), engine.register(memory.data_ptr() + 64, 64)
     try:
         with pytest.raises(TransferError, match="not in registered memory"):
-            engine.write(peer.session, [low], [peer.base_addr], [128])
+            engine.write(peer.session, ([low], [peer.base_addr], [128]))
     finally:
         engine.unregister(low)
         engine.unregister(high)
@@ -124,20 +120,20 @@ def test_a_destination_outside_the_peers_memory_fails_and_the_session_lives(
     with pytest.raises(
         TransferError, match=rf"{peer.session} failed with code -1 after 0 bytes, \d+\.\d s into"
     ) as error:
-        engine.write(peer.session, [source.data_ptr()], [peer.base_addr + PEER_BYTES], [64])
+        engine.write(peer.session, ([source.data_ptr()], [peer.base_addr + PEER_BYTES], [64]))
     assert error.value.may_still_land
-    engine.write(peer.session, [source.data_ptr() + 5], [peer.base_addr], [64])
+    engine.write(peer.session, ([source.data_ptr() + 5], [peer.base_addr], [64]))
     assert peer.read(0, 64) == source[5:69].numpy().tobytes()
 
 
 def test_a_peer_that_is_gone_fails_the_write_at_once(engine: TransferEngine, source: torch.Tensor) -> None:
     with Peer(1 << 20) as gone:
-        engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
+        engine.write(gone.session, ([source.data_ptr()], [gone.base_addr], [64]))
         assert engine.is_reachable(gone.session)
         gone.kill()
         gone.process.wait(60)
         with pytest.raises(TransferError, match="the peer is gone"):
-            engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
+            engine.write(gone.session, ([source.data_ptr()], [gone.base_addr], [64]))
         assert not engine.is_reachable(gone.session)
 
 
@@ -179,12 +175,12 @@ def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
     """Its memory and its data port are others than those of the process before it."""
     with Peer(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
         engine.renew(forwarder.session)  # before the first write there is nothing to forget
-        engine.write(forwarder.session, [source.data_ptr()], [first.base_addr], [64])
+        engine.write(forwarder.session, ([source.data_ptr()], [first.base_addr], [64]))
         assert first.read(0, 64) == source[:64].numpy().tobytes()
         for second in (peer, first):
             forwarder.behind = second.session
             engine.renew(forwarder.session)
-            engine.write(forwarder.session, [source.data_ptr() + 9], [second.base_addr], [64])
+            engine.write(forwarder.session, ([source.data_ptr() + 9], [second.base_addr], [64]))
             assert second.read(0, 64) == source[9:73].numpy().tobytes()
 
 
@@ -194,16 +190,14 @@ def test_a_write_stops_between_its_parts(engine: TransferEngine, peer: Peer, sou
     with pytest.raises(TransferError, match=f"stopped after {MAX_BATCH_DESCRIPTORS} bytes: nobody") as error:
         engine.write(
             peer.session,
-            offsets + source.data_ptr(),
-            offsets + peer.base_addr,
-            np.ones_like(offsets),
+            (offsets + source.data_ptr(), offsets + peer.base_addr, np.ones_like(offsets)),
             stop=lambda: next(answers),
         )
     assert not error.value.may_still_land
 
 
 def test_nothing_to_write_is_no_error(engine: TransferEngine) -> None:
-    engine.write("127.0.0.1:1", [], [], [])
+    engine.write("127.0.0.1:1", ([], [], []))
 
 
 def test_registration_is_checked(engine: TransferEngine, source: torch.Tensor) -> None:
@@ -224,10 +218,10 @@ def test_registration_is_checked(engine: TransferEngine, source: torch.Tensor) -
 def test_unregistered_memory_is_no_source_any_more(engine: TransferEngine, peer: Peer) -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
     addr = engine.register(memory)
-    engine.write(peer.session, [addr], [peer.base_addr], [64])
+    engine.write(peer.session, ([addr], [peer.base_addr], [64]))
     engine.unregister(addr)
     with pytest.raises(TransferError, match="not in registered memory"):
-        engine.write(peer.session, [addr], [peer.base_addr], [64])
+        engine.write(peer.session, ([addr], [peer.base_addr], [64]))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_write_that_is_to_stop_stops_between_its_parts(pair: Pair, monkeypatch
     answers = iter(["", "", "the room was cancelled"])
     base = pair.regions[0][0]
     with pytest.raises(TransferError, match="stopped after 2000 bytes: the room was cancelled"):
-        pair.lanes.write(SESSION, [pair.network.addr], [base], [5000], stop=lambda: next(answers))
+        pair.lanes.write(SESSION, ([pair.network.addr], [base], [5000]), stop=lambda: next(answers))
     assert np.array_equal(pair.memory[0][:2000], pair.network.source[:2000])
     assert not pair.memory[0][2000:].any()
 
@@ -138,7 +138,7 @@ def test_what_is_not_shared_goes_over_the_network() -> None:
         assert pair.register() == Lane("shm", "both see the same memory; the rest of it over tcp")
         other = pair.regions[1][0]
         src, dst = [pair.network.addr, pair.network.addr + 50], [pair.regions[0][0] + 9, other]
-        pair.lanes.write(SESSION, src, dst, [40, 40])
+        pair.lanes.write(SESSION, (src, dst, [40, 40]))
         assert np.array_equal(pair.memory[0][9:49], pair.network.source[:40])
         assert pair.network.sent == [(SESSION, [other])]
         with pytest.raises(TransferError, match="not within the decode node's memory"):

@@ -108,7 +108,7 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         pair.write(src, dst, lengths)
         assert np.array_equal(pair.memory[0], expected)
         assert (gpu.num_runs, gpu.num_pieces) == (1, 4)
-        pair.lanes.write(SESSION, [pair.network.addr + 9], [(1 << 50) + 30], [60])
+        pair.lanes.write(SESSION, ([pair.network.addr + 9], [(1 << 50) + 30], [60]))
         assert np.array_equal(gpu.opened[5030:5090], pair.network.source[9:69])
         # What is in main memory here, as aux records are, is the CPU's to copy, and not to a GPU.
         gpu.num_pieces = 0
@@ -116,7 +116,7 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         assert gpu.num_pieces == 0
         assert np.array_equal(pair.memory[0][:40], pair.network.source[-40:])
         with pytest.raises(TransferError, match="not written to the decode node's GPU"):
-            pair.lanes.write(SESSION, [pair.network.addr + pair.network.source.nbytes - 9], [1 << 50], [9])
+            pair.lanes.write(SESSION, ([pair.network.addr + pair.network.source.nbytes - 9], [1 << 50], [9]))
         assert pair.network.sent == []
         pair.lanes.close()
         expected_calls = [f"register {POOL_BYTES[0]}", "open", "close", "unregister"]
@@ -142,12 +142,12 @@ def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(
         sources = [pair.network.addr + start for start in src]
         base = pair.regions[0][0]
         if stops_after is None:
-            pair.lanes.write(SESSION, sources, [base + start for start in src], lengths, stop)
+            pair.lanes.write(SESSION, (sources, [base + start for start in src], lengths), stop)
             assert np.array_equal(pair.memory[0][3000:7000], pair.network.source[3000:7000])
             assert np.array_equal(pair.memory[0][:35], pair.network.source[:35])
         else:
             with pytest.raises(TransferError, match="stopped after 1035 bytes: cancelled") as caught:
-                pair.lanes.write(SESSION, sources, [base + start for start in src], lengths, stop)
+                pair.lanes.write(SESSION, (sources, [base + start for start in src], lengths), stop)
             assert not caught.value.may_still_land
         assert max(num_in_flight) == 1
         assert gpu.num_started == gpu.num_copied == len(num_in_flight) - (stops_after is not None)
@@ -205,7 +205,7 @@ def test_memory_that_cuda_does_not_take_is_left_to_the_network() -> None:
 def test_a_gpu_that_cannot_be_opened_is_written_to_over_the_network() -> None:
     with pair_with_gpu(b"of a GPU that is not visible") as (pair, _):
         assert pair.register() == Lane("shm", "both see the same memory; the rest of it over tcp")
-        pair.lanes.write(SESSION, [pair.network.addr], [1 << 50], [9])
+        pair.lanes.write(SESSION, ([pair.network.addr], [1 << 50], [9]))
         assert pair.network.sent == [(SESSION, [1 << 50])]
 
 

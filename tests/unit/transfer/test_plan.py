@@ -167,7 +167,8 @@ def test_joined_descriptors_keep_their_order() -> None:
 
 @pytest.mark.I8
 def test_long_ranges_are_cut_in_order() -> None:
-    src, dst, lengths = cut_long(np.array([100, 0]), np.array([1000, 5]), np.array([10, 3]), 4)
+    columns = Descriptors(np.array([100, 0]), np.array([1000, 5]), np.array([10, 3]))
+    src, dst, lengths = cut_long(columns, 4)
     assert src.tolist() == [100, 104, 108, 0]
     assert dst.tolist() == [1000, 1004, 1008, 5]
     assert lengths.tolist() == [4, 4, 2, 3]
@@ -190,7 +191,7 @@ def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) ->
         part.check()
         parts.append(part)
         whole = descriptors(part.runs, *view, range(first, stop))
-        expected.append(Descriptors(*cut_long(*whole, MAX_DESCRIPTOR_BYTES)))
+        expected.append(cut_long(whole, MAX_DESCRIPTOR_BYTES))
     writes = SlicedWrites(parts, slice_bytes)
     for _ in range(2):
         slices = list(writes)

@@ -15,12 +15,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import ArrayLike
 
 from protocol.messages import Room
 from tests.unit.transfer.peer import Peer
 from transfer.engine import TransferEngine, TransferError
-from transfer.plan import Descriptors
+from transfer.plan import Descriptors, Writes
 from transfer.sender import Completion, Sender, WriteBatch
 
 PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
@@ -40,15 +39,8 @@ class ScriptedWriter:
         self.stuck: dict[str, threading.Event] = {}
         self.started = threading.Semaphore(0)
 
-    def write(
-        self,
-        session: str,
-        src_addrs: ArrayLike,
-        dst_addrs: ArrayLike,
-        lengths: ArrayLike,
-        stop: Callable[[], str] | None = None,
-    ) -> None:
-        addr = int(np.asarray(src_addrs)[0])
+    def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
+        addr = int(np.asarray(writes[0])[0])
         self.num_attempts[addr] += 1
         gate = self.stuck.get(session)
         self.started.release()
