@@ -100,7 +100,8 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 class DecodeEngine:
     """All parts of one decode node's engine.
 
-    Raises DecodeSettingsError, TransferError, and DeviceMemoryError or HostMemoryError when pools do not fit.
+    Raises DecodeSettingsError, TransferError and TransferSetupError, and when pools do not fit DeviceMemoryError
+    or HostMemoryError.
     """
 
     def __init__(
@@ -147,7 +148,10 @@ class DecodeEngine:
             self._transfer = TransferEngine(settings.reachable_host, transport)
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup)
-        self._lane_host = self._offer_memory()
+        shared = self._memory.shared_memory()  # with prefill nodes of this machine
+        self._lane_host = (
+            LaneHost(shared, directory=settings.same_host_dir, wakeup=self._wakeup.set) if shared else None
+        )
         self._grammars = Compiler(
             partial(TokenTrie.load, settings.model_path, spec.vocab_size, spec.eos_token_ids),
             self._wakeup.set,
@@ -193,17 +197,6 @@ class DecodeEngine:
         self._last_turn_at = float("inf")
         self._next_stats_at = 0.0
         self._next_check_at = 0.0
-
-    def _offer_memory(self) -> LaneHost | None:
-        """To prefill nodes of this machine. Raises TransferSetupError."""
-        memory = self._memory.shared_memory()
-        if not memory:
-            return None
-        return LaneHost(
-            memory,
-            directory=self._settings.same_host_dir,
-            wakeup=self._wakeup.set,
-        )
 
     def run(self) -> None:
         """Serve until Shutdown, or until the front is gone."""

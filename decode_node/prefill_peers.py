@@ -280,14 +280,11 @@ class PrefillPeers:
         self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
         while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
             instance_id, _ = self._ended.popleft()
-            self._writer_gone(instance_id, events)
-
-    def _writer_gone(self, instance_id: str, events: list[PeerEvent]) -> None:
-        """It has died, or has lost patience with this node: whatever it was given is lost."""
-        for peer in self._peers.values():
-            if peer.instance_id == instance_id:
-                self._give_up(peer, f"prefill node {peer.address} has let go of this node's memory", events)
-        events.append(WriterGone(instance_id))
+            for peer in self._peers.values():
+                if peer.instance_id == instance_id:  # which has died, or has lost patience with this node
+                    error = f"prefill node {peer.address} has let go of this node's memory"
+                    self._give_up(peer, error, events)
+            events.append(WriterGone(instance_id))
 
     def _receive(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
@@ -327,13 +324,11 @@ class PrefillPeers:
                 f"node {self.geometry.index_rotation!r}; run the same release on both"
             )
         if error:
-            self._give_up(peer, error, events)
-            events.append(PeerRefused(peer.address, error))
+            self._reject(peer, error, events)
             return
         if message.instance_id != peer.found_instance_id:
             # The socket connected again by itself. Whether the ranks are as many as before, a look-up says.
-            self._give_up(peer, f"prefill node {peer.address} was restarted", events)
-            self._report_gone(peer, events)
+            self._run_is_over(peer, f"prefill node {peer.address} was restarted", events)
             return
         if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
             log.info("registered with prefill node %s (instance %s)", peer.address, message.instance_id)
@@ -349,8 +344,7 @@ class PrefillPeers:
         error = f"prefill node {peer.address} refused this node: {message.error}"
         if message.permanent:
             log.error("%s", error)
-            self._give_up(peer, error, events)
-            events.append(PeerRefused(peer.address, error))
+            self._reject(peer, error, events)
         elif peer.phase is PeerPhase.READY or now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
             # It does not know this node any more: it lost patience, or was restarted behind the same port.
             self._register(peer, now)
@@ -363,8 +357,7 @@ class PrefillPeers:
         if isinstance(info, BootstrapLookupError):
             peer.last_error = str(info)
             if info.refused and peer.instance_id:
-                self._give_up(peer, f"prefill node {peer.address} is gone: {info}", events)
-                self._report_gone(peer, events)
+                self._run_is_over(peer, f"prefill node {peer.address} is gone: {info}", events)
             elif info.rejected and peer.phase is PeerPhase.AWAY:
                 events.append(PeerRefused(peer.address, peer.last_error))
             return
@@ -372,15 +365,12 @@ class PrefillPeers:
         of_rank = info.of_rank(peer.address.rank)
         if of_rank is None:
             error = f"prefill node {peer.address} is gone: the node has {info.num_ranks} ranks now"
-            self._give_up(peer, error, events)
-            self._report_gone(peer, events)
+            self._run_is_over(peer, error, events)
             return
-        info = of_rank
-        if peer.instance_id and info.instance_id != peer.instance_id:
-            self._give_up(peer, f"prefill node {peer.address} was restarted", events)
-            self._report_gone(peer, events)
+        if peer.instance_id and of_rank.instance_id != peer.instance_id:
+            self._run_is_over(peer, f"prefill node {peer.address} was restarted", events)
         if peer.phase is PeerPhase.AWAY:
-            self._connect(peer, info, now, events)
+            self._connect(peer, of_rank, now, events)
 
     def _note_num_ranks(self, node: tuple[str, int], num_ranks: int, events: list[PeerEvent]) -> None:
         if num_ranks == self._num_ranks.get(node, 1):
@@ -397,15 +387,13 @@ class PrefillPeers:
                 f"prefill node {peer.address}: its control channel is {theirs}, this node's {ours}; "
                 "set the same control_key_file on both"
             )
-            peer.last_error = error
-            events.append(PeerRefused(peer.address, error))
+            self._reject(peer, error, events)
             return
         endpoint = info.control_endpoint(peer.address.host)
         try:
             peer.client = ControlClient(endpoint, self.keys, self.heartbeats)
         except ControlAddressError as error:
-            peer.last_error = f"prefill node {peer.address}: {error}"
-            events.append(PeerRefused(peer.address, peer.last_error))
+            self._reject(peer, f"prefill node {peer.address}: {error}", events)
             return
         self.poller.register(peer.client)
         peer.found_instance_id = info.instance_id
@@ -470,17 +458,20 @@ class PrefillPeers:
 
     def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
         """Disconnect; a peer whose run was registered with is reported lost."""
-        if peer.phase is not PeerPhase.AWAY:
-            self._report_lost(peer, error, events)
+        if peer.phase is not PeerPhase.AWAY and peer.instance_id:
+            log.warning("%s", error)
+            events.append(PeerLost(peer.address, peer.instance_id, peer.instance_heard_at, error))
         self._disconnect(peer)
         peer.last_error = error
 
-    def _report_lost(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
-        if peer.instance_id:
-            log.warning("%s", error)
-            events.append(PeerLost(peer.address, peer.instance_id, peer.instance_heard_at, error))
+    def _reject(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
+        """The same, and trying again changes nothing."""
+        self._give_up(peer, error, events)
+        events.append(PeerRefused(peer.address, error))
 
-    def _report_gone(self, peer: _Peer, events: list[PeerEvent]) -> None:
+    def _run_is_over(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
+        """The same, and the run that was registered with is known to have ended."""
+        self._give_up(peer, error, events)
         if peer.instance_id:
             events.append(InstanceGone(peer.instance_id))
         peer.instance_id = ""

@@ -33,12 +33,8 @@ def run(settings: DecodeSettings) -> int:
         choose_rank=ByPrefix(),
         holds_output=True,
         ports=(settings.port,),
-        apps=_apps,
+        apps=lambda front: (create_decode_app(front),),
     )
-
-
-def _apps(front: Front) -> tuple[Starlette, ...]:
-    return (create_decode_app(front),)
 
 
 def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hisparse_pd.model.sampling import sample
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from tests.tied_checkpoint import INDEX_TOPK
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, PrefillDouble, Prompt, load_checkpoint
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, load_checkpoint
 from tests.unit.model.paged_model import PagedModel
 from tools.checkpoints.oracle import greedy_tokens
 
@@ -178,16 +178,16 @@ def test_decode_in_any_mode_pages_company_and_retraction(
     pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
     slice_bytes = data.draw(st.sampled_from([1, 1 << 30]), "of a row that is filled, in a turn")
     limits = {"device_pool_tokens": pool_tokens, "device_buffer_size": 48, "max_running_requests": 7}
-    with TemporaryDirectory() as ipc_dir, closing(PrefillDouble(checkpoint, page_size)) as double:
+    with TemporaryDirectory() as ipc_dir:
         harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
         harness.engine.hot_buffers.slice_bytes = slice_bytes
         with closing(harness) as node:
             answers = []
             for prompt, flag in zip(order, flags, strict=True):
-                answers.append(node.generate(double, prompt, NUM_NEW, flag, num_logprobs=2))
+                answers.append(node.generate(prompt, NUM_NEW, flag, num_logprobs=2))
                 for _ in range(turns_between):
-                    node.turn(double)
-            node.turn_until(lambda: all(answer.is_over for answer in answers), double)
+                    node.turn()
+            node.turn_until(lambda: all(answer.is_over for answer in answers))
     for prompt, answer in zip(order, answers, strict=True):
         assert answer.failure is None
         assert len(answer.token_ids) == NUM_NEW
@@ -213,7 +213,7 @@ def test_decode_behind_prefixes_that_are_held_or_given_up(
         "max_running_requests": 7,
         "disable_held_prefixes": False,
     }
-    with TemporaryDirectory() as ipc_dir, closing(PrefillDouble(checkpoint, page_size)) as double:
+    with TemporaryDirectory() as ipc_dir:
         harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
         with closing(harness) as node:
             for number, flags in enumerate(rounds):
@@ -221,12 +221,12 @@ def test_decode_behind_prefixes_that_are_held_or_given_up(
                 for prompt, mode in zip(order, flags, strict=True):
                     said = tuple(expected[prompt].token_ids[: num_said * (number == 2)])
                     sent = prompt[: -(-len(prompt) // 2)] if number == 0 else (*prompt, *said)
-                    jobs.append(node.generate(double, sent, NUM_NEW - len(said), mode, num_logprobs=2))
-                node.turn_until(lambda jobs=jobs: all(job.is_over for job in jobs), double)
+                    jobs.append(node.generate(sent, NUM_NEW - len(said), mode, num_logprobs=2))
+                node.turn_until(lambda jobs=jobs: all(job.is_over for job in jobs))
                 for prompt, job in zip(order, jobs, strict=True):
                     assert job.failure is None
                     if number:
                         wanted, first = expected[prompt], num_said * (number == 2)
                         rest = Expected(wanted.token_ids[first:], wanted.logprobs[first:])
                         check(prompt, job.token_ids, job.logprobs, rest)
-            assert pool_tokens == 512 or any(each.num_held_tokens for each in double.bootstraps)
+            assert pool_tokens == 512 or any(each.num_held_tokens for each in node.double.bootstraps)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
+from dataclasses import dataclass, field
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,16 @@ import pytest
 
 import decode_node.engine
 from decode_node.hot_buffers import HotBuffers
-from decode_node.runner import DeviceRunner
+from decode_node.memory import slots_tensor
+from decode_node.request import RequestState
+from decode_node.runner import DeviceRunner, Launched, StepResult
+from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import HisparseFlag
-from tests.unit.decode_node.support import (
-    Answer,
-    Checkpoint,
-    EngineHarness,
-    Prompt,
-    random_prompt,
-)
+from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
 NUM_NEW = 20
 TOP_K = 64
@@ -76,3 +75,68 @@ def num_drafts(answer: Answer) -> tuple[int, int]:
 
 def by_turns(number: int) -> HisparseFlag:
     return [HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO][number % 3]
+
+
+def exchange_in_every_step(
+    node: EngineHarness, answers: Sequence[Answer], sizes: Iterator[int], patch: pytest.MonkeyPatch
+) -> int:
+    """Every running request gets a hot buffer of the next of ``sizes`` behind each step, to its end.
+
+    The one before is lost with all that it holds, as its slots are somebody else's. Returns how many were.
+    """
+    rooms = node.engine.requests
+    replace_device_slots, num_exchanges = rooms.replace_device_slots, 0
+
+    def replace_and_lose(exchange: Exchange) -> None:
+        nonlocal num_exchanges
+        device_slots = slots_tensor(exchange.request.owned[PoolKind.DEVICE])
+        replace_device_slots(exchange)
+        num_exchanges += 1
+        node.engine.hot_buffers.memory.k_dev[:, device_slots] = 0xFF
+
+    patch.setattr(rooms, "replace_device_slots", replace_and_lose)
+    while not all(answer.is_over for answer in answers):
+        node.turn()
+        node.engine.steps.settle()
+        running = rooms.select(RequestState.RUNNING)
+        exchanges = tuple(Exchange(request, next(sizes)) for request in running)
+        node.engine.lifecycle.carry_out(StepPlan(exchanges=exchanges), 0.0)
+    return num_exchanges
+
+
+@dataclass
+class Calls:
+    """What was done with the steps of a node and with its requests, in this order."""
+
+    all: list[tuple[str, Any]] = field(default_factory=list)
+    results: dict[int, list[StepResult]] = field(default_factory=dict)
+    """By id of the step."""
+
+    def watch(self, patch: pytest.MonkeyPatch, owner: Any, method: str, what: str) -> None:
+        """Note the calls of ``owner.method`` as ``what``, with what it was done to: their first argument, or
+        the step that was launched."""
+        call = getattr(owner, method)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            if what != "launch":
+                self.all.append((what, args[0]))
+            result = call(*args, **options)
+            if what == "launch":
+                self.all.append((what, result))
+            if what == "read":
+                self.results[id(args[0])] = result
+            return result
+
+        patch.setattr(owner, method, watched)
+
+    @property
+    def steps(self) -> list[Launched]:
+        return [of for what, of in self.all if what == "launch"]
+
+    def at(self, what: str, of: object) -> int:
+        """When this was done first."""
+        return next(at for at, (was, it) in enumerate(self.all) if was == what and it is of)
+
+    def are_ahead(self) -> list[bool]:
+        """Of each step but the last, whether the next one was launched before it was read."""
+        return [self.at("launch", two) < self.at("read", one) for one, two in pairwise(self.steps)]

@@ -101,6 +101,15 @@ def random_prompt(seed: int, num_tokens: int) -> Prompt:
     return tuple(np.random.default_rng(seed).integers(32, 127, num_tokens).tolist())
 
 
+def raising(error: Exception) -> Callable[..., Any]:
+    """In place of what fails."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return broken
+
+
 @dataclass(frozen=True)
 class Prefilled:
     """A computed prompt, at the start of its own pools."""
@@ -164,6 +173,8 @@ class PrefillDouble:
         self.answers_heartbeats = True
         self.is_hung = False
         """The bootstrap endpoint does not say that the engine is alive."""
+        self.is_stopped = False
+        """Nobody reads its control socket."""
         self.refusal: Refused | HeartbeatAck | None = None
         """What it answers to a registration, instead of Registered."""
         self.curve = False
@@ -219,12 +230,13 @@ class PrefillDouble:
         self._http.close()
 
     def close(self) -> None:
+        self.is_stopped = True
         self._http.close()
         self.control.close()
         self._transfer.close()
 
     def poll(self) -> None:
-        for identity, message in self.control.receive():
+        for identity, message in () if self.is_stopped else self.control.receive():
             self._handle(identity, message)
 
     def _handle(self, identity: bytes, message: ToPrefill) -> None:
@@ -340,7 +352,7 @@ class Answer:
 
 
 class EngineHarness:
-    """A decode engine whose loop the test turns, and the front's end of its ipc channel."""
+    """A decode engine whose loop the test turns, the front's end of its ipc channel, and a prefill node."""
 
     def __init__(
         self,
@@ -379,6 +391,7 @@ class EngineHarness:
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP
             )
+        self.double = PrefillDouble(checkpoint, self.settings.page_size)
         self.answers: dict[str, Answer] = {}
         self.stats: EngineStats | None = None
         self._num_requests = 0
@@ -387,24 +400,25 @@ class EngineHarness:
         self.engine.close()
         self._engine_socket.close()
         self._front.close()
+        self.double.close()
 
     def send(self, message: ToEngine) -> None:
         self._front.send(engine_messages.encoder.encode(message))
 
     def generate(
         self,
-        double: PrefillDouble,
         prompt: Prompt,
         num_new_tokens: int,
         hisparse: HisparseFlag | None = None,
         *,
+        double: PrefillDouble | None = None,
         is_speculative: bool = True,
         room: int | None = None,
-        port: int | None = None,
         root: PageKey = NO_ISOLATION,
         **sampling: Any,
     ) -> Answer:
-        """Send one request on both legs."""
+        """Send one request on both legs, with another prefill node if ``double`` is one."""
+        double = double or self.double
         self._num_requests += 1
         room = 1000 + self._num_requests if room is None else room
         request_id = f"request-{self._num_requests}"
@@ -420,7 +434,7 @@ class EngineHarness:
                         num_prompt_tokens=len(prompt),
                         sampling=SamplingParams(max_new_tokens=num_new_tokens, **params),
                         bootstrap_host="127.0.0.1",
-                        bootstrap_port=double.port if port is None else port,
+                        bootstrap_port=double.port,
                         hisparse=hisparse,
                         is_speculative=is_speculative,
                     ),
@@ -436,34 +450,50 @@ class EngineHarness:
         (request_id,) = (each for each, given in self.answers.items() if given is answer)
         self.send(Abort(request_id))
 
-    def turn(self, *doubles: PrefillDouble) -> None:
-        for double in doubles:
+    def turn(self, *others: PrefillDouble) -> None:
+        """``others``: prefill nodes that have a turn beside its own."""
+        for double in (self.double, *others):
             double.poll()
         self.engine.turn(max_wait_secs=0.005)
         check_consistency(self.engine.hot_buffers.state)
         while self._front.poll(0):
             self._take(engine_messages.from_engine_decoder.decode(self._front.recv()))
 
-    def turn_until(self, condition: Callable[[], object], *doubles: PrefillDouble) -> None:
+    def turn_until(self, condition: Callable[[], object], *others: PrefillDouble) -> None:
         deadline = time.monotonic() + WAIT_SECS
         while not condition():
             assert time.monotonic() < deadline, "the condition did not come true in time"
-            self.turn(*doubles)
+            self.turn(*others)
+
+    def tokens_of(self, answer: Answer) -> list[int]:
+        """Of a request that ends well."""
+        self.turn_until(lambda: answer.is_over)
+        assert answer.failure is None
+        return answer.token_ids
 
     def failure_of(
-        self, answer: Answer, *doubles: PrefillDouble, status: int | None = None, error: str = ""
+        self, answer: Answer, *others: PrefillDouble, status: int | None = None, error: str = ""
     ) -> RequestFailed:
         """With which a request ends; ``error``: a part of what it says."""
-        self.turn_until(lambda: answer.is_over, *doubles)
+        self.turn_until(lambda: answer.is_over, *others)
         assert answer.failure is not None, f"it went well: {answer.last}"
         assert status in (None, answer.failure.status)
         assert error in answer.failure.error
         return answer.failure
 
-    def turn_for(self, secs: float, *doubles: PrefillDouble) -> None:
+    def turn_for(self, secs: float, *others: PrefillDouble) -> None:
         deadline = time.monotonic() + secs
         while time.monotonic() < deadline:
-            self.turn(*doubles)
+            self.turn(*others)
+
+    def finish(self, answers: Sequence[Answer]) -> None:
+        """Until all have ended well, and nothing is owned any more."""
+        requests = self.engine.requests
+        self.turn_until(
+            lambda: all(answer.is_over for answer in answers) and not requests.select(RequestState.ENDING)
+        )
+        assert [answer.failure for answer in answers] == [None] * len(answers)
+        assert requests.pools.free == requests.pools.totals
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -491,12 +521,3 @@ class EngineHarness:
 
 def landing_slots(bootstrap: Bootstrap) -> set[int]:
     return set(extents_to_slots(bootstrap.kv_extents).tolist())
-
-
-def finish(node: EngineHarness, answers: Sequence[Answer], double: PrefillDouble) -> None:
-    requests = node.engine.requests
-    node.turn_until(
-        lambda: all(answer.is_over for answer in answers) and not requests.select(RequestState.ENDING), double
-    )
-    assert [answer.failure for answer in answers] == [None] * len(answers)
-    assert requests.pools.free == requests.pools.totals

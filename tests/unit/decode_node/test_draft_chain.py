@@ -6,8 +6,7 @@ What is expected of tokens comes from transformers, of drafts from the plain MTP
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,20 @@ from decode_node.device_step import DeviceStep
 from decode_node.drafting import full_buffer
 from decode_node.request import RequestState
 from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag
-from tests.unit.decode_node.speculation_support import (
-    NUM_NEW,
-    TOP_K,
-    drafts,
-    harness,
-    num_drafts,
-)
+from tests.unit.decode_node.speculation_support import NUM_NEW, TOP_K, drafts, num_drafts
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
     EngineHarness,
-    PrefillDouble,
     Prompt,
-    finish,
     load_checkpoint,
     random_prompt,
 )
 from tests.unit.model.plain_mtp import PlainMtp
-from tools.checkpoints.oracle import greedy_tokens
 from tools.checkpoints.oracle import load as load_oracle
 
 HOT_BUFFER = full_buffer(MAX_DRAFTS, TOP_K)
+NODE = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS}
 LENGTHS = [1, 65, 300, HOT_BUFFER - 12, HOT_BUFFER, 700]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 SHARED, OWN = "glm, shared", "v32, own"
@@ -59,24 +50,6 @@ def checkpoint(
     return checkpoint
 
 
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
-
-
-@pytest.fixture(scope="module")
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    with closing(PrefillDouble(checkpoint)) as double:
-        yield double
-
-
-@pytest.fixture(scope="module")
-def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS}
-    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), **settings)) as node:
-        yield node
-
-
 BOTH = pytest.mark.parametrize("checkpoint", [SHARED, OWN], indirect=True)
 OF_ONE = pytest.mark.parametrize("checkpoint", [SHARED], indirect=True)
 
@@ -93,32 +66,16 @@ OF_ONE = pytest.mark.parametrize("checkpoint", [SHARED], indirect=True)
 )
 @BOTH
 def test_tokens_equal_the_oracle_with_up_to_seven_drafts(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, numbers: tuple[int, ...]
+    expected: dict[Prompt, list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:
     for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE):
         with drafts(node, *numbers):
-            answers = [node.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
-            finish(node, answers, double)
+            answers = [node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
+            node.finish(answers)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
         drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
         assert 0 < accepted < drafted
-
-
-@pytest.mark.I5
-@OF_ONE
-def test_drawn_tokens_are_those_of_their_seeds(double: PrefillDouble, node: EngineHarness) -> None:
-    texts = []
-    for number in (0, MAX_DRAFTS):
-        with drafts(node, number):
-            drawn = {"temperature": 0.5, "top_p": 0.9}
-            answers = [
-                node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, seed=seed, **drawn)
-                for seed, prompt in enumerate(PROMPTS[2:])
-            ]
-            finish(node, answers, double)
-        texts.append([answer.token_ids for answer in answers])
-    assert texts[0] == texts[1]
 
 
 class Passes:
@@ -141,15 +98,15 @@ class Passes:
 
 @BOTH
 def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
-    checkpoint: Checkpoint, double: PrefillDouble, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = [node.generate(double, PROMPTS[-1], NUM_NEW, flag) for flag in list(HisparseFlag)[:2]]
-    node.turn_until(lambda: all(answer.token_ids for answer in answers), double)
+    answers = [node.generate(PROMPTS[-1], NUM_NEW, flag) for flag in list(HisparseFlag)[:2]]
+    node.turn_until(lambda: all(answer.token_ids for answer in answers))
     node.engine.steps.settle()
     passes = Passes(node, monkeypatch)
     num_launched = node.engine.steps.num_launched
     with drafts(node, MAX_DRAFTS):
-        finish(node, answers, double)
+        node.finish(answers)
     num_steps = node.engine.steps.num_launched - num_launched
     num_passes = num_steps if checkpoint.spec.shares_draft_selection else MAX_DRAFTS * num_steps
     assert passes.counts == {"write": num_passes, "select": num_passes, "_swap_in": num_passes}
@@ -160,7 +117,7 @@ def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
 )
 @pytest.mark.parametrize("checkpoint", [SHARED, pytest.param(OWN, marks=pytest.mark.slow)], indirect=True)
 def test_drafts_are_those_of_the_plain_layer(
-    checkpoint: Checkpoint, double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
+    checkpoint: Checkpoint, node: EngineHarness, flag: HisparseFlag
 ) -> None:
     """Of a request that is larger than its hot buffer, at each length that it has between two steps.
 
@@ -169,14 +126,14 @@ def test_drafts_are_those_of_the_plain_layer(
     prompt = PROMPTS[-1]
     made: dict[tuple[int, ...], list[int]] = {}
     with drafts(node, MAX_DRAFTS):
-        answer: Answer = node.generate(double, prompt, NUM_NEW, flag)
+        answer: Answer = node.generate(prompt, NUM_NEW, flag)
         while not answer.is_over:
-            node.turn(double)
+            node.turn()
             node.engine.steps.settle()
             for request in node.engine.requests.select(RequestState.RUNNING):
                 if request.draft_token_ids:
                     made[*prompt, *request.output_token_ids] = list(request.draft_token_ids)
-        finish(node, [answer], double)
+        node.finish([answer])
     assert len(made) > 2
     shares = checkpoint.spec.shares_draft_selection
     tokens = list(max(made, key=len))

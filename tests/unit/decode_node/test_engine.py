@@ -5,39 +5,23 @@ Real model, real Mooncake over TCP, real control sockets; only the prefill node'
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from decode_node.device_step import DeviceStep
 from decode_node.memory import slots_tensor
 from decode_node.request import Request, RequestState
-from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import RequestStats
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
-from kernels.indexer import index_topk
-from kernels.paged_indexer import gather_keys
-from tests.unit.decode_node.support import (
-    TIMES,
-    Answer,
-    Checkpoint,
-    EngineHarness,
-    PrefillDouble,
-    Prompt,
-    finish,
-    load_checkpoint,
-    random_prompt,
-)
-from tools.checkpoints.oracle import greedy_tokens
+from tests.unit.decode_node.speculation_support import exchange_in_every_step
+from tests.unit.decode_node.support import TIMES, Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
 NUM_NEW = 20
 HOT_BUFFER = 128
@@ -46,30 +30,13 @@ LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 3
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module", params=["v32", "glm"])
-def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    return load_checkpoint(tiny_checkpoint(request.param))
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
-
-
-@pytest.fixture(scope="module")
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    double = PrefillDouble(checkpoint)
-    yield double
-    double.close()
+pytestmark = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
 
 
 @contextmanager
 def harness(checkpoint: Checkpoint, tmp_path: Path, **settings: Any) -> Iterator[EngineHarness]:
-    harness = EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER, **settings)
-    try:
-        yield harness
-    finally:
-        harness.close()
+    with closing(EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER, **settings)) as node:
+        yield node
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +58,11 @@ def _stats(answer: Answer) -> RequestStats:
 @pytest.mark.I6
 @pytest.mark.parametrize("flag", list(HisparseFlag))
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness, flag: HisparseFlag
+    expected: dict[Prompt, list[int]], roomy: EngineHarness, flag: HisparseFlag
 ) -> None:
     before = roomy.engine.hot_buffers.totals(())
-    answers = [roomy.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
-    finish(roomy, answers, double)
+    answers = [roomy.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
+    roomy.finish(answers)
     each = [(stats.hits, stats.misses, stats.evictions) for stats in map(_stats, answers)]
     assert roomy.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -118,53 +85,21 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
 
 
 @pytest.mark.I6
-def test_every_step_selects_what_the_indexer_says(
-    double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While all positions fit in the top-k nothing is scored; one more, and the indexer decides."""
-    select = DeviceStep.select
-    seq_lens: set[int] = set()
-
-    def select_and_compare(step: DeviceStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        selected = select(step, group, q_index, weights)
-        index_format, top_k = step._kernels.index_format, step._spec.index_topk
-        for req, row in enumerate(step._row_reqs.tolist()):
-            one, seq_len = slice(req, req + 1), int(step.positions[req]) + 1
-            page_ids = step._index_page_table[row]
-            keys = gather_keys(
-                step._memory.index[group], page_ids, step._page_size, seq_len,
-                index_format.index_head_dim, index_format.name,
-            )  # fmt: skip
-            expected = index_topk(q_index[one], weights[one], keys, step.positions[one], top_k)
-            assert set(selected[req].tolist()) == set(expected[0].tolist()), f"seq_len {seq_len}"
-            seq_lens.add(seq_len)
-        return selected
-
-    monkeypatch.setattr(DeviceStep, "select", select_and_compare)
-    answers = [roomy.generate(double, prompt, 4, HisparseFlag.TRUE) for prompt in PROMPTS[1:5]]
-    finish(roomy, answers, double)
-    assert {TOP_K, TOP_K + 1} <= seq_lens
-
-
-@pytest.mark.I6
 def test_index_pages_may_be_scattered(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     """The pages that a short request leaves between two long ones, and the rest of the pool behind them."""
     before, between, after, prompt = (PROMPTS[LENGTHS.index(length)] for length in (66, 129, 65, 200))
-    with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, index_pool_tokens=128 + 132 + 128 + 100) as node,
-    ):
-        long_lived = [node.generate(double, before, 60, HisparseFlag.TRUE)]
-        short_lived = node.generate(double, between, 2, HisparseFlag.TRUE)
-        long_lived.append(node.generate(double, after, 60, HisparseFlag.TRUE))
-        node.turn_until(lambda: short_lived.is_over, double)
-        answer = node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE)
-        node.turn_until(lambda: answer.token_ids, double)
+    with harness(checkpoint, tmp_path, page_size=4, index_pool_tokens=128 + 132 + 128 + 100) as node:
+        long_lived = [node.generate(before, 60, HisparseFlag.TRUE)]
+        short_lived = node.generate(between, 2, HisparseFlag.TRUE)
+        long_lived.append(node.generate(after, 60, HisparseFlag.TRUE))
+        node.turn_until(lambda: short_lived.is_over)
+        answer = node.generate(prompt, NUM_NEW, HisparseFlag.TRUE)
+        node.turn_until(lambda: answer.token_ids)
         (scattered,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == len(prompt))
         assert len(scattered.owned[PoolKind.INDEX]) == 2
-        finish(node, [*long_lived, answer], double)
+        node.finish([*long_lived, answer])
         assert answer.token_ids == expected[prompt]
 
 
@@ -176,15 +111,13 @@ def test_the_context_can_be_filled_to_its_end(
     """The last token that is generated may be the one past the end."""
     prompt = PROMPTS[LENGTHS.index(200)]
     for context_length, num_tokens in ((200, 1), (205, 6)):
-        small = Checkpoint(
-            checkpoint.path, replace(checkpoint.spec, context_length=context_length), checkpoint.model
-        )
+        small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
         ipc_dir = tmp_path / str(context_length)
         ipc_dir.mkdir()
-        with closing(PrefillDouble(checkpoint)) as double, harness(small, ipc_dir) as node:
-            answer = node.generate(double, prompt, NUM_NEW, flag)
-            too_long = node.generate(double, prompt + prompt[: context_length - 199], 1, flag)
-            node.turn_until(lambda: answer.is_over and too_long.is_over, double)  # noqa: B023
+        with harness(small, ipc_dir) as node:
+            answer = node.generate(prompt, NUM_NEW, flag)
+            too_long = node.generate(prompt + prompt[: context_length - 199], 1, flag)
+            node.turn_until(lambda: answer.is_over and too_long.is_over)  # noqa: B023
             assert answer.token_ids == expected[prompt][:num_tokens]
             assert _stats(answer)
             assert too_long.failure is not None
@@ -198,18 +131,15 @@ def test_mixed_modes_share_a_batch_under_pressure(
     """A device pool that is too small: hot buffers shrink for the next in the queue, requests come and go."""
     flags = [HisparseFlag.FALSE, HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.AUTO]
     prompts = sorted(PROMPTS, key=lambda prompt: len(prompt) % 200, reverse=True)
-    with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=680, max_running_requests=10) as node,
-    ):
+    with harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=680, max_running_requests=10) as node:
         answers = [
-            node.generate(double, prompt, NUM_NEW, flags[number % len(flags)])
+            node.generate(prompt, NUM_NEW, flags[number % len(flags)])
             for number, prompt in enumerate(prompts)
         ]
-        finish(node, answers, double)
+        node.finish(answers)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
-        node.turn_for(0.5, double)
+        node.turn_for(0.5)
         assert node.stats is not None
         misses = node.stats.counters["swap_in_misses_total"]
         assert misses > 0
@@ -217,20 +147,6 @@ def test_mixed_modes_share_a_batch_under_pressure(
         bytes_per_miss = checkpoint.spec.item_bytes * layers_per_group
         assert node.stats.counters["swap_in_bytes_total"] == misses * bytes_per_miss
         assert node.stats.counters["retractions_total"] > 0
-
-
-@contextmanager
-def _room_for_almost_two(
-    checkpoint: Checkpoint, tmp_path: Path, device_pool_tokens: int
-) -> Iterator[tuple[PrefillDouble, EngineHarness]]:
-    """A node for two dense requests of 200 tokens, which grow side by side, and need 220 slots each."""
-    with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(
-            checkpoint, tmp_path, page_size=4, device_pool_tokens=device_pool_tokens, growth_pages=1
-        ) as node,
-    ):
-        yield double, node
 
 
 @pytest.mark.I4
@@ -241,8 +157,9 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """There is room for almost two of 200 tokens, which grow side by side, and need 220 slots each."""
     prompt = PROMPTS[LENGTHS.index(200)]
-    with _room_for_almost_two(checkpoint, tmp_path, 420) as (double, node):
+    with harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=420, growth_pages=1) as node:
         hot_buffers = node.engine.hot_buffers
         memory, retract = hot_buffers.memory, hot_buffers.retract
 
@@ -255,8 +172,8 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
             assert torch.equal(memory.k_host[:, host_slots], memory.k_dev[:, device_slots])
 
         monkeypatch.setattr(hot_buffers, "retract", retract_and_compare)
-        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
-        finish(node, answers, double)
+        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
+        node.finish(answers)
         for answer in answers:
             assert answer.token_ids == expected[prompt]
         kept, spilled = sorted(map(_stats, answers), key=lambda stats: stats.num_retractions)
@@ -268,83 +185,39 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 @pytest.mark.I4
 @pytest.mark.I5
 def test_every_running_request_survives_another_hot_buffer_in_every_step(
-    expected: dict[Prompt, list[int]],
-    double: PrefillDouble,
-    roomy: EngineHarness,
-    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[Prompt, list[int]], roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hot buffers are lost after each step, with all they hold: the host has everything by then (I4)."""
     prompts = PROMPTS[4:]
-    answers = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-    rooms, lifecycle = roomy.engine.requests, roomy.engine.lifecycle
-    exchange = rooms.replace_device_slots
-    num_exchanges: Counter[str] = Counter()
-
-    def exchange_and_lose(planned: Exchange) -> None:
-        device_slots = slots_tensor(planned.request.owned[PoolKind.DEVICE])
-        exchange(planned)
-        num_exchanges[planned.request.request_id] += 1
-        roomy.engine.hot_buffers.memory.k_dev[:, device_slots] = 0xFF  # they are somebody else's now
-
-    monkeypatch.setattr(rooms, "replace_device_slots", exchange_and_lose)
-    sizes = (TOP_K + 1, HOT_BUFFER)
-    for turn in count():
-        roomy.turn(double)
-        if all(answer.is_over for answer in answers):
-            break
-        running = rooms.select(RequestState.RUNNING)
-        exchanges = tuple(Exchange(request, sizes[turn % 2]) for request in running)
-        lifecycle.carry_out(StepPlan(exchanges=exchanges), 0.0)
-    assert min(num_exchanges.values()) > NUM_NEW // 2
-    assert len(num_exchanges) == len(prompts)
-    undisturbed = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-    roomy.turn_until(lambda: all(answer.is_over for answer in undisturbed), double)
+    answers = [roomy.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    num_exchanges = exchange_in_every_step(roomy, answers, cycle((TOP_K + 1, HOT_BUFFER)), monkeypatch)
+    assert num_exchanges > len(prompts) * NUM_NEW // 2
+    undisturbed = [roomy.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    roomy.turn_until(lambda: all(answer.is_over for answer in undisturbed))
     for prompt, answer, other in zip(prompts, answers, undisturbed, strict=True):
         assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
         num_selected = [_stats(each).hits + _stats(each).misses for each in (answer, other)]
         assert num_selected[0] == num_selected[1], "counts of rows that were given up"
 
 
-@pytest.mark.I5
-def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
-) -> None:
-    """A host pool of little more than two lives, of which every request gets as few slots as possible."""
-    prompts = PROMPTS[-4:]
-    with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, growth_pages=1, host_pool_tokens=1000) as node,
-    ):
-        flags = [HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.TRUE]
-        answers = [
-            node.generate(double, prompt, NUM_NEW, flag) for prompt, flag in zip(prompts, flags, strict=True)
-        ]
-        node.turn_until(lambda: answers[-1].token_ids, double)
-        (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == len(prompts[-1]))
-        assert request.reserved_tokens < request.life_tokens
-        finish(node, answers, double)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
-
-
 def test_nobody_waits_for_messages_before_it_grows(
-    double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(roomy.engine.limits, growth_tokens=1)
     monkeypatch.setattr(roomy.engine._next_plan, "_limits", limits)
-    answer = roomy.generate(double, PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
-    roomy.turn_until(lambda: answer.token_ids, double)
+    answer = roomy.generate(PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
+    roomy.turn_until(lambda: answer.token_ids)
     (request,) = roomy.engine.requests.select(RequestState.RUNNING)
     waits: list[float] = []
     monkeypatch.setattr(roomy.engine._poller, "wait", waits.append)
     num_growths = 0
     while request.state is RequestState.RUNNING:
         reserved = request.reserved_tokens
-        roomy.turn(double)
+        roomy.turn()
         num_growths += request.reserved_tokens > reserved
     assert num_growths >= 1
     assert set(waits) == {0.0}
-    roomy.turn_until(lambda: answer.is_over, double)
+    roomy.turn_until(lambda: answer.is_over)
 
 
 def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
@@ -352,17 +225,14 @@ def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
 ) -> None:
     """Two lives of 219 positions in a host pool of 430: one lacks its last slots until the other ends."""
     prompt = PROMPTS[LENGTHS.index(200)]
-    with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, growth_pages=1, host_pool_tokens=430) as node,
-    ):
-        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
+    with harness(checkpoint, tmp_path, page_size=4, growth_pages=1, host_pool_tokens=430) as node:
+        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
 
         def is_one_paused() -> bool:
             node.engine._next_stats_at = 0.0
             return node.stats is not None and node.stats.gauges["num_paused_reqs"] == 1
 
-        node.turn_until(is_one_paused, double)
-        finish(node, answers, double)
+        node.turn_until(is_one_paused)
+        node.finish(answers)
         assert [answer.token_ids for answer in answers] == [expected[prompt]] * 2
         assert [_stats(answer).num_retractions for answer in answers] == [0, 0]

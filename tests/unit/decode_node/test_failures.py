@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from tests.unit.decode_node.support import (
     EngineHarness,
     PrefillDouble,
     landing_slots,
-    load_checkpoint,
+    raising,
     random_prompt,
 )
 from transfer.aux_record import AuxRecord
@@ -41,11 +41,6 @@ PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 576
 """Room for one request with PROMPT, not for two."""
 QUARANTINE_SECS = 0.4
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    return load_checkpoint(tiny_checkpoint("v32"))
 
 
 @pytest.fixture(scope="module")
@@ -60,53 +55,50 @@ def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
         room_timeout_secs=30.0,
         health_timeout_secs=3.0,
     )
-    yield harness
-    harness.close()
+    with closing(harness):
+        yield harness
 
 
 @pytest.fixture
-def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
-    """The shared engine; whatever a test does, every pool must be whole again soon after it (I2)."""
-    lifecycle = shared_node.engine.lifecycle
+def node(checkpoint: Checkpoint, shared_node: EngineHarness) -> Iterator[EngineHarness]:
+    """The shared engine, and a prefill node of its own for each test.
+
+    Whatever a test does, every pool must be whole again soon after it (I2). The prefill node is closed before
+    that is looked at: what it never acknowledged is freed because it is gone.
+    """
+    lifecycle, pools = shared_node.engine.lifecycle, shared_node.engine.requests.pools
     settings = lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs
-    yield shared_node
+    shared_node.double.close()
+    shared_node.double = PrefillDouble(checkpoint)
+    with closing(shared_node.double):
+        yield shared_node
     lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs = settings
-    pools = shared_node.engine.requests.pools
     shared_node.turn_until(lambda: pools.free == pools.totals)
 
 
 @pytest.fixture
-def double(checkpoint: Checkpoint, node: EngineHarness) -> Iterator[PrefillDouble]:
-    """Closed before the pools are checked: what it never acknowledged is freed because it is gone."""
-    with closing(PrefillDouble(checkpoint)) as double:
-        yield double
+def double(node: EngineHarness) -> PrefillDouble:
+    return node.double
 
 
 def _quarantined(node: EngineHarness) -> int:
     return node.engine.requests.pools.used(Stage.QUARANTINED)[PoolKind.HOST]
 
 
-def _land(node: EngineHarness, double: PrefillDouble) -> Answer:
+def _land(node: EngineHarness) -> Answer:
     """A hisparse request that has been entrusted to a prefill node which does not deliver."""
+    double = node.double
     double.delivers = False
-    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
     already = len(double.bootstraps)
-    node.turn_until(lambda: len(double.bootstraps) > already, double)
+    node.turn_until(lambda: len(double.bootstraps) > already)
     return answer
 
 
-def _abort(node: EngineHarness, answer: Answer) -> None:
-    request_id = next(key for key, value in node.answers.items() if value is answer)
-    node.send(Abort(request_id))
-
-
-def _completes(node: EngineHarness, double: PrefillDouble) -> None:
+def _completes(node: EngineHarness) -> None:
     """The node serves on."""
-    double.delivers = True
-    answer = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is None
-    assert len(answer.token_ids) == 4
+    node.double.delivers = True
+    assert len(node.tokens_of(node.generate(PROMPT, 4, HisparseFlag.TRUE))) == 4
 
 
 # --- I1 -------------------------------------------------------------------------------------------
@@ -117,55 +109,36 @@ def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
     double.answers_aborts = False
-    aborted = _land(node, double)
+    aborted = _land(node)
     slots = landing_slots(double.bootstraps[0])
-    _abort(node, aborted)
-    waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-    node.turn_until(lambda: double.aborts, double)
-    node.turn_for(0.5, double)
+    node.leave(aborted)
+    waiting = node.generate(PROMPT, 8, HisparseFlag.TRUE)
+    node.turn_until(lambda: double.aborts)
+    node.turn_for(0.5)
     assert _quarantined(node) >= len(slots)
     assert len(double.bootstraps) == 1, "the second request fits only where the first one's KV may still land"
     double.write(double.bootstraps[0])  # The late write harms nobody.
     double.delivers = True
     double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
-    node.turn_until(lambda: waiting.is_over, double)
-    assert waiting.failure is None
+    node.tokens_of(waiting)
     assert landing_slots(double.bootstraps[1]) & slots
     assert not aborted.is_over, "an aborted request gets no answer"
-
-
-@pytest.mark.I7
-def test_slots_that_nobody_acknowledges_do_not_hold_up_the_queue(
-    node: EngineHarness, double: PrefillDouble
-) -> None:
-    double.answers_aborts = False
-    _abort(node, _land(node, double))
-    node.turn_until(lambda: double.aborts, double)
-    double.delivers = True
-    large = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
-    small = node.generate(double, PROMPT[:100], 4, HisparseFlag.TRUE)
-    node.turn_until(lambda: small.is_over, double)
-    assert small.failure is None
-    assert not large.is_over
-    double.say(RoomQuiet(double.aborts[0].room, False))
-    node.turn_until(lambda: large.is_over, double)
-    assert large.failure is None
 
 
 def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
     double.answers_aborts = False
-    aborted = _land(node, double)
-    _abort(node, aborted)
-    node.turn_until(lambda: double.aborts, double)
+    aborted = _land(node)
+    node.leave(aborted)
+    node.turn_until(lambda: double.aborts)
     assert _quarantined(node) > 0
     double.deliver(double.bootstraps[0])
-    node.turn_until(lambda: _quarantined(node) == 0, double)
+    node.turn_until(lambda: _quarantined(node) == 0)
     assert aborted.token_ids == []
 
 
-def _room_message(node: EngineHarness, double: PrefillDouble, message: RoomFailed | RoomQuiet) -> None:
+def _room_message(double: PrefillDouble, node: EngineHarness, message: RoomFailed | RoomQuiet) -> None:
     address = PeerAddress("127.0.0.1", double.port)
     node.engine.lifecycle.peer_event(RoomMessage(address, double.instance_id, message), time.monotonic())
 
@@ -178,12 +151,12 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
     node: EngineHarness, double: PrefillDouble, is_aborted: bool, is_quiet: bool, batch_failed: bool
 ) -> None:
     double.answers_aborts = False
-    answer = _land(node, double)
+    answer = _land(node)
     room, quarantine = Room(double.bootstraps[0].room), node.engine.requests.quarantine
     if is_aborted:
-        _abort(node, answer)
-        node.turn_until(lambda: room in quarantine, double)
-    _room_message(node, double, RoomFailed(room, 502, "the write failed", is_quiet, batch_failed))
+        node.leave(answer)
+        node.turn_until(lambda: room in quarantine)
+    _room_message(double, node, RoomFailed(room, 502, "the write failed", is_quiet, batch_failed))
     assert node.engine.requests.get(room) is None
     entry = quarantine.get(room)
     if is_quiet and not batch_failed:
@@ -191,34 +164,30 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
         return
     assert entry is not None
     assert (entry.is_unresolved, entry.batch_failed) == (not is_quiet, batch_failed)
-    _room_message(node, double, RoomQuiet(room, batch_failed=False))
+    _room_message(double, node, RoomQuiet(room, batch_failed=False))
     assert (room in quarantine) is batch_failed
     quarantine.expire(time.monotonic() + QUARANTINE_SECS)
     assert room not in quarantine
 
 
 @pytest.mark.I1
-@pytest.mark.parametrize("batch_failed", [False, True])
 def test_only_the_rooms_own_peer_can_call_it_quiet(
-    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint, batch_failed: bool
+    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
 ) -> None:
     double.answers_aborts = False
-    aborted = _land(node, double)
+    aborted = _land(node)
     room, quarantine = Room(double.bootstraps[0].room), node.engine.requests.quarantine
-    _abort(node, aborted)
-    node.turn_until(lambda: room in quarantine, double)
+    node.leave(aborted)
+    node.turn_until(lambda: room in quarantine)
     with closing(PrefillDouble(checkpoint)) as stranger:
-        _room_message(node, stranger, RoomQuiet(room, batch_failed=False))
+        _room_message(stranger, node, RoomQuiet(room, batch_failed=False))
     run, double.instance_id = double.instance_id, "the run after it, which never heard of the room"
-    _room_message(node, double, RoomQuiet(room, batch_failed=False))
+    _room_message(double, node, RoomQuiet(room, batch_failed=False))
     double.instance_id = run
     entry = quarantine.get(room)
     assert entry is not None
     assert entry.is_unresolved
-    _room_message(node, double, RoomQuiet(room, batch_failed=batch_failed))
-    assert not entry.is_unresolved
-    assert (room in quarantine) is batch_failed
-    quarantine.expire(time.monotonic() + QUARANTINE_SECS)
+    _room_message(double, node, RoomQuiet(room, batch_failed=False))
     assert room not in quarantine
 
 
@@ -232,33 +201,29 @@ def test_a_room_that_is_not_delivered_in_time_ends_with_504(
 ) -> None:
     node.engine.lifecycle.room_timeout_secs = 0.3
     double.answers_aborts = False
-    late = _land(node, double)
-    failure = node.failure_of(late, double, status=504)
+    late = _land(node)
+    node.failure_of(late, status=504, error=double.name)
     assert late.phases == ["queue", "landing"]
-    assert double.name in failure.error
-    node.turn_until(lambda: double.aborts, double)
+    node.turn_until(lambda: double.aborts)
     assert _quarantined(node) > 0
     double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
-    node.turn_until(lambda: _quarantined(node) == 0, double)
+    node.turn_until(lambda: _quarantined(node) == 0)
 
 
 @pytest.mark.I1
 @pytest.mark.I7
 def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: PrefillDouble) -> None:
     """Its rooms fail, their slots wait; once it answers again the abort is repeated and frees them."""
-    lost = _land(node, double)
-    double.is_hung = True
-    node.turn_until(lambda: lost.failure)  # Nobody polls the double: it is as if stopped.
-    assert lost.failure is not None
-    assert lost.failure.status == 502
-    assert double.name in lost.failure.error
+    lost = _land(node)
+    double.is_hung = double.is_stopped = True
+    node.failure_of(lost, status=502, error=double.name)
     node.turn_for(2 * QUARANTINE_SECS)
     assert _quarantined(node) > 0, "the run of the peer is not gone, so its writes may still land"
-    double.is_hung = False
-    node.turn_until(lambda: double.aborts, double)
-    node.turn_until(lambda: _quarantined(node) == 0, double)
+    double.is_hung = double.is_stopped = False
+    node.turn_until(lambda: double.aborts)
+    node.turn_until(lambda: _quarantined(node) == 0)
     assert double.num_registrations >= 2
-    _completes(node, double)
+    _completes(node)
 
 
 def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
@@ -266,10 +231,10 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
 ) -> None:
     """The front takes an engine that sends no statistics for a hung one, and /health says so."""
     with closing(EngineHarness(checkpoint, tmp_path)) as node:
-        with closing(PrefillDouble(checkpoint)) as double:
-            answer = _land(node, double)
+        answer = _land(node)
+        node.double.close()
         node.failure_of(answer, status=502)
-        waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+        waiting = node.generate(PROMPT, 8, HisparseFlag.TRUE)
         node.turn_until(lambda: len(node.engine.requests))
         for _ in range(2):
             node.stats = None
@@ -282,44 +247,40 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
 @pytest.mark.I7
 def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: PrefillDouble) -> None:
     """Its engine answers nothing for many heartbeats, and ZMQ keeps its connection."""
-    late = _land(node, double)
+    late = _land(node)
     node.turn_for(20 * node.settings.heartbeat_interval_secs)
     assert late.failure is None
     double.deliver(double.bootstraps[0])
-    node.turn_until(lambda: late.is_over, double)
-    assert late.failure is None
+    node.tokens_of(late)
     assert double.num_registrations == 1
 
 
 @pytest.mark.I1
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
-    lost = _land(node, double)
+    lost = _land(node)
     double.restart()
-    node.failure_of(lost, double, status=502, error="restarted")
+    node.failure_of(lost, status=502, error="restarted")
     assert _quarantined(node) > 0, "bytes of the old run may still sit in the transport"
-    node.turn_until(lambda: _quarantined(node) == 0, double)
-    _completes(node, double)
+    node.turn_until(lambda: _quarantined(node) == 0)
+    _completes(node)
 
 
 @pytest.mark.I7
 def test_running_requests_outlive_their_peer(node: EngineHarness, double: PrefillDouble) -> None:
-    answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
-    node.turn_until(lambda: answer.token_ids, double)
+    answer = node.generate(PROMPT, 60, HisparseFlag.TRUE)
+    node.turn_until(lambda: answer.token_ids)
     double.close()
-    node.turn_until(lambda: answer.is_over)
-    assert answer.failure is None
-    assert len(answer.token_ids) == 60
+    assert len(node.tokens_of(answer)) == 60
 
 
 @pytest.mark.I7
 def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    answer = _land(node, double)
+    answer = _land(node)
     double.forget()
     double.delivers = True
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is None
+    node.tokens_of(answer)
     assert len(double.bootstraps) == 2
 
 
@@ -327,57 +288,55 @@ def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
 def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: PrefillDouble) -> None:
     node.engine.lifecycle.contact_timeout_secs = 0.7
     double.close_http()
-    answer = node.generate(double, PROMPT, 8)
-    failure = node.failure_of(answer)
-    assert (failure.status, failure.code) == (503, PREFILL_NODE_FAILED)
-    assert double.name in failure.error
+    answer = node.generate(PROMPT, 8)
+    failure = node.failure_of(answer, status=503, error=double.name)
+    assert failure.code == PREFILL_NODE_FAILED
 
 
 @pytest.mark.I7
 def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, double: PrefillDouble) -> None:
     node.engine.lifecycle.contact_timeout_secs = 1.0
     double.refusal, before = HeartbeatAck(0, double.instance_id), double.num_registrations
-    answer = node.generate(double, PROMPT, 8)
-    node.turn_until(lambda: double.num_registrations == before + 3 or answer.is_over, double)
+    answer = node.generate(PROMPT, 8)
+    node.turn_until(lambda: double.num_registrations == before + 3 or answer.is_over)
     double.refusal = None
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is None
+    node.tokens_of(answer)
 
 
 @pytest.mark.parametrize("status", [400, 502])
 def test_an_error_of_the_prefill_node_is_passed_on_as_one(
     node: EngineHarness, double: PrefillDouble, status: int
 ) -> None:
-    failed = _land(node, double)
+    failed = _land(node)
     double.say(RoomFailed(double.bootstraps[0].room, status, "no", quiet=True, batch_failed=False))
-    failure = node.failure_of(failed, double, status=status)
+    failure = node.failure_of(failed, status=status)
     assert failure.code == ("" if status == 400 else PREFILL_NODE_FAILED)
 
 
 def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:
     double.refusal = Refused("model_fingerprint: the decode node has 'a', this node 'b'", permanent=True)
-    answer = node.generate(double, PROMPT, 8)
-    node.failure_of(answer, double, status=502, error="model_fingerprint")
+    answer = node.generate(PROMPT, 8)
+    node.failure_of(answer, status=502, error="model_fingerprint")
     double.refusal = None
-    _completes(node, double)
+    _completes(node)
 
 
 def test_a_plain_node_says_why_it_cannot_talk_to_an_encrypted_one(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
     double.curve = True
-    answer = node.generate(double, PROMPT, 8)
-    node.failure_of(answer, double, status=502, error="control_key_file")
+    answer = node.generate(PROMPT, 8)
+    node.failure_of(answer, status=502, error="control_key_file")
 
 
 def test_a_peer_without_work_is_closed_and_found_again(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _completes(node, double)
+    _completes(node)
     with monkeypatch.context() as patch:
         patch.setattr("decode_node.prefill_peers.IDLE_CLOSE_SECS", 0.2)
-        node.turn_until(lambda: node.engine.peers.num_registered == 0, double)
-    _completes(node, double)
+        node.turn_until(lambda: node.engine.peers.num_registered == 0)
+    _completes(node)
     assert double.num_registrations == 2
 
 
@@ -385,90 +344,59 @@ def test_a_peer_without_work_is_closed_and_found_again(
 
 
 def test_a_duplicate_room_is_refused_and_the_first_stands(node: EngineHarness, double: PrefillDouble) -> None:
-    first = _land(node, double)
+    first = _land(node)
     room = double.bootstraps[0].room
-    second = node.generate(double, PROMPT, 8, room=room)
-    node.failure_of(second, double, status=400, error=str(room))
+    second = node.generate(PROMPT, 8, room=room)
+    node.failure_of(second, status=400, error=str(room))
     double.deliver(double.bootstraps[0])
-    node.turn_until(lambda: first.is_over, double)
-    assert len(first.token_ids) == 8
+    assert len(node.tokens_of(first)) == 8
 
 
-@pytest.mark.parametrize(
-    ("flag", "num_prompt_tokens", "bound"),
-    [(HisparseFlag.TRUE, 600, "576"), (HisparseFlag.FALSE, 1100, "1024"), (HisparseFlag.AUTO, 1100, "1024")],
-)
-def test_what_can_never_fit_is_refused_at_once(
-    node: EngineHarness, double: PrefillDouble, flag: HisparseFlag, num_prompt_tokens: int, bound: str
-) -> None:
-    answer = node.generate(double, random_prompt(1, num_prompt_tokens), 8, flag)
-    node.failure_of(answer, double, status=400, error=bound)
+def test_what_can_never_fit_is_refused_at_once(node: EngineHarness, double: PrefillDouble) -> None:
+    answer = node.generate(random_prompt(1, 600), 8, HisparseFlag.TRUE)
+    node.failure_of(answer, status=400, error=str(HOST_TOKENS))
     assert double.num_registrations == 0
 
 
-@pytest.mark.parametrize("stops", [{}, {"stop_token_ids": True}])
-def test_the_first_token_may_be_the_last(
-    node: EngineHarness, double: PrefillDouble, stops: dict[str, bool]
-) -> None:
+def test_the_first_token_may_be_the_last(node: EngineHarness) -> None:
     """It comes from the aux record, with its logprob; no decode step happens."""
-    one = node.generate(double, PROMPT, 1, num_logprobs=2)
-    node.turn_until(lambda: one.is_over, double)
+    one = node.generate(PROMPT, 1, num_logprobs=2)
+    node.turn_until(lambda: one.is_over)
     assert one.last is not None
     assert one.last.finish_reason is FinishReason.LENGTH
     assert one.logprobs[0].token_id == one.token_ids[0]
     assert len(one.logprobs[0].top) == 2
-    if stops:
-        stopped = node.generate(double, PROMPT, 9, stop_token_ids=(one.token_ids[0],))
-        node.turn_until(lambda: stopped.is_over, double)
-        assert stopped.last is not None
-        assert stopped.last.finish_reason is FinishReason.STOP
-        assert stopped.last.matched_stop_token == one.token_ids[0]
-
-
-def test_an_abort_of_a_running_request_frees_everything(node: EngineHarness, double: PrefillDouble) -> None:
-    answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
-    node.turn_until(lambda: answer.token_ids, double)
-    _abort(node, answer)
-    pools = node.engine.requests.pools
-    node.turn_until(lambda: pools.free == pools.totals, double)
-    assert not double.aborts, "nothing of a delivered room is in flight"
+    stopped = node.generate(PROMPT, 9, stop_token_ids=(one.token_ids[0],))
+    node.turn_until(lambda: stopped.is_over)
+    assert stopped.last is not None
+    assert stopped.last.finish_reason is FinishReason.STOP
+    assert stopped.last.matched_stop_token == one.token_ids[0]
 
 
 @pytest.mark.I7
-def test_a_failing_forward_ends_its_batch_only(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-
-    def out_of_memory(*_: object) -> None:
-        raise torch.OutOfMemoryError("4 GiB wanted")
-
+def test_a_failing_forward_ends_its_batch_only(node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
     with monkeypatch.context() as patch:
-        patch.setattr(double.checkpoint.model, "forward", out_of_memory)
-        node.failure_of(answer, double, status=500, error="4 GiB wanted")
-    _completes(node, double)
+        error = torch.OutOfMemoryError("4 GiB wanted")
+        patch.setattr(node.double.checkpoint.model, "forward", raising(error))
+        node.failure_of(answer, status=500, error="4 GiB wanted")
+    _completes(node)
 
 
-def test_a_lost_device_ends_the_engine(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_device_ends_the_engine(node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later step would fail as well, on a node that calls itself healthy."""
-    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-
-    def lost(*_: object) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
+    answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
     with monkeypatch.context() as patch:
-        patch.setattr(double.checkpoint.model, "forward", lost)
+        error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        patch.setattr(node.double.checkpoint.model, "forward", raising(error))
         with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-            node.turn_until(lambda: answer.is_over, double)
-    node.turn_until(lambda: answer.is_over, double)  # here the device was not really lost
-    assert answer.failure is None
+            node.turn_until(lambda: answer.is_over)
+    node.tokens_of(answer)  # here the device was not really lost
 
 
 @pytest.mark.I7
 def test_a_hint_that_does_not_fit_ends_its_request_only(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = node.engine.hot_buffers.memory
     take_aux = memory.take_aux
@@ -480,17 +408,17 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
 
     with monkeypatch.context() as patch:
         patch.setattr(memory, "take_aux", take_another_models)
-        answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-        node.failure_of(answer, double, status=500, error="cannot be started")
-    _completes(node, double)
+        answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
+        node.failure_of(answer, status=500, error="cannot be started")
+    _completes(node)
 
 
 @pytest.mark.I7
 def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spared = node.generate(double, PROMPT[:100], 40, HisparseFlag.TRUE)
-    node.turn_until(lambda: spared.token_ids, double)
+    spared = node.generate(PROMPT[:100], 40, HisparseFlag.TRUE)
+    node.turn_until(lambda: spared.token_ids)
     launch_slice = RowStart.launch_slice
     num_slices = 0
 
@@ -504,8 +432,8 @@ def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
     with monkeypatch.context() as patch:
         patch.setattr(node.engine.hot_buffers, "slice_bytes", 1)
         patch.setattr(RowStart, "launch_slice", out_of_memory)
-        doomed = node.generate(double, PROMPT, 40, HisparseFlag.TRUE)
-        check_one_fails(node, double, doomed, spared, "cannot be started: 150 MiB wanted")
+        doomed = node.generate(PROMPT, 40, HisparseFlag.TRUE)
+        check_one_fails(node, doomed, spared, "cannot be started: 150 MiB wanted")
     assert num_slices == 2
     node.engine.requests.check_integrity()
 
@@ -520,38 +448,33 @@ def test_a_pause_of_this_node_ends_no_quarantine(
     harness = EngineHarness(
         checkpoint, tmp_path, host_pool_tokens=HOST_TOKENS, max_running_requests=4, quarantine_secs=2.0
     )
-    with closing(harness), closing(PrefillDouble(checkpoint)) as double:
+    with closing(harness):
+        double = harness.double
         monkeypatch.setattr(decode_node.engine, "time", clock)
-        answer = _land(harness, double)
+        answer = _land(harness)
         double.say(RoomFailed(double.bootstraps[0].room, 502, "reset", quiet=True, batch_failed=True))
-        harness.turn_until(lambda: answer.failure, double)
+        harness.turn_until(lambda: answer.failure)
         assert _quarantined(harness)
         jump_secs = 100.0
         harness.turn(double)
         assert _quarantined(harness)
-        harness.turn_until(lambda: not _quarantined(harness), double)
+        harness.turn_until(lambda: not _quarantined(harness))
 
 
-def check_one_fails(
-    node: EngineHarness, double: PrefillDouble, doomed: Answer, spared: Answer, error: str
-) -> None:
+def check_one_fails(node: EngineHarness, doomed: Answer, spared: Answer, error: str) -> None:
     """``doomed`` ends with that ``error``, and ``spared`` with its 40 tokens."""
-    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
-    assert doomed.failure is not None
-    assert doomed.failure.status == 500
-    assert error in doomed.failure.error
-    assert spared.failure is None
-    assert len(spared.token_ids) == 40
+    node.failure_of(doomed, status=500, error=error)
+    assert len(node.tokens_of(spared)) == 40
 
 
 @pytest.mark.I7
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_a_retraction_that_fails_ends_its_request_only(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
 ) -> None:
-    doomed = node.generate(double, PROMPT, 40, flag)
-    spared = node.generate(double, PROMPT[:100], 40, HisparseFlag.TRUE)
-    node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
+    doomed = node.generate(PROMPT, 40, flag)
+    spared = node.generate(PROMPT[:100], 40, HisparseFlag.TRUE)
+    node.turn_until(lambda: doomed.token_ids and spared.token_ids)
     running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
     plan = StepPlan(
         exchanges=(
@@ -570,92 +493,61 @@ def test_a_retraction_that_fails_ends_its_request_only(
         patch.setattr(node.engine.hot_buffers, "retract", out_of_memory)
         node.engine.lifecycle.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
-    check_one_fails(node, double, doomed, spared, "cannot be retracted: 150 MiB wanted")
+    check_one_fails(node, doomed, spared, "cannot be retracted: 150 MiB wanted")
 
 
 @pytest.mark.I7
-def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness, double: PrefillDouble) -> None:
-    doomed, spared = (node.generate(double, PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
-    node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
+def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness) -> None:
+    doomed, spared = (node.generate(PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
+    node.turn_until(lambda: doomed.token_ids and spared.token_ids)
     (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == 100)
     flags = node.engine.hot_buffers.state.error_flags
     flags[request.req_row] = int(HotBufferError.TOO_MANY_MISSES)
-    check_one_fails(node, double, doomed, spared, "TOO_MANY_MISSES")
+    check_one_fails(node, doomed, spared, "TOO_MANY_MISSES")
 
 
 @pytest.mark.I7
 def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:
     """Neither is the record of an earlier request taken for it that had the same room and aux slot."""
-    earlier = node.generate(double, PROMPT, 1, HisparseFlag.TRUE, room=4242)
-    node.turn_until(lambda: earlier.is_over, double)
+    earlier = node.generate(PROMPT, 1, HisparseFlag.TRUE, room=4242)
+    node.turn_until(lambda: earlier.is_over)
     double.delivers = False
-    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE, room=4242)
-    node.turn_until(lambda: len(double.bootstraps) == 2, double)
+    answer = node.generate(PROMPT, 8, HisparseFlag.TRUE, room=4242)
+    node.turn_until(lambda: len(double.bootstraps) == 2)
     assert double.bootstraps[0].aux_slot == double.bootstraps[1].aux_slot
     double.say(RoomDone(4242, 1, 0, 0.0))
-    node.failure_of(answer, double, status=500, error="aux record")
+    node.failure_of(answer, status=500, error="aux record")
 
 
 @pytest.mark.I7
 def test_messages_about_rooms_that_are_not_landing_are_counted(
     node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
 ) -> None:
-    answer = _land(node, double)
+    answer = _land(node)
     room = double.bootstraps[0].room
     with closing(PrefillDouble(checkpoint)) as stranger:
-        other = node.generate(stranger, PROMPT[:10], 4, HisparseFlag.FALSE)
-        node.turn_until(lambda: other.is_over, double, stranger)
+        other = node.generate(PROMPT[:10], 4, HisparseFlag.FALSE, double=stranger)
+        node.turn_until(lambda: other.is_over, stranger)
         stranger.say(RoomFailed(room, 500, "not mine to fail", quiet=True, batch_failed=False))
         double.say(RoomQuiet(room, batch_failed=False))
         double.say(RoomDone(4711, 1, 0, 0.0))
-        node.turn_for(0.6, double, stranger)
+        node.turn_for(0.6, stranger)
     assert answer.failure is None
     assert node.stats is not None
     assert node.stats.counters['control_messages_dropped_total{reason="unknown_room"}'] >= 1
     assert node.stats.counters['control_messages_dropped_total{reason="late"}'] >= 2
     double.deliver(double.bootstraps[0])
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is None
+    node.tokens_of(answer)
 
 
 def test_pages_that_differ_rule_out_dense(node: EngineHarness, checkpoint: Checkpoint) -> None:
     with closing(PrefillDouble(checkpoint, page_size=16)) as double:
-        dense = node.generate(double, PROMPT, 4, HisparseFlag.FALSE)
-        automatic = node.generate(double, PROMPT, 4, HisparseFlag.AUTO)
+        dense = node.generate(PROMPT, 4, HisparseFlag.FALSE, double=double)
+        automatic = node.generate(PROMPT, 4, HisparseFlag.AUTO, double=double)
         node.turn_until(lambda: dense.is_over and automatic.is_over, double)
-        assert dense.failure is not None
-        assert dense.failure.status == 400
-        assert "16" in dense.failure.error
-        assert "64" in dense.failure.error
+        failure = node.failure_of(dense, status=400, error="16")
+        assert "64" in failure.error
         assert automatic.stats.mode is Mode.HISPARSE
-
-
-@pytest.mark.I7
-def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: PrefillDouble) -> None:
-    first = _land(node, double)
-    node.engine.lifecycle.room_timeout_secs = 0.4
-    second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-    node.failure_of(second, double, status=503, error="no room")
-    assert second.phases == ["queue"]
-    assert [request.state for request in node.engine.requests.all()] == [RequestState.LANDING]
-    double.deliver(double.bootstraps[0])
-    node.turn_until(lambda: first.is_over, double)
-
-
-@pytest.mark.I7
-def test_a_request_in_the_queue_goes_to_no_peer_that_is_cut_off(
-    node: EngineHarness, double: PrefillDouble
-) -> None:
-    first = _land(node, double)
-    second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-    node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING), double)
-    node.engine.lifecycle.contact_timeout_secs = 0.0
-    double.cut_off()
-    node.failure_of(second, status=503, error=f"no contact with prefill node {double.name}")
-    node.turn_until(lambda: len(double.bootstraps) == 2, double)
-    double.deliver(double.bootstraps[0])
-    node.turn_until(lambda: first.is_over, double)
-    assert first.failure is None
 
 
 @pytest.mark.I7
@@ -701,18 +593,17 @@ def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_change
 
     monkeypatch.setattr(decode_node.scheduler, "Reserve", CountedReserve)
     harness = EngineHarness(checkpoint, tmp_path, host_pool_tokens=256, growth_pages=1)
-    with closing(harness) as node, closing(PrefillDouble(checkpoint)) as double:
-        first = node.generate(double, PROMPT[:40], 120, HisparseFlag.TRUE)
-        node.turn_until(lambda: first.token_ids, double)
-        second = node.generate(double, PROMPT[:40], 120, HisparseFlag.TRUE)
-        node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING), double)
+    with closing(harness) as node:
+        first = node.generate(PROMPT[:40], 120, HisparseFlag.TRUE)
+        node.turn_until(lambda: first.token_ids)
+        second = node.generate(PROMPT[:40], 120, HisparseFlag.TRUE)
+        node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING))
         looks.clear()
         num_tokens = len(first.token_ids)
-        node.turn_until(lambda: first.is_over, double)
-        assert first.failure is None
+        node.tokens_of(first)
         assert not second.token_ids
         assert 0 < len(looks) < (len(first.token_ids) - num_tokens) / 8
-        node.turn_until(lambda: second.token_ids, double)
+        node.turn_until(lambda: second.token_ids)
 
 
 # --- prefill nodes that vanish --------------------------------------------------------------------
@@ -721,7 +612,7 @@ def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_change
 def _vanish(node: EngineHarness, double: PrefillDouble, num_rooms: int) -> None:
     """Everything that fits into a batch is entrusted to a node whose machine is then gone without a trace."""
     double.delivers = False
-    lost = [node.generate(double, PROMPT[:10], 4, HisparseFlag.TRUE) for _ in range(num_rooms)]
+    lost = [node.generate(PROMPT[:10], 4, HisparseFlag.TRUE, double=double) for _ in range(num_rooms)]
     node.turn_until(lambda: len(double.bootstraps) == num_rooms, double)
     double.is_hung = True
     node.turn_until(lambda: all(answer.failure for answer in lost))
@@ -740,12 +631,12 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
         health_timeout_secs=2.0,
         quarantine_secs=QUARANTINE_SECS,
     )
-    one, two, alive = (PrefillDouble(checkpoint) for _ in range(3))
-    with closing(harness) as node, closing(one), closing(two), closing(alive):
+    one, two = (PrefillDouble(checkpoint) for _ in range(2))
+    with closing(harness) as node, closing(one), closing(two):
         for double in (one, two):
             _vanish(node, double, num_rooms)
-        _completes(node, alive)
-        node.turn_until(lambda: node.stats and node.stats.gauges["stuck_rooms"] == 2 * num_rooms, alive)
+        _completes(node)
+        node.turn_until(lambda: node.stats and node.stats.gauges["stuck_rooms"] == 2 * num_rooms)
         stats = node.stats
         assert stats is not None
         assert (stats.gauges["aux_slots_used"], stats.gauges["aux_slots_total"]) == (128, 256)
@@ -758,11 +649,11 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
             assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 64, 0)
             assert f"prefill node {double.name} (run {double.instance_id}) has not said" in caplog.text
         node.send(ReleaseQuarantine(one.instance_id))
-        node.turn_until(lambda: node.engine.requests.pools.used(Stage.QUARANTINED).aux == 64, alive)
+        node.turn_until(lambda: node.engine.requests.pools.used(Stage.QUARANTINED).aux == 64)
         node.send(ReleaseQuarantine(two.instance_id))
         pools = node.engine.requests.pools
-        node.turn_until(lambda: pools.free == pools.totals, alive)
-        _completes(node, alive)
+        node.turn_until(lambda: pools.free == pools.totals)
+        _completes(node)
 
 
 @pytest.mark.I1
@@ -770,18 +661,18 @@ def test_a_run_that_answers_cannot_be_declared_dead(
     node: EngineHarness, double: PrefillDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     double.answers_aborts = False
-    _abort(node, _land(node, double))
-    node.turn_until(lambda: double.aborts, double)
+    node.leave(_land(node))
+    node.turn_until(lambda: double.aborts)
     node.send(ReleaseQuarantine(double.instance_id))
-    node.turn_until(lambda: "answers: nothing is released" in caplog.text, double)
+    node.turn_until(lambda: "answers: nothing is released" in caplog.text)
     (entry,) = node.engine.requests.quarantine
     assert entry.is_unresolved
 
 
 def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness, double: PrefillDouble) -> None:
     double.answers_aborts = False
-    _abort(node, _land(node, double))
-    node.turn_until(lambda: double.aborts, double)
+    node.leave(_land(node))
+    node.turn_until(lambda: double.aborts)
     rooms = node.engine.requests
     later = time.monotonic() + QUARANTINE_SECS
     assert rooms.trouble(later) == ""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,8 @@ from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
     EngineHarness,
-    PrefillDouble,
     Prompt,
     computed,
-    landing_slots,
     load_checkpoint,
     random_prompt,
 )
@@ -228,12 +225,6 @@ def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], 
 
 
 @pytest.fixture(scope="module")
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    with closing(PrefillDouble(checkpoint, 16)) as double:
-        yield double
-
-
-@pytest.fixture(scope="module")
 def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     harness = EngineHarness(
         checkpoint,
@@ -249,36 +240,33 @@ def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def node(shared_node: EngineHarness, double: PrefillDouble) -> EngineHarness:
-    flush(shared_node, double)
+def node(shared_node: EngineHarness) -> EngineHarness:
+    flush(shared_node)
     requests = shared_node.engine.requests
     assert requests.pools.free == requests.pools.totals
-    double.bootstraps.clear()
-    double.delivers = True
+    shared_node.double.bootstraps.clear()
+    shared_node.double.delivers = True
     return shared_node
 
 
-def flush(node: EngineHarness, double: PrefillDouble) -> None:
+def flush(node: EngineHarness) -> None:
     node.send(FlushCache())
-    node.turn_until(lambda: not node.engine.requests.held, double)
+    node.turn_until(lambda: not node.engine.requests.held)
 
 
-def ask(
-    node: EngineHarness, double: PrefillDouble, prompt: Prompt, num_new: int, flag: HisparseFlag, **more: Any
-) -> Answer:
-    answer = node.generate(double, prompt, num_new, flag, **more)
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is None
+def ask(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag, **more: Any) -> Answer:
+    answer = node.generate(prompt, num_new, flag, **more)
+    node.tokens_of(answer)
     return answer
 
 
 @pytest.mark.I5
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
-    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint, flag: HisparseFlag
+    node: EngineHarness, checkpoint: Checkpoint, flag: HisparseFlag
 ) -> None:
     prompt = random_prompt(5, 85)
-    answer = ask(node, double, prompt, 60, flag)
+    answer = ask(node, prompt, 60, flag)
     memory = node.engine.hot_buffers.memory
     num_held = (85 + 59) // 16 * 16
     keys = PromptKeys.of(NO_ISOLATION, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
@@ -295,15 +283,13 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
 
 
 @pytest.mark.I5
-def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(
-    node: EngineHarness, double: PrefillDouble
-) -> None:
+def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(node: EngineHarness) -> None:
     """And its mode. The Bootstrap has the digest of the tokens and the key."""
     prompt = random_prompt(12, 85)
 
     def num_held(root: PageKey, flag: HisparseFlag) -> int:
-        answer = ask(node, double, prompt, 2, flag, root=root)
-        bootstrap = double.bootstraps[-1]
+        answer = ask(node, prompt, 2, flag, root=root)
+        bootstrap = node.double.bootstraps[-1]
         assert bootstrap.prompt_digest == identity_of(prompt, root).digest
         return answer.stats.num_held_tokens
 
@@ -315,100 +301,35 @@ def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(
     ] * 3
 
 
-@pytest.mark.I5
-@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
-def test_a_conversation_goes_on_behind_what_is_held(
-    node: EngineHarness, double: PrefillDouble, flag: HisparseFlag
-) -> None:
-    prompt = random_prompt(1, 50)
-    turns: list[tuple[Prompt, list[int], int]] = []
-    for turn in range(3):
-        answer = ask(node, double, prompt, 20, flag)
-        bootstrap = double.bootstraps[-1]
-        assert answer.stats.num_held_tokens == bootstrap.num_held_tokens
-        assert len(landing_slots(bootstrap)) == len(prompt) - bootstrap.num_held_tokens
-        turns.append((prompt, answer.token_ids, bootstrap.num_held_tokens))
-        prompt = (*prompt, *answer.token_ids, *random_prompt(10 + turn, 30))
-    assert [num_held for _, _, num_held in turns] == [
-        0,
-        *((len(p) + 19) // 16 * 16 for p, _, _ in turns[:-1]),
-    ]
-    for prompt, token_ids, _ in turns:  # each of them cold
-        flush(node, double)
-        assert ask(node, double, prompt, 20, flag).token_ids == token_ids
-        assert double.bootstraps[-1].num_held_tokens == 0
-
-
-@pytest.mark.I5
-@pytest.mark.parametrize("first", [HisparseFlag.TRUE, HisparseFlag.FALSE])
-def test_a_turn_in_the_other_mode_finds_nothing_held(
-    node: EngineHarness, double: PrefillDouble, first: HisparseFlag
-) -> None:
-    prompt = random_prompt(6, 70)
-    second = HisparseFlag.FALSE if first is HisparseFlag.TRUE else HisparseFlag.TRUE
-    prompt = (*prompt, *ask(node, double, prompt, 20, first).token_ids, *random_prompt(40, 10))
-    answers = [ask(node, double, prompt, 20, flag).token_ids for flag in (second, first, second)]
-    assert [bootstrap.num_held_tokens for bootstrap in double.bootstraps] == [0, 0, 80, 96]
-    assert answers[0] == answers[1] == answers[2]
-
-
-@pytest.mark.I5
-def test_conversations_that_drive_each_other_out_get_the_same_tokens(
-    node: EngineHarness, double: PrefillDouble
-) -> None:
-    """The host pool has 1,024 slots, and these want more."""
-    talks: list[tuple[Prompt, ...]] = []
-    for number in range(6):
-        first = random_prompt(20 + number, 150)
-        answer = ask(node, double, first, 12, HisparseFlag.TRUE)
-        talks.append((first, (*first, *answer.token_ids, *random_prompt(30 + number, 9))))
-    prompts = [following for _, following in talks for _ in range(2)]
-    answers = [node.generate(double, prompt, 12, HisparseFlag.TRUE) for prompt in prompts]
-    node.turn_until(lambda: all(answer.is_over for answer in answers), double)
-    assert 0 < sum(bootstrap.num_held_tokens > 0 for bootstrap in double.bootstraps[6:]) < len(prompts)
-    assert node.engine.requests.held.num_evicted_tokens > 0
-    for one, other in pairwise(answers):
-        if prompts[answers.index(one)] == prompts[answers.index(other)]:
-            assert one.token_ids == other.token_ids
-    for prompt, answer in list(zip(prompts, answers, strict=True))[::2]:
-        flush(node, double)
-        assert ask(node, double, prompt, 12, HisparseFlag.TRUE).token_ids == answer.token_ids
-
-
-def test_a_client_that_leaves_while_tokens_come_leaves_a_prefix(
-    node: EngineHarness, double: PrefillDouble
-) -> None:
+def test_a_client_that_leaves_while_tokens_come_leaves_a_prefix(node: EngineHarness) -> None:
     prompt = random_prompt(2, 70)
-    answer = node.generate(double, prompt, 200, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(answer.token_ids) > 20, double)
+    answer = node.generate(prompt, 200, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(answer.token_ids) > 20)
     node.leave(answer)
-    node.turn_until(lambda: not node.engine.requests, double)
+    node.turn_until(lambda: not node.engine.requests)
     assert node.engine.requests.held.num_tokens >= 80
-    again = ask(node, double, prompt, 20, HisparseFlag.TRUE)
+    again = ask(node, prompt, 20, HisparseFlag.TRUE)
     assert again.token_ids == answer.token_ids[:20]
-    assert double.bootstraps[-1].num_held_tokens == 64
+    assert node.double.bootstraps[-1].num_held_tokens == 64
 
 
 @pytest.mark.I1
-def test_a_client_that_leaves_before_the_kv_is_there_leaves_nothing_new(
-    node: EngineHarness, double: PrefillDouble
-) -> None:
+def test_a_client_that_leaves_before_the_kv_is_there_leaves_nothing_new(node: EngineHarness) -> None:
     prompt = random_prompt(3, 70)
-    ask(node, double, prompt[:40], 2, HisparseFlag.TRUE)
-    double.delivers = False
-    answer = node.generate(double, prompt, 20, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(double.bootstraps) == 2, double)
-    assert double.bootstraps[-1].num_held_tokens == 32
+    ask(node, prompt[:40], 2, HisparseFlag.TRUE)
+    node.double.delivers = False
+    answer = node.generate(prompt, 20, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(node.double.bootstraps) == 2)
+    assert node.double.bootstraps[-1].num_held_tokens == 32
     node.leave(answer)
-    node.turn_until(lambda: not node.engine.requests and not len(node.engine.requests.quarantine), double)
+    node.turn_until(lambda: not node.engine.requests and not len(node.engine.requests.quarantine))
     assert node.engine.requests.held.num_tokens == 32
 
 
-def test_no_key_no_prefix(checkpoint: Checkpoint, double: PrefillDouble, tmp_path: Path) -> None:
-    double.delivers = True
+def test_no_key_no_prefix(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with closing(EngineHarness(checkpoint, tmp_path, page_size=16)) as node:
         prompt = random_prompt(4, 40)
         for _ in range(2):
-            ask(node, double, prompt, 2, HisparseFlag.TRUE)
+            ask(node, prompt, 2, HisparseFlag.TRUE)
         assert len(node.engine.requests.held) == 0
         assert node.engine.requests.pools.free == node.engine.requests.pools.totals

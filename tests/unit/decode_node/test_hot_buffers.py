@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node import hot_buffers
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
 from decode_node.request import Request
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.vocabulary import Mode
-from kernels.swap_in import RowStart
 from protocol.messages import Room
 from tests.books import make_request
 from tests.unit.kernels.table_rules import check_consistency
@@ -87,23 +85,14 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
     assert (state.host_pages[row] == -1).all()
 
 
-def test_all_groups_of_a_row_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_hint_the_most_recent_positions_are_hot() -> None:
     node = Node()
-    calls: list[dict[str, Any]] = []
-    row_start = hot_buffers.RowStart
-
-    def recorded(*args: Any, **arguments: Any) -> RowStart:
-        calls.append(arguments)
-        return row_start(*args, **arguments)
-
-    monkeypatch.setattr(hot_buffers, "RowStart", recorded)
     request = node.request(None)
     node.hot.start(request)
     assert node.hot.is_ready(request)
-    (arguments,) = calls
-    assert arguments["layers_of_group"] == ((0,), (1, 2), (3,))
-    (most_recent,) = arguments["hints"]
-    assert most_recent.tolist() == list(range(99, 68, -1))
+    node.hot.retract(request)
+    assert request.hot_positions is not None
+    assert [hot.tolist() for hot in request.hot_positions] == [list(range(99, 68, -1))] * NUM_GROUPS
 
 
 @pytest.mark.I3

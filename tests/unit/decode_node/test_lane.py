@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from decode_node.memory import DecodeMemory
-from hisparse_pd.engine.messages import Abort, PeerLane
+from hisparse_pd.engine.messages import PeerLane
 from hisparse_pd.paging.pools import PoolKind, Stage
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 from protocol.messages import PROTOCOL_VERSION, Registered
-from tests.unit.decode_node.support import (
-    Answer,
-    Checkpoint,
-    EngineHarness,
-    PrefillDouble,
-    load_checkpoint,
-    random_prompt,
-)
+from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, PrefillDouble, random_prompt
 from transfer.lane_memory import Mapping
 
 PROMPT = random_prompt(11, 200)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    return load_checkpoint(tiny_checkpoint("v32"))
 
 
 @pytest.fixture
@@ -38,20 +26,20 @@ def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
         checkpoint, tmp_path, host_pool_tokens=1024, device_pool_tokens=1024, quarantine_secs=80_000.0
     )
     with closing(harness):
+        harness.double.delivers = harness.double.answers_aborts = False
         yield harness
 
 
 @pytest.fixture
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    with closing(PrefillDouble(checkpoint)) as double:
-        double.delivers = double.answers_aborts = False
-        yield double
+def double(node: EngineHarness) -> PrefillDouble:
+    return node.double
 
 
-def land(node: EngineHarness, double: PrefillDouble) -> tuple[Answer, Mapping]:
+def land(node: EngineHarness) -> tuple[Answer, Mapping]:
     """A request that a prefill node was entrusted with, and the memory that this one holds."""
-    answer = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
-    node.turn_until(lambda: double.bootstraps, double)
+    double = node.double
+    answer = node.generate(PROMPT, 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: double.bootstraps)
     (register,) = double._registered.values()
     assert register.lane is not None
     mapping = Mapping(register.lane, double.instance_id, "")
@@ -68,12 +56,11 @@ def held(node: EngineHarness, stage: Stage) -> int:
 def test_a_run_that_lets_go_is_lost_and_its_slots_are_free_at_once(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    answer, mapping = land(node, double)
-    double.answers_heartbeats, double.is_hung = False, True  # nothing else says that it has ended
+    answer, mapping = land(node)
+    double.is_stopped = double.is_hung = True  # nothing else says that it has ended
     mapping.close()
-    failure = node.failure_of(answer)
-    assert (failure.status, failure.code) == (502, PREFILL_NODE_FAILED)
-    assert "let go of this node's memory" in failure.error
+    failure = node.failure_of(answer, status=502, error="let go of this node's memory")
+    assert failure.code == PREFILL_NODE_FAILED
     pools = node.engine.requests.pools
     node.turn_until(lambda: pools.free == pools.totals)
 
@@ -82,12 +69,12 @@ def test_a_run_that_lets_go_is_lost_and_its_slots_are_free_at_once(
 def test_slots_wait_for_as_long_as_the_run_holds_the_memory(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    _, mapping = land(node, double)
-    (request_id,) = node.answers
-    node.send(Abort(request_id))
-    node.turn_until(lambda: double.aborts, double)
+    answer, mapping = land(node)
+    node.leave(answer)
+    node.turn_until(lambda: double.aborts)
     num_held = held(node, Stage.QUARANTINED)
     assert num_held > 0
+    double.is_stopped = True
     double.close_http()  # its front is gone, the run is over for certain, and yet it may write
     node.turn_until(lambda: node.stats is not None and not node.engine.peers.num_registered)
     node.turn_for(0.2)
@@ -97,14 +84,13 @@ def test_slots_wait_for_as_long_as_the_run_holds_the_memory(
 
 
 @pytest.mark.I1
-def test_a_run_that_lets_go_frees_nothing_of_another(
-    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
-) -> None:
+def test_a_run_that_lets_go_frees_nothing_of_another(node: EngineHarness, checkpoint: Checkpoint) -> None:
     with closing(PrefillDouble(checkpoint)) as other:
         other.delivers = other.answers_aborts = False
-        answer, mapping = land(node, double)
-        waiting = node.generate(other, PROMPT, 4, HisparseFlag.TRUE)
-        node.turn_until(lambda: other.bootstraps, double, other)
+        answer, mapping = land(node)
+        waiting = node.generate(PROMPT, 4, HisparseFlag.TRUE, double=other)
+        node.turn_until(lambda: other.bootstraps, other)
+        node.double.is_stopped = True
         mapping.close()
         node.turn_until(lambda: answer.is_over, other)
         assert not waiting.is_over
@@ -115,26 +101,26 @@ def test_a_run_that_lets_go_frees_nothing_of_another(
 
 
 def test_the_lane_of_a_peer_is_shown(node: EngineHarness, double: PrefillDouble) -> None:
-    land(node, double)[1].close()
+    land(node)[1].close()
+    double.is_stopped = True
     answer = Registered(PROTOCOL_VERSION, double.instance_id, double.geometry, "shm", 'it is "here"')
-    node.turn_until(lambda: not node.engine.peers.num_registered, double)
-    node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
-    node.turn_until(lambda: node.engine.peers.num_registered, double)
+    node.turn_until(lambda: not node.engine.peers.num_registered)
+    double.is_stopped = False
+    node.generate(PROMPT, 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: node.engine.peers.num_registered)
     double.say(answer)
     lane = PeerLane(double.name, "shm", 'it is "here"')
-    node.turn_until(lambda: node.stats is not None and node.stats.lanes == (lane,), double)
+    node.turn_until(lambda: node.stats is not None and node.stats.lanes == (lane,))
     assert node.stats is not None
     name = f'lane_info{{peer="{double.name}",lane="shm",reason="it is \'here\'"}}'
     assert node.stats.gauges[name] == 1
 
 
-def test_memory_stays_private_where_the_lane_is_off(
-    checkpoint: Checkpoint, tmp_path: Path, double: PrefillDouble
-) -> None:
+def test_memory_stays_private_where_the_lane_is_off(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with closing(EngineHarness(checkpoint, tmp_path, same_host_lane="off")) as node:
-        node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
-        node.turn_until(lambda: double.bootstraps, double)
-        (register,) = double._registered.values()
+        node.generate(PROMPT, 4, HisparseFlag.TRUE)
+        node.turn_until(lambda: node.double.bootstraps)
+        (register,) = node.double._registered.values()
         assert register.lane is None
         memory: DecodeMemory = node.engine._memory
         assert memory.shared_memory() == ()

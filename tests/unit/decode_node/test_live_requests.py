@@ -127,22 +127,6 @@ def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
 
 
 @pytest.mark.I1
-def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
-    pools = Pools(SlotCounts(host=32, device=16, index=16, lookup=64, aux=2, req_row=1), 16)
-    rooms = LiveRequests(pools, quarantine_secs=60.0)
-    request = enqueue(rooms, make_request(num_prompt_tokens=4, max_new_tokens=1))
-    admission = Admission(request, Mode.HISPARSE, SlotCounts(host=4, aux=1), 0)
-    carry_out(rooms, StepPlan(admissions=(admission,)))
-    end(rooms, request)
-    rooms.quarantine.quiet(request.room, batch_failed=True, now=0.0)
-    rooms.quarantine.postpone(100.0)
-    rooms.quarantine.expire(159.0)
-    assert pools.free.host == 16
-    rooms.quarantine.expire(160.0)
-    assert pools.free == pools.totals
-
-
-@pytest.mark.I1
 def test_a_run_that_is_gone_frees_its_own_rooms_only_and_later() -> None:
     quarantine, freed = quarantine_with_one()
     quarantine.instance_gone("second", now=0.0)

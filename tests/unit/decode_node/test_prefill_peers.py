@@ -90,12 +90,6 @@ def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
         yield node
 
 
-def test_nodes_with_one_key_find_each_other(prefill: PrefillNode, keys: ControlKeys) -> None:
-    with closing(make_peers(keys)) as peers:
-        events = poll_until(peers, {prefill.address}, bool, prefill.answer)
-        assert events == [PeerReady(prefill.address, "first")]
-
-
 def test_a_node_that_rotates_no_index_keys_is_left_alone(prefill: PrefillNode, keys: ControlKeys) -> None:
     """Of a release that knows no rotation, which therefore registers this node."""
     prefill.geometry = msgspec.structs.replace(GEOMETRY, index_rotation="")

@@ -212,6 +212,7 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     node.lifecycle.expire(300.0)
     assert [(failed.request_id, failed.status) for failed in node.sent] == [("id-0", 503), ("id-2", 503)]
     assert all("the pools had no room" in failed.error for failed in node.sent)
+    assert [phase.name for phase in node.sent[0].phases] == ["queue"]
     node.lifecycle.expire(305.0)
     assert [failed.request_id for failed in node.sent[2:]] == ["id-1"]
     assert len(node.rooms) == 0

@@ -5,9 +5,7 @@ in loops, whatever rows, modes, drafts and steps in flight a request goes throug
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from contextlib import closing
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.request import Request, RequestState
+from decode_node.request import Request
 from decode_node.row_counts import RowCounts
-from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Generate, GenerateGroup
 from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
+from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
 from protocol.messages import Room
 from tests import books
 from tests.identities import ANY
@@ -29,28 +26,19 @@ from tests.unit.decode_node.speculation_support import (
     MAX_DRAFTS,
     NUM_NEW,
     PROMPTS,
-    TOP_K,
     by_turns,
     drafts,
     harness,
     num_drafts,
 )
-from tests.unit.decode_node.support import (
-    Answer,
-    Checkpoint,
-    EngineHarness,
-    PrefillDouble,
-    Prompt,
-    finish,
-    load_checkpoint,
-)
-from tools.checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt
 from tools.checkpoints.oracle import greedy_tokens
 
 pytestmark = pytest.mark.I5
 
 VOCAB_SIZE = 11
 NUM_ROWS = 3
+WITH_DRAFTS = True
 
 PENALTIES: list[tuple[Prompt, dict[str, Any]]] = [
     (PROMPTS[1], {"frequency_penalty": 0.1}),
@@ -64,13 +52,6 @@ PENALIZED: list[tuple[Prompt, dict[str, Any]]] = [
     (prompt, settings | {"logit_bias": pack_logit_bias(settings.get("logit_bias", ()))})
     for prompt, settings in PENALTIES
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = tmp_path_factory.mktemp("counts") / "v32"
-    write_checkpoint(path, "v32", draft_gain=LIKELY_DRAFTS)
-    return load_checkpoint(path, num_draft_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -88,38 +69,22 @@ def expected(checkpoint: Checkpoint, plain: dict[Prompt, list[int]]) -> list[lis
     return texts
 
 
-@pytest.fixture(scope="module")
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    with closing(PrefillDouble(checkpoint)) as double:
-        yield double
-
-
-@pytest.fixture(scope="module")
-def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"))) as node:
-        yield node
-
-
-def generate_all(node: EngineHarness, double: PrefillDouble, **more: Any) -> list[Answer]:
+def generate_all(node: EngineHarness, **more: Any) -> list[Answer]:
     return [
-        node.generate(double, prompt, NUM_NEW, by_turns(number), **settings, **more)
+        node.generate(prompt, NUM_NEW, by_turns(number), **settings, **more)
         for number, (prompt, settings) in enumerate(PENALIZED)
     ]
 
 
 @pytest.mark.parametrize("numbers", [(0,), (3,), (2, 0, 1, 3, 0, 1)])
 def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests(
-    plain: dict[Prompt, list[int]],
-    expected: list[list[int]],
-    double: PrefillDouble,
-    node: EngineHarness,
-    numbers: tuple[int, ...],
+    plain: dict[Prompt, list[int]], expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:
     """Three times on the same node: rows have been others', with other settings."""
     with drafts(node, *numbers):
-        beside = [node.generate(double, prompt, NUM_NEW) for prompt, _ in PENALIZED[:2]]
-        answers = generate_all(node, double)
-        finish(node, [*answers, *beside], double)
+        beside = [node.generate(prompt, NUM_NEW) for prompt, _ in PENALIZED[:2]]
+        answers = generate_all(node)
+        node.finish([*answers, *beside])
     assert [answer.token_ids for answer in answers] == expected
     assert [answer.token_ids for answer in beside] == [plain[prompt] for prompt, _ in PENALIZED[:2]]
     drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
@@ -128,11 +93,7 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests
 
 @pytest.mark.parametrize("numbers", [(3,), (2, 0, 3)])
 def test_each_position_of_a_step_has_the_drafts_before_it(
-    expected: list[list[int]],
-    double: PrefillDouble,
-    node: EngineHarness,
-    numbers: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With drafts that are all right, so that whole steps count; texts repeat tokens as long as they may."""
     take_drafts = Request.take_drafts
@@ -148,68 +109,46 @@ def test_each_position_of_a_step_has_the_drafts_before_it(
 
     monkeypatch.setattr(Request, "take_drafts", take_right_drafts)
     with drafts(node, *numbers):
-        answers = generate_all(node, double)
-        finish(node, answers, double)
+        answers = generate_all(node)
+        node.finish(answers)
     assert [answer.token_ids for answer in answers] == expected
     drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
     assert accepted == drafted > NUM_NEW
 
 
-def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
-    double: PrefillDouble, node: EngineHarness
-) -> None:
+def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(node: EngineHarness) -> None:
     texts = []
     for number in range(MAX_DRAFTS + 1):
         with drafts(node, number):
-            answers = generate_all(node, double, temperature=0.6, min_p=0.02, seed=3)
-            finish(node, answers, double)
+            answers = generate_all(node, temperature=0.6, min_p=0.02, seed=3)
+            node.finish(answers)
         texts.append([answer.token_ids for answer in answers])
     assert texts[1:] == texts[:1] * MAX_DRAFTS
 
 
 def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
-    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
+    checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path
 ) -> None:
     in_flight = 0
     with closing(harness(checkpoint, tmp_path, speculative_num_steps=0)) as node:
-        answers = generate_all(node, double)
+        answers = generate_all(node)
         while not all(answer.is_over for answer in answers):
-            node.turn(double)
+            node.turn()
             in_flight += node.engine.steps.in_flight is not None
-        finish(node, answers, double)
+        node.finish(answers)
     assert in_flight > NUM_NEW // 2
     assert [answer.token_ids for answer in answers] == expected
 
 
 def test_a_row_keeps_nothing_of_the_request_before(
-    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
+    checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path
 ) -> None:
     """One row, which all have in turn, and one of them twice in a row."""
     with closing(harness(checkpoint, tmp_path, max_running_requests=1)) as node, drafts(node, 2, 0):
-        again = node.generate(double, PENALIZED[0][0], NUM_NEW, **PENALIZED[0][1])
-        answers = generate_all(node, double)
-        finish(node, [again, *answers], double)
+        again = node.generate(PENALIZED[0][0], NUM_NEW, **PENALIZED[0][1])
+        answers = generate_all(node)
+        node.finish([again, *answers])
     assert again.token_ids == expected[0]
-    assert [answer.token_ids for answer in answers] == expected
-
-
-def test_hot_buffers_may_change_in_every_step(
-    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
-) -> None:
-    sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
-    with closing(harness(checkpoint, tmp_path)) as node, drafts(node, 3, 0):
-        engine = node.engine
-        answers = [
-            node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, **settings)
-            for prompt, settings in PENALIZED
-        ]
-        while not all(answer.is_over for answer in answers):
-            node.turn(double)
-            engine.steps.settle()
-            running = engine.requests.select(RequestState.RUNNING)
-            engine.lifecycle.carry_out(
-                StepPlan(exchanges=tuple(Exchange(each, next(sizes)) for each in running)), 0.0
-            )
     assert [answer.token_ids for answer in answers] == expected
 
 
@@ -219,7 +158,6 @@ def test_where_pages_and_slots_run_out(
 ) -> None:
     """Dense requests are retracted, hot buffers shrink, drafts lack slots, somebody waits."""
     with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
         closing(
             harness(
                 checkpoint,
@@ -233,20 +171,18 @@ def test_where_pages_and_slots_run_out(
         ) as node,
         drafts(node, 3, 3, 0, 1),
     ):
-        answers = generate_all(node, double)
-        finish(node, answers, double)
+        answers = generate_all(node)
+        node.finish(answers)
     assert [answer.token_ids for answer in answers] == expected
     assert sum(answer.stats.num_retractions for answer in answers)
 
 
-def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(
-    double: PrefillDouble, node: EngineHarness
-) -> None:
+def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(node: EngineHarness) -> None:
     lacking = Answer()
     node.answers["lacking"] = lacking
     params = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
-    node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", double.port),), ANY))
-    node.failure_of(lacking, double, error="repetition_penalty needs the prompt, which did not come")
+    node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", node.double.port),), ANY))
+    node.failure_of(lacking, error="repetition_penalty needs the prompt, which did not come")
 
 
 # --- without an engine ---------------------------------------------------------------------------------

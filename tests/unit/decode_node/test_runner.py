@@ -6,92 +6,36 @@ step has been launched, and input tokens come from the step before without the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-import decode_node.engine
-from decode_node.hot_buffers import HotBuffers
-from decode_node.micro_batches import matmuls_without
 from decode_node.request import Request, RequestState
-from decode_node.runner import DeviceRunner, Launched, StepResult
+from decode_node.runner import Launched, StepResult
 from hisparse_pd.engine.messages import Abort
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
-from tests.unit.decode_node.support import (
-    Checkpoint,
-    EngineHarness,
-    PrefillDouble,
-    Prompt,
-    finish,
-    load_checkpoint,
-    random_prompt,
-)
-from tools.checkpoints.oracle import greedy_tokens
+from hisparse_pd.vocabulary import HisparseFlag, Mode
+from tests.unit.decode_node.speculation_support import harness
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, random_prompt
 
 NUM_NEW = 20
 HOT_BUFFER = 128
-MIN_SPLIT_REQS = 3
+NODE = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": 0}
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
-
-def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:
-    kernels = AttentionKernels.reference(model.spec)
-    max_reqs = settings.max_running_requests
-    return DeviceRunner(
-        model,
-        hot_buffers,
-        kernels,
-        max_reqs=max_reqs,
-        graph_batches=(),
-        min_split_reqs=MIN_SPLIT_REQS,
-        is_behind=True,
-    )
-
-
-@pytest.fixture(scope="module", params=["v32", "glm"])
-def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    return load_checkpoint(tiny_checkpoint(request.param))
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
-
-
-@pytest.fixture(scope="module")
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    double = PrefillDouble(checkpoint)
-    yield double
-    double.close()
-
-
-@pytest.fixture(scope="module")
-def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_node.engine, "make_runner", overlapping_runner)
-        harness = EngineHarness(
-            checkpoint, tmp_path_factory.mktemp("node"), device_buffer_size=HOT_BUFFER, debug_checks=True
-        )
-    yield harness
-    harness.close()
+pytestmark = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
 
 
 @pytest.mark.I3
 @pytest.mark.I5
 @pytest.mark.parametrize("flag", list(HisparseFlag))
 def test_tokens_equal_the_oracle_when_steps_overlap(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
+    expected: dict[Prompt, list[int]], node: EngineHarness, flag: HisparseFlag
 ) -> None:
-    answers = [node.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
-    finish(node, answers, double)
+    answers = [node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
+    node.finish(answers)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
         if flag is HisparseFlag.TRUE and len(prompt) > HOT_BUFFER:
@@ -100,17 +44,14 @@ def test_tokens_equal_the_oracle_when_steps_overlap(
 
 
 def test_a_dense_request_never_gets_a_page_past_its_last_token(
-    expected: dict[Prompt, list[int]],
-    double: PrefillDouble,
-    node: EngineHarness,
-    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its life fills its pages exactly: while its last token is in flight there is no next one to place."""
     prompt, num_new = PROMPTS[1], 2  # 63 + 2 - 1 tokens of KV
     growths: list[int] = []
     monkeypatch.setattr(node.engine.requests, "grow", lambda growth: growths.append(growth.num_slots))
-    answer = node.generate(double, prompt, num_new, HisparseFlag.FALSE)
-    finish(node, [answer], double)
+    answer = node.generate(prompt, num_new, HisparseFlag.FALSE)
+    node.finish([answer])
     assert answer.token_ids == expected[prompt][:num_new]
     assert growths == []
 
@@ -121,45 +62,25 @@ def test_the_context_can_be_filled_when_steps_overlap(checkpoint: Checkpoint, tm
     prompt, num_new = PROMPTS[8], 57
     small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=len(prompt) + num_new - 1))
     assert small.spec.context_length % 64 == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_node.engine, "make_runner", overlapping_runner)
-        harness = EngineHarness(small, tmp_path, device_buffer_size=HOT_BUFFER)
-    with closing(PrefillDouble(checkpoint)) as double, closing(harness):
-        answers = [harness.generate(double, prompt, num_new, flag) for flag in HisparseFlag]
-        finish(harness, answers, double)
+    with closing(harness(small, tmp_path, **NODE)) as node:
+        answers = [node.generate(prompt, num_new, flag) for flag in HisparseFlag]
+        node.finish(answers)
     assert [len(answer.token_ids) for answer in answers] == [num_new] * len(answers)
-
-
-@pytest.mark.I1
-@pytest.mark.I2
-def test_a_stop_token_ends_a_request_that_is_in_the_next_step_already(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
-) -> None:
-    prompt = PROMPTS[-1]
-    tokens = expected[prompt]
-    stop = next(token for number, token in enumerate(tokens) if number > 2 and token not in tokens[:number])
-    beside = node.generate(double, PROMPTS[3], NUM_NEW, HisparseFlag.TRUE)
-    stopped = node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, stop_token_ids=(stop,))
-    finish(node, [beside, stopped], double)
-    assert stopped.token_ids == tokens[: tokens.index(stop) + 1]
-    assert stopped.last is not None
-    assert stopped.last.finish_reason is FinishReason.STOP
-    assert beside.token_ids == expected[PROMPTS[3]]
 
 
 @pytest.mark.I5
 def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+    expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
-    greedy = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    greedy = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     drawn = [
-        node.generate(double, PROMPTS[9], NUM_NEW, flag, temperature=1.0, seed=5)
+        node.generate(PROMPTS[9], NUM_NEW, flag, temperature=1.0, seed=5)
         for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
     ]
-    logged = node.generate(double, PROMPTS[7], NUM_NEW, HisparseFlag.FALSE, num_logprobs=2)
-    node.turn_until(lambda: all(len(answer.token_ids) > 3 for answer in (*drawn, logged)), double)
+    logged = node.generate(PROMPTS[7], NUM_NEW, HisparseFlag.FALSE, num_logprobs=2)
+    node.turn_until(lambda: all(len(answer.token_ids) > 3 for answer in (*drawn, logged)))
     assert node.engine.steps.in_flight is not None
-    finish(node, [greedy, *drawn, logged], double)
+    node.finish([greedy, *drawn, logged])
     assert greedy.token_ids == expected[PROMPTS[8]]
     assert len(logged.logprobs) == NUM_NEW
     assert all(logprob.token_id == logprob.top[0][0] for logprob in logged.logprobs)
@@ -168,13 +89,10 @@ def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
 
 
 def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
-    expected: dict[Prompt, list[int]],
-    double: PrefillDouble,
-    node: EngineHarness,
-    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doomed = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
-    node.turn_until(lambda: len(doomed.token_ids) > 3, double)
+    doomed = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
+    node.turn_until(lambda: len(doomed.token_ids) > 3)
     engine = node.engine
     unread: list[object] = []
     waited: list[object] = []
@@ -194,17 +112,17 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
         patch.setattr(type(engine.steps.in_flight), "result", unreadable)
         patch.setattr(type(engine.steps.in_flight), "wait", lambda launched: waited.append(launched))
         patch.setattr(engine.hot_buffers, "release", release)
-        node.turn_until(lambda: doomed.is_over and not engine.requests.select(RequestState.ENDING), double)
+        node.turn_until(lambda: doomed.is_over and not engine.requests.select(RequestState.ENDING))
     assert doomed.failure is not None
     assert "no such token" in doomed.failure.error
-    spared = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
-    finish(node, [spared], double)
+    spared = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
+    node.finish([spared])
     assert spared.token_ids == expected[PROMPTS[8]]
 
 
-def num_aborted(node: EngineHarness, double: PrefillDouble) -> float:
+def num_aborted(node: EngineHarness) -> float:
     node.stats = None
-    node.turn_until(lambda: node.stats, double)
+    node.turn_until(lambda: node.stats)
     assert node.stats is not None
     return node.stats.counters["aborted_requests_total"]
 
@@ -213,18 +131,19 @@ def num_aborted(node: EngineHarness, double: PrefillDouble) -> float:
 @pytest.mark.I2
 @pytest.mark.parametrize("has_finished", [False, True])
 def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, has_finished: bool
+    expected: dict[Prompt, list[int]], node: EngineHarness, has_finished: bool
 ) -> None:
     """A request that ends at a stop string goes the same way, and counts as none that its client gave up."""
-    num_aborted_before = num_aborted(node, double)
-    staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
-    leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(leaving.token_ids) > 3, double)
+    num_aborted_before = num_aborted(node)
+    staying = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    leaving = node.generate(PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(leaving.token_ids) > 3)
     request_id = next(name for name, answer in node.answers.items() if answer is leaving)
     node.send(Abort(request_id, has_finished))
-    finish(node, [staying], double)
+    node.finish([staying])
     assert staying.token_ids == expected[PROMPTS[8]]
-    assert num_aborted(node, double) == num_aborted_before + (not has_finished)
+    assert num_aborted(node) == num_aborted_before + (not has_finished)
+    assert not node.double.aborts, "nothing of a delivered room is in flight"
 
 
 class Filling:
@@ -243,12 +162,12 @@ class Filling:
 
 
 def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_that_is_over(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+    expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
     warming = node.engine.hot_buffers._warming
-    staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
-    leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(staying.token_ids) > 3 and len(leaving.token_ids) > 3, double)
+    staying = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    leaving = node.generate(PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(staying.token_ids) > 3 and len(leaving.token_ids) > 3)
     requests = node.engine.requests.select(RequestState.RUNNING)
     fillings = {request.room: Filling() for request in requests}
     node.engine.steps.settle()
@@ -257,29 +176,26 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_tha
         request.is_filling = True
     num_before = [len(request.output_token_ids) for request in requests]
     for _ in range(5):
-        node.turn(double)
+        node.turn()
     assert [len(request.output_token_ids) for request in requests] == num_before
     stays, leaves = fillings.values()
     stays.is_over = True
     node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
-    node.turn_until(lambda: staying.is_over, double)
+    node.turn_until(lambda: staying.is_over)
     assert staying.token_ids == expected[PROMPTS[8]]
     (ending,) = node.engine.requests.select(RequestState.ENDING)
     assert ending.num_device_slots > 0
     leaves.is_over = True
-    finish(node, [staying], double)
+    node.finish([staying])
     assert (stays.num_waits, leaves.num_waits) == (0, 0)
 
 
 def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    with (
-        closing(PrefillDouble(checkpoint)) as double,
-        closing(EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER)) as node,
-    ):
-        answer = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
-        node.turn_until(lambda: len(answer.token_ids) > 3, double)
+    with closing(EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER)) as node:
+        answer = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+        node.turn_until(lambda: len(answer.token_ids) > 3)
         node.engine.steps.settle()
         (request,) = node.engine.requests.select(RequestState.RUNNING)
         filling = Filling()
@@ -288,9 +204,7 @@ def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
     assert node.engine.requests.pools.free == node.engine.requests.pools.totals
 
 
-def test_an_end_reads_nothing_from_the_device(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_reads_nothing_from_the_device(node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it counts is what the steps that were read have found."""
     engine = node.engine
     start_ending = engine.requests.start_ending
@@ -301,28 +215,12 @@ def test_an_end_reads_nothing_from_the_device(
 
     monkeypatch.setattr(engine.requests, "start_ending", start_ending_and_count)
     before = engine.hot_buffers.totals([])
-    answer = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(answer.token_ids) > 3, double)
+    answer = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(answer.token_ids) > 3)
     (request,) = engine.requests.select(RequestState.RUNNING)
     node.leave(answer)
-    node.turn_until(lambda: request.state is RequestState.ENDED, double)
-    finish(node, [], double)
+    node.turn_until(lambda: request.state is RequestState.ENDED)
+    node.finish([])
     gained = [now - then for now, then in zip(engine.hot_buffers.totals([]), before, strict=True)]
     assert gained == [request.hits, request.misses, request.evictions]
     assert 0 < gained[0] < 10**6
-
-
-def test_matrix_products_leave_room_for_as_long_as_they_are_asked_to() -> None:
-    carveout = torch._C._get_sm_carveout_experimental
-    with matmuls_without(16):
-        assert carveout() == 16
-    assert carveout() is None
-    with pytest.raises(ZeroDivisionError), matmuls_without(16):
-        raise ZeroDivisionError
-    assert carveout() is None
-
-
-def test_a_torch_without_that_setting_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
-    with matmuls_without(16):
-        assert torch._C._get_sm_carveout_experimental() is None

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from decode_node.beginnings import Beginnings
 from decode_node.live_requests import LiveRequests
 from decode_node.request import KV_POOLS, Request, RequestState
 from decode_node.reserve import Claim, Reserve
@@ -179,17 +178,6 @@ def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
     assert late.state is RequestState.RUNNING
 
 
-@pytest.mark.I7
-def test_who_fits_beside_stuck_slots_is_not_overtaken() -> None:
-    node = Node()
-    _lose(node, TRUE, 150)
-    node.arrive(TRUE, 200)
-    node.step(now=1.0)
-    first, second = node.arrive(TRUE, 60), node.arrive(TRUE, 10)
-    node.step(now=1.0)
-    assert [first.state, second.state] == [RequestState.WAITING] * 2
-
-
 def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> None:
     node = Node()
     hisparse = node.arrive(TRUE, 390)
@@ -263,21 +251,6 @@ def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life(
     assert (request.reserved_tokens, request.life_tokens) == (80, 77)
 
 
-@pytest.mark.parametrize("flag", [TRUE, FALSE])
-def test_answers_of_any_length_run_together_though_their_lives_do_not_fit(flag: HisparseFlag) -> None:
-    """Each may take 15 of the host pool's 25 pages, or all of the device pool, and ends far earlier."""
-    node = Node(STEP_BY_STEP)
-    life = 240 if flag is TRUE else 160
-    requests = [node.arrive(flag, 10, max_new_tokens=life - 9) for _ in range(3)]
-    node.step()
-    assert [request.state for request in requests] == [RequestState.RUNNING] * 3
-    for _ in range(20):
-        node.step()
-        assert all(request.has_slots_for_next for request in requests)
-        for request in requests:
-            node.run(request, 1)
-
-
 def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
     """Each may fill DeepSeek-V3.2's context, of which the host pool holds one and a half."""
     options, context = DecodeSettings.model_fields, 163_840
@@ -322,17 +295,6 @@ def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() 
     node.step()
     assert younger.has_slots_for_next
     assert newcomer.state is RequestState.RUNNING
-
-
-def test_two_lives_that_are_the_whole_pool_each_run_one_after_the_other() -> None:
-    """Together they could both come to need what the other has, and nothing is ever taken away."""
-    node = Node(STEP_BY_STEP)
-    first, second = node.arrive(TRUE, 20, max_new_tokens=381), node.arrive(TRUE, 20, max_new_tokens=381)
-    node.step()
-    assert [first.state, second.state] == [RequestState.RUNNING, RequestState.WAITING]
-    end(node.rooms, first)
-    node.step()
-    assert second.state is RequestState.RUNNING
 
 
 @pytest.mark.I7
@@ -396,19 +358,6 @@ def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:
     assert node.rooms.pools.free.host == node.rooms.available.host == 400 - 192 - 3 * 16
 
 
-def test_what_one_request_takes_of_what_is_held_is_taken_once() -> None:
-    node = Node()
-    first = node.arrive(TRUE, 200, family=1)
-    node.step()
-    end(node.rooms, first, is_sound=True)
-    assert node.rooms.available == node.rooms.pools.totals
-    sharers = [node.arrive(TRUE, 200, family=1) for _ in range(2)]
-    node.arrive(TRUE, 180)
-    assert [admission.request for admission in node.step().admissions] == sharers, (
-        "400 - 192 - 2 * 16 are left"
-    )
-
-
 @pytest.mark.I7
 @pytest.mark.parametrize(("family", "is_admitted"), [(1, False), (2, True)])
 def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: bool) -> None:
@@ -433,20 +382,6 @@ def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: b
     end(node.rooms, long, is_sound=True)
     (admission,) = node.plan().admissions
     assert (admission.request, admission.need.host) == (newcomer, 32)
-
-
-def test_what_a_plan_has_shared_nobody_counts_on() -> None:
-    node = Node()
-    node.arrive(TRUE, 200, family=1)
-    node.step()
-    beginnings = Beginnings(node.rooms.held, [], 16)
-    newcomer = node.arrive(AUTO, 200, family=1)
-    assert beginnings.of(newcomer, Mode.DENSE) == (None, SlotCounts())
-    shared = beginnings.of(newcomer, Mode.HISPARSE)
-    assert (shared.num_pages, shared.taken) == (12, SlotCounts())
-    assert beginnings.are_counted_on(shared)
-    beginnings.take(shared)
-    assert not beginnings.are_counted_on(shared)
 
 
 @pytest.mark.I7

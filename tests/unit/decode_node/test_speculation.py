@@ -6,7 +6,6 @@ right. What is expected comes from transformers, or, for drawn tokens, from an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
@@ -17,7 +16,6 @@ import torch
 
 from decode_node.memory import slots_tensor
 from decode_node.request import RequestState
-from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.unit.decode_node.speculation_support import (
@@ -27,48 +25,19 @@ from tests.unit.decode_node.speculation_support import (
     TOP_K,
     by_turns,
     drafts,
+    exchange_in_every_step,
     harness,
     num_drafts,
 )
-from tests.unit.decode_node.support import (
-    Checkpoint,
-    EngineHarness,
-    PrefillDouble,
-    Prompt,
-    finish,
-    load_checkpoint,
-)
-from tools.checkpoints.oracle import greedy_tokens
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
 
 CANARY = 0xCB
+WITH_DRAFTS = True
 
 V32 = pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
 BOTH = pytest.mark.parametrize(
     "checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, drafting_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    return load_checkpoint(drafting_checkpoint(request.param), num_draft_layers=1)
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
-
-
-@pytest.fixture(scope="module")
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    double = PrefillDouble(checkpoint)
-    yield double
-    double.close()
-
-
-@pytest.fixture(scope="module")
-def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"))) as node:
-        yield node
 
 
 @pytest.mark.I3
@@ -79,15 +48,11 @@ def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 @BOTH
 def test_tokens_equal_the_oracle_with_any_number_of_drafts(
-    expected: dict[Prompt, list[int]],
-    double: PrefillDouble,
-    node: EngineHarness,
-    flag: HisparseFlag,
-    num_steps: int,
+    expected: dict[Prompt, list[int]], node: EngineHarness, flag: HisparseFlag, num_steps: int
 ) -> None:
     with drafts(node, num_steps):
-        answers = [node.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
-        finish(node, answers, double)
+        answers = [node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
+        node.finish(answers)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
     drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
@@ -100,15 +65,15 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts(
 @pytest.mark.I5
 @BOTH
 def test_the_number_of_drafts_may_change_in_every_step_of_a_mixed_batch(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+    expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
     """Every fourth request wants none; on a GPU steps without drafts overlap with the one before them."""
     with drafts(node, 3, 0, 0, 1, 0, 2):
         answers = [
-            node.generate(double, prompt, NUM_NEW, by_turns(number), is_speculative=number % 4 != 1)
+            node.generate(prompt, NUM_NEW, by_turns(number), is_speculative=number % 4 != 1)
             for number, prompt in enumerate(PROMPTS)
         ]
-        finish(node, answers, double)
+        node.finish(answers)
     for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         assert answer.token_ids == expected[prompt], f"{by_turns(number)}, {len(prompt)} prompt tokens"
         assert (num_drafts(answer)[0] > 0) == (number % 4 != 1)
@@ -118,7 +83,7 @@ def test_the_number_of_drafts_may_change_in_every_step_of_a_mixed_batch(
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 @BOTH
 def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
-    double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
+    node: EngineHarness, flag: HisparseFlag
 ) -> None:
     """Also in micro-batches, and behind a drawn token: the guesses after them are as good."""
     engine, prompts = node.engine, PROMPTS[5:9]
@@ -129,10 +94,10 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
     for num_drafts_first in (0, 3):
         with drafts(node, num_drafts_first):
             answers = [
-                node.generate(double, prompt, 60, flag, temperature=float(number == 0), seed=7)
+                node.generate(prompt, 60, flag, temperature=float(number == 0), seed=7)
                 for number, prompt in enumerate(prompts)
             ]
-            node.turn_until(lambda: all(len(each.token_ids) > 20 for each in answers), double)  # noqa: B023
+            node.turn_until(lambda: all(len(each.token_ids) > 20 for each in answers))  # noqa: B023
         engine.steps.settle()
         requests = engine.requests.select(RequestState.RUNNING)
         requests.sort(key=lambda request: request.num_prompt_tokens)
@@ -147,7 +112,7 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
             left.append((request.output_token_ids[:20], kv, keys))
         found.append(left)
         with drafts(node, 3):
-            finish(node, answers, double)
+            node.finish(answers)
     for without, with_drafts in zip(*found, strict=True):
         assert without[0] == with_drafts[0]
         for one, other in zip(without[1:], with_drafts[1:], strict=True):
@@ -156,16 +121,13 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
 
 @pytest.mark.I5
 @V32
-def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
-    double: PrefillDouble, node: EngineHarness
-) -> None:
+def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(node: EngineHarness) -> None:
     texts = []
     num_accepted = 0
     for num_steps in range(MAX_DRAFTS + 1):
         with drafts(node, num_steps):
             answers = [
                 node.generate(
-                    double,
                     prompt,
                     NUM_NEW,
                     by_turns(seed),
@@ -176,7 +138,7 @@ def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
                 for prompt in PROMPTS[3:7]
                 for seed in range(3)
             ]
-            finish(node, answers, double)
+            node.finish(answers)
         texts.append([answer.token_ids for answer in answers])
         num_accepted += sum(num_drafts(answer)[1] for answer in answers)
     assert texts[1:] == texts[:1] * MAX_DRAFTS
@@ -185,16 +147,16 @@ def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
 
 
 @V32
-def test_logprobs_are_those_without_drafts(double: PrefillDouble, node: EngineHarness) -> None:
+def test_logprobs_are_those_without_drafts(node: EngineHarness) -> None:
     logged = []
     for num_steps in (0, 3):
         with drafts(node, num_steps):
             answers = [
-                node.generate(double, PROMPTS[4], NUM_NEW, by_turns(number), num_logprobs=number)
+                node.generate(PROMPTS[4], NUM_NEW, by_turns(number), num_logprobs=number)
                 for number in range(3)
             ]
-            beside = node.generate(double, PROMPTS[5], NUM_NEW)
-            finish(node, [*answers, beside], double)
+            beside = node.generate(PROMPTS[5], NUM_NEW)
+            node.finish([*answers, beside])
         assert [len(answer.logprobs) for answer in answers] == [NUM_NEW] * 3
         logged.append([logprob for answer in answers for logprob in answer.logprobs])
     for without, with_drafts in zip(*logged, strict=True):
@@ -206,7 +168,7 @@ def test_logprobs_are_those_without_drafts(double: PrefillDouble, node: EngineHa
 @pytest.mark.I2
 @V32
 def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accepted_ones(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+    expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
     prompt = PROMPTS[8]
     tokens = expected[prompt]
@@ -214,12 +176,11 @@ def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accep
     assert len(stops) > 8
     with drafts(node, 3):
         at_stops = [
-            node.generate(double, prompt, NUM_NEW, by_turns(stop), stop_token_ids=(tokens[stop],))
-            for stop in stops
+            node.generate(prompt, NUM_NEW, by_turns(stop), stop_token_ids=(tokens[stop],)) for stop in stops
         ]
-        finish(node, at_stops, double)
-        lengths = [node.generate(double, prompt, 1 + number, by_turns(number)) for number in range(8)]
-        finish(node, lengths, double)
+        node.finish(at_stops)
+        lengths = [node.generate(prompt, 1 + number, by_turns(number)) for number in range(8)]
+        node.finish(lengths)
     for stop, answer in zip(stops, at_stops, strict=True):
         assert answer.token_ids == tokens[: stop + 1]
         assert answer.last is not None
@@ -233,22 +194,20 @@ def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accep
 
 
 @V32
-def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(
-    double: PrefillDouble, node: EngineHarness
-) -> None:
+def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(node: EngineHarness) -> None:
     """min_tokens ends in the middle of a step: what may stop a request before it, may not be drawn."""
     prompt = PROMPTS[8]
     texts = []
     for num_steps in (0, 1, 3):
         with drafts(node, num_steps):
-            free = node.generate(double, prompt, NUM_NEW)
-            finish(node, [free], double)
+            free = node.generate(prompt, NUM_NEW)
+            node.finish([free])
             stop_token_ids = tuple(set(free.token_ids[1:9]) - {free.token_ids[0]})
             bound = [
-                node.generate(double, prompt, NUM_NEW, min_new_tokens=number, stop_token_ids=stop_token_ids)
+                node.generate(prompt, NUM_NEW, min_new_tokens=number, stop_token_ids=stop_token_ids)
                 for number in range(2, 12)
             ]
-            finish(node, bound, double)
+            node.finish(bound)
         texts.append([answer.token_ids for answer in bound])
     assert texts[1:] == texts[:1] * 2
     assert all(len(text) > number for number, text in enumerate(texts[0], start=1))
@@ -258,7 +217,7 @@ def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(
 @pytest.mark.I5
 @V32
 def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+    expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
     engine = node.engine
     k_host, k_dev = engine.hot_buffers.memory.k_host, engine.hot_buffers.memory.k_dev
@@ -267,7 +226,7 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
     num_rejected = 0
     in_turn = cycle((1, 2, 3))  # on a GPU steps overlap in all turns but the last
     with drafts(node, 3):
-        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
         while not all(answer.is_over for answer in answers):
             num_turns = next(in_turn)
             running = engine.requests.select(RequestState.RUNNING)
@@ -280,7 +239,7 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
                 k_host[:, slots] = CANARY
                 before[request.request_id] = request.num_kv_tokens, slots, looked_up
             for _ in range(num_turns):
-                node.turn(double)
+                node.turn()
             engine.steps.settle()
             for request in engine.requests.select(RequestState.RUNNING):
                 if request.request_id not in before:
@@ -300,65 +259,44 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
     assert num_rejected > NUM_NEW // 2
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == expected[prompt]
-    finish(node, answers, double)
+    node.finish(answers)
 
 
 @pytest.mark.I4
 @pytest.mark.I5
 @V32
 def test_every_request_survives_another_hot_buffer_in_every_step(
-    expected: dict[Prompt, list[int]],
-    double: PrefillDouble,
-    node: EngineHarness,
-    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hot buffers are lost with all they hold, drafts that were not accepted too."""
     prompts = PROMPTS[4:]
-    rooms, lifecycle = node.engine.requests, node.engine.lifecycle
-    exchange = rooms.replace_device_slots
-    num_exchanges = 0
-
-    def exchange_and_lose(planned: Exchange) -> None:
-        nonlocal num_exchanges
-        device_slots = slots_tensor(planned.request.owned[PoolKind.DEVICE])
-        exchange(planned)
-        num_exchanges += 1
-        node.engine.hot_buffers.memory.k_dev[:, device_slots] = CANARY
-
-    monkeypatch.setattr(rooms, "replace_device_slots", exchange_and_lose)
     # The smallest, with room for no draft, then for one, two and three.
     sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
     with drafts(node, 3):
-        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-        while not all(answer.is_over for answer in answers):
-            node.turn(double)
-            node.engine.steps.settle()
-            running = rooms.select(RequestState.RUNNING)
-            lifecycle.carry_out(
-                StepPlan(exchanges=tuple(Exchange(each, next(sizes)) for each in running)), 0.0
-            )
+        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+        num_exchanges = exchange_in_every_step(node, answers, sizes, monkeypatch)
     assert num_exchanges > len(prompts) * NUM_NEW // 3
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
-    finish(node, answers, double)
+    node.finish(answers)
 
 
 @pytest.mark.I2
 @pytest.mark.I5
 @V32
 def test_an_abort_after_any_step_leaves_the_others_and_the_pools_whole(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+    expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
     with drafts(node, 3, 2, 0, 0):
-        staying = [node.generate(double, PROMPTS[8], NUM_NEW, by_turns(number)) for number in range(2)]
-        leaving = [node.generate(double, PROMPTS[9], NUM_NEW, by_turns(number)) for number in range(6)]
+        staying = [node.generate(PROMPTS[8], NUM_NEW, by_turns(number)) for number in range(2)]
+        leaving = [node.generate(PROMPTS[9], NUM_NEW, by_turns(number)) for number in range(6)]
         for answer in leaving:
-            node.turn_until(lambda: answer.token_ids, double)  # noqa: B023
+            node.turn_until(lambda: answer.token_ids)  # noqa: B023
             for _ in range(leaving.index(answer)):
-                node.turn(double)
+                node.turn()
             if not answer.is_over:
                 node.leave(answer)
-        finish(node, staying, double)
+        node.finish(staying)
     assert [answer.token_ids for answer in staying] == [expected[PROMPTS[8]]] * 2
 
 
@@ -373,7 +311,6 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
     """Small pools: drafts lack slots, hot buffers shrink, dense requests are retracted, somebody waits."""
     prompts = PROMPTS[1:]
     with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
         closing(
             harness(
                 checkpoint,
@@ -387,10 +324,8 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
         ) as node,
         drafts(node, 3, 3, 1),
     ):
-        answers = [
-            node.generate(double, prompt, NUM_NEW, by_turns(number)) for number, prompt in enumerate(prompts)
-        ]
-        finish(node, answers, double)
+        answers = [node.generate(prompt, NUM_NEW, by_turns(number)) for number, prompt in enumerate(prompts)]
+        node.finish(answers)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
     assert sum(num_drafts(answer)[1] for answer in answers) > 0
@@ -408,12 +343,11 @@ def test_the_context_can_be_filled_to_its_end(
         ipc_dir = tmp_path / str(context_length)
         ipc_dir.mkdir()
         with (
-            closing(PrefillDouble(checkpoint, page_size=4)) as double,
             closing(harness(small, ipc_dir, page_size=4)) as node,
             drafts(node, 3),
         ):
-            answers = [node.generate(double, prompt, NUM_NEW, flag) for flag in HisparseFlag]
-            finish(node, answers, double)
+            answers = [node.generate(prompt, NUM_NEW, flag) for flag in HisparseFlag]
+            node.finish(answers)
         num_tokens = min(NUM_NEW, context_length + 1 - len(prompt))
         assert [answer.token_ids for answer in answers] == [expected[prompt][:num_tokens]] * 3
 
@@ -430,14 +364,13 @@ def test_a_hot_buffer_bounds_the_drafts(
 ) -> None:
     prompt = PROMPTS[8]
     with (
-        closing(PrefillDouble(checkpoint)) as double,
         closing(harness(checkpoint, tmp_path, device_buffer_size=capacity)) as node,
         drafts(node, 3),
     ):
         sparse, dense = [
-            node.generate(double, prompt, NUM_NEW, flag) for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
+            node.generate(prompt, NUM_NEW, flag) for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
         ]
-        finish(node, [sparse, dense], double)
+        node.finish([sparse, dense])
     assert [sparse.token_ids, dense.token_ids] == [expected[prompt]] * 2
     assert num_drafts(sparse)[0] <= most * NUM_NEW
     assert (num_drafts(sparse)[0] > 0) == (most > 0)
@@ -451,16 +384,15 @@ def test_turns_of_a_conversation_behind_held_prefixes(
 ) -> None:
     """What is held has no draft in it, though the last page had."""
     with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
         closing(harness(checkpoint, tmp_path, page_size=4, disable_held_prefixes=False)) as node,
         drafts(node, 3),
     ):
         for said in range(0, NUM_NEW, 5):
             answers = [
-                node.generate(double, (*prompt, *expected[prompt][:said]), 5, by_turns(number))
+                node.generate((*prompt, *expected[prompt][:said]), 5, by_turns(number))
                 for number, prompt in enumerate(PROMPTS[3:9])
             ]
-            node.turn_until(lambda: all(answer.is_over for answer in answers), double)  # noqa: B023
+            node.turn_until(lambda: all(answer.is_over for answer in answers))  # noqa: B023
             for prompt, answer in zip(PROMPTS[3:9], answers, strict=True):
                 assert answer.token_ids == expected[prompt][said : said + 5]
                 if said and answer.stats.mode is Mode.HISPARSE:

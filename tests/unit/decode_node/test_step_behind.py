@@ -5,143 +5,48 @@ The runner on the CPU, where a step is over when it is launched; the order of ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import decode_node.runner
 from decode_node.request import Request, RequestState
-from decode_node.runner import Launched, StepResult, make_runner
+from decode_node.runner import Launched, make_runner
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     PROMPTS,
+    Calls,
     by_turns,
     drafts,
     harness,
     num_drafts,
 )
-from tests.unit.decode_node.support import (
-    Checkpoint,
-    EngineHarness,
-    PrefillDouble,
-    Prompt,
-    finish,
-    load_checkpoint,
-)
-from tools.checkpoints.oracle import greedy_tokens
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
 
 ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
 """Numbers of drafts, in which each follows each."""
 MOST_ROUNDS = 20
-
-
-@pytest.fixture(scope="module")
-def checkpoint(drafting_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    return load_checkpoint(drafting_checkpoint("v32"), num_draft_layers=1)
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
-
-
-@pytest.fixture(scope="module")
-def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
-    with closing(PrefillDouble(checkpoint, page_size=4)) as double:
-        yield double
-
-
-@pytest.fixture(scope="module")
-def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    ipc_dir = tmp_path_factory.mktemp("node")
-    with closing(harness(checkpoint, ipc_dir, page_size=4, growth_pages=1)) as node:
-        yield node
-
-
-@dataclass
-class Calls:
-    """What was done with the steps of a node and with its requests, in this order."""
-
-    all: list[tuple[str, Any]] = field(default_factory=list)
-    results: dict[int, list[StepResult]] = field(default_factory=dict)
-    """By id of the step."""
-
-    @property
-    def steps(self) -> list[Launched]:
-        return [of for what, of in self.all if what == "launch"]
-
-    def at(self, what: str, of: object) -> int:
-        """When this was done first."""
-        return next(at for at, (was, it) in enumerate(self.all) if was == what and it is of)
-
-    def are_ahead(self) -> list[bool]:
-        """Of each step but the last, whether the next one was launched before it was read."""
-        pairs = zip(self.steps, self.steps[1:], strict=False)
-        return [self.at("launch", two) < self.at("read", one) for one, two in pairs]
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    calls = Calls()
-    launch = decode_node.runner.DeviceRunner.launch
-
-    def recorded_launch(*args: Any) -> Launched:
-        launched = launch(*args)
-        calls.all.append(("launch", launched))
-        return launched
-
-    monkeypatch.setattr(decode_node.runner.DeviceRunner, "launch", recorded_launch)
-    record(monkeypatch, calls, decode_node.runner.Launched)
-    return calls
-
-
-def record(patch: pytest.MonkeyPatch, calls: Calls, kind: Any) -> None:
-    wait, result = kind.wait, kind.result
-
-    def recorded_wait(self: Launched) -> None:
-        calls.all.append(("wait", self))
-        wait(self)
-
-    def recorded_result(self: Launched) -> list[StepResult]:
-        calls.all.append(("read", self))
-        calls.results[id(self)] = result(self)
-        return calls.results[id(self)]
-
-    patch.setattr(kind, "wait", recorded_wait)
-    patch.setattr(kind, "result", recorded_result)
+WITH_DRAFTS = True
+NODE = {"page_size": 4, "growth_pages": 1}
 
 
 @pytest.fixture
 def ends(calls: Calls, node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Calls:
     """``calls``, with the moments in which requests give up what they own."""
-    end = node.engine.requests.release
-
-    def recorded(request: Request, *args: Any, **options: Any) -> None:
-        calls.all.append(("end", request))
-        end(request, *args, **options)
-
-    monkeypatch.setattr(node.engine.requests, "release", recorded)
+    calls.watch(monkeypatch, node.engine.requests, "release", "end")
     return calls
 
 
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_the_next_step_is_launched_before_the_last_one_is_read(
-    expected: dict[Prompt, list[int]],
-    double: PrefillDouble,
-    node: EngineHarness,
-    calls: Calls,
-    flag: HisparseFlag,
+    expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls, flag: HisparseFlag
 ) -> None:
     """Until the drafts in flight may be the last tokens."""
     with drafts(node, 3):
-        answer = node.generate(double, PROMPTS[8], NUM_NEW, flag)
-        finish(node, [answer], double)
+        answer = node.generate(PROMPTS[8], NUM_NEW, flag)
+        node.finish([answer])
     assert answer.token_ids == expected[PROMPTS[8]]
     steps = calls.steps
     assert all(step.num_new == 4 for step in steps)
@@ -156,41 +61,32 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(
 
 
 def test_drafts_that_the_host_has_not_read_are_as_good(
-    checkpoint: Checkpoint,
-    double: PrefillDouble,
-    node: EngineHarness,
-    calls: Calls,
-    tmp_path: Path,
+    checkpoint: Checkpoint, node: EngineHarness, calls: Calls, tmp_path: Path
 ) -> None:
     """Just as many are verified and accepted as where every step is read first."""
     counts = []
     with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as other_double,
         closing(harness(checkpoint, tmp_path, make_runner, page_size=4)) as reading_first,
     ):
-        for each, its_double in ((reading_first, other_double), (node, double)):
+        for each in (reading_first, node):
             with drafts(each, 3):
-                answers = [
-                    each.generate(its_double, prompt, NUM_NEW, HisparseFlag.FALSE) for prompt in PROMPTS[5:9]
-                ]
-                finish(each, answers, its_double)
+                answers = [each.generate(prompt, NUM_NEW, HisparseFlag.FALSE) for prompt in PROMPTS[5:9]]
+                each.finish(answers)
             counts.append([num_drafts(answer) for answer in answers])
     assert counts[0] == counts[1]
     assert any(calls.are_ahead())
 
 
 def test_each_number_of_drafts_may_follow_each(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, calls: Calls
+    expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls
 ) -> None:
     """Before it is read how many were right. Every other request is alone, in turn dense and hisparse."""
     pairs = set()
     with drafts(node, *ALL_PAIRS):
         for number, prompt in enumerate(PROMPTS[3:]):
-            answer = node.generate(double, prompt, NUM_NEW, by_turns(number))
-            beside = [
-                node.generate(double, PROMPTS[2], NUM_NEW, is_speculative=False) for _ in range(number % 2)
-            ]
-            finish(node, [answer, *beside], double)
+            answer = node.generate(prompt, NUM_NEW, by_turns(number))
+            beside = [node.generate(PROMPTS[2], NUM_NEW, is_speculative=False) for _ in range(number % 2)]
+            node.finish([answer, *beside])
             assert answer.token_ids == expected[prompt]
             assert all(one.token_ids == expected[PROMPTS[2]] for one in beside)
             steps = [step.num_new for step in calls.steps]
@@ -206,19 +102,19 @@ def test_each_number_of_drafts_may_follow_each(
 
 @pytest.mark.I5
 def test_who_asks_for_more_than_the_likeliest_token_has_every_step_read_first(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, calls: Calls
+    expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls
 ) -> None:
     """Its draws depend on how many tokens there are. Those beside it wait, and go on ahead without it."""
     with drafts(node, 3):
-        answer = node.generate(double, PROMPTS[8], NUM_NEW)
-        node.turn_until(lambda: sum(calls.are_ahead()) > 0, double)
+        answer = node.generate(PROMPTS[8], NUM_NEW)
+        node.turn_until(lambda: sum(calls.are_ahead()) > 0)
         drawn = [
-            node.generate(double, PROMPTS[3], 4, temperature=1.0, seed=1),
-            node.generate(double, PROMPTS[3], 4, num_logprobs=0),
-            node.generate(double, PROMPTS[3], 4, min_new_tokens=4),
-            node.generate(double, PROMPTS[3], 4, presence_penalty=0.1),
+            node.generate(PROMPTS[3], 4, temperature=1.0, seed=1),
+            node.generate(PROMPTS[3], 4, num_logprobs=0),
+            node.generate(PROMPTS[3], 4, min_new_tokens=4),
+            node.generate(PROMPTS[3], 4, presence_penalty=0.1),
         ]
-        finish(node, [answer, *drawn], double)
+        node.finish([answer, *drawn])
     assert answer.token_ids == expected[PROMPTS[8]]
     assert drawn[1].token_ids == expected[PROMPTS[3]][:4]
     rooms = {request.room for step in calls.steps for request in step.batch if is_drawn(request)}
@@ -237,7 +133,7 @@ def is_drawn(request: Request) -> bool:
 
 @pytest.mark.I2
 def test_a_request_that_ends_among_accepted_tokens_keeps_its_slots_for_the_step_in_flight(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, ends: Calls
+    expected: dict[Prompt, list[int]], node: EngineHarness, ends: Calls
 ) -> None:
     prompt = PROMPTS[8]
     tokens = expected[prompt]
@@ -248,9 +144,9 @@ def test_a_request_that_ends_among_accepted_tokens_keeps_its_slots_for_the_step_
     for stop in stops:
         ends.all.clear()
         with drafts(node, 3):
-            beside = node.generate(double, PROMPTS[9], NUM_NEW, by_turns(stop + 1))
-            answer = node.generate(double, prompt, NUM_NEW, by_turns(stop), stop_token_ids=(tokens[stop],))
-            finish(node, [answer, beside], double)
+            beside = node.generate(PROMPTS[9], NUM_NEW, by_turns(stop + 1))
+            answer = node.generate(prompt, NUM_NEW, by_turns(stop), stop_token_ids=(tokens[stop],))
+            node.finish([answer, beside])
         assert answer.token_ids == tokens[: stop + 1]
         assert beside.token_ids == expected[PROMPTS[9]]
         (ended,) = (of for what, of in ends.all if what == "end" and of.num_prompt_tokens == len(prompt))
@@ -265,16 +161,16 @@ def test_a_request_that_ends_among_accepted_tokens_keeps_its_slots_for_the_step_
 
 @pytest.mark.I2
 def test_what_an_aborted_request_owns_is_kept_for_the_step_in_flight_and_nobody_waits(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, ends: Calls
+    expected: dict[Prompt, list[int]], node: EngineHarness, ends: Calls
 ) -> None:
     num_ending = 0
     with drafts(node, 3):
-        staying = node.generate(double, PROMPTS[9], NUM_NEW)
+        staying = node.generate(PROMPTS[9], NUM_NEW)
         for num_turns in range(4):
-            leaving = node.generate(double, PROMPTS[8], NUM_NEW, by_turns(num_turns))
-            node.turn_until(lambda: leaving.token_ids, double)  # noqa: B023
+            leaving = node.generate(PROMPTS[8], NUM_NEW, by_turns(num_turns))
+            node.turn_until(lambda: leaving.token_ids)  # noqa: B023
             for _ in range(num_turns):
-                node.turn(double)
+                node.turn()
             (request,) = (
                 each
                 for each in node.engine.requests.select(RequestState.RUNNING)
@@ -284,17 +180,17 @@ def test_what_an_aborted_request_owns_is_kept_for_the_step_in_flight_and_nobody_
             room, again = request.room, None
             node.leave(leaving)
             while request.state is not RequestState.ENDED:
-                node.turn(double)
+                node.turn()
                 if request.state is RequestState.ENDING and again is None:
                     assert room not in [each.room for each in node.engine.requests.all()]
-                    again = node.generate(double, PROMPTS[7], NUM_NEW, by_turns(num_turns), room=room)
+                    again = node.generate(PROMPTS[7], NUM_NEW, by_turns(num_turns), room=room)
             before = ends.all[: ends.at("end", request)]
             last = [of for what, of in before if what == "launch" and request in of.batch][-1]
             assert any(of is last and what == "read" for what, of in before)
             if again is not None:
-                node.turn_until(lambda: again.is_over, double)  # noqa: B023
+                node.turn_until(lambda: again.is_over)  # noqa: B023
                 assert again.token_ids == expected[PROMPTS[7]], "the room is there for others at once"
-        finish(node, [staying], double)
+        node.finish([staying])
     assert staying.token_ids == expected[PROMPTS[9]]
     assert num_ending > 0
     assert not any(what == "wait" for what, _ in ends.all)
@@ -313,7 +209,6 @@ def test_where_slots_run_out_a_step_is_read_first(
     prompts = PROMPTS[5:9]
     num_left_out = num_short_of_sure = 0
     with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
         closing(
             harness(
                 checkpoint,
@@ -346,8 +241,8 @@ def test_where_slots_run_out_a_step_is_read_first(
         monkeypatch.setattr(steps, "may_follow", recorded_may_follow)
         monkeypatch.setattr(steps, "_launch", checked_launch)
         for _ in range(MOST_ROUNDS):  # it depends on when each request arrives
-            answers = [small.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-            finish(small, answers, double)
+            answers = [small.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+            small.finish(answers)
             assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in prompts]
             if num_left_out and num_short_of_sure:
                 break

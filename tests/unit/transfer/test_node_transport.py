@@ -19,7 +19,6 @@ from prefill_node import memory as prefill_memory
 from tests.unit.decode_node.support import (
     Checkpoint,
     EngineHarness,
-    PrefillDouble,
     load_checkpoint,
     random_prompt,
 )
@@ -87,13 +86,10 @@ def test_the_memory_of_all_ranks_has_to_be_free(
 
 
 def test_a_decode_node_registers_and_shows_its_transport(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with (
-        closing(EngineHarness(checkpoint, tmp_path)) as node,
-        closing(PrefillDouble(checkpoint)) as double,
-    ):
-        answer = node.generate(double, random_prompt(3, 40), 2)
-        node.turn_until(lambda: answer.is_over and node.stats is not None, double)
-        (register,) = double._registered.values()
+    with closing(EngineHarness(checkpoint, tmp_path)) as node:
+        answer = node.generate(random_prompt(3, 40), 2)
+        node.turn_until(lambda: answer.is_over and node.stats is not None)
+        (register,) = node.double._registered.values()
         assert register.transfer_protocol == "tcp"
         assert node.stats is not None
         assert node.stats.gauges['transfer_info{protocol="tcp",devices="",reason="asked for"}'] == 1

@@ -1,0 +1,54 @@
+"""A checkpoint, what transformers makes of a module's prompts, and a node; files here may replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from decode_node.runner import DeviceRunner, Launched
+from tests.unit.decode_node.speculation_support import Calls, harness
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, load_checkpoint
+from tools.checkpoints.oracle import greedy_tokens
+
+
+@pytest.fixture(scope="module", params=["v32"])
+def checkpoint(
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: Callable[[str], Path],
+    drafting_checkpoint: Callable[[str], Path],
+) -> Checkpoint:
+    """With an MTP layer, whose drafts are right half of the time, where the module says ``WITH_DRAFTS``."""
+    if getattr(request.module, "WITH_DRAFTS", False):
+        return load_checkpoint(drafting_checkpoint(request.param), num_draft_layers=1)
+    return load_checkpoint(tiny_checkpoint(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    """Of each of the module's ``PROMPTS`` the likeliest ``NUM_NEW`` tokens behind it."""
+    prompts: list[Prompt] = request.module.PROMPTS
+    tokens = greedy_tokens(checkpoint.path, prompts, request.module.NUM_NEW)
+    return dict(zip(prompts, tokens, strict=True))
+
+
+@pytest.fixture(scope="module")
+def node(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
+    """A node a step behind, with the settings that the module has as ``NODE``."""
+    settings = getattr(request.module, "NODE", {})
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), **settings)) as node:
+        yield node
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """When the steps of all nodes are launched, drawn, waited for and read."""
+    calls = Calls()
+    calls.watch(monkeypatch, DeviceRunner, "launch", "launch")
+    for method, what in (("draw", "draw"), ("wait", "wait"), ("result", "read")):
+        calls.watch(monkeypatch, Launched, method, what)
+    return calls
