@@ -100,8 +100,8 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 class DecodeEngine:
     """All parts of one decode node's engine.
 
-    Raises DecodeSettingsError, TransferError and TransferSetupError, and when pools do not fit DeviceMemoryError
-    or HostMemoryError.
+    Raises DecodeSettingsError, TransferError and TransferSetupError; and when pools do not fit,
+    DeviceMemoryError or HostMemoryError.
     """
 
     def __init__(
