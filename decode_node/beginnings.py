@@ -12,31 +12,24 @@ from typing import NamedTuple
 
 from decode_node.request import KV_POOLS, Request
 from hisparse_pd.paging.pools import SlotCounts
-from hisparse_pd.paging.prefix_tree import Match, Prefix, PrefixTree
+from hisparse_pd.paging.prefix_tree import Prefix, PrefixTree
 from hisparse_pd.vocabulary import Mode
 
 
 class Beginning(NamedTuple):
     """What is held of one prompt."""
 
-    match: Match | None
-    """None: nothing."""
+    num_pages: int
+    parts: tuple[tuple[Prefix, int], ...]
+    """The prefixes that it is of, and how many of their pages."""
     taken: SlotCounts
     """What of it nobody uses so far."""
 
-    @property
-    def num_pages(self) -> int:
-        return self.match.num_pages if self.match else 0
-
-    def parts(self) -> Iterable[tuple[Prefix, int]]:
-        """The prefixes that it is of, and how many of their pages."""
-        return self.match.parts() if self.match else ()
-
 
 class Beginnings:
-    """``held``: None when nothing is. ``landing``: requests whose KV is on its way."""
+    """``landing``: requests whose KV is on its way."""
 
-    def __init__(self, held: PrefixTree | None, landing: Iterable[Request], page_size: int) -> None:
+    def __init__(self, held: PrefixTree, landing: Iterable[Request], page_size: int) -> None:
         self._held = held
         self._page_size = page_size
         self.pinned: dict[Prefix, int] = {}
@@ -48,21 +41,20 @@ class Beginnings:
     def of(self, request: Request, mode: Mode) -> Beginning:
         """What is held of its prompt in ``mode``."""
         kinds = KV_POOLS[mode]
-        match = self._held.find(request.usable_keys, kinds) if self._held is not None else None
-        num_unused = sum(
-            max(0, num - self.pinned.get(part, 0))
-            for part, num in (match.parts() if match else ())
-            if not part.num_users
-        )
-        return Beginning(match, SlotCounts.of(kinds, num_unused * self._page_size))
+        match = self._held.find(request.usable_keys, kinds)
+        if match is None:
+            return Beginning(0, (), SlotCounts())
+        parts = tuple(match.parts())
+        unused = (max(0, num - self.pinned.get(part, 0)) for part, num in parts if not part.num_users)
+        return Beginning(match.num_pages, parts, SlotCounts.of(kinds, sum(unused) * self._page_size))
 
     def are_counted_on(self, one: Beginning) -> bool:
         """Whether some of it would be free when those that run have ended, and is not if it is shared."""
-        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in one.parts())
+        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in one.parts)
 
     def pinned_with(self, one: Beginning) -> dict[Prefix, int]:
         """With ``one`` shared."""
-        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in one.parts()}
+        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in one.parts}
 
     def take(self, one: Beginning) -> None:
         self.pinned = self.pinned_with(one)

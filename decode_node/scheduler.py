@@ -189,8 +189,8 @@ def plan_step(
     running: Sequence[Request],
     landing: Sequence[Request],
     waiting: Iterable[Request] | None,
-    stuck: SlotCounts = _NONE,
-    held: PrefixTree | None = None,
+    stuck: SlotCounts,
+    held: PrefixTree,
 ) -> StepPlan:
     """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible.
 

@@ -8,10 +8,21 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
+
 from decode_node.prefill_peers import PeerEvent, PrefillPeers
 from decode_node.request import PeerAddress
 from protocol.access import PeerList
-from protocol.channels import ControlKeys, Heartbeats
+from protocol.bootstrap import (
+    CODE_HEADER,
+    NONCE_HEADER,
+    BootstrapGate,
+    BootstrapInfo,
+    BootstrapRefused,
+    RankInfo,
+)
+from protocol.channels import ControlKeys, ControlServer, Heartbeats
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered
 from protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
 
@@ -44,6 +55,83 @@ class BootstrapServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class PrefillNode:
+    """A bootstrap endpoint, and the control sockets of its ranks."""
+
+    def __init__(self, keys: ControlKeys | None = None, num_ranks: int = 1) -> None:
+        self.keys = keys
+        self.forges = False
+        """Its answers are not signed."""
+        self.geometry = GEOMETRY
+        self.num_asked = 0
+        self.controls: list[ControlServer] = []
+        self.start("first", num_ranks)
+        self._http = BootstrapServer(self._tell)
+        self.ranks = [PeerAddress("127.0.0.1", self._http.port, rank) for rank in range(3)]
+        self.address = self.ranks[0]
+
+    def start(self, run: str, num_ranks: int = 1, first_port: int = 0) -> None:
+        """In place of the run before, with control sockets of its own."""
+        self._close_controls()
+        self.run = self.told_run = run
+        """``told_run``: the one that the endpoint speaks of."""
+        self._registered: set[bytes] = set()
+        self.controls = [
+            ControlServer("127.0.0.1", 0 if rank else first_port, self.keys) for rank in range(num_ranks)
+        ]
+
+    def _tell(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes, dict[str, str]]:
+        self.num_asked += 1
+        gate = BootstrapGate(None if self.forges else self.keys, PeerList())
+        nonce = request.headers.get(NONCE_HEADER, "")
+        ranks = tuple(
+            RankInfo(f"{self.told_run}-{rank}", each.port) for rank, each in enumerate(self.controls)
+        )
+        info = BootstrapInfo(
+            PROTOCOL_VERSION,
+            ranks[0].instance_id,
+            "127.0.0.1",
+            ranks[0].control_port,
+            GEOMETRY,
+            self.keys is not None,
+            ranks=ranks if len(ranks) > 1 else (),
+        )
+        status, body = 200, msgspec.json.encode(info)
+        try:
+            gate.check(request.client_address[0], nonce, request.headers.get(CODE_HEADER, ""))
+        except BootstrapRefused as error:
+            refusal = {"error": {"message": str(error), "code": error.code}}
+            status, body = error.status, msgspec.json.encode(refusal)
+        return status, body, gate.proof(nonce, body)
+
+    def answer(self, *, heartbeats: bool = True) -> None:
+        for rank, control in enumerate(self.controls):
+            instance_id = f"{self.run}-{rank}"
+            for identity, message in control.receive():
+                match message:
+                    case Register():
+                        self._registered.add(identity)
+                        control.send(identity, Registered(PROTOCOL_VERSION, instance_id, self.geometry))
+                    case Heartbeat() if identity not in self._registered:
+                        control.send(identity, Refused("register first", permanent=False))
+                    case Heartbeat(seq) if heartbeats:
+                        control.send(identity, HeartbeatAck(seq, instance_id))
+
+    def break_connections(self) -> None:
+        """The first socket listens again where it was."""
+        port = self.controls[0].port
+        self.controls[0].close()
+        self.controls[0] = ControlServer("127.0.0.1", port, self.keys)
+
+    def close(self) -> None:
+        self._http.close()
+        self._close_controls()
+
+    def _close_controls(self) -> None:
+        for control in self.controls:
+            control.close()
 
 
 def make_peers(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler
 
 import msgspec
 import pytest
@@ -15,68 +14,15 @@ from decode_node.prefill_peers import InstanceGone, PeerLost, PeerReady, PeerRef
 from decode_node.request import PeerAddress
 from protocol.access import PeerList
 from protocol.bootstrap import (
-    CODE_HEADER,
-    NONCE_HEADER,
-    BootstrapGate,
     BootstrapInfo,
     BootstrapLookupError,
-    BootstrapRefused,
 )
-from protocol.channels import ControlAddressError, ControlKeys, ControlServer
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
-from tests.unit.decode_node.peers_support import BootstrapServer, make_peers, poll_until
+from protocol.channels import ControlAddressError, ControlKeys
+from tests.unit.decode_node.peers_support import PrefillNode, make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.I7
-
-
-class PrefillNode:
-    """A bootstrap endpoint and a control socket. ``forges``: its answers are not signed."""
-
-    def __init__(self, keys: ControlKeys | None) -> None:
-        self.keys = keys
-        self.instance_id = "first"
-        self.forges = False
-        self.geometry = GEOMETRY
-        self.num_asked = 0
-        self.control = ControlServer("127.0.0.1", 0, keys)
-        self._http = BootstrapServer(self._tell)
-        self.address = PeerAddress("127.0.0.1", self._http.port)
-
-    def _tell(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes, dict[str, str]]:
-        self.num_asked += 1
-        gate = BootstrapGate(None if self.forges else self.keys, PeerList())
-        nonce = request.headers.get(NONCE_HEADER, "")
-        has_key = self.keys is not None
-        info = BootstrapInfo(
-            PROTOCOL_VERSION, self.instance_id, "127.0.0.1", self.control.port, GEOMETRY, has_key
-        )
-        status, body = 200, msgspec.json.encode(info)
-        try:
-            gate.check(request.client_address[0], nonce, request.headers.get(CODE_HEADER, ""))
-        except BootstrapRefused as error:
-            refusal = {"error": {"message": str(error), "code": error.code}}
-            status, body = error.status, msgspec.json.encode(refusal)
-        return status, body, gate.proof(nonce, body)
-
-    def answer(self, *, heartbeats: bool = True) -> None:
-        for identity, message in self.control.receive():
-            match message:
-                case Register():
-                    self.control.send(identity, Registered(PROTOCOL_VERSION, "first", self.geometry))
-                case Heartbeat(seq) if heartbeats:
-                    self.control.send(identity, HeartbeatAck(seq, "first"))
-
-    def break_connections(self) -> None:
-        """The socket listens again where it was."""
-        port = self.control.port
-        self.control.close()
-        self.control = ControlServer("127.0.0.1", port, self.keys)
-
-    def close(self) -> None:
-        self._http.close()
-        self.control.close()
 
 
 @pytest.fixture
@@ -107,7 +53,7 @@ def test_a_forged_answer_connects_nothing_and_is_reported(prefill: PrefillNode, 
         assert isinstance(event, PeerRefused)
         assert "control_key_file" in event.error
         assert peers.last_error(prefill.address) == event.error
-        assert not list(prefill.control.receive())
+        assert not list(prefill.controls[0].receive())
 
 
 @pytest.mark.I1
@@ -118,7 +64,7 @@ def test_only_a_signed_answer_can_say_that_a_run_is_gone(
     """A run that is gone frees the slots that it may still write to, so nobody else may claim it."""
     with closing(make_peers(keys)) as peers:
         poll_until(peers, {prefill.address}, bool, prefill.answer)
-        prefill.forges, prefill.instance_id = forges, "second"
+        prefill.forges, prefill.told_run = forges, "second"
         asked_before = prefill.num_asked
         prefill.break_connections()  # so the decode node asks again
 
@@ -136,7 +82,7 @@ def test_a_peer_that_was_cut_off_is_registered_with_again_and_not_lost(
         prefill.break_connections()
         events = poll_until(peers, {prefill.address}, lambda _: not peers.num_registered, prefill.answer)
         events += poll_until(peers, {prefill.address}, lambda _: peers.num_registered, prefill.answer)
-        assert events == [PeerReady(prefill.address, "first")]
+        assert events == [PeerReady(prefill.address, "first-0")]
 
 
 def test_a_peer_that_does_not_come_back_is_lost(
@@ -150,7 +96,7 @@ def test_a_peer_that_does_not_come_back_is_lost(
         prefill.break_connections()
         (event,) = poll_until(peers, {prefill.address}, bool, lambda: None)
         assert isinstance(event, PeerLost)
-        assert event.instance_id == "first"
+        assert event.instance_id == "first-0"
 
 
 def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, keys: ControlKeys) -> None:
@@ -199,7 +145,7 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
             (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
             assert isinstance(event, PeerRefused)
             assert "cannot connect" in event.error
-        ready = PeerReady(prefill.address, "first")
+        ready = PeerReady(prefill.address, "first-0")
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
 
