@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
@@ -254,26 +254,23 @@ class LiveRequests:
         by_run: dict[tuple[PeerAddress, str], list[Quarantined]] = {}
         for entry in self.quarantine:
             by_run.setdefault((entry.peer, entry.instance_id), []).append(entry)
-        return tuple(
-            self._quarantined_run(peer, instance_id, entries, now)
-            for (peer, instance_id), entries in by_run.items()
-        )
-
-    def _quarantined_run(
-        self, peer: PeerAddress, instance_id: str, entries: Sequence[Quarantined], now: float
-    ) -> QuarantinedRun:
-        held = self.pools.held_by(entry.holding for entry in entries)
-        return QuarantinedRun(
-            prefill_node=str(peer),
-            instance_id=instance_id,
-            num_rooms=len(entries),
-            num_unacknowledged=sum(entry.is_unresolved for entry in entries),
-            longest_secs=max(now - entry.since for entry in entries),
-            host_slots=held.host,
-            device_slots=held.device,
-            index_slots=held.index,
-            aux_slots=held.aux,
-        )
+        runs = []
+        for (peer, instance_id), entries in by_run.items():
+            held = self.pools.held_by(entry.holding for entry in entries)
+            runs.append(
+                QuarantinedRun(
+                    prefill_node=str(peer),
+                    instance_id=instance_id,
+                    num_rooms=len(entries),
+                    num_unacknowledged=sum(entry.is_unresolved for entry in entries),
+                    longest_secs=max(now - entry.since for entry in entries),
+                    host_slots=held.host,
+                    device_slots=held.device,
+                    index_slots=held.index,
+                    aux_slots=held.aux,
+                )
+            )
+        return tuple(runs)
 
     def trouble(self, now: float) -> str:
         """Why nobody can be admitted before somebody frees slots that are stuck; empty otherwise."""

@@ -182,9 +182,5 @@ def _difference(one: _Slots, other: _Slots) -> _Slots:
 
 
 def _least(one: _Slots, other: _Slots) -> _Slots:
-    return (
-        one[0] if one[0] < other[0] else other[0],
-        one[1] if one[1] < other[1] else other[1],
-        one[2] if one[2] < other[2] else other[2],
-        one[3] if one[3] < other[3] else other[3],
-    )
+    host, device, index, lookup = map(min, one, other)
+    return host, device, index, lookup

@@ -240,10 +240,12 @@ class Launched:
         """
         if self.is_drawn:
             return
-        with self.buffers.marked():
+        try:
             if self.sample is not None:
                 self.sampled = self.sample()
             self.buffers.take(self.finish()[: len(self.batch)])
+        finally:  # what was enqueued before an error is waited for, too
+            self.buffers.mark()
         self.is_drawn = True
 
     def wait(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -107,14 +107,6 @@ class StepBuffers:
     def take(self, results: Tensor) -> None:
         """Let ``results`` [num_reqs, num_columns] come, without waiting: to memory that is contiguous."""
         self.results[: results.numel()].view_as(results).copy_(results, non_blocking=True)
-
-    @contextmanager
-    def marked(self) -> Iterator[None]:
-        """``wait`` is for what is enqueued within, also when that breaks off."""
-        try:
-            yield
-        finally:
-            self.mark()
 
     def mark(self) -> None:
         """``wait`` is for what has been enqueued until now."""

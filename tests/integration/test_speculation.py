@@ -96,17 +96,6 @@ def test_tokens_are_those_of_the_oracle_with_seven_drafts_by_one_selection(
 
 @pytest.mark.I5
 @pytest.mark.parametrize("pair", [1], indirect=True)
-def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None:
-    drawn = {"params": {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 7}}
-    texts = [
-        [answer["output_ids"] for answer in all_at_once(pair, shift, speculative=speculative, **drawn)]
-        for shift, speculative in enumerate((True, False, True))
-    ]
-    assert texts[1:] == texts[:1] * 2
-
-
-@pytest.mark.I5
-@pytest.mark.parametrize("pair", [1], indirect=True)
 def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
     pair: Deployment, checkpoint: Path
 ) -> None:

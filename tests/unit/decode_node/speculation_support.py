@@ -33,9 +33,6 @@ LENGTHS = [1, 63, 64, 65, HOT_BUFFER - 22, HOT_BUFFER - 3, HOT_BUFFER - 1, HOT_B
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-MakeRunner = Callable[[DecodeSettings, DsaModel, HotBuffers], DeviceRunner]
-
-
 def make_behind(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:
     """Steps as a GPU has them, one behind, without graphs."""
     return DeviceRunner(
@@ -50,7 +47,7 @@ def make_behind(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
 
 
 def harness(
-    checkpoint: Checkpoint, ipc_dir: Path, make: MakeRunner = make_behind, **settings: Any
+    checkpoint: Checkpoint, ipc_dir: Path, make: Callable[..., DeviceRunner] = make_behind, **settings: Any
 ) -> EngineHarness:
     settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS, **settings}
     with pytest.MonkeyPatch.context() as patch:

@@ -170,7 +170,6 @@ class PrefillDouble:
         self.delivers = True
         """Deliver a room as soon as its Bootstrap is here."""
         self.answers_aborts = True
-        self.answers_heartbeats = True
         self.is_hung = False
         """The bootstrap endpoint does not say that the engine is alive."""
         self.is_stopped = False
@@ -181,8 +180,6 @@ class PrefillDouble:
         """What the bootstrap endpoint says of the control channel."""
         self.first_tokens: dict[int, int] = {}
         """By room, in place of the likeliest."""
-        self.num_cached_tokens = 0
-        """What it says of the batches that it delivers with."""
         self.num_registrations = 0
         self._layout = AuxLayout(checkpoint.spec.num_index_groups, checkpoint.spec.index_topk)
         self._transfer = kept_engine("127.0.0.1")
@@ -215,13 +212,6 @@ class PrefillDouble:
         self.instance_id = uuid.uuid4().hex
         self._registered.clear()
 
-    def cut_off(self) -> None:
-        """Break its connections; it listens on where it was."""
-        port = self.control.port
-        self.control.close()
-        self.control = ControlServer("127.0.0.1", port)
-        self._registered.clear()
-
     def forget(self) -> None:
         """Lose the registrations, as after a silence of the decode node."""
         self._registered.clear()
@@ -252,7 +242,7 @@ class PrefillDouble:
             case Heartbeat(seq):
                 if identity not in self._registered:
                     self.control.send(identity, Refused("not registered", False))
-                elif self.answers_heartbeats:
+                else:
                     self.control.send(identity, HeartbeatAck(seq, self.instance_id))
             case Bootstrap():
                 self.bootstraps.append(message)
@@ -301,8 +291,7 @@ class PrefillDouble:
 
     def deliver(self, bootstrap: Bootstrap) -> None:
         self.write(bootstrap)
-        done = RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001, TIMES)
-        self.say(done)
+        self.say(RoomDone(bootstrap.room, 1000, 0, 0.001, TIMES))
 
     def _write_pool(
         self, session: str, source: torch.Tensor, item_bytes: int, region: Region, extents: tuple[Any, ...]

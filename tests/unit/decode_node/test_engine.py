@@ -152,10 +152,7 @@ def test_mixed_modes_share_a_batch_under_pressure(
 @pytest.mark.I4
 @pytest.mark.I5
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
-    checkpoint: Checkpoint,
-    expected: dict[Prompt, list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for almost two of 200 tokens, which grow side by side, and need 220 slots each."""
     prompt = PROMPTS[LENGTHS.index(200)]

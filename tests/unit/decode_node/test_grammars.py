@@ -205,13 +205,10 @@ def test_a_grammar_that_cannot_be_had_ends_its_request_alone(node: EngineHarness
     broken = ask(node, PROMPTS[0], grammar="start: (((")
     outside = ask(node, PROMPTS[1], first="x")
     other = node.generate(PLAIN, 5)
-    node.turn_until(lambda: broken.is_over and outside.is_over)
-    node.finish([other])
     for answer, reason in [(broken, "Expected token"), (outside, "doesn't satisfy")]:
-        assert answer.failure is not None
-        assert answer.failure.status == 400
-        assert "cannot follow its grammar" in answer.failure.error
-        assert reason in answer.failure.error
+        failure = node.failure_of(answer, status=400, error="cannot follow its grammar")
+        assert reason in failure.error
+    node.finish([other])
 
 
 @pytest.mark.parametrize("num", [0, 2])
@@ -222,11 +219,8 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(node: EngineH
         node.finish([alone])
         neighbour = node.generate(PLAIN, 30)
         answer = ask(node, PROMPTS[1], grammar='start: ("{"{0,3000}){0,3000}')
-        node.turn_until(lambda: answer.is_over)
+        node.failure_of(answer, status=400, error="max is 500")
         node.finish([neighbour])
-    assert answer.failure is not None
-    assert answer.failure.status == 400
-    assert "max is 500" in answer.failure.error
     assert neighbour.token_ids == alone.token_ids
 
 
@@ -241,10 +235,8 @@ def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
     with monkeypatch.context() as patch:
         patch.setattr(decode_node.runner, "masks_of", raising(GrammarError("no memory, say")))
         answer = ask(node, PROMPTS[1])
-        node.turn_until(lambda: answer.is_over and neighbour.is_over)
-    for failed in (answer, neighbour):
-        assert failed.failure is not None
-        assert failed.failure.status == 500
+        for failed in (answer, neighbour):
+            node.failure_of(failed, status=500)
     after = ask(node, PROMPTS[1])
     node.finish([after])
     jsonschema.validate(json.loads(text_of(after, checkpoint)), SCHEMA)
@@ -289,17 +281,8 @@ def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
 def test_a_spilled_request_goes_on_in_its_grammar(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Pages run out while two dense requests grow: one goes on as hisparse, where it was."""
     prompt = random_prompt(7, 200)
-    with closing(
-        harness(
-            checkpoint,
-            tmp_path,
-            page_size=4,
-            growth_pages=1,
-            device_pool_tokens=420,
-            speculative_num_steps=0,
-            device_buffer_size=128,
-        )
-    ) as node:
+    pools = {"device_pool_tokens": 420, "device_buffer_size": 128, "speculative_num_steps": 0}
+    with closing(harness(checkpoint, tmp_path, page_size=4, growth_pages=1, **pools)) as node:
         answers = [ask(node, prompt, HisparseFlag.FALSE, temperature=1.0, seed=seed) for seed in (1, 2)]
         node.finish(answers)
     for answer in answers:

@@ -157,20 +157,9 @@ def test_where_pages_and_slots_run_out(
     checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path
 ) -> None:
     """Dense requests are retracted, hot buffers shrink, drafts lack slots, somebody waits."""
-    with (
-        closing(
-            harness(
-                checkpoint,
-                tmp_path,
-                page_size=4,
-                growth_pages=1,
-                host_pool_tokens=1000,
-                device_pool_tokens=320,
-                max_running_requests=4,
-            )
-        ) as node,
-        drafts(node, 3, 3, 0, 1),
-    ):
+    pools = {"host_pool_tokens": 1000, "device_pool_tokens": 320, "max_running_requests": 4}
+    small = harness(checkpoint, tmp_path, page_size=4, growth_pages=1, **pools)
+    with closing(small) as node, drafts(node, 3, 3, 0, 1):
         answers = generate_all(node)
         node.finish(answers)
     assert [answer.token_ids for answer in answers] == expected

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from decode_node.request import Request, RequestState
-from decode_node.runner import Launched, StepResult
+from decode_node.runner import Launched
 from hisparse_pd.engine.messages import Abort
 from hisparse_pd.vocabulary import HisparseFlag, Mode
-from tests.unit.decode_node.speculation_support import harness
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, random_prompt
+from tests.unit.decode_node.speculation_support import Calls, harness
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, raising, random_prompt
 
 NUM_NEW = 20
 HOT_BUFFER = 128
@@ -89,35 +89,23 @@ def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
 
 
 def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
-    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its slots are given up when that one has been waited for, too."""
     doomed = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
     node.turn_until(lambda: len(doomed.token_ids) > 3)
     engine = node.engine
-    unread: list[object] = []
-    waited: list[object] = []
-
-    def unreadable(launched: Launched) -> list[StepResult]:
-        assert engine.steps.in_flight is not launched
-        unread.append(launched)
-        raise RuntimeError("no such token")
-
-    def release(request: Request) -> None:
-        assert len(waited) == 2, "the next step still uses its slots"
-        assert waited == unread
-        hot_buffers_release(request)
-
-    hot_buffers_release = engine.hot_buffers.release
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.steps.in_flight), "result", unreadable)
-        patch.setattr(type(engine.steps.in_flight), "wait", lambda launched: waited.append(launched))
-        patch.setattr(engine.hot_buffers, "release", release)
-        node.turn_until(lambda: doomed.is_over and not engine.requests.select(RequestState.ENDING))
-    assert doomed.failure is not None
-    assert "no such token" in doomed.failure.error
+        patch.setattr(Launched, "result", raising(RuntimeError("no such token")))
+        calls.watch(patch, Launched, "result", "read")
+        calls.watch(patch, engine.hot_buffers, "release", "end")
+        calls.all.clear()
+        node.failure_of(doomed, error="no such token")
+        node.turn_until(lambda: not engine.requests.select(RequestState.ENDING))
+    done = [what for what, _ in calls.all if what in ("read", "wait", "end")]
+    assert done == ["read", "wait", "read", "wait", "end"]
     spared = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
-    node.finish([spared])
-    assert spared.token_ids == expected[PROMPTS[8]]
+    assert node.tokens_of(spared) == expected[PROMPTS[8]]
 
 
 def num_aborted(node: EngineHarness) -> float:

@@ -310,20 +310,9 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
 ) -> None:
     """Small pools: drafts lack slots, hot buffers shrink, dense requests are retracted, somebody waits."""
     prompts = PROMPTS[1:]
-    with (
-        closing(
-            harness(
-                checkpoint,
-                tmp_path,
-                page_size=4,
-                growth_pages=1,
-                host_pool_tokens=1300,
-                device_pool_tokens=1000,
-                max_running_requests=10,
-            )
-        ) as node,
-        drafts(node, 3, 3, 1),
-    ):
+    pools = {"host_pool_tokens": 1300, "device_pool_tokens": 1000, "max_running_requests": 10}
+    small = harness(checkpoint, tmp_path, page_size=4, growth_pages=1, **pools)
+    with closing(small) as node, drafts(node, 3, 3, 1):
         answers = [node.generate(prompt, NUM_NEW, by_turns(number)) for number, prompt in enumerate(prompts)]
         node.finish(answers)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -342,10 +331,7 @@ def test_the_context_can_be_filled_to_its_end(
         small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
         ipc_dir = tmp_path / str(context_length)
         ipc_dir.mkdir()
-        with (
-            closing(harness(small, ipc_dir, page_size=4)) as node,
-            drafts(node, 3),
-        ):
+        with closing(harness(small, ipc_dir, page_size=4)) as node, drafts(node, 3):
             answers = [node.generate(prompt, NUM_NEW, flag) for flag in HisparseFlag]
             node.finish(answers)
         num_tokens = min(NUM_NEW, context_length + 1 - len(prompt))
@@ -356,17 +342,10 @@ def test_the_context_can_be_filled_to_its_end(
 @V32
 @pytest.mark.parametrize(("capacity", "most"), [(TOP_K + 4, 0), (2 * TOP_K + 4, 1)])
 def test_a_hot_buffer_bounds_the_drafts(
-    checkpoint: Checkpoint,
-    expected: dict[Prompt, list[int]],
-    tmp_path: Path,
-    capacity: int,
-    most: int,
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, capacity: int, most: int
 ) -> None:
     prompt = PROMPTS[8]
-    with (
-        closing(harness(checkpoint, tmp_path, device_buffer_size=capacity)) as node,
-        drafts(node, 3),
-    ):
+    with closing(harness(checkpoint, tmp_path, device_buffer_size=capacity)) as node, drafts(node, 3):
         sparse, dense = [
             node.generate(prompt, NUM_NEW, flag) for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
         ]
@@ -383,10 +362,8 @@ def test_turns_of_a_conversation_behind_held_prefixes(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     """What is held has no draft in it, though the last page had."""
-    with (
-        closing(harness(checkpoint, tmp_path, page_size=4, disable_held_prefixes=False)) as node,
-        drafts(node, 3),
-    ):
+    holding = harness(checkpoint, tmp_path, page_size=4, disable_held_prefixes=False)
+    with closing(holding) as node, drafts(node, 3):
         for said in range(0, NUM_NEW, 5):
             answers = [
                 node.generate((*prompt, *expected[prompt][:said]), 5, by_turns(number))

@@ -6,6 +6,7 @@ The runner on the CPU, where a step is over when it is launched; the order of ca
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import compress, pairwise
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,7 @@ def test_drafts_that_the_host_has_not_read_are_as_good(
 ) -> None:
     """Just as many are verified and accepted as where every step is read first."""
     counts = []
-    with (
-        closing(harness(checkpoint, tmp_path, make_runner, page_size=4)) as reading_first,
-    ):
+    with closing(harness(checkpoint, tmp_path, make_runner, page_size=4)) as reading_first:
         for each in (reading_first, node):
             with drafts(each, 3):
                 answers = [each.generate(prompt, NUM_NEW, HisparseFlag.FALSE) for prompt in PROMPTS[5:9]]
@@ -90,10 +89,8 @@ def test_each_number_of_drafts_may_follow_each(
             assert answer.token_ids == expected[prompt]
             assert all(one.token_ids == expected[PROMPTS[2]] for one in beside)
             steps = [step.num_new for step in calls.steps]
-            for one, two, is_ahead in zip(steps, steps[1:], calls.are_ahead(), strict=False):
-                if is_ahead:
-                    pairs.add((one, two))
-            for one_step, next_step in zip(calls.steps, calls.steps[1:], strict=False):
+            pairs |= set(compress(pairwise(steps), calls.are_ahead()))
+            for one_step, next_step in pairwise(calls.steps):
                 if one_step.num_new == 1:  # which makes none
                     assert not any(next_step.most_drafts)
             calls.all.clear()
@@ -207,17 +204,10 @@ def test_where_slots_run_out_a_step_is_read_first(
 ) -> None:
     """Who sits a step out has no slot for sure, not only when all drafts in flight are right."""
     prompts = PROMPTS[5:9]
+    host_pool_tokens = sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 36
     num_left_out = num_short_of_sure = 0
     with (
-        closing(
-            harness(
-                checkpoint,
-                tmp_path,
-                page_size=4,
-                growth_pages=1,
-                host_pool_tokens=sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 36,
-            )
-        ) as small,
+        closing(harness(checkpoint, tmp_path, **NODE, host_pool_tokens=host_pool_tokens)) as small,
         drafts(small, 3),
     ):
         steps = small.engine.steps
