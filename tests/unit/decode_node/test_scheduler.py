@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from decode_node.beginnings import Beginnings
 from decode_node.live_requests import LiveRequests
 from decode_node.request import KV_POOLS, Request, RequestState
 from decode_node.reserve import Claim, Reserve
@@ -382,6 +383,20 @@ def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: b
     end(node.rooms, long, is_sound=True)
     (admission,) = node.plan().admissions
     assert (admission.request, admission.need.host) == (newcomer, 32)
+
+
+def test_what_a_plan_has_shared_nobody_counts_on() -> None:
+    node = Node()
+    node.arrive(TRUE, 200, family=1)
+    node.step()
+    beginnings = Beginnings(node.rooms.held, [], 16)
+    newcomer = node.arrive(AUTO, 200, family=1)
+    assert beginnings.of(newcomer, Mode.DENSE) == (0, (), SlotCounts())
+    shared = beginnings.of(newcomer, Mode.HISPARSE)
+    assert (shared.num_pages, shared.taken) == (12, SlotCounts())
+    assert beginnings.are_counted_on(shared)
+    beginnings.take(shared)
+    assert not beginnings.are_counted_on(shared)
 
 
 @pytest.mark.I7
