@@ -22,23 +22,6 @@ extent_lists = st.lists(st.builds(Extent, st.integers(0, 500), st.integers(1, 40
 quick = settings(derandomize=True, max_examples=100)
 
 
-@pytest.mark.parametrize(
-    ("slots", "extents"),
-    [
-        ([], ()),
-        ([7], (Extent(7, 1),)),
-        ([3, 4, 5], (Extent(3, 3),)),
-        ([5, 4, 3], (Extent(5, 1), Extent(4, 1), Extent(3, 1))),
-        ([8, 9, 0, 1, 1], (Extent(8, 2), Extent(0, 2), Extent(1, 1))),
-    ],
-)
-def test_slots_become_the_fewest_extents_in_their_order(
-    slots: list[int], extents: tuple[Extent, ...]
-) -> None:
-    assert slots_to_extents(slots) == extents
-    assert extents_to_slots(extents).tolist() == slots
-
-
 @quick
 @given(st.lists(st.integers(0, 50), max_size=60))
 def test_slots_survive_the_way_through_extents(slots: list[int]) -> None:
@@ -72,22 +55,6 @@ def test_a_slice_outside_the_extents_is_refused(start: int, stop: int) -> None:
 
 
 @pytest.mark.I6
-@pytest.mark.parametrize(
-    ("start", "stop", "slots"),
-    [
-        (0, 0, []),
-        (0, 1, [20]),
-        (0, 4, [20, 21, 22, 23]),
-        (3, 6, [23, 8, 9]),  # the end of one page and the start of the next
-        (4, 8, [8, 9, 10, 11]),
-        (5, 9, [9, 10, 11, 0]),  # a partial last page
-        (12, 12, []),
-    ],
-)
-def test_pages_expand_to_token_slots(start: int, stop: int, slots: list[int]) -> None:
-    assert expand_pages([5, 2, 0], 4, start, stop).tolist() == slots
-
-
 @quick
 @given(st.lists(st.integers(0, 99), max_size=8), st.integers(1, 9), st.data())
 def test_page_expansion_matches_the_definition(

@@ -59,30 +59,6 @@ def node(request: pytest.FixtureRequest) -> Node:
     return Node(request.param)
 
 
-def test_any_number_use_a_prefix_as_far_as_it_is_the_same(node: Node) -> None:
-    node.hold(pages(1, 1, 1))
-    node.hold(pages(2, 2, 2))
-    wanted, tree, kind = pages(1, 1, 7, 7), node.tree, node.kinds[0]
-    assert node.num_held(wanted) == 2
-    users = [tree.use(wanted[:2], node.kinds) for _ in range(3)]
-    assert users[1:] == users[:-1]
-    assert (users[0].end_page, users[0].num_users) == (2, 3)
-    assert len(extents_to_slots(users[0].extents(kind))) == 8
-    assert tree.num_tokens == 24, "what is behind it is still held"
-    longer = tree.use(pages(1, 1, 1), node.kinds)
-    assert list(longer.chain()) == [longer, users[0]]
-    assert (
-        extents_to_slots(longer.extents(kind))[:8].tolist()
-        == extents_to_slots(users[0].extents(kind)).tolist()
-    )
-    tree.check_integrity([*users, longer])
-    assert tree.unused == SlotCounts.of(node.kinds, 12)
-    for prefix in (*users, longer):
-        tree.let_go(prefix)
-    tree.check_integrity([])
-    assert node.pools.free + tree.unused == node.pools.totals
-
-
 @pytest.mark.I8
 def test_neighbours_are_one_run_unless_something_tells_them_apart(node: Node) -> None:
     tree, kind, keys = node.tree, node.kinds[0], pages(*range(8))
@@ -165,25 +141,6 @@ def test_what_is_held_already_is_not_held_twice() -> None:
         node.tree.hold(holding, pages(9, 9), HOST, 1)
     with pytest.raises(ValueError, match="reach past the 4 token slots"):
         node.tree.hold(holding, pages(9, 9), HOST)
-
-
-@pytest.mark.I1
-def test_who_keeps_pages_that_are_held_of_another_has_them_until_its_end() -> None:
-    """Writes may read them; the pages behind them are held all the same."""
-    node = Node(DEVICE)
-    node.hold(pages(1, 1))
-    holding = node.pools.reserve(Room(2), SlotCounts(device=14, aux=1), Stage.RUNNING)
-    own = extents_to_slots(holding[PoolKind.DEVICE]).tolist()
-    prefix = node.tree.share(holding, pages(1, 1, 2), DEVICE, None, keeps_known=True)
-    assert prefix is not None
-    assert prefix.end_page == 3
-    assert extents_to_slots(holding[PoolKind.DEVICE]).tolist() == [*own[:8], *own[12:]]
-    assert extents_to_slots(prefix.extents(PoolKind.DEVICE)).tolist()[8:] == own[8:12]
-    node.tree.check_integrity([prefix])
-    node.pools.check_integrity({Stage.RUNNING: 1, Stage.HELD: len(node.tree)})
-    node.tree.let_go(prefix)
-    node.pools.release(holding)
-    assert node.taken == node.tree.unused == SlotCounts(device=12)
 
 
 def test_the_least_recently_used_go_first_and_from_their_ends() -> None:

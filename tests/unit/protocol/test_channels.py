@@ -1,6 +1,5 @@
 """The control and ipc channels over real ZMQ sockets."""
 
-import pickle
 import select
 import socket
 import threading
@@ -10,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
@@ -29,7 +27,6 @@ from protocol.channels import (
     ControlServer,
     Heartbeats,
 )
-from protocol.decoding import TypedDecoder
 from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToPrefill
 from protocol.polling import Poller, Wakeup
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
@@ -449,17 +446,6 @@ def test_a_server_takes_in_a_burst_between_two_turns(
         assert len(list(server.receive())) == endless.num_received == most
 
 
-@pytest.mark.I8
-def test_a_client_takes_in_a_burst_between_two_turns(
-    make_server: Make, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = make_client(make_server())
-    endless = _Endless(messages.encoder.encode(HeartbeatAck(1, "run")))
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "socket", endless)
-        assert len(list(client.receive())) == endless.num_received == 256
-
-
 @pytest.mark.I7
 @pytest.mark.I8
 @pytest.mark.parametrize(
@@ -520,35 +506,6 @@ def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
     decoded = [engine_messages.from_engine_decoder.decode(frame) for frame in full.sent]
     assert [message for message in decoded if message != stats] == failures
     engine.close()
-
-
-class _Exploit:
-    """What runs where its pickle is loaded."""
-
-    ran = False
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
-        return setattr, (_Exploit, "ran", True)
-
-
-@pytest.mark.parametrize(
-    "decoder",
-    [
-        messages.to_prefill_decoder,
-        messages.to_decode_decoder,
-        engine_messages.to_engine_decoder,
-        engine_messages.from_engine_decoder,
-    ],
-)
-def test_a_pickle_is_a_malformed_message_and_is_never_loaded(decoder: TypedDecoder[object]) -> None:
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        frame = pickle.dumps(_Exploit(), protocol)
-        with pytest.raises(msgspec.MsgspecError):
-            decoder.decode(frame)
-    assert not _Exploit.ran
-    pickle.loads(frame)
-    assert _Exploit.ran, "the pickle would have shown"
-    _Exploit.ran = False
 
 
 def test_a_wakeup_ends_a_wait_and_is_cleared() -> None:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from hisparse_pd.vocabulary import TokenLogprob
 from transfer.aux_record import AuxLayout, AuxMismatch
@@ -32,13 +31,6 @@ def test_logprob_and_hint_are_optional() -> None:
     LAYOUT.pack_into(slot, 0, 5)
     record = LAYOUT.unpack(bytes(slot), 0)
     assert (record.first_token, record.logprob, record.hint) == (5, None, None)
-
-
-def test_a_torch_tensor_holds_a_record_and_a_hint() -> None:
-    slots = torch.zeros(2, LAYOUT.slot_bytes, dtype=torch.uint8)
-    LAYOUT.pack_into(slots[1].numpy(), ROOM, 42, None, torch.from_numpy(HINT))
-    assert LAYOUT.unpack(slots[1].numpy(), ROOM).first_token == 42
-    assert not slots[0].any()
 
 
 def test_the_record_is_copied_out() -> None:
@@ -72,14 +64,6 @@ def test_an_empty_slot_is_no_record() -> None:
 def test_the_record_of_the_slots_previous_room_is_refused() -> None:
     with pytest.raises(AuxMismatch, match="room 6 where that of room 7 is due"):
         LAYOUT.unpack(packed(room=6), 7)
-
-
-def test_a_half_overwritten_record_is_refused() -> None:
-    old, new = packed(), packed()
-    LAYOUT.pack_into(new, ROOM, 1, None, HINT + 5)
-    new[LAYOUT.record_bytes // 2 :] = old[LAYOUT.record_bytes // 2 :]
-    with pytest.raises(AuxMismatch, match="damaged"):
-        LAYOUT.unpack(new, ROOM)
 
 
 def test_a_record_of_another_geometry_is_refused() -> None:

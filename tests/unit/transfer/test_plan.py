@@ -154,14 +154,6 @@ def test_no_tokens_and_no_layers_are_no_descriptors() -> None:
     assert join_descriptors([]).num_bytes == 0
 
 
-def test_joined_descriptors_keep_their_order() -> None:
-    both = region(SRC_BASE, 1, 8, 16), region(DST_BASE, 1, 8, 16)
-    first, second = (descriptors(run(start, start, 2), *both, [0]) for start in (0, 4))
-    joined = join_descriptors([first, second])
-    assert joined.src_addrs.tolist() == [SRC_BASE, SRC_BASE + 64]
-    assert joined.num_bytes == first.num_bytes + second.num_bytes
-
-
 # --- slices -----------------------------------------------------------------------------------------------
 
 
