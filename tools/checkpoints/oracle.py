@@ -7,12 +7,8 @@ part. Two things are not transformers' own: of equal scores the lowest positions
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +19,23 @@ from torch.overrides import TorchFunctionMode
 from hisparse_pd.model.loader import experts_implementation
 
 ORACLE_TIMEOUT_SECS = 900
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Oracle:
     """Greedy tokens of a checkpoint, EOS ignored, computed beside the caller in a process of its own."""
 
     def __init__(self, checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> None:
-        request = {"prompts": [list(prompt) for prompt in prompts], "num_new_tokens": num_new_tokens}
-        self._files = tempfile.TemporaryDirectory()
-        request_path = Path(self._files.name) / "request.json"
-        request_path.write_text(json.dumps(request))
-        self._answer_path = Path(self._files.name) / "answer.json"
-        self._log_path = Path(self._files.name) / "log"
-        arguments = (str(checkpoint.resolve()), str(request_path), str(self._answer_path))
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tools.checkpoints.oracle", *arguments],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-            )
+        self._pool = get_context("spawn").Pool(1)
+        self._answer = self._pool.apply_async(greedy_tokens, (checkpoint, prompts, num_new_tokens))
 
-    @cached_property
+    @property
     def tokens(self) -> list[list[int]]:
         """The new tokens of each prompt; waits for them."""
-        if self._process.wait(ORACLE_TIMEOUT_SECS) != 0:
-            raise RuntimeError(f"the oracle failed:\n{self._log_path.read_text()[-3000:]}")
-        return [list(tokens) for tokens in json.loads(self._answer_path.read_text())]
+        return self._answer.get(ORACLE_TIMEOUT_SECS)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._files.cleanup()
+        self._pool.terminate()
+        self._pool.join()
 
 
 def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
@@ -169,14 +149,3 @@ def select_at_random(model: Any, seed: int) -> None:
         module.forward = forward
     if not num_indexers:
         raise ValueError(f"{type(model).__name__} has no indexer: there is no selection to draw by lot")
-
-
-def _main() -> None:
-    checkpoint, request_path, answer_path = map(Path, sys.argv[1:])
-    request = json.loads(request_path.read_text())
-    answers = greedy_tokens(checkpoint, request["prompts"], request["num_new_tokens"])
-    answer_path.write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    _main()
