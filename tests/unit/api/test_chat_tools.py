@@ -178,13 +178,3 @@ async def test_deepseek_calls_a_developers_own_tools(tmp_path: Path, deepseek: R
         choice = await whole(client, tool_choice="none", **options)
         assert "<functions>" not in deepseek.prompt
         assert (choice.message.content, choice.message.tool_calls) == (f"Look:{DSML_CALL}", None)
-
-
-async def test_a_format_for_the_answer_is_refused_in_messages_too(
-    tmp_path: Path, deepseek: RecordingCodec
-) -> None:
-    message = {"role": "system", "content": "hi", "response_format": {"type": "json_object"}}
-    async with answering(tmp_path, "x") as client:
-        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].response_format"):
-            await whole(client, messages=[message])
-        await whole(client)

@@ -7,7 +7,6 @@ import json
 import logging
 import multiprocessing.connection
 import os
-import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -36,8 +35,7 @@ from hisparse_pd.engine.messages import (
 from hisparse_pd.http import front as front_module
 from hisparse_pd.http import rank_link
 from hisparse_pd.http.engine_link import EngineLink, least_loaded
-from hisparse_pd.http.fronts import Fronts
-from hisparse_pd.http.listening import Listener, _SharedSocket
+from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.settings import MAX_BODY_BYTES, DecodeSettings
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
@@ -46,6 +44,7 @@ from tests.unit.api.scripted_engine import deliver, say, stats
 from tests.unit.api.support import (
     BODY,
     MESSAGES,
+    MINIMAL,
     NATIVE,
     ROOM,
     TOKENIZER,
@@ -282,7 +281,8 @@ async def test_eos_is_shown_only_on_request(tmp_path: Path) -> None:
 
 async def test_generate(tmp_path: Path) -> None:
     async with serving(say("abc"), tmp_path) as node:
-        answer = (await node.post("/generate", **NATIVE, rid="mine", return_logprob=True)).json()
+        body = NATIVE | {"rid": "mine", "return_logprob": True}
+        answer = (await node.post("/generate", **body)).json()
         meta = answer["meta_info"]
         assert (answer["text"], answer["output_ids"]) == ("abc", list(b"abc"))
         assert meta.pop("e2e_latency") > 0
@@ -297,6 +297,10 @@ async def test_generate(tmp_path: Path) -> None:
             "input_token_logprobs": [],
             "output_token_logprobs": [[-0.5, 97, None], [-0.5, 98, None], [-0.5, 99, None]],
         }
+        body |= {"top_logprobs_num": 2, "return_text_in_logprobs": True}
+        meta = (await node.post("/generate", **body)).json()["meta_info"]
+        assert meta["output_token_logprobs"] == [[-0.5, 97, "a"], [-0.5, 98, "b"], [-0.5, 99, "c"]]
+        assert meta["output_top_logprobs"][0] == [[-0.5, 97, "a"], [-1.5, 98, "b"]]
 
 
 async def test_generate_streams_cumulative_text(tmp_path: Path) -> None:
@@ -310,14 +314,6 @@ async def test_generate_streams_cumulative_text(tmp_path: Path) -> None:
         ends = [event["meta_info"]["finish_reason"] is not None for event in events]
         assert ends == [count == 5 for count in counts]
         assert "index" not in events[0]
-
-
-async def test_generate_shows_the_text_of_logprobs_on_request(tmp_path: Path) -> None:
-    async with serving(say("ab"), tmp_path) as node:
-        body = {**NATIVE, "return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
-        meta = (await node.post("/generate", **body)).json()["meta_info"]
-        assert meta["output_token_logprobs"] == [[-0.5, 97, "a"], [-0.5, 98, "b"]]
-        assert meta["output_top_logprobs"][0] == [[-0.5, 97, "a"], [-1.5, 98, "b"]]
 
 
 async def test_generate_answers_a_list_with_a_list(tmp_path: Path) -> None:
@@ -346,6 +342,9 @@ async def test_prefill_answers_when_all_rooms_are_delivered(tmp_path: Path, stre
         answer = (await node.post("/v1/completions", **BODY, n=3)).json()
         assert [entry["meta_info"]["cached_tokens"] for entry in answer["prefill"]] == [3, 3, 3]
         assert len({generate.room for generate in node.engine.generates[1:]}) == 3
+        for path, body in MINIMAL.items():
+            assert (await node.post(path, **body, stream=stream)).status_code == 200
+            assert node.engine.generates[-1].room == ROOM["bootstrap_room"]
 
 
 async def test_a_room_that_fails_fails_the_prefill(tmp_path: Path) -> None:
@@ -788,44 +787,6 @@ def test_a_front_that_cannot_start_says_why(
         )
     assert status == 1
     assert (f"127.0.0.1:{port}" if trouble == "port in use" else "missing: no such directory") in caplog.text
-
-
-@pytest.mark.parametrize("num_fronts", [1, 2])
-def test_several_fronts_leave_connections_to_each_other(
-    tmp_path: Path, num_fronts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the kernel gives nearly all of them to one."""
-    monkeypatch.setattr(node, "setup_logging", lambda level, name: None)
-    monkeypatch.setattr(front_module.EngineProcesses, "start", lambda self: None)
-    handed: list[Listener] = []
-
-    def accept_nothing(self: Fronts, plan: object, endpoints: object, listener: Listener) -> None:
-        listener.server(_no_app)
-        handed.append(listener)
-        raise OSError("as far as this test goes")
-
-    monkeypatch.setattr(Fronts, "start", accept_nothing)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        status = node.run_front(
-            DecodeSettings(model_path=tmp_path, port=0, api_server_count=num_fronts),
-            role="decode",
-            engine=_never,
-            holds_output=True,
-            choose_rank=least_loaded,
-            ports=(0,),
-            apps=lambda _: (),
-        )
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert status == 1
-    (listener,) = handed
-    assert isinstance(listener.socket, _SharedSocket) is (num_fronts > 1)
-
-
-async def _no_app(scope: object, receive: object, send: object) -> None:
-    raise AssertionError("nobody connects")
 
 
 def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:

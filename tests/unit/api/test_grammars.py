@@ -309,12 +309,6 @@ def test_an_answer_of_a_format_stands_behind_its_reasoning(
         assert not admits(grammar, good)
 
 
-def test_random_answers_of_a_schema_validate() -> None:
-    walk = Walk(write_grammar(answers(FormatKind.JSON, json.dumps(SCHEMA)), chat_format(None)))
-    for seed in range(20):
-        jsonschema.validate(json.loads(walk.answer(seed)), SCHEMA)
-
-
 def test_white_space_in_json_is_bounded() -> None:
     grammar = write_grammar(answers(FormatKind.JSON, '{"type":"object"}'), chat_format(None))
     assert admits(grammar, '{\n    "a": 1\n}')

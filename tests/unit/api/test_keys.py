@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
+import random
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
+from hypothesis import given
+from starlette.types import Message, Receive, Scope, Send
 
 from hisparse_pd.api.keys import MAX_KEYS, ApiKeys, RequireKey, load_api_keys
 from protocol.access import KeyFileError
+from tests.property.fuzzing import batch, damage, fuzz_batches, seeds
 
 KEY = "correct-horse-battery-staple"
 OTHER = "another-key-of-someone-else"
 
 
+CONTENT = f"# the web application\n{KEY}\n\n  {OTHER}  \n"
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "hisparse_pd.api.keys"
-    path.write_text(f"# the web application\n{KEY}\n\n  {OTHER}  \n")
+    path = tmp_path / "keys"
+    path.write_text(CONTENT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def path_of_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(CONTENT)
     return path
 
 
@@ -57,7 +65,7 @@ def test_without_a_file_there_are_no_keys() -> None:
     ],
 )
 def test_a_bad_file_is_named_and_not_shown(tmp_path: Path, content: bytes | None, words: list[str]) -> None:
-    path = tmp_path / "hisparse_pd.api.keys"
+    path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(KeyFileError) as caught:
@@ -96,89 +104,120 @@ def test_a_file_that_breaks_leaves_the_keys_as_they_were(
 # --- the gate ------------------------------------------------------------------------------------------
 
 
-def ask(path: Path, target: str, headers: Any) -> tuple[httpx.Response, int, list[str]]:
-    """The answer, how many requests were refused, and which reached the application."""
-    reached: list[str] = []
-    num_refused = 0
-
-    def note_refusal() -> None:
-        nonlocal num_refused
-        num_refused += 1
-
-    async def endpoint(request: Request) -> PlainTextResponse:
-        reached.append(request.url.path)
-        return PlainTextResponse("in")
-
-    inner = Starlette(
-        routes=[Route(name, endpoint, methods=["GET", "POST"]) for name in ("/work", "/health")]
-    )
-    app = RequireKey(inner, ApiKeys(path), frozenset(("/health",)), note_refusal)
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
-            return await client.post(target, headers=headers, content=b"{}")
-
-    return asyncio.run(send()), num_refused, reached
+HEADERS = list[tuple[bytes, bytes]]
 
 
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-def test_a_key_gets_through(path: Path, scheme: str) -> None:
-    answer, num_refused, reached = ask(path, "/work", {"authorization": f"{scheme} {OTHER}"})
-    assert (answer.status_code, num_refused, reached) == (200, 0, ["/work"])
+@dataclass
+class Gate:
+    """Before an application; what it lets through and what it answers."""
+
+    keys: ApiKeys
+    num_refused: int = 0
+    num_reached: int = 0
+
+    def ask(self, target: str, headers: HEADERS) -> tuple[int, dict[bytes, bytes], bytes]:
+        """Status, headers and body of the answer. Nothing of it waits, and no body is read."""
+        sent: list[Message] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            self.num_reached += 1
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            raise AssertionError("the body was read")
+
+        scope = {"type": "http", "path": target, "headers": headers, "client": ("10.0.0.9", 1)}
+        gate = RequireKey(app, self.keys, frozenset(("/health",)), self.refuse)
+        with pytest.raises(StopIteration):
+            gate(scope, receive, send).send(None)  # type: ignore[attr-defined]
+        start, *bodies = sent
+        return start["status"], dict(start["headers"]), b"".join(message["body"] for message in bodies)
+
+    def refuse(self) -> None:
+        self.num_refused += 1
+
+
+@pytest.fixture
+def gate(path: Path) -> Gate:
+    return Gate(ApiKeys(path))
+
+
+def bearer(value: str) -> HEADERS:
+    return [(b"authorization", value.encode())]
+
+
+X_API_KEY = [(b"x-api-key", KEY.encode())]
+
+
+@pytest.mark.parametrize(
+    "headers", [*(bearer(f"{scheme} {OTHER}") for scheme in ("Bearer", "bearer", "BEARER")), X_API_KEY]
+)
+def test_a_key_gets_through(gate: Gate, headers: HEADERS) -> None:
+    status, _, _ = gate.ask("/work", headers)
+    assert (status, gate.num_refused, gate.num_reached) == (200, 0, 1)
 
 
 @pytest.mark.parametrize(
     "headers",
     [
-        {},
-        {"authorization": ""},
-        {"authorization": "Bearer"},
-        {"authorization": "Bearer "},
-        {"authorization": KEY},
-        {"authorization": f"Basic {KEY}"},
-        {"authorization": f"Bearer {KEY}x"},
-        {"authorization": f"Bearer {KEY} {OTHER}"},
-        {"authorization": f"Bearer {KEY}, Bearer {OTHER}"},
-        [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")],
-        {"x-api-key": f"{KEY}x"},
-        {"x-api-key": KEY, "authorization": f"Bearer {KEY}x"},
-        [("x-api-key", KEY), ("x-api-key", KEY)],
+        [],
+        *map(
+            bearer, ("", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY} {OTHER}")
+        ),
+        bearer(f"Bearer {KEY}, Bearer {OTHER}"),
+        bearer(f"Bearer {KEY}") * 2,
+        [(b"x-api-key", f"{KEY}x".encode())],
+        X_API_KEY + bearer(f"Bearer {KEY}x"),
+        X_API_KEY * 2,
     ],
     ids=str,
 )
 def test_anything_else_is_answered_401_in_openais_shape(
-    path: Path, headers: Any, caplog: pytest.LogCaptureFixture
+    gate: Gate, headers: HEADERS, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    answer, num_refused, reached = ask(path, "/work", headers)
-    assert (answer.status_code, num_refused, reached) == (401, 1, [])
-    assert answer.headers["www-authenticate"] == "Bearer"
-    assert answer.headers["content-type"] == "application/json"
-    error = answer.json()["error"]
-    assert (error["type"], error["code"], error["param"]) == (
-        "invalid_request_error",
-        "invalid_api_key",
-        None,
-    )
+    status, shown, body = gate.ask("/work", headers)
+    assert (status, gate.num_refused, gate.num_reached) == (401, 1, 0)
+    assert (shown[b"www-authenticate"], shown[b"content-type"]) == (b"Bearer", b"application/json")
+    error = json.loads(body)["error"]
+    told = (error["type"], error["code"], error["param"])
+    assert told == ("invalid_request_error", "invalid_api_key", None)
     assert "Authorization: Bearer KEY" in error["message"]
-    for told in (answer.text, caplog.text):
-        assert KEY not in told
-        assert OTHER not in told
+    for text in (body.decode(), caplog.text):
+        assert KEY not in text
+        assert OTHER not in text
+    _, _, body = gate.ask("/v1/messages", headers)
+    assert json.loads(body)["error"]["type"] == "authentication_error"
 
 
 def test_what_the_client_wrote_cannot_forge_a_line_of_the_log(
-    path: Path, caplog: pytest.LogCaptureFixture
+    gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "hisparse_pd.api.keys")
-    ask(path, "/work%0aINFO%20forged", {})
+    gate.ask("/work\nINFO forged", [])
     (record,) = [record for record in caplog.records if record.name == "hisparse_pd.api.keys"]
     assert "\n" not in record.getMessage()
     assert json.dumps("/work\nINFO forged") in record.getMessage()
 
 
-@pytest.mark.parametrize(("target", "status"), [("/health", 200), ("/health/", 401), ("/nowhere", 401)])
-def test_open_paths_are_exactly_those_and_unknown_ones_are_not_told(
-    path: Path, target: str, status: int
-) -> None:
-    assert ask(path, target, {})[0].status_code == status
+@given(seeds)
+@fuzz_batches
+def test_only_the_key_itself_and_open_paths_let_a_request_through(path_of_keys: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    gate = Gate(ApiKeys(path_of_keys))
+    good = b"Bearer " + KEY.encode()
+
+    def check(damaged_value: bytes) -> None:
+        target = rng.choice(("/health", "/health/", "//health", "/HEALTH", "/health\0", "", "/v1/models"))
+        values = rng.choice(([damaged_value], [damaged_value], [good], [good, damaged_value], []))
+        is_bearer = len(values) == 1 and values[0][:7].lower() == b"bearer "
+        is_key = is_bearer and values[0][7:].strip(b" ") in (KEY.encode(), OTHER.encode())
+        expected = 200 if is_key or target == "/health" else 401
+        assert gate.ask(target, [(b"authorization", value) for value in values])[0] == expected
+
+    hostile = [b"\x00", b"\xff", b" ", b","]
+    headers = (good, KEY.encode(), b"Basic " + KEY.encode())
+    batch(seed, lambda rng: damage(rng, headers, hostile), check)

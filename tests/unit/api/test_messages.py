@@ -12,7 +12,7 @@ from hisparse_pd.engine.messages import Generate, RequestFailed
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api.recording_codec import RecordingCodec
-from tests.unit.api.scripted_engine import Script, deliver, say, stops_after
+from tests.unit.api.scripted_engine import Script, say, stops_after
 from tests.unit.api.streams import whole_and_streamed
 from tests.unit.api.support import ROOM, named_events, parse, serving
 
@@ -339,24 +339,3 @@ async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
         assert (name, event["type"]) == ("error", "error")
         assert event["error"]["message"] == "the pool burst"
         assert events[0][0] == "message_start"
-
-
-async def test_a_prefill_node_takes_the_same_body(tmp_path: Path, codec: RecordingCodec) -> None:
-    async with serving(deliver, tmp_path, role="prefill") as node:
-        for is_streamed in (False, True):
-            answer = await node.post(PATH, **BODY, stream=is_streamed)
-            assert answer.status_code == 200
-            assert codec.prompt == "[user]hi[assistant]"
-        assert node.engine.generates[0].room == ROOM["bootstrap_room"]
-
-
-async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path: Any) -> None:
-    (tmp_path / "keys").write_text("the-key-of-a-client\n")
-    async with serving(say("x"), tmp_path, api_key_file=tmp_path / "keys") as node:
-        for key, status in (("the-key-of-a-client", 200), ("the-key-of-another", 401)):
-            headers = {"x-api-key": key}
-            answer = await node.client.post(PATH, json=BODY, headers=headers)
-            assert answer.status_code == status
-        assert answer.json()["error"]["type"] == "authentication_error"
-        both = {"x-api-key": "the-key-of-a-client", "authorization": "Bearer the-key-of-another"}
-        assert (await node.client.post(PATH, json=BODY, headers=both)).status_code == 401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.vocabulary import FinishReason, TokenLogprob
 from tests.unit.api.scripted_engine import say
-from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving, until
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -211,17 +210,6 @@ async def test_positions_that_lack_are_an_error(tmp_path: Path) -> None:
         answer = await node.post("/v1/completions", **BODY | NOTHING, prompt_logprobs=0, prefill_only=True)
         assert answer.status_code == 500
         assert "1 logprobs for 5 tokens" in answer.json()["error"]["message"]
-
-
-async def test_a_client_that_leaves_aborts_the_scoring(tmp_path: Path) -> None:
-    def slow(generate: Generate) -> Iterable[FromEngine | float]:
-        yield 1000.0
-
-    async with serving(slow, tmp_path, role="prefill") as node:
-        leaving = asyncio.create_task(node.post("/v1/completions", **{**BODY, "max_tokens": 0}))
-        await until(lambda: bool(node.engine.generates), "the request")
-        leaving.cancel()
-        await until(lambda: node.engine.aborts == [node.engine.generates[0].request_id], "the abort")
 
 
 def test_tokens_before_the_text_begin_where_it_does() -> None:

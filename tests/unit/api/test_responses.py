@@ -13,7 +13,7 @@ from hisparse_pd.engine.messages import Generate, RequestFailed
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api.recording_codec import RecordingCodec
-from tests.unit.api.scripted_engine import deliver, say, stops_after
+from tests.unit.api.scripted_engine import say, stops_after
 from tests.unit.api.streams import whole_and_streamed
 from tests.unit.api.support import ROOM, named_events, parse, serving
 
@@ -354,10 +354,3 @@ async def test_a_failure_midway_is_an_event_of_its_own(tmp_path: Path) -> None:
         assert event["response"]["status"] == "failed"
         assert event["response"]["error"] == {"code": "server_error", "message": "the pool burst"}
         assert event["response"]["completed_at"] is None
-
-
-async def test_a_prefill_node_takes_the_same_body(tmp_path: Path, codec: RecordingCodec) -> None:
-    async with serving(deliver, tmp_path, role="prefill") as node:
-        for is_streamed in (False, True):
-            assert (await node.post(PATH, **BODY, stream=is_streamed)).status_code == 200
-            assert codec.prompt == "[user]hi[assistant]"

@@ -95,18 +95,6 @@ def test_reasoning_comes_first_where_the_prompt_begins_it(
     assert found == [(True, False), (False, False), (True, True)]
 
 
-def test_forced_calls_are_refused_of_a_model_whose_calls_are_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{ tools }}"
-    monkeypatch.setattr(support, "CODEC", TextCodec(tokenizer, len(tokenizer), "other", support.Unchecked()))
-    answer, _ = asked(tmp_path, tools=TOOLS, tool_choice="required")
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "tool_choice")
-    assert "how this model writes calls is not known" in error["message"]
-
-
 @pytest.mark.I8
 def test_grammars_of_many_samples_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample is sent its own."""
