@@ -33,8 +33,13 @@ def run(settings: DecodeSettings) -> int:
         choose_rank=ByPrefix(),
         holds_output=True,
         ports=(settings.port,),
-        apps=lambda front: (create_decode_app(front),),
+        apps=_apps,
     )
+
+
+def _apps(front: Front) -> tuple[Starlette, ...]:
+    """By its name further fronts, processes of their own, get it."""
+    return (create_decode_app(front),)
 
 
 def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
