@@ -1,9 +1,8 @@
 """Answers to OpenAI's completions and chats and to SGLang's native ``/generate``.
 
 A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
-last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). It only
-formats: what happened stands in ``SampleOutput``. A call encodes what one engine message brought, and copies
-the bytes of what came before at most: the logprobs of a long answer would hold the event loop up.
+last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). A call encodes
+what one engine message brought: all logprobs of a long answer would hold the event loop up.
 """
 
 from __future__ import annotations

@@ -164,11 +164,9 @@ async def _checked(
     settings, defaults = front.settings, front.sampling_defaults
     request = await parsed(body, parse_request, endpoint, body, settings.model_name, defaults)
     front.link.require_place(sum(options.n for options in request.options))
-    limits = Limits.of(
-        front.link.require_serving(),
-        holds_output=front.holds_output,
-        default_max_tokens=settings.default_max_tokens,
-    )
+    ready = front.link.require_serving()
+    pools = ready.max_total_tokens_hisparse, ready.max_total_tokens_dense
+    limits = Limits(ready.context_length, *pools, front.holds_output, settings.default_max_tokens)
     samples = await plan_samples(request, front.codec, limits, front.link.front)
     timeline.checked(request, samples, settings.model_name)
     return Work(request, samples, arrived_at, timeline)

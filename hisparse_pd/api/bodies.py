@@ -1,8 +1,7 @@
 """The bodies of all endpoints that take one, declared: every field with its type and bounds.
 
 Parsing, its errors and the OpenAPI document come from these declarations. Plain classes are groups of fields;
-those under ``declared`` are whole objects. What depends on several fields, on the number of prompts or on the
-tokenizer is checked by who reads the fields, who also gives them their defaults.
+those under ``declared`` are whole objects. Who reads the fields gives defaults, and checks what several say.
 """
 
 from __future__ import annotations
@@ -230,8 +229,8 @@ Included = Annotated[
 others are parts of items that no answer has."""
 
 _INPUT_ITEMS = (
-    *("InputMessage", "AnswerMessage", "FunctionCall", "FunctionCallOutput", "CustomToolCall"),
-    *("CustomToolCallOutput", "ReasoningItem", "AdditionalTools"),
+    *("InputMessage", "AnswerMessage", "FunctionCall", "CustomToolCall", "CallOutput"),
+    *("ReasoningItem", "AdditionalTools"),
 )
 
 

@@ -422,14 +422,11 @@ class CustomToolCall:
     input: ArgumentsText
 
 
-@tagged("type", "function_call_output")
-class FunctionCallOutput:
-    call_id: NeededName
-    output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)]
+@declared
+class CallOutput:
+    """What a function or a custom tool gave."""
 
-
-@tagged("type", "custom_tool_call_output")
-class CustomToolCallOutput:
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NeededName
     output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)]
 

@@ -1,11 +1,9 @@
 """Tool calls out of an answer's text as it comes: the name at once, then arguments as JSON text.
 
-What has been shown is never taken back. So an argument that may be a string or JSON, which only its end can
-tell, is held back until that is known; a string is shown piece by piece.
-
-A text that is no call, for want of a name, is content. What cannot be read of a call that has begun follows
-in its arguments as it stands, with the mark that ends the call: they are no JSON then, and no client takes
-them for what the model meant. A call that the answer's end cuts off keeps the arguments that were certain.
+What has been shown is never taken back: an argument of which only its end tells whether it is a string is
+held back until then. A text without a name is no call, but content. What cannot be read of a call that has
+begun follows in its arguments as it stands, with the mark that ends the call: they are no JSON then, and no
+client takes them for what the model meant. A call that is cut off keeps the arguments that were certain.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """A chat answer's text, taken apart as it comes: reasoning, content, tool calls.
 
-Models write all three as one text with markup, each family its own (``chat_format``). What may yet turn out
-to be markup is held back, so parts do not depend on how the text was cut into deltas. ``call_reader`` reads
-calls; a text that is none stays content.
-
+What may yet turn out to be markup is held back, so parts do not depend on how the text was cut into deltas.
 Every character is searched once, and those that a marker may begin with once more: the work for a piece of
 text follows its own length, whatever came before it.
 """

@@ -183,24 +183,27 @@ def _sglang_formats(fields: SglangFormat, path: str = "") -> Iterator[AnswerForm
         yield _any_object(f"{path}json_schema")
     elif fields.json_schema is not None:
         yield _json_format(f"{path}json_schema", fields.json_schema)
-    if fields.regex is not None:
-        yield AnswerFormat(f"{path}regex", FormatKind.REGEX, fields.regex)
-    if fields.ebnf is not None:
-        yield _grammar_format(f"{path}ebnf", fields.ebnf)
+    yield from _text_formats(path, fields.regex, ebnf=fields.ebnf)
 
 
 def _vllm_formats(body: VllmFormat) -> Iterator[AnswerFormat]:
     fields, path = body.structured_outputs or StructuredOutputs(), "structured_outputs."
     if fields.json is not None:
         yield _json_format(f"{path}json", fields.json)
-    if fields.regex is not None:
-        yield AnswerFormat(f"{path}regex", FormatKind.REGEX, fields.regex)
     if fields.choice is not None:
         yield _choice_format(f"{path}choice", fields.choice)
-    if fields.grammar is not None:
-        yield _grammar_format(f"{path}grammar", fields.grammar)
     if fields.json_object:
         yield _any_object(f"{path}json_object")
+    yield from _text_formats(path, fields.regex, grammar=fields.grammar)
+
+
+def _text_formats(path: str, regex: str | None, **grammars: str | None) -> Iterator[AnswerFormat]:
+    """``grammars``: by the server's word for one."""
+    if regex is not None:
+        yield AnswerFormat(f"{path}regex", FormatKind.REGEX, regex)
+    for name, text in grammars.items():
+        if text is not None:
+            yield _grammar_format(f"{path}{name}", text)
 
 
 def _any_object(name: str) -> AnswerFormat:

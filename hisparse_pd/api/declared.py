@@ -1,11 +1,9 @@
 """JSON objects of requests as declared types: decoded, or refused with what breaks the declaration.
 
-A class under ``declared`` has a field for each annotation. One whose type takes None may be left out, and
-null is the same as absent; any other has to be there. Bounds are msgspec's ``Meta``. Other fields are ignored
-and not decoded: a body of megabytes can be millions of objects, and the decoder lets no other thread run.
-For the same reason large lists are declared as ``Raw`` (``list_of``) and split by who reads them.
-
-msgspec decides whether an object is as declared, and says what is not: ``faults.py`` makes an error of it.
+A class under ``declared`` has a field for each annotation. One whose type takes None may be left out or null;
+any other has to be there. Bounds are msgspec's ``Meta``. Other fields are not decoded: a body of megabytes
+can be millions of objects, and the decoder lets no other thread run. So large lists are ``Raw``
+(``list_of``), and split by who reads them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 
 - The opening of an answer, ``<think>`` or ``</think>``, follows what asks for it: a user's or a developer's
   message, or the results of an answer's calls.
-- Reasoning is shown of answers behind the last user's or developer's message only, so of a loop of calls that
-  still runs, and only while thinking is on.
+- Reasoning is shown of answers behind the last of these messages only, and only while thinking is on.
 - Results carry no name: they stand in the order of the calls.
 """
 

@@ -37,9 +37,9 @@ from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 
 _ITEMS: dict[str, type[Any]] = {
     "function_call": parts.FunctionCall,
-    "function_call_output": parts.FunctionCallOutput,
+    "function_call_output": parts.CallOutput,
     "custom_tool_call": parts.CustomToolCall,
-    "custom_tool_call_output": parts.CustomToolCallOutput,
+    "custom_tool_call_output": parts.CallOutput,
     "reasoning": parts.ReasoningItem,
     "additional_tools": parts.AdditionalTools,
 }
@@ -124,7 +124,7 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
                 tools.add(f"{name}.tools", item.tools)
             case parts.InputMessage():
                 yield {"role": item.role, "content": _text_of(item.content)}
-            case parts.FunctionCallOutput() | parts.CustomToolCallOutput():
+            case parts.CallOutput():
                 is_answered = index < num_answered
                 yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
     if not turn.is_empty:

@@ -19,7 +19,6 @@ from hisparse_pd.api.sampling_options import SampleOptions
 from hisparse_pd.api.schemas import ApiRequest
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import (
-    EngineReady,
     Generate,
     GenerateGroup,
     WantedScores,
@@ -53,16 +52,6 @@ class Limits:
     max_total_tokens_dense: int
     holds_output: bool
     default_max_tokens: int = 0
-
-    @classmethod
-    def of(cls, ready: EngineReady, *, holds_output: bool, default_max_tokens: int) -> Limits:
-        return cls(
-            ready.context_length,
-            ready.max_total_tokens_hisparse,
-            ready.max_total_tokens_dense,
-            holds_output,
-            default_max_tokens,
-        )
 
     @property
     def request_tokens(self) -> int:

@@ -150,16 +150,14 @@ def parse_generate_options(
     return options if len(options) == num_prompts else options * num_prompts
 
 
-def parse_messages_options(body: MessagesBody, defaults: SamplingDefaults) -> SampleOptions:
-    """Of Anthropic's messages."""
-    limit, minimum = Given("max_tokens", body.max_tokens), Given("min_tokens", body.min_tokens)
-    return _options(body, limit, minimum, body.seed, body.stop_sequences, defaults)
-
-
-def parse_responses_options(body: ResponsesBody, defaults: SamplingDefaults) -> SampleOptions:
-    """Of OpenAI's responses."""
-    limit = Given("max_output_tokens", body.max_output_tokens)
-    return _options(body, limit, Given("min_tokens", body.min_tokens), body.seed, body.stop, defaults)
+def parse_turn_options(body: MessagesBody | ResponsesBody, defaults: SamplingDefaults) -> SampleOptions:
+    """Of Anthropic's messages and OpenAI's responses."""
+    stop: str | list[str] | None
+    if isinstance(body, MessagesBody):
+        limit, stop = Given("max_tokens", body.max_tokens), body.stop_sequences
+    else:
+        limit, stop = Given("max_output_tokens", body.max_output_tokens), body.stop
+    return _options(body, limit, Given("min_tokens", body.min_tokens), body.seed, stop, defaults)
 
 
 def _sglang_options(params: SglangParams, name: str, defaults: SamplingDefaults) -> SampleOptions:

@@ -1,8 +1,7 @@
 """The schema of one tool's parameters as its readers walk through it, with a bound on what that costs.
 
-Schemas are the client's, and references in them can multiply without end. So everything that a reader does is
-paid for in steps, some microseconds each at most, of which the tools of one request have a known number
-together; and what does not depend on the way to a schema is found out once.
+References in a client's schemas can multiply without end. So what a reader does is paid for in steps of some
+microseconds, of which the tools of one request have a known number together.
 """
 
 from __future__ import annotations

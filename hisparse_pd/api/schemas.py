@@ -1,12 +1,8 @@
 """The bodies of the endpoints that generate, parsed and checked.
 
 Prefill and decode nodes get the same body and parse it with the same code into an ``ApiRequest``, so both
-see the same samples, the same rooms and the same seeds. Whatever needs no tokenizer is checked here;
-``requests.py`` does the rest. Unknown fields are ignored; a known field that asks for something unsupported
-is an error.
-
-Rooms: a prompt's first sample uses the router's room, the others derive theirs from it (``derive_room``),
-unless the router sent one room a sample.
+see the same samples, rooms and seeds. Whatever needs no tokenizer is checked here; ``requests.py`` does the
+rest. Unknown fields are ignored; a known field that asks for something unsupported is an error.
 """
 
 from __future__ import annotations
@@ -44,9 +40,8 @@ from hisparse_pd.api.sampling_options import (
     SampleOptions,
     chat_logprobs,
     parse_generate_options,
-    parse_messages_options,
     parse_openai_options,
-    parse_responses_options,
+    parse_turn_options,
 )
 from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.paging.prompt_keys import PageKey, root_of
@@ -160,11 +155,11 @@ def parse_request(
             constraint = chat_constraint(body, chat)
         case MessagesBody():
             chat = parse_messages(body)
-            shared, constraint = parse_messages_options(body, defaults), messages_constraint(body, chat)
+            shared, constraint = parse_turn_options(body, defaults), messages_constraint(body, chat)
         case ResponsesBody():
             prompt_field = "input"
             chat, echo = parse_responses(body)
-            shared, constraint = parse_responses_options(body, defaults), responses_constraint(body, chat)
+            shared, constraint = parse_turn_options(body, defaults), responses_constraint(body, chat)
     if chat is not None:
         is_batch, prompts = False, (chat,)
         # With tools, special tokens are kept: tokenizers may call the markup of a call special.
@@ -251,7 +246,10 @@ def check_model(body: Addressed, model_name: str) -> None:
 
 
 def _rendezvous(body: Served, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
-    """One a sample, prompt-major. Lists have one entry a prompt or one a sample; one value serves all."""
+    """One a sample, prompt-major. Lists have one entry a prompt or one a sample; one value serves all.
+
+    Of a room for several samples the first uses it, the others derive theirs.
+    """
     for field in ("bootstrap_room", "bootstrap_host"):
         if getattr(body, field) is None:
             raise FieldRefused(

@@ -1,11 +1,9 @@
 """What a checkpoint's chat template takes otherwise than clients give it, so that nothing is lost in silence.
 
 - A template without the role ``developer`` drops such messages: they become a system's. DeepSeek-V3.2's own
-  encoder knows the role, for the questions of search agents, which bring their tools; without tools it is a
-  system's message, too.
+  encoder knows the role for the questions of search agents, which bring their tools.
 - Most templates want the arguments of earlier calls as an object, DeepSeek-V3.1's as JSON text. Arguments
-  that are no JSON object are shown to the model as the text that they are: V3.1's in their place, others' as
-  an argument.
+  that are no JSON object are shown as the text that they are: V3.1's in their place, others' as an argument.
 - A level of ``reasoning_effort`` that a template does not name means its default, which for GLM-5.2 and later
   is the highest. So it becomes the next higher level that the template names, if there is one. A request for
   no effort also switches thinking off, where there is a switch.

@@ -1,9 +1,7 @@
 """What a text or a chat is in tokens, and tokens in text.
 
-``/tokenize`` and ``/detokenize`` are vLLM's, ``/v1/messages/count_tokens`` is Anthropic's.
-
-Nothing is generated, so no room is needed and either kind of node answers. A prompt is encoded as one that is
-to be served, within the same limits; what is long is done in pieces, beside the event loop.
+Nothing is generated, so either kind of node answers. A prompt is encoded as one that is to be served, within
+the same limits; what is long is done in pieces, beside the event loop.
 """
 
 from __future__ import annotations
@@ -30,6 +28,8 @@ _TOKENS_A_PIECE = 1 << 14
 
 
 class TokenPath(StrEnum):
+    """vLLM's, and Anthropic's to count."""
+
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
     COUNT_TOKENS = "/v1/messages/count_tokens"

@@ -1,11 +1,8 @@
 """Tries grammars in processes that can be ended.
 
 ``python -m hisparse_pd.grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS`` is a front's helper. It has the
-token trie, and forks itself for each grammar, which is compiled there with so much of a core's time, of
-memory and of stack. A text that kills its process has done no other harm: Rust ends a process whose stack
-overflows, and llguidance recurses over what refers to what.
-
-It reads ``Question`` frames and answers each with a line of JSON: a ``Verdict``.
+token trie, and forks itself for each text, which is compiled there with so much of a core's time, of memory
+and of stack: Rust ends a process whose stack overflows. Each is answered with a line of JSON, a ``Verdict``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Grammars for an engine: compiled in threads beside its turns, and kept for the next request.
 
-What an engine is sent has been checked (``checker.py``), so that a compilation takes about as long here as
-it took there. llguidance lets the engine's thread run meanwhile. Only what somebody waits for is compiled:
-who asks keeps the future, and lets go of it at its end.
+What an engine is sent has been checked (``checker.py``), so it takes about as long as it took there. Only
+what somebody waits for is compiled: who asks keeps the future, and lets go of it at its end.
 """
 
 from __future__ import annotations

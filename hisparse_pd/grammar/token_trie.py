@@ -1,9 +1,8 @@
 """The bytes of a checkpoint's tokens, and grammars compiled for them.
 
 A grammar is text: llguidance's dialect of Lark, in which JSON schemas and regular expressions stand, or its
-JSON of grammars. llguidance parses with Earley's algorithm over a lexer of derivatives that it builds as the
-output goes, so that compiling mostly takes as long as reading. What ``LIMITS`` leave open, a compilation's
-time, memory and stack, ``checker.py`` bounds before an engine sees the text.
+JSON of grammars. What ``LIMITS`` leave open, a compilation's time, memory and stack, ``checker.py`` bounds
+before an engine sees the text.
 """
 
 from __future__ import annotations
