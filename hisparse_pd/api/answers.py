@@ -104,11 +104,11 @@ class _OpenAi(Dialect):
         self._encoded_prompts: dict[int, Raw] = {}
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
-        if output.sample.options.num_logprobs is not None:
+        if output.sample.options.sampling.num_logprobs is not None:
             self._kept.extend(output, self._logprobs(output, delta))
 
     def choice(self, output: SampleOutput) -> Raw:
-        shows_logprobs = output.sample.options.num_logprobs is not None
+        shows_logprobs = output.sample.options.sampling.num_logprobs is not None
         logprobs = self._shown_logprobs(self._kept.show(output)) if shows_logprobs else None
         return Raw(msgspec.json.encode(self._choice(output, logprobs)))
 
@@ -138,7 +138,7 @@ class _OpenAi(Dialect):
 
     def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
         """Whether the delta has tokens that the client is to see, be there text of them or not."""
-        shows = self._shows_ids or output.sample.options.num_logprobs is not None
+        shows = self._shows_ids or output.sample.options.sampling.num_logprobs is not None
         return shows and delta.last_token > delta.first_token
 
     def _prompt_ids(self, prompt_index: int) -> Json:
@@ -155,7 +155,7 @@ class _OpenAi(Dialect):
         return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
 
     def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
-        if output.sample.options.num_logprobs is None:
+        if output.sample.options.sampling.num_logprobs is None:
             return None
         return self._shown_logprobs(self._logprobs(output, delta))
 
@@ -388,7 +388,7 @@ class Generate(Dialect):
         self._kept = _Kept()
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
-        if (num_logprobs := output.sample.options.num_logprobs) is None:
+        if (num_logprobs := output.sample.options.sampling.num_logprobs) is None:
             return
         lists = {
             "output_token_logprobs": [
@@ -430,7 +430,7 @@ class Generate(Dialect):
         if output.stats.num_drafted:
             meta["spec_draft_token_num"] = output.stats.num_drafted
             meta["spec_accept_token_num"] = output.stats.num_accepted
-        if output.sample.options.num_logprobs is not None:
+        if output.sample.options.sampling.num_logprobs is not None:
             meta["input_token_logprobs"] = []
             meta |= self._kept.show(output)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}

@@ -106,8 +106,9 @@ def _write(
     if len(rows) != max(0, len(token_ids) - 1):
         raise RequestFailedError(500, f"the engine sent {len(rows)} logprobs for {len(token_ids)} tokens")
     choice, logprobs, meta = lists
-    num_shown = options.num_logprobs or 0
-    offsets = _Offsets(sample.echo) if options.echo and options.num_logprobs is not None else None
+    num_logprobs = options.sampling.num_logprobs
+    num_shown = num_logprobs or 0
+    offsets = _Offsets(sample.echo) if options.echo and num_logprobs is not None else None
     first = 1
     """Of the piece, the first token that has a logprob."""
     for piece in _pieces(token_ids, rows, scores.num_top):

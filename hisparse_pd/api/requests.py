@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from hisparse_pd.api.body_parts import MAX_SAMPLES_PER_PROMPT
 from hisparse_pd.api.chat_format import ReasoningStart
 from hisparse_pd.api.constraints import Constraint
@@ -108,8 +110,8 @@ async def plan_samples(
     all_options = await _with_grammars(request, prompts, codec)
     for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
-        _check_token_ids("stop_token_ids", options.stop_token_ids, codec.vocab_size)
-        _check_token_ids("logit_bias", (token_id for token_id, _ in options.logit_bias), codec.vocab_size)
+        _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, codec.vocab_size)
+        _check_token_ids("logit_bias", options.biased_token_ids, codec.vocab_size)
         max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
         num_request_tokens += num_prompt_tokens * options.n
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
@@ -166,7 +168,8 @@ async def _with_grammars(
                 f"the grammars of all samples together have {num_chars} characters or more; "
                 f"{MAX_REQUEST_GRAMMAR_CHARS} are the most for a request: split it",
             )
-        found.append(replace(options, grammar=written[constraint]))
+        sampling = msgspec.structs.replace(options.sampling, grammar=written[constraint])
+        found.append(replace(options, sampling=sampling))
     return found
 
 
@@ -255,10 +258,11 @@ def _max_new_tokens(
     max_new_tokens = asked
     if max_new_tokens is None:
         max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)
-    if options.min_new_tokens > max_new_tokens:
+    min_new_tokens = options.sampling.min_new_tokens
+    if min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field
         raise FieldRefused(
-            field, f"{options.min_new_tokens} is above {max_new_tokens}, all that this request can get"
+            field, f"{min_new_tokens} is above {max_new_tokens}, all that this request can get"
         )
     return max_new_tokens
 

@@ -42,7 +42,7 @@ class Responses(BlockAnswer):
         super().__init__(work, token_bytes, markup)
         self._model_name = model_name
         self._echo = work.request.echo or {}
-        self._options = work.request.options[0]
+        self._sampling = work.request.options[0].sampling
         chat = work.request.chat
         self._called_tools = {} if chat is None else chat.called_tools
         self._id = f"resp_{secrets.token_hex(24)}"
@@ -108,7 +108,6 @@ class Responses(BlockAnswer):
     def _response(self, status: str, output: SampleOutput | None) -> Json:
         """``output``: None where its usage is not told."""
         is_over = status in (_COMPLETED, _INCOMPLETE)
-        options = self._options
         return {
             "id": self._id,
             "object": "response",
@@ -123,8 +122,8 @@ class Responses(BlockAnswer):
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
             "top_logprobs": 0,
             "truncation": "disabled",
             **self._echo,

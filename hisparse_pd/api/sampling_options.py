@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
 from hisparse_pd.api.bodies import (
     ChatBody,
     CompletionsBody,
@@ -33,34 +35,23 @@ _SEED_MASK = 2**63 - 1
 class SampleOptions:
     """How the samples of one prompt are drawn, and what of them the client wants to see."""
 
+    sampling: SamplingParams
+    """What the engine is told, but for how many tokens a sample gets; the seed is the first sample's."""
     n: int = 1
     max_new_tokens: int | None = None
     """None: ``default_new_tokens``, or fewer when less room is left."""
     default_new_tokens: int | None = None
     """None: the node's own default, or whatever room is left."""
     max_new_tokens_field: str = "max_tokens"
-    min_new_tokens: int = 0
     min_new_tokens_field: str = "min_tokens"
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    ignore_eos: bool = False
+    biased_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    num_logprobs: int | None = None
     text_in_logprobs: bool = False
     """``/generate`` shows the text of each token beside its logprob."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None
-    """What the answer has to be; the checkpoint's words for it are ``grammar``."""
-    grammar: str = ""
+    """What the answer has to be; the checkpoint's words for it are the grammar of ``sampling``."""
     echo: bool = False
     """The prompt's text comes first, with logprobs too when they are asked for."""
     num_prompt_logprobs: int | None = None
@@ -71,29 +62,15 @@ class SampleOptions:
     def wanted_scores(self) -> WantedScores | None:
         """Of the prompt's own tokens: all that any of the fields asks for."""
         asked = [self.num_prompt_logprobs]
-        asked += [self.num_logprobs] if self.echo or self.logprob_start is not None else []
+        asked += [self.sampling.num_logprobs] if self.echo or self.logprob_start is not None else []
         most = max((num for num in asked if num is not None), default=None)
         return None if most is None else WantedScores((self.logprob_start or 0) + 1, most)
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
         """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=None if self.seed is None else (self.seed + sample_index) & _SEED_MASK,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=self.stop_token_ids,
-            num_logprobs=self.num_logprobs,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=pack_logit_bias(self.logit_bias),
-            grammar=self.grammar,
-        )
+        seed = self.sampling.seed
+        seed = None if seed is None else (seed + sample_index) & _SEED_MASK
+        return msgspec.structs.replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
 
 
 def parse_openai_options(
@@ -106,14 +83,13 @@ def parse_openai_options(
     if body.max_completion_tokens is not None:
         limit = Given("max_completion_tokens", body.max_completion_tokens)
     minimum = Given("min_tokens", body.min_tokens)
-    options = _options(body, limit, minimum, body.seed, body.stop, defaults, body.n)
+    options = _options(body, limit, minimum, body.seed, body.stop, defaults, body.n, num_logprobs)
     if body.best_of is not None and body.best_of != options.n:
         raise InvalidField(
             "best_of", body.best_of, f"must equal n, which is {options.n}; leave the field out"
         )
     return replace(
         options,
-        num_logprobs=num_logprobs,
         default_new_tokens=default_new_tokens,
         num_prompt_logprobs=body.prompt_logprobs,
         echo=isinstance(body, CompletionsBody) and bool(body.echo),
@@ -139,8 +115,7 @@ def parse_generate_options(
         names = [name]
     options = tuple(
         replace(
-            _sglang_options(each, path, defaults),
-            num_logprobs=num_logprobs,
+            _sglang_options(each, path, defaults, num_logprobs),
             logprob_start=None if start == -1 else start,
             text_in_logprobs=bool(body.return_text_in_logprobs),
             default_new_tokens=GENERATE_DEFAULT_TOKENS,
@@ -160,10 +135,13 @@ def parse_turn_options(body: MessagesBody | ResponsesBody, defaults: SamplingDef
     return _options(body, limit, Given("min_tokens", body.min_tokens), body.seed, stop, defaults)
 
 
-def _sglang_options(params: SglangParams, name: str, defaults: SamplingDefaults) -> SampleOptions:
+def _sglang_options(
+    params: SglangParams, name: str, defaults: SamplingDefaults, num_logprobs: int | None
+) -> SampleOptions:
     limit = Given(f"{name}.max_new_tokens", params.max_new_tokens)
     minimum = Given(f"{name}.min_new_tokens", params.min_new_tokens)
-    options = _options(params, limit, minimum, params.sampling_seed, params.stop, defaults, params.n)
+    seed, stop = params.sampling_seed, params.stop
+    options = _options(params, limit, minimum, seed, stop, defaults, params.n, num_logprobs)
     return replace(options, constraint=generate_constraint(params, name))
 
 
@@ -182,6 +160,7 @@ def _options(
     stop: str | list[str] | None,
     defaults: SamplingDefaults,
     n: int | None = None,
+    num_logprobs: int | None = None,
 ) -> SampleOptions:
     min_new_tokens = minimum.value or 0
     if limit.value is not None and min_new_tokens > limit.value:
@@ -190,26 +169,33 @@ def _options(
         )
     temperature, top_p, top_k = drawing.temperature, drawing.top_p, drawing.top_k
     min_p, repetition_penalty = drawing.min_p, drawing.repetition_penalty
-    return SampleOptions(
-        n=n or 1,
-        max_new_tokens=limit.value,
-        max_new_tokens_field=limit.name,
+    biases = [(token_id, bias) for token_id, bias in (drawing.logit_bias or {}).items() if bias]
+    sampling = SamplingParams(
+        max_new_tokens=0,
         min_new_tokens=min_new_tokens,
-        min_new_tokens_field=minimum.name,
         temperature=defaults.temperature if temperature is None else temperature,
         top_p=defaults.top_p if top_p is None else top_p,
         top_k=defaults.top_k if top_k is None else max(top_k, 0),
         seed=seed,
         ignore_eos=bool(drawing.ignore_eos),
-        stop=tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or ())),
         stop_token_ids=tuple(drawing.stop_token_ids or ()),
-        skip_special_tokens=drawing.skip_special_tokens is not False,
-        no_stop_trim=bool(drawing.no_stop_trim or drawing.include_stop_str_in_output),
+        num_logprobs=num_logprobs,
         min_p=defaults.min_p if min_p is None else min_p,
         presence_penalty=drawing.presence_penalty or 0.0,
         frequency_penalty=drawing.frequency_penalty or 0.0,
         repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
-        logit_bias=tuple(item for item in (drawing.logit_bias or {}).items() if item[1]),
+        logit_bias=pack_logit_bias(biases),
+    )
+    return SampleOptions(
+        sampling,
+        n=n or 1,
+        max_new_tokens=limit.value,
+        max_new_tokens_field=limit.name,
+        min_new_tokens_field=minimum.name,
+        biased_token_ids=tuple(token_id for token_id, _ in biases),
+        stop=tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or ())),
+        skip_special_tokens=drawing.skip_special_tokens is not False,
+        no_stop_trim=bool(drawing.no_stop_trim or drawing.include_stop_str_in_output),
     )
 
 

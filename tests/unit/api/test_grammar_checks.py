@@ -23,6 +23,7 @@ from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.grammar.checker import Verdict
 from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES
 from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.vocabulary import SamplingParams
 from tools.checkpoints.make_tiny import write_checkpoint
 
 pytestmark = pytest.mark.I8
@@ -155,7 +156,9 @@ def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path
         constraint = Constraint(AnswerFormat("ebnf", FormatKind.LARK, grammar))
         body = b'{"text": "hello", "bootstrap_host": "h", "bootstrap_room": 1}'
         request = parse_request(Endpoint.GENERATE, body, "m")
-        request = replace(request, options=(SampleOptions(max_new_tokens=5, constraint=constraint),))
+        request = replace(
+            request, options=(SampleOptions(SamplingParams(0), max_new_tokens=5, constraint=constraint),)
+        )
         return asyncio.run(plan_samples(request, codec, limits))
 
     try:

@@ -93,7 +93,8 @@ def test_the_option_turns_them_off(tmp_path: Path) -> None:
 def test_a_request_that_does_not_say_gets_them(endpoint: Endpoint) -> None:
     def options(**said: Any) -> tuple[float, ...]:
         body = MINIMAL[endpoint] | ({"sampling_params": said} if endpoint is Endpoint.GENERATE else said)
-        (found,) = parse_request(endpoint, json.dumps(body).encode(), "tiny", OURS).options
+        (options,) = parse_request(endpoint, json.dumps(body).encode(), "tiny", OURS).options
+        found = options.sampling
         return found.temperature, found.top_p, found.top_k, found.min_p, found.repetition_penalty
 
     assert options() == (0.6, 0.95, 40, 0.05, 1.1)

@@ -622,7 +622,7 @@ def test_fields_beside_large_ones_are_read_and_checked_as_ever() -> None:
     (prompt,) = request.prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages == ({"role": "user", "content": content},)
-    assert request.options[0].temperature == 0.5
+    assert request.options[0].sampling.temperature == 0.5
     for changes, said in (
         ({"temperature": 5}, "temperature: 5 must be"),
         ({"audio": {}}, "audio: an object"),
