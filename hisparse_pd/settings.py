@@ -112,6 +112,11 @@ class NodeSettings(_Settings):
     """What prefill and decode nodes share."""
 
     model_path: Path = Field(description="directory of the checkpoint in the Hugging Face layout")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto",
+        description="where weights come from, the same on all nodes; auto: the checkpoint; dummy: they are "
+        "drawn, for measuring, and of the checkpoint only configuration and tokenizer are needed",
+    )
     served_model_name: str = Field("", description="name in the API; default: the last part of --model-path")
     port: Port = Field(30000, description="port of the HTTP server")
     advertise_host: str = Field(

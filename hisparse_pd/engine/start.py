@@ -90,6 +90,7 @@ def run_engine_process(
                 device=settings.device,
                 indexer_cache_dtype=settings.indexer_cache_dtype,
                 num_draft_layers=settings.num_draft_layers,
+                load_format=settings.load_format,
             )
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = choose_transport(spec)

@@ -2,9 +2,9 @@
 
 transformers gives the modules, without memory; what they need is allocated here, on the device that it is
 for, and read straight into it (``hisparse_pd.model.weight_reader``), converted to the model's dtype on the
-way. Nothing is ever whole in main memory on its way to a GPU. Routed experts that are in fp8, or spread
-over ranks, are modules of ours, and keep the checkpoint's fp8; so are all other matrices in fp8 where
-``keeps_fp8`` says so.
+way; or drawn there (``hisparse_pd.model.dummy_weights``). Nothing is ever whole in main memory on its way to
+a GPU. Routed experts that are in fp8, or spread over ranks, are modules of ours, and keep the checkpoint's
+fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hisparse_pd.model.block_linear import BlockLinear
 from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.dummy_weights import draw
 from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import ModelSpec, weight_files
@@ -46,6 +47,10 @@ HEAD_WEIGHTS = "weights_proj"
 """The matrix of the indexer's head weights: in float32, whatever the checkpoint has it in."""
 IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
 """In the names of weights that are in float32 whatever the model's dtype is, as in DeepSeek's reference."""
+NEVER_IN_FP8 = (ABSORBED, HEAD_WEIGHTS)
+"""Linear layers whose matrices become another dtype, whatever the checkpoint has them in."""
+PUBLISHED_DENSE = ("lm_head", "eh_proj")
+"""Linear layers that checkpoints in fp8 have in bfloat16."""
 
 
 def load_model(
@@ -152,7 +157,7 @@ class _Loader:
                 experts_implementation=experts_implementation(config, self._device, self._spec.dtype),
             )
         try:
-            with WeightFiles(weight_files(self._path)) as files:
+            with WeightFiles([] if self._spec.weights_are_dummy else weight_files(self._path)) as files:
                 if self._spec.num_draft_layers:
                     self._append_draft_layer(files, hf_model)
                 if self._has_own_experts(config):
@@ -183,7 +188,7 @@ class _Loader:
         number = self._spec.num_layers
         name = f"model.layers.{number}"
         config = copy.deepcopy(hf_model.config)
-        is_sparse = files.get(f"{name}.mlp.gate.weight") is not None
+        is_sparse = self._spec.weights_are_dummy or files.get(f"{name}.mlp.gate.weight") is not None
         config.mlp_layer_types = [*config.mlp_layer_types[:number], "sparse" if is_sparse else "dense"]
         if getattr(config, "indexer_types", None):
             config.indexer_types = [*config.indexer_types[:number], "full"]
@@ -204,11 +209,13 @@ class _Loader:
         """In the place of linear layers whose matrices are in fp8, and of a shape that can stay so."""
         for name, module in list(hf_model.named_modules()):
             parent, _, last = name.rpartition(".")
-            stored = files.get(self._stored_name(f"{name}.weight"))
-            if not isinstance(module, torch.nn.Linear) or last in (ABSORBED, HEAD_WEIGHTS):
+            if not isinstance(module, torch.nn.Linear) or last in NEVER_IN_FP8:
                 continue
-            takes = takes_matrix(module.out_features, module.in_features)
-            if takes and stored is not None and stored.dtype == FP8:
+            stored = files.get(self._stored_name(f"{name}.weight"))
+            is_fp8 = stored is not None and stored.dtype == FP8
+            if self._spec.weights_are_dummy:
+                is_fp8 = last not in PUBLISHED_DENSE
+            if is_fp8 and takes_matrix(module.out_features, module.in_features):
                 with torch.device("meta"):
                     linear = BlockLinear(
                         module.in_features, module.out_features, ue8m0=self._spec.scales_are_ue8m0
@@ -238,6 +245,9 @@ class _Loader:
 
     def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
         """``target`` is to get the tensor, as the model computes with it."""
+        if self._spec.weights_are_dummy:
+            draw(name, target)
+            return
         stored = self._find(files, name, target.shape)
         scales = None
         if stored.dtype == FP8 and target.dtype != FP8:
@@ -272,6 +282,11 @@ class _Loader:
     ) -> None:
         """A matrix is to come to where it belongs as it is, with its scales."""
         target = matrices.values[expert, number]
+        if self._spec.weights_are_dummy:
+            draw(name, target)
+            if matrices.scales is not None:
+                draw(name + SCALES, matrices.scales[expert, number])
+            return
         stored = self._find(files, name, target.shape)
         if stored.dtype != target.dtype and FP8 in (stored.dtype, target.dtype):
             raise CheckpointError(

@@ -22,6 +22,8 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 HADAMARD = "hadamard"
 """An ``index_rotation``."""
+DUMMY = "dummy"
+"""A ``load_format``."""
 UE8M0 = "ue8m0"
 """A ``scale_fmt``: scales have an exponent and no more, so they are powers of two."""
 
@@ -66,6 +68,8 @@ class ModelSpec:
     """Whether the MTP layer was trained to make a request's later drafts with the first one's selection."""
     scales_are_ue8m0: bool = False
     """Whether activations that are rounded to meet fp8 matrices have scales that are powers of two."""
+    weights_are_dummy: bool = False
+    """Whether weights are drawn instead of read (``hisparse_pd.model.dummy_weights``)."""
 
     @property
     def family(self) -> Family:
@@ -150,17 +154,20 @@ def load_spec(
     device: str = "cpu",
     indexer_cache_dtype: str = "auto",
     num_draft_layers: int | None = None,
+    load_format: str = "auto",
 ) -> ModelSpec:
     """Read the spec of the checkpoint in ``model_path``.
 
     ``dtype``: "auto" is float32 on the CPU and the checkpoint's own elsewhere. ``kv_cache_dtype``: "auto" is
     ``dtype``. ``indexer_cache_dtype``: "auto" is ``kv_cache_dtype``. ``context_length``: 0 is the model's
     own, and it cannot be more. ``num_draft_layers``: 0 or 1; None is 1 for a checkpoint with an MTP layer, of
-    which several may be in it: the first is used. Raises CheckpointError.
+    which several may be in it: the first is used. ``load_format``: "auto", or DUMMY for a configuration whose
+    weights are drawn, of which no file is needed. Raises CheckpointError.
     """
     path = Path(model_path)
     config = _read_config(path)
-    files = weight_files(path)
+    is_dummy = load_format == DUMMY
+    files = [] if is_dummy else weight_files(path)
     num_layers = _integer(config, path, "num_hidden_layers")
     model_context = _integer(config, path, "max_position_embeddings")
     if context_length > model_context:
@@ -176,7 +183,7 @@ def load_spec(
             f"{path / 'config.json'}: index_head_dim is {index_head_dim}; indexer keys in fp8_e4m3 are "
             "rotated by a Hadamard matrix, which takes powers of two; give --indexer-cache-dtype bfloat16"
         )
-    num_draft_layers = _num_draft_layers(config, path, files, num_layers, num_draft_layers)
+    num_draft_layers = _num_draft_layers(config, path, None if is_dummy else files, num_draft_layers)
     groups = _index_groups(config, path, num_layers)
     return ModelSpec(
         model_type=config["model_type"],
@@ -196,10 +203,11 @@ def load_spec(
         kv_format=kv_format,
         index_format=index_format,
         weights_are_fp8=bool(config.get("quantization_config")),
-        fingerprint=_fingerprint(config, files),
+        fingerprint=_fingerprint(config | ({"load_format": DUMMY} if is_dummy else {}), files),
         num_draft_layers=num_draft_layers,
         shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),
         scales_are_ue8m0=(config.get("quantization_config") or {}).get("scale_fmt") == UE8M0,
+        weights_are_dummy=is_dummy,
     )
 
 
@@ -295,16 +303,21 @@ def _index_groups(config: dict[str, Any], path: Path, num_layers: int) -> tuple[
 
 
 def _num_draft_layers(
-    config: dict[str, Any], path: Path, files: list[Path], num_layers: int, wanted: int | None
+    config: dict[str, Any], path: Path, files: list[Path] | None, wanted: int | None
 ) -> int:
-    """``wanted``, or what there is. An export may have left the weights out and not what declares them."""
+    """``wanted``, or what there is. An export may have left the weights out and not what declares them.
+
+    ``files``: None where weights are drawn.
+    """
     if wanted not in (None, 0, 1):
         raise CheckpointError(f"num_draft_layers is {wanted}; expected 0 or 1")
     if wanted == 0:
         return 0
     declared = config.get("num_nextn_predict_layers") or 0
-    name = f"model.layers.{num_layers}.eh_proj.weight"
-    is_there = declared > 0 and any(f'"{name}"'.encode() in _header(file) for file in files)
+    name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    is_there = declared > 0 and (
+        files is None or any(f'"{name}"'.encode() in _header(file) for file in files)
+    )
     if wanted and not is_there:
         raise CheckpointError(
             f"model_path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"

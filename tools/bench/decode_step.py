@@ -407,7 +407,7 @@ def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0
 def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the options of ``add_shared_options`` say of a decode node."""
     names = ("model_path", "device", "dtype", "kv_cache_dtype", "indexer_cache_dtype", "attention_backend")
-    own = {name: getattr(arguments, name) for name in (*names, "micro_batch_min_bs")}
+    own = {name: getattr(arguments, name) for name in (*names, "micro_batch_min_bs", "load_format")}
     return own | {"device_buffer_size": arguments.buffer, "page_size": PAGE_SIZE}
 
 
@@ -423,6 +423,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--indexer-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
 
 
 def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpec:
@@ -433,6 +434,7 @@ def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpe
         device=arguments.device,
         indexer_cache_dtype=arguments.indexer_cache_dtype,
         num_draft_layers=int(num_drafts > 0),
+        load_format=arguments.load_format,
     )
 
 
@@ -484,7 +486,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         first = ", ".join(f"{part} {gb:.2f}" for part, gb in report["memory_gb"].items())
         console.print(
             f"loaded in {report['load_secs']:.1f} s; GB on the GPU: {first} "
-            f"({report['planned_weights_gb']:.2f} of the checkpoint)",
+            f"({report['planned_weights_gb'] or 0:.2f} of the checkpoint)",
             highlight=False,
         )
     for row in report["rows"] if report["memory_gb"] else ():
@@ -554,7 +556,9 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         "dp_size": place.size,
         "load_secs": load_secs,
         "memory_gb": used.gb,
-        "planned_weights_gb": planned_weights(arguments.model_path, place.size),
+        "planned_weights_gb": None
+        if spec.weights_are_dummy
+        else planned_weights(arguments.model_path, place.size),
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }
