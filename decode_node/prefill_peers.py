@@ -179,6 +179,8 @@ class PrefillPeers:
 
     def __post_init__(self) -> None:
         self._peers: dict[PeerAddress, _Peer] = {}
+        self._events: list[PeerEvent] = []
+        """Of the ``poll`` that is under way."""
         self._num_peers_ever = 0
         self._num_ranks: dict[tuple[str, int], int] = {}
         """Of nodes in ``_peers`` that have more than one."""
@@ -263,43 +265,43 @@ class PrefillPeers:
     def poll(self, now: float, wanted: Container[PeerAddress]) -> list[PeerEvent]:
         """Take in what has arrived and do what is due. ``wanted``: peers that somebody waits for."""
         self._wakeup.clear()
-        events: list[PeerEvent] = []
         for peer in tuple(self._peers.values()):
-            self._receive(peer, now, events)
+            self._receive(peer, now)
             if peer.client is not None and peer.client.take_loss() and peer.phase is PeerPhase.READY:
                 peer.last_error = f"prefill node {peer.address} is silent: the connection to it was lost"
                 peer.connected_at = now
                 self._register(peer, now)
-            self._take_lookup(peer, now, events)
-            self._keep_up(peer, now, peer.address in wanted, events)
+            self._take_lookup(peer, now)
+            self._keep_up(peer, now, peer.address in wanted)
         if self.lane_host is not None:
-            self._take_ended(self.lane_host, now, events)
+            self._take_ended(self.lane_host, now)
+        events, self._events = self._events, []
         return events
 
-    def _take_ended(self, lane_host: LaneHost, now: float, events: list[PeerEvent]) -> None:
+    def _take_ended(self, lane_host: LaneHost, now: float) -> None:
         self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
         while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
             instance_id, _ = self._ended.popleft()
             for peer in self._peers.values():
                 if peer.instance_id == instance_id:  # which has died, or has lost patience with this node
                     error = f"prefill node {peer.address} has let go of this node's memory"
-                    self._give_up(peer, error, events)
-            events.append(WriterGone(instance_id))
+                    self._give_up(peer, error)
+            self._events.append(WriterGone(instance_id))
 
-    def _receive(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
+    def _receive(self, peer: _Peer, now: float) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
         for message in messages:
             peer.heard_at, peer.num_unanswered = now, 0
-            self._handle(peer, message, now, events)
+            self._handle(peer, message, now)
             if peer.client is None:
                 return
 
-    def _handle(self, peer: _Peer, message: ToDecode, now: float, events: list[PeerEvent]) -> None:
+    def _handle(self, peer: _Peer, message: ToDecode, now: float) -> None:
         match message:
             case Registered():
-                self._registered(peer, message, now, events)
+                self._registered(peer, message, now)
             case Refused():
-                self._refused(peer, message, now, events)
+                self._refused(peer, message, now)
             case HeartbeatAck():
                 if message.instance_id == peer.instance_id:
                     peer.instance_heard_at = now
@@ -307,11 +309,11 @@ class PrefillPeers:
                     self._register(peer, now)
             case RoomDone() | RoomFailed() | RoomQuiet():
                 peer.last_used_at = peer.instance_heard_at = now
-                events.append(RoomMessage(peer.address, peer.instance_id, message))
+                self._events.append(RoomMessage(peer.address, peer.instance_id, message))
             case _:
                 assert_never(message)
 
-    def _registered(self, peer: _Peer, message: Registered, now: float, events: list[PeerEvent]) -> None:
+    def _registered(self, peer: _Peer, message: Registered, now: float) -> None:
         error = ""
         if message.protocol_version != PROTOCOL_VERSION:
             error = (
@@ -324,11 +326,11 @@ class PrefillPeers:
                 f"node {self.geometry.index_rotation!r}; run the same release on both"
             )
         if error:
-            self._reject(peer, error, events)
+            self._reject(peer, error)
             return
         if message.instance_id != peer.found_instance_id:
             # The socket connected again by itself. Whether the ranks are as many as before, a look-up says.
-            self._run_is_over(peer, f"prefill node {peer.address} was restarted", events)
+            self._run_is_over(peer, f"prefill node {peer.address} was restarted")
             return
         if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
             log.info("registered with prefill node %s (instance %s)", peer.address, message.instance_id)
@@ -338,18 +340,18 @@ class PrefillPeers:
         peer.page_size = message.geometry.page_size
         peer.lane = (message.lane, message.lane_reason)
         peer.last_error = ""
-        events.append(PeerReady(peer.address, message.instance_id))
+        self._events.append(PeerReady(peer.address, message.instance_id))
 
-    def _refused(self, peer: _Peer, message: Refused, now: float, events: list[PeerEvent]) -> None:
+    def _refused(self, peer: _Peer, message: Refused, now: float) -> None:
         error = f"prefill node {peer.address} refused this node: {message.error}"
         if message.permanent:
             log.error("%s", error)
-            self._reject(peer, error, events)
+            self._reject(peer, error)
         elif peer.phase is PeerPhase.READY or now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
             # It does not know this node any more: it lost patience, or was restarted behind the same port.
             self._register(peer, now)
 
-    def _take_lookup(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
+    def _take_lookup(self, peer: _Peer, now: float) -> None:
         answer = peer.lookups.take(now)
         if answer is None or (peer.instance_id and peer.instance_id != answer.instance_id):
             return
@@ -357,43 +359,43 @@ class PrefillPeers:
         if isinstance(info, BootstrapLookupError):
             peer.last_error = str(info)
             if info.refused and peer.instance_id:
-                self._run_is_over(peer, f"prefill node {peer.address} is gone: {info}", events)
+                self._run_is_over(peer, f"prefill node {peer.address} is gone: {info}")
             elif info.rejected and peer.phase is PeerPhase.AWAY:
-                events.append(PeerRefused(peer.address, peer.last_error))
+                self._events.append(PeerRefused(peer.address, peer.last_error))
             return
-        self._note_num_ranks(peer.address.node, info.num_ranks, events)
+        self._note_num_ranks(peer.address.node, info.num_ranks)
         of_rank = info.of_rank(peer.address.rank)
         if of_rank is None:
             error = f"prefill node {peer.address} is gone: the node has {info.num_ranks} ranks now"
-            self._run_is_over(peer, error, events)
+            self._run_is_over(peer, error)
             return
         if peer.instance_id and of_rank.instance_id != peer.instance_id:
-            self._run_is_over(peer, f"prefill node {peer.address} was restarted", events)
+            self._run_is_over(peer, f"prefill node {peer.address} was restarted")
         if peer.phase is PeerPhase.AWAY:
-            self._connect(peer, of_rank, now, events)
+            self._connect(peer, of_rank, now)
 
-    def _note_num_ranks(self, node: tuple[str, int], num_ranks: int, events: list[PeerEvent]) -> None:
+    def _note_num_ranks(self, node: tuple[str, int], num_ranks: int) -> None:
         if num_ranks == self._num_ranks.get(node, 1):
             return
         self._num_ranks[node] = num_ranks
         if num_ranks == 1:
             del self._num_ranks[node]
-        events.append(RanksChanged(node))
+        self._events.append(RanksChanged(node))
 
-    def _connect(self, peer: _Peer, info: BootstrapInfo, now: float, events: list[PeerEvent]) -> None:
+    def _connect(self, peer: _Peer, info: BootstrapInfo, now: float) -> None:
         if info.curve != (self.keys is not None):
             theirs, ours = ("encrypted", "plain") if info.curve else ("plain", "encrypted")
             error = (
                 f"prefill node {peer.address}: its control channel is {theirs}, this node's {ours}; "
                 "set the same control_key_file on both"
             )
-            self._reject(peer, error, events)
+            self._reject(peer, error)
             return
         endpoint = info.control_endpoint(peer.address.host)
         try:
             peer.client = ControlClient(endpoint, self.keys, self.heartbeats)
         except ControlAddressError as error:
-            self._reject(peer, f"prefill node {peer.address}: {error}", events)
+            self._reject(peer, f"prefill node {peer.address}: {error}")
             return
         self.poller.register(peer.client)
         peer.found_instance_id = info.instance_id
@@ -416,7 +418,7 @@ class PrefillPeers:
         )
         self.send(peer.address, register)
 
-    def _keep_up(self, peer: _Peer, now: float, is_wanted: bool, events: list[PeerEvent]) -> None:
+    def _keep_up(self, peer: _Peer, now: float, is_wanted: bool) -> None:
         match peer.phase:
             case PeerPhase.AWAY:
                 if is_wanted:
@@ -426,11 +428,11 @@ class PrefillPeers:
                     peer.lookups.ask(now, peer.instance_id)
                 if now - peer.connected_at >= REGISTER_TIMEOUT_SECS:
                     error = peer.last_error or f"prefill node {peer.address} does not register this node"
-                    self._give_up(peer, error, events)
+                    self._give_up(peer, error)
                 elif now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
                     self._register(peer, now)
             case PeerPhase.READY:
-                self._beat(peer, now, events)
+                self._beat(peer, now)
             case _:
                 assert_never(peer.phase)
         was_found = peer.client is not None or peer.instance_id != ""
@@ -443,37 +445,37 @@ class PrefillPeers:
             if not any(other.address.node == peer.address.node for other in self._peers.values()):
                 self._num_ranks.pop(peer.address.node, None)
 
-    def _beat(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
+    def _beat(self, peer: _Peer, now: float) -> None:
         interval_secs = self.heartbeats.interval_secs
         if now - peer.beat_at < interval_secs:
             return
         silence_secs = peer.num_unanswered * interval_secs
         if silence_secs >= self.health_timeout_secs:
             error = f"the engine of prefill node {peer.address} has been silent for {silence_secs:g} s"
-            self._give_up(peer, error, events)
+            self._give_up(peer, error)
             return
         peer.beat_at = now
         peer.num_unanswered += 1
         self.send(peer.address, Heartbeat(peer.num_unanswered))
 
-    def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
+    def _give_up(self, peer: _Peer, error: str) -> None:
         """Disconnect; a peer whose run was registered with is reported lost."""
         if peer.phase is not PeerPhase.AWAY and peer.instance_id:
             log.warning("%s", error)
-            events.append(PeerLost(peer.address, peer.instance_id, peer.instance_heard_at, error))
+            self._events.append(PeerLost(peer.address, peer.instance_id, peer.instance_heard_at, error))
         self._disconnect(peer)
         peer.last_error = error
 
-    def _reject(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
+    def _reject(self, peer: _Peer, error: str) -> None:
         """The same, and trying again changes nothing."""
-        self._give_up(peer, error, events)
-        events.append(PeerRefused(peer.address, error))
+        self._give_up(peer, error)
+        self._events.append(PeerRefused(peer.address, error))
 
-    def _run_is_over(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
+    def _run_is_over(self, peer: _Peer, error: str) -> None:
         """The same, and the run that was registered with is known to have ended."""
-        self._give_up(peer, error, events)
+        self._give_up(peer, error)
         if peer.instance_id:
-            events.append(InstanceGone(peer.instance_id))
+            self._events.append(InstanceGone(peer.instance_id))
         peer.instance_id = ""
 
     def _disconnect(self, peer: _Peer) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from decode_node.live_requests import LiveRequests
 from decode_node.memory import slots_tensor
-from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
+from decode_node.request import KV_POOLS, PeerAddress, Request
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
 from hisparse_pd.paging.allocator import PoolExhausted
 from hisparse_pd.paging.extents import extents_to_slots
@@ -190,29 +190,6 @@ def test_held_slots_are_as_good_as_free() -> None:
     with pytest.raises(PoolExhausted, match="room 5, host pool: 4 token slots needed, 0 of 48 free"):
         books.land((9,) * 4, Mode.HISPARSE, 4)
     books.end(books.run(request))
-
-
-@pytest.mark.I2
-def test_growth_gives_up_what_is_held_and_not_what_is_used() -> None:
-    books = Books()
-    books.end(books.run(books.land((8,) * 12, Mode.HISPARSE)))
-    running = books.run(books.land((9,) * 10, Mode.HISPARSE, 12))
-    assert books.rooms.held.num_tokens == 12 + 8
-    books.rooms.grow(running, SlotCounts(host=36, index=36, lookup=36))
-    assert (books.rooms.held.num_tokens, running.owned.num_slots(PoolKind.HOST)) == (8, 40)
-    assert running.reserved_tokens == 48
-    assert running.state is RequestState.RUNNING
-
-
-@pytest.mark.I2
-def test_what_is_used_is_not_given_up_for_the_rest() -> None:
-    """Of 48 slots the prefix has 8, and the request that begins with it needs all."""
-    books = Books()
-    for first in (1, 2, 3):
-        books.end(books.run(books.land((first,) * 8, Mode.HISPARSE)))
-    request = books.land((1,) * 9, Mode.HISPARSE, 48)
-    assert request.held_prefix_tokens == 8
-    assert books.rooms.held.num_tokens == 8
 
 
 # --- the engine ----------------------------------------------------------------------------------------
