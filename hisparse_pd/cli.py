@@ -20,6 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from hisparse_pd.bench.settings import ServingSettings
 from hisparse_pd.doctor.settings import DoctorSettings
 from hisparse_pd.ports import free_port, is_taken
 from hisparse_pd.settings import DecodeSettings, Port, PrefillSettings, RouterSettings, Secs
@@ -67,7 +68,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 """The services of a pair, each with the section that it has in the pair's file."""
 
-_NO_SETTINGS = frozenset(("parser", "command", "config", "json"))
+_NO_SETTINGS = frozenset(("parser", "command", "benchmark", "config", "json"))
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
 _SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
@@ -77,12 +78,8 @@ _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process exit status. Usage errors exit with status 2."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:2] == ["bench", "serve"]:  # with options of its own, as it has when it is run as a file
-        from hisparse_pd.bench.serving import main as bench_serve
-
-        return bench_serve(words[2:])
     parser = _make_parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(words)
     command_parser: _CommandParser = namespace.parser
     if unknown:
         command_parser.error(_unknown_options(unknown, command_parser))
@@ -90,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         match namespace.command:
             case "bench":
-                command_parser.error("the benchmark comes first: hisparse-pd bench serve [options]")
+                serving_settings = load_settings(ServingSettings, given, namespace.config)
+                from hisparse_pd.bench.serving import run as run_serving
+
+                return run_serving(serving_settings, words)
             case "keygen":
                 return _keygen(namespace.path, for_api=namespace.api)
             case "doctor":
@@ -192,6 +192,9 @@ def _only(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
 # --- options from fields -----------------------------------------------------------------------------
 
 
+_SHORT = {"concurrency": ("-c",)}
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
@@ -211,9 +214,11 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str, fields: Mapping[str, FieldInfo]) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name,
+    def add(
+        name: str, summary: str, fields: Mapping[str, FieldInfo], group: Any = commands
+    ) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = group.add_parser(
+            name.rpartition(" ")[2],
             help=summary,
             description=summary,
             usage=f"hisparse-pd {name} [options]",
@@ -242,13 +247,10 @@ def _make_parser() -> argparse.ArgumentParser:
         "path", type=Path, metavar="PATH", help="file for the key; must not exist, only its owner can read it"
     )
     keygen.add_argument("--api", action="store_true", help="an API key, for --api-key-file")
-    bench = commands.add_parser(
-        "bench",
-        help="Measure a service under load.",
-        description="Measure a service under load: `hisparse-pd bench serve --help`.",
-    )
-    bench.set_defaults(parser=bench)
-    bench.add_argument("benchmark", choices=("serve",), help="throughput and latencies of any endpoint")
+    bench = commands.add_parser("bench", help="Measure a service under load.")
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    summary = "Measure throughput and latencies of any OpenAI-compatible endpoint under load."
+    add("bench serve", summary, ServingSettings.model_fields, benchmarks)
     return parser
 
 
@@ -263,7 +265,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
                 flag(name), action="append", nargs="+", metavar=("URL", "BOOTSTRAP_PORT"), **common
             )
         elif field.title is not None:
-            parser.add_argument(flag(name), action="extend", nargs="+", metavar=field.title, **common)
+            words = (flag(name), *_SHORT.get(name, ()))
+            parser.add_argument(*words, action="extend", nargs="+", metavar=field.title, **common)
         else:
             parser.add_argument(flag(name), action="append", metavar="URL", **common)
     else:

@@ -13,22 +13,18 @@ TTFT: to the first chunk with text. ITL: between chunks with text, which may car
 a request's time from its first to its last chunk, over its tokens but one. "tok/s full": while all clients
 of a closed loop were busy and had their first token.
 
-The status is 1 when a request failed or nothing could be measured, 2 for a wrong option, 130 after Ctrl-C;
+The status is 1 when a request failed or nothing could be measured, 130 after Ctrl-C;
 what had been measured until then is reported.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import shlex
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,12 +46,10 @@ from hisparse_pd.bench.serving_load import (
     warm_up,
 )
 from hisparse_pd.bench.serving_report import plot, print_report, series_name, summarize
+from hisparse_pd.bench.settings import DEFAULT_URL, OPEN_LOOP_REQUESTS, ServingSettings
 
-USAGE_ERROR = 2
 INTERRUPTED = 130
-DEFAULT_URL = "http://127.0.0.1:8000/v1"
 CONCURRENCY = (1, 2, 4, 8, 16)
-OPEN_LOOP_REQUESTS = 100
 WARM_UP_TOKENS = 16
 METRICS_TIMEOUT_SECS = 10.0
 METRICS_SETTLE_SECS = 1.0
@@ -76,42 +70,42 @@ class MetricsError(Exception):
 # --- points -----------------------------------------------------------------------------------------------
 
 
-def make_points(options: argparse.Namespace) -> list[Point]:
+def make_points(settings: ServingSettings) -> list[Point]:
     """The points in the order in which they are measured: all series of a load, then the next load."""
     loads: list[dict[str, Any]] = (
-        [{"request_rate": rate} for rate in options.request_rate]
-        if options.request_rate
-        else [{"concurrency": number} for number in options.concurrency or CONCURRENCY]
+        [{"request_rate": rate} for rate in settings.request_rate]
+        if settings.request_rate
+        else [{"concurrency": number} for number in settings.concurrency or CONCURRENCY]
     )
     points: list[Point] = []
     for load in loads:
-        if options.duration_secs is not None:
-            size: dict[str, Any] = {"duration_secs": options.duration_secs}
+        if settings.duration_secs is not None:
+            size: dict[str, Any] = {"duration_secs": settings.duration_secs}
         else:
             default = max(8, 4 * load["concurrency"]) if "concurrency" in load else OPEN_LOOP_REQUESTS
-            size = {"num_requests": options.num_requests or default}
-        for value in options.hisparse:
+            size = {"num_requests": settings.num_requests or default}
+        for value in settings.hisparse:
             points.append(Point(_HISPARSE[value], stream=len(points), **load, **size))
     return points
 
 
-def make_workload(options: argparse.Namespace, model: str) -> Workload:
+def make_workload(settings: ServingSettings, model: str) -> Workload:
     return Workload(
         model=model,
-        input_tokens=options.input_tokens,
-        output_tokens=options.output_tokens,
-        token_range=tuple(options.token_range),
-        as_text=options.prompt_format == "text",
-        num_prompts=options.distinct_prompts,
-        seed=options.seed,
-        temperature=options.temperature,
-        ignore_eos=options.ignore_eos,
-        extra_body=options.extra_body,
+        input_tokens=settings.input_tokens,
+        output_tokens=settings.output_tokens,
+        token_range=settings.token_range,
+        as_text=settings.prompt_format == "text",
+        num_prompts=settings.distinct_prompts,
+        seed=settings.seed,
+        temperature=settings.temperature,
+        ignore_eos=settings.ignore_eos,
+        extra_body=settings.extra_body,
     )
 
 
 async def measure(
-    options: argparse.Namespace,
+    settings: ServingSettings,
     url: str,
     metrics_urls: Sequence[str],
     measured: dict[str, Any],
@@ -121,14 +115,14 @@ async def measure(
 
     Raises EndpointError, MetricsError.
     """
-    api_key = os.environ.get(options.api_key_env, "")
-    async with Client(url, options.timeout_secs, api_key) as client:
-        measured["model"] = options.model or await client.first_model()
-        workload = make_workload(options, measured["model"])
-        for point in make_points(options):
-            if options.warmup:
+    api_key = os.environ.get(settings.api_key_env, "")
+    async with Client(url, settings.timeout_secs, api_key) as client:
+        measured["model"] = settings.model or await client.first_model()
+        workload = make_workload(settings, measured["model"])
+        for point in make_points(settings):
+            if settings.warmup:
                 await warm_up(
-                    client, workload, point, options.warmup, min(WARM_UP_TOKENS, options.output_tokens)
+                    client, workload, point, settings.warmup, min(WARM_UP_TOKENS, settings.output_tokens)
                 )
             before = await read_counters(metrics_urls)
             cpu, started = time.process_time(), time.perf_counter()
@@ -183,156 +177,24 @@ async def read_counters(urls: Sequence[str]) -> dict[str, float]:
     return totals
 
 
-# --- command line -----------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------
 
 
-def _at_least(least: float, kind: Callable[[str], Any], *, above: bool = False) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-        if value < least or (above and value == least):
-            raise argparse.ArgumentTypeError(
-                f"{text}: expected {'more than' if above else 'at least'} {least:g}"
-            )
-        return value
-
-    return parse
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def make_parser() -> argparse.ArgumentParser:
-    count, natural, positive = _at_least(1, int), _at_least(0, int), _at_least(0, float, above=True)
-    parser = argparse.ArgumentParser(
-        prog="hisparse-pd bench serve",
-        usage="hisparse-pd bench serve [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    where = parser.add_argument_group("endpoint")
-    where.add_argument("--url", help=f"up to and with /v1; default: {DEFAULT_URL}")
-    where.add_argument("--model", help="default: the endpoint's first")
-    where.add_argument(
-        "--api-key-env", default="OPENAI_API_KEY", help="variable that holds the key; default: %(default)s"
-    )
-    where.add_argument(
-        "--metrics-url",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="/metrics of a decode node, for hit rate and swap-in; repeatable",
-    )
-    where.add_argument(
-        "--start-pair",
-        type=Path,
-        metavar="DIR",
-        help="start a pair with this checkpoint on this machine, and stop it",
-    )
-    where.add_argument(
-        "--pair-options", default="", metavar="TEXT", help='of that pair, as in "--page-size 64"'
-    )
-
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        *("--concurrency", "-c"),
-        type=count,
-        nargs="+",
-        help=f"clients of closed loops; default: {CONCURRENCY}",
-    )
-    load.add_argument(
-        "--request-rate", type=positive, nargs="+", help="requests a second of open loops, instead"
-    )
-    load.add_argument(
-        "--num-requests",
-        type=count,
-        help=f"of a point; default: 4 a client, 8 at least; {OPEN_LOOP_REQUESTS} in an open loop",
-    )
-    load.add_argument("--duration-secs", type=positive, help="instead: start requests for so long")
-    load.add_argument(
-        "--hisparse",
-        nargs="+",
-        choices=tuple(_HISPARSE),
-        default=["none"],
-        help="the request's field, several to compare; none: leave it out; default: none",
-    )
-    load.add_argument(
-        "--warmup", type=natural, default=2, help="requests before each point; default: %(default)s"
-    )
-    load.add_argument(
-        "--timeout-secs", type=positive, default=600.0, help="of a whole request; default: %(default)g"
-    )
-    load.add_argument("--seed", type=natural, default=0, help="of prompts and arrivals; default: %(default)s")
-
-    what = parser.add_argument_group("requests")
-    what.add_argument("--input-tokens", type=count, default=1024, help="of a prompt; default: %(default)s")
-    what.add_argument("--output-tokens", type=count, default=128, help="of an answer; default: %(default)s")
-    what.add_argument(
-        "--prompt-format",
-        choices=("ids", "text"),
-        default="ids",
-        help="text: words, about a token each, for endpoints that take no token ids; default: %(default)s",
-    )
-    what.add_argument(
-        "--token-range",
-        type=natural,
-        nargs=2,
-        default=[3, 250],
-        metavar=("LOW", "END"),
-        help="random ids are LOW to END - 1; default: 3 250, which every model has",
-    )
-    what.add_argument(
-        "--distinct-prompts",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="send N prompts in turns in all points, for a prefix cache to find; default: 0, all differ",
-    )
-    what.add_argument("--temperature", type=_at_least(0, float), default=0.0, help="default: %(default)g")
-    what.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="send ignore_eos, for answers of exact length; off for endpoints that refuse it",
-    )
-    what.add_argument(
-        "--extra-body", type=_json_object, default={}, metavar="JSON", help="further fields of a request"
-    )
-    default_out = (OUT if (ROOT / "pyproject.toml").exists() else Path.cwd()) / "serving"
-    parser.add_argument(
-        "--out", type=Path, default=default_out, help="JSON and PNG, without suffix; default: %(default)s"
-    )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = make_parser()
-    options = parser.parse_args(given)
-    if problem := _conflict(options):
-        parser.exit(USAGE_ERROR, f"{parser.prog}: error: {problem}\n")
+def run(settings: ServingSettings, words: Sequence[str]) -> int:
+    """Measure, print and write. Returns the exit status. ``words``: of the command line, for the report."""
     console = make_console()
     started = time.monotonic()
-    measured: dict[str, Any] = {"model": options.model, "points": [], "requests": []}
+    measured: dict[str, Any] = {"model": settings.model, "points": [], "requests": []}
     status = 0
     try:
-        if options.start_pair:
-            words = shlex.split(options.pair_options)
-            with running_pair(options.start_pair.resolve(), words, console) as pair:
-                metrics_urls = [*options.metrics_url, f"{pair.decode_url}/metrics"]
-                asyncio.run(measure(options, f"{pair.router_url}/v1", metrics_urls, measured, console))
+        if settings.start_pair:
+            pair_words = shlex.split(settings.pair_options)
+            with running_pair(settings.start_pair.resolve(), pair_words, console) as pair:
+                metrics_urls = [*settings.metrics_url, f"{pair.decode_url}/metrics"]
+                asyncio.run(measure(settings, f"{pair.router_url}/v1", metrics_urls, measured, console))
         else:
-            asyncio.run(measure(options, options.url or DEFAULT_URL, options.metrics_url, measured, console))
+            url = settings.url or DEFAULT_URL
+            asyncio.run(measure(settings, url, settings.metrics_url, measured, console))
     except (EndpointError, MetricsError, PairError) as error:
         console.print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
         status = 1
@@ -340,15 +202,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = INTERRUPTED
     if not measured["points"]:
         return status or 1
-    facts = run_facts() | {"command": shlex.join(["hisparse-pd", "bench", "serve", *given]), "gpus": _gpus()}
+    facts = run_facts() | {"command": shlex.join(["hisparse-pd", *words]), "gpus": _gpus()}
     report = {
         "facts": facts,
-        "settings": vars(options),
+        "settings": settings.model_dump(mode="json"),
         "secs": round(time.monotonic() - started, 3),
         **measured,
     }
     print_report(report, console)
-    write(report, options.out, console)
+    in_checkout = (ROOT / "pyproject.toml").exists()
+    write(report, settings.out or (OUT if in_checkout else Path.cwd()) / "serving", console)
     if any(point["errors"] for point in report["points"]):
         status = status or 1
     return status
@@ -366,25 +229,6 @@ def write(report: Mapping[str, Any], out: Path, console: Console) -> None:
     console.print(written, markup=False, highlight=False, soft_wrap=True)
 
 
-def _conflict(options: argparse.Namespace) -> str:
-    """What two options do not allow together, or nothing."""
-    low, end = options.token_range
-    if options.concurrency and options.request_rate:
-        return "--concurrency and --request-rate exclude each other: a loop is closed or open"
-    if options.num_requests and options.duration_secs:
-        return "--num-requests and --duration-secs exclude each other"
-    if options.start_pair and options.url:
-        return "--start-pair and --url exclude each other: the pair is the endpoint"
-    if options.pair_options and not options.start_pair:
-        return "--pair-options needs --start-pair"
-    if low >= end:
-        return f"--token-range {low} {end} has no token; END is exclusive and must be above LOW"
-    with suppress(httpx.InvalidURL):
-        if httpx.URL(options.url or DEFAULT_URL).scheme in ("http", "https"):
-            return ""
-    return f"--url {options.url}: expected http://HOST:PORT/v1"
-
-
 def _gpus() -> list[str]:
     """Name and driver of this machine's GPUs, which are the endpoint's only where it runs here."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -393,7 +237,3 @@ def _gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return answer.stdout.splitlines() if answer.returncode == 0 else []
-
-
-if __name__ == "__main__":
-    sys.exit(main())

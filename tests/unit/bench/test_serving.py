@@ -20,7 +20,7 @@ from rich.console import Console
 from hisparse_pd import cli
 from hisparse_pd.bench import serving, serving_load
 from hisparse_pd.bench.pair import counters_in
-from hisparse_pd.bench.serving import main, make_parser, make_points
+from hisparse_pd.bench.serving import make_points
 from hisparse_pd.bench.serving_load import (
     Client,
     EndpointError,
@@ -31,6 +31,7 @@ from hisparse_pd.bench.serving_load import (
     warm_up,
 )
 from hisparse_pd.bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
+from hisparse_pd.bench.settings import ServingSettings
 from tests.unit.router.cluster import serving as serving_app
 
 pytestmark = pytest.mark.anyio
@@ -487,6 +488,10 @@ def test_tables_and_pictures_take_points_without_figures(tmp_path: Path) -> None
 # --- command line ----------------------------------------------------------------------------------------
 
 
+def main(*arguments: str) -> int:
+    return cli.main(["bench", "serve", *arguments])
+
+
 def metrics(hits: int, misses: int, num_bytes: int) -> str:
     return (
         f'hisparse_pd:swap_in_hits_total{{dp_rank="0"}} {hits // 2}\n'
@@ -513,7 +518,7 @@ def test_main_measures_all_series_and_writes_what_it_found(
         arguments += ["--hisparse", "true", "false", "--num-requests", "3", "--input-tokens", "7"]
         arguments += ["--output-tokens", "40", "--warmup", "1", "--out", str(tmp_path / "made" / "run-0.5")]
         monkeypatch.setenv("OPENAI_API_KEY", "a-secret")
-        assert cli.main(["bench", "serve", *arguments]) == 1  # for the 503
+        assert main(*arguments) == 1  # for the 503
     assert len(endpoint.bodies) == 4 * (1 + 3)
     assert not endpoint.metrics
     report = json.loads((tmp_path / "made" / "run-0.5.json").read_text())
@@ -544,10 +549,10 @@ def test_main_stops_when_the_endpoint_or_its_metrics_are_not_there(
     monkeypatch.setattr(serving, "METRICS_SETTLE_SECS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         gone = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    assert main(["--url", f"{gone}/v1", "--out", str(tmp_path / "none")]) == 1
+    assert main("--url", f"{gone}/v1", "--out", str(tmp_path / "none")) == 1
     with running_in_thread(scripted, []) as (url, _):
         arguments = ["--url", url, "--metrics-url", f"{gone}/metrics", "--out", str(tmp_path / "none")]
-        assert main(arguments) == 1
+        assert main(*arguments) == 1
     out = capsys.readouterr().out
     assert f"{gone}/v1/models" in out
     assert f"--metrics-url {gone}/metrics: ConnectError" in out
@@ -562,30 +567,29 @@ def test_counters_are_summed_over_labels_and_may_be_missing() -> None:
 
 
 def test_points_are_all_series_of_a_load_and_then_the_next_load() -> None:
-    options = make_parser().parse_args(["-c", "1", "16", "--hisparse", "true", "none"])
-    points = make_points(options)
+    points = make_points(ServingSettings(concurrency=(1, 16), hisparse=("true", "none")))
     assert [(p.concurrency, p.hisparse, p.num_requests) for p in points] == [
         *((1, True, 8), (1, None, 8), (16, True, 64), (16, None, 64)),
     ]
     assert [p.stream for p in points] == [0, 1, 2, 3]
-    options = make_parser().parse_args(["--request-rate", "0.5", "--duration-secs", "60"])
-    assert make_points(options) == [Point(None, None, 0.5, None, 60.0)]
+    settings = ServingSettings(request_rate=(0.5,), duration_secs=60)
+    assert make_points(settings) == [Point(None, None, 0.5, None, 60.0)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--concurrency", "0"], "expected at least 1"),
-        (["--request-rate", "0"], "expected more than 0"),
-        (["--concurrency", "x"], "'x' is no number"),
+        (["--concurrency", "0"], "--concurrency: '0': Input should be greater than or equal to 1"),
+        (["--request-rate", "0"], "greater than 0"),
+        (["-c", "x"], "valid integer"),
         (["--concurrency", "1", "--request-rate", "1"], "exclude each other"),
         (["--num-requests", "1", "--duration-secs", "1"], "exclude each other"),
         (["--start-pair", ".", "--url", "http://a/v1"], "exclude each other"),
         (["--pair-options", "--page-size 64"], "needs --start-pair"),
         (["--token-range", "9", "9"], "--token-range 9 9 has no token"),
         (["--url", "127.0.0.1:8000"], "expected http://HOST:PORT/v1"),
-        (["--extra-body", "[1]"], "expected a JSON object"),
-        (["--hisparse", "yes"], "invalid choice"),
+        (["--extra-body", "[1]"], "valid dictionary"),
+        (["--hisparse", "yes"], "'true', 'false', 'auto' or 'none'"),
         (["--unknown"], "--unknown"),
     ],
 )
@@ -593,6 +597,6 @@ def test_wrong_options_exit_with_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        main(*arguments)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err

@@ -88,13 +88,6 @@ def overlap(selected: Tensor, lag: int) -> float:
     return sum(shares) / len(shares)
 
 
-def test_the_attention_is_deepseek_v32s_by_default() -> None:
-    shape = SyntheticShape()
-    assert (shape.num_heads, shape.q_lora_rank, shape.kv_lora_rank) == (128, 1536, 512)
-    assert (shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim) == (128, 64, 128)
-    assert (shape.index_n_heads, shape.index_head_dim, shape.index_topk) == (64, 128, 2048)
-
-
 def test_it_loads_whole_and_runs(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec = load_spec(checkpoint, device="cuda")
     assert spec.dtype == torch.bfloat16
