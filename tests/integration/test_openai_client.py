@@ -96,18 +96,6 @@ def test_a_bias_forces_a_token_and_a_penalty_ends_its_repetition(client: openai.
         complete(client, presence_penalty=3)
 
 
-def test_chat(client: openai.OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": "What is a page?"}]
-    options: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 10}
-    whole = client.chat.completions.create(**options)
-    assert whole.choices[0].message.role == "assistant"
-    content = whole.choices[0].message.content
-    streamed = client.chat.completions.create(**options, stream=True)
-    assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == content
-    assert whole.usage is not None
-    assert whole.usage.model_dump()["hisparse"]["mode"] in ("hisparse", "dense")
-
-
 def test_logprobs(client: openai.OpenAI) -> None:
     completion = complete(client, logprobs=3, extra_body={"ignore_eos": True})
     logprobs = completion.choices[0].logprobs
@@ -119,26 +107,6 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert chosen is not None
         assert chosen <= 0
         assert max(top.values()) == pytest.approx(chosen, abs=1e-5)  # greedy picks the likeliest
-    chat = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "x"}],
-        max_tokens=5,
-        temperature=0,
-        logprobs=True,
-        top_logprobs=2,
-        extra_body={"ignore_eos": True},
-    )
-    assert chat.choices[0].logprobs is not None
-    assert chat.choices[0].logprobs.content is not None
-    assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [2] * 5
-
-
-def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
-    text = complete(client, max_tokens=30, extra_body={"ignore_eos": True}).choices[0].text
-    stop = text[8:11]
-    stopped = complete(client, max_tokens=30, stop=[stop, "\x00never"], extra_body={"ignore_eos": True})
-    assert stopped.choices[0].text == text[: text.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
 
 
 def test_n_and_seed(client: openai.OpenAI) -> None:

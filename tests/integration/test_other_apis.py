@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import openai
 import pytest
 
 from tests.integration.harness import Deployment
+from tests.unit.api.support import named_events
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is a page?"}]
 SAMPLING = {"temperature": 0, "ignore_eos": True, "hisparse": True}
@@ -28,11 +28,6 @@ def chat(client: httpx.Client) -> dict[str, Any]:
     answer: dict[str, Any] = client.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"]
     return answer
-
-
-def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
-    lines = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
-    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
 
 
 def test_tokens_of_the_chat_are_counted_as_they_are_served(
@@ -59,13 +54,9 @@ def test_messages(client: httpx.Client, chat: dict[str, Any]) -> None:
     assert answer["usage"]["hisparse"]["mode"] == "hisparse"
     assert answer["stop_reason"] == "max_tokens"
     stream = client.post("/v1/messages", json={**body, "stream": True})
-    events = named_events(stream.text)
-    assert [name for name, _ in events[:2]] == ["message_start", "content_block_start"]
-    assert events[-1] == ("message_stop", {"type": "message_stop"})
-    assert "".join(e["delta"]["text"] for name, e in events if name == "content_block_delta") == text
-    refused = client.post(
-        "/v1/messages", json={**body, "mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]}
-    )
+    events = [event for _, event in named_events(stream.text)]
+    assert "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta") == text
+    refused = client.post("/v1/messages", json={**body, "mcp_servers": [{"type": "url"}]})
     assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 
