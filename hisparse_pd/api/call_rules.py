@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Raw
@@ -12,6 +13,8 @@ from hisparse_pd.api.openai_responses import find_tool
 from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.raw_json import decode_item
 from hisparse_pd.http.http_errors import InvalidField
+
+_Choice = parts.ChatToolChoice | parts.ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ def openai_calls(
             is_forced = True
         case {"type": "function" | "custom"}:
             assert tool_choice is not None
-            names, is_forced = (_chosen(tool_choice, field, prompt, in_function),), True
+            kind: type[_Choice] = parts.ChatToolChoice if in_function else parts.ToolChoice
+            names, is_forced = (_chosen(decode(kind, tool_choice, field), field, prompt),), True
             at_most_one = True  # one specific function, as OpenAI has it
         case {"type": "allowed_tools"}:
             assert tool_choice is not None
@@ -110,32 +114,26 @@ def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(function["name"]) for function in functions if isinstance(function, dict)))
 
 
-def _chosen(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> str:
-    if in_function:
-        name = decode(parts.ChatToolChoice, choice, field).function.name
-        return _known(f"{field}.function.name", name, names_of_tools(prompt))
-    return _found(f"{field}.name", decode(parts.ToolChoice, choice, field), prompt)
-
-
 def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
     """The names, and whether one of them must be called."""
+    allowed: parts.ChatAllowed | parts.AllowedChoice
     if in_function:
-        inner = decode(parts.ChatAllowedChoice, choice, field).allowed_tools
-        path, names = f"{field}.allowed_tools.tools", names_of_tools(prompt)
-        known = [
-            _known(f"{path}[{index}].function.name", tool.function.name, names)
-            for index, tool in enumerate(inner.tools)
-        ]
-        return tuple(dict.fromkeys(known)), inner.mode == "required"
-    allowed = decode(parts.AllowedChoice, choice, field)
-    known = [_found(f"{field}.tools[{index}].name", tool, prompt) for index, tool in enumerate(allowed.tools)]
+        allowed = decode(parts.ChatAllowedChoice, choice, field).allowed_tools
+        field = f"{field}.allowed_tools"
+    else:
+        allowed = decode(parts.AllowedChoice, choice, field)
+    tools: Sequence[_Choice] = allowed.tools
+    known = [_chosen(tool, f"{field}.tools[{index}]", prompt) for index, tool in enumerate(tools)]
     return tuple(dict.fromkeys(known)), allowed.mode == "required"
 
 
-def _found(field: str, chosen: parts.ToolChoice, prompt: ChatPrompt) -> str:
+def _chosen(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
     """The function's name, which has that of its namespace in it."""
-    name = find_tool(prompt.called_tools, chosen.name, chosen.namespace)
-    return _known(field, chosen.name if name is None else name, names_of_tools(prompt))
+    names = names_of_tools(prompt)
+    if isinstance(tool, parts.ChatToolChoice):
+        return _known(f"{field}.function.name", tool.function.name, names)
+    name = find_tool(prompt.called_tools, tool.name, tool.namespace)
+    return _known(f"{field}.name", tool.name if name is None else name, names)
 
 
 def _known(field: str, name: str | None, names: tuple[str, ...]) -> str:

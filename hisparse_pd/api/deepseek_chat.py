@@ -82,7 +82,7 @@ class _Chat:
                     parts += (_USER, self._question(index), _ASSISTANT, self._opening(index))
                 case "assistant":
                     parts.append(self._answer(index))
-                    if calls := _calls(self._messages[index]):
+                    if calls := _listed(self._messages[index], "tool_calls"):
                         results = _results_behind(self._messages, index)
                         num_taken += len(results)
                         parts += (self._results(index, calls, results), self._opening(index))
@@ -99,7 +99,7 @@ class _Chat:
 
     def _system(self, index: int) -> str:
         message = self._messages[index]
-        tools = [*_own_tools(message), *(self._tools if index == 0 else ())]
+        tools = [*_listed(message, "tools"), *(self._tools if index == 0 else ())]
         return _with_tools(str(message["content"]), tools)
 
     def _question(self, index: int) -> str:
@@ -109,11 +109,11 @@ class _Chat:
             return content
         if not content:
             raise _refused(index, "is a developer's and empty")
-        return _with_tools("", _own_tools(message)) + "\n\n# The user's message is: " + content
+        return _with_tools("", _listed(message, "tools")) + "\n\n# The user's message is: " + content
 
     def _answer(self, index: int) -> str:
         message = self._messages[index]
-        calls = _calls(message)
+        calls = _listed(message, "tool_calls")
         is_begun = self._is_continued and index == len(self._messages) - 1
         if is_begun and calls:
             raise _refused(index, "cannot be continued: it calls tools")
@@ -174,16 +174,10 @@ def _results_behind(messages: Sequence[Message], index: int) -> Sequence[Message
     return messages[index + 1 : end]
 
 
-def _calls(message: Message) -> Sequence[Message]:
-    calls = message.get("tool_calls") or ()
-    assert isinstance(calls, Sequence)
-    return calls
-
-
-def _own_tools(message: Message) -> Sequence[Message]:
-    tools = message.get("tools") or ()
-    assert isinstance(tools, Sequence)
-    return tools
+def _listed(message: Message, field: str) -> Sequence[Message]:
+    found = message.get(field) or ()
+    assert isinstance(found, Sequence)
+    return found
 
 
 def _json(value: object) -> str:

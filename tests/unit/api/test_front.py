@@ -698,6 +698,9 @@ async def test_information(role: str, tmp_path: Path) -> None:
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])
         assert info["transfer_reason"] == "RDMA devices usable"
         await until(lambda: node.link.ranks[0].stats is not None, "stats")
+        metrics = await node.client.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain")
+        assert 'hisparse_pd:requests_total{mode="dense"} 3.0' in metrics.text.splitlines()
         load = (await node.client.get("/get_load")).json()
         assert load == [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 17}]
         status = (await node.client.get("/status")).json()
@@ -730,38 +733,23 @@ async def test_models_as_anthropics_client_reads_them(tmp_path: Path) -> None:
         assert (missing.json()["type"], missing.json()["error"]["type"]) == ("error", "not_found_error")
 
 
-async def test_metrics_of_the_engine(tmp_path: Path) -> None:
-    async with serving(say("x"), tmp_path) as node:
-        await until(lambda: node.link.ranks[0].stats is not None, "stats")
-        response = await node.client.get("/metrics")
-        assert response.headers["content-type"].startswith("text/plain")
-        lines = response.text.splitlines()
-        assert 'hisparse_pd:requests_total{mode="dense"} 3.0' in lines
-        assert "hisparse_pd:kv_transfer_bytes_total 7.0" in lines
-        assert 'hisparse_pd:pool_used_tokens{pool="host"} 42.0' in lines
-        assert "# TYPE hisparse_pd:requests_total counter" in lines
-        assert "# TYPE hisparse_pd:pool_used_tokens gauge" in lines
-        assert "# TYPE hisparse_pd:time_to_first_token_seconds histogram" in lines
-
-
-def test_steps_of_the_engine_are_a_counter() -> None:
+def test_metrics_of_the_engine() -> None:
     metrics = FrontMetrics()
     assert "engine_steps" not in metrics.render().decode()
-    metrics.update(0, stats(step=41))
-    assert "hisparse_pd:engine_steps_total 41.0" in metrics.render().decode().splitlines()
-
-
-def test_metric_families_keep_their_labels_apart() -> None:
-    metrics = FrontMetrics()
-    metrics.update(
-        0, stats(**{'requests_total{mode="hisparse"}': 5.0, 'dropped_total{reason="late",peer="a"}': 1.0})
-    )
+    labelled = {'requests_total{mode="hisparse"}': 5.0, 'dropped_total{reason="late",peer="a"}': 1.0}
+    metrics.update(0, stats(step=41, **labelled))
     lines = metrics.render().decode().splitlines()
-    assert 'hisparse_pd:requests_total{mode="hisparse"} 5.0' in lines
-    assert 'hisparse_pd:dropped_total{peer="a",reason="late"} 1.0' in lines or (
-        'hisparse_pd:dropped_total{reason="late",peer="a"} 1.0' in lines
-    )
-    assert len([line for line in lines if line.startswith("# TYPE hisparse_pd:requests_total")]) == 1
+    for line in (
+        *('requests_total{mode="dense"} 3.0', 'requests_total{mode="hisparse"} 5.0'),
+        *("kv_transfer_bytes_total 7.0", 'pool_used_tokens{pool="host"} 42.0', "engine_steps_total 41.0"),
+        'dropped_total{peer="a",reason="late"} 1.0',
+    ):
+        assert f"hisparse_pd:{line}" in lines
+    for name, kind in (
+        *(("requests_total", "counter"), ("pool_used_tokens", "gauge")),
+        ("time_to_first_token_seconds", "histogram"),
+    ):
+        assert lines.count(f"# TYPE hisparse_pd:{name} {kind}") == 1
 
 
 # --- the front process -------------------------------------------------------------------------------

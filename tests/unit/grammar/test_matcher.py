@@ -166,38 +166,23 @@ _SCALARS: list[Any] = [
 
 def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     names = st.sampled_from(["a", "b", "long name", "ü", "0"])
-    objects = st.builds(
-        lambda properties, required, others: {
-            "type": "object",
-            "properties": properties,
-            "required": sorted(set(required) & set(properties)),
-            "additionalProperties": others,
-        },
-        st.dictionaries(names, inner, max_size=4),
-        st.lists(names, max_size=3),
-        st.just(False) | inner,
-    )
+    objects = st.fixed_dictionaries(
+        {"type": st.just("object"), "properties": st.dictionaries(names, inner, max_size=4)}
+        | {
+            "required": st.lists(names, max_size=3, unique=True),
+            "additionalProperties": st.just(False) | inner,
+        }
+    ).map(lambda of: of | {"required": [name for name in of["required"] if name in of["properties"]]})
     arrays = st.builds(
-        lambda items, least, more: {
-            "type": "array",
-            "items": items,
-            "minItems": least,
-            "maxItems": least + more,
-        },
+        lambda first, items, least: (
+            {"type": "array", "prefixItems": first, "items": items, "minItems": least}
+            | {"maxItems": least + 2}
+        ),
+        st.lists(inner, max_size=2),
         inner,
         st.integers(0, 2),
-        st.integers(0, 2),
     )
-    tuples = st.builds(
-        lambda items: {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)},
-        st.lists(inner, min_size=1, max_size=3),
-    )
-    return (
-        objects
-        | arrays
-        | tuples
-        | st.builds(lambda parts: {"anyOf": parts}, st.lists(inner, min_size=1, max_size=3))
-    )
+    return objects | arrays | st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=3)})
 
 
 SCHEMAS = st.recursive(st.sampled_from(_SCALARS), _nested, max_leaves=6)
