@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from hisparse_pd.process import die_with_parent, parent_is_alive, setup_logging
+from tests.waiting import wait_until
 
 PARENT = """
     import multiprocessing, os, time
@@ -55,10 +55,7 @@ def test_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         child_pid = int(parent.stdout.readline())
         assert _is_running(child_pid)
         parent.send_signal(signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while _is_running(child_pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not _is_running(child_pid)
+        wait_until(lambda: not _is_running(child_pid))
 
 
 def test_a_process_that_nobody_spawned_is_left_alone() -> None:

@@ -1,13 +1,16 @@
-"""The CUDA code compiles for every architecture that we support, on machines without a GPU too, and takes its
-parameters from where the host puts them."""
+"""The CUDA code of the swap-in and of the top-k compiles for every architecture that we support, on machines
+without a GPU too, and takes its parameters from where the host puts them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from kernels import cuda
+from kernels import cuda, topk
 from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
 
 ENTRIES = {"swap_in", "copy_planned", "fill_row", "backup_newest", "newest_slots"}
@@ -28,10 +31,10 @@ SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
 """Of the default run: each variant and each architecture once."""
 
 
-def layout_checks() -> str:
+def layout_checks(parameters: dict[str, np.dtype[Any]]) -> str:
     """Both sides have each parameter in the same place."""
     lines = [""]
-    for name, dtype in PARAMETERS.items():
+    for name, dtype in parameters.items():
         lines.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");')
         lines += [
             f'static_assert(__builtin_offsetof({name}, {field}) == {place}, "{name}.{field}");'
@@ -49,10 +52,22 @@ def layout_checks() -> str:
     ],
 )
 def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path) -> None:
-    compile_cuda(cuda.source() + layout_checks(), arch, cuda.compile_options(*variant), tmp_path, ENTRIES)
+    compile_cuda(
+        cuda.source() + layout_checks(PARAMETERS), arch, cuda.compile_options(*variant), tmp_path, ENTRIES
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_top_k_compiles(arch: int, tmp_path: Path) -> None:
+    source = topk.source() + layout_checks({"TopkParams": topk._PARAMS})
+    source += f"static_assert(NUM_THREADS == {topk.NUM_THREADS});\n"
+    log = compile_cuda(source, arch, topk.compile_options(), tmp_path, {"topk"})
+    if log is not None:
+        assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 64, "1024 threads share 65536 registers"
+        assert " 0 bytes spill stores" in log
 
 
 def test_source_is_one_unit() -> None:
-    source = cuda.source()
-    assert '#include "' not in source
-    assert source.count("struct SwapInParams") == 1
+    for source, struct in ((cuda.source(), "struct SwapInParams"), (topk.source(), "struct TopkParams")):
+        assert '#include "' not in source
+        assert source.count(struct) == 1

@@ -105,19 +105,13 @@ def expected(variant: str, checkpoints: dict[str, Path], prompts: list[Tokens]) 
     return greedy_tokens(checkpoints[variant], prompts, NUM_OUTPUT)
 
 
-def test_tokens_equal_transformers_one_by_one(
-    runner: Runner, prompts: list[Tokens], expected: list[Tokens]
-) -> None:
-    for prompt, tokens in zip(prompts, expected, strict=True):
-        assert runner.generate([prompt], chunk=2048)[0] == tokens
-
-
 @pytest.mark.I5
 @pytest.mark.parametrize("chunk", [1000, 129])
-def test_tokens_equal_transformers_in_a_batch_of_chunks(
+def test_tokens_equal_transformers_in_a_batch_of_chunks_and_one_by_one(
     runner: Runner, prompts: list[Tokens], expected: list[Tokens], chunk: int
 ) -> None:
     assert runner.generate(prompts, chunk) == expected
+    assert [runner.generate([prompt], 2 * chunk)[0] for prompt in prompts] == expected
 
 
 def test_generated_text_is_varied(expected: list[Tokens]) -> None:
