@@ -1,4 +1,4 @@
-"""The room states: what leads where, what is remembered, and what the two ways out allow."""
+"""The room states: what leads where, and what is remembered."""
 
 from __future__ import annotations
 
