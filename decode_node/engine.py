@@ -286,7 +286,10 @@ class DecodeEngine:
             prompt_keys = PromptKeys.of(message.identity.root, message.prompt, self.limits.page_size)
         token_ids = None
         if message.prompt and any(sample.sampling.needs_prompt for sample in message.samples):
-            token_ids = np.flatnonzero(np.bincount(unpack_token_ids(message.prompt))).astype(np.int32)
+            prompt = unpack_token_ids(message.prompt)
+            num_resumed = message.samples[0].sampling.num_resumed_tokens
+            token_ids = np.flatnonzero(np.bincount(prompt)).astype(np.int32)
+            token_ids = np.concatenate([token_ids, prompt[len(prompt) - num_resumed :]])
         for sample in message.samples:
             self.lifecycle.generate(sample, message.identity.digest, now, prompt_keys, token_ids)
 

@@ -122,7 +122,7 @@ class Request:
     is_speculative: bool = True
     """Whether its steps may verify drafts."""
     prompt_token_ids: NDArray[np.int32] | None = None
-    """Each that the prompt has, once, where draws depend on them."""
+    """Each that the prompt has, once, where draws depend on them; behind these the resumed ones in order."""
 
     # From LANDING on.
     mode: Mode = Mode.HISPARSE
@@ -182,6 +182,14 @@ class Request:
 
     def __post_init__(self) -> None:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
+
+    @property
+    def resumed_token_ids(self) -> NDArray[np.int32]:
+        """The end of the prompt that is the output's beginning, where draws depend on it."""
+        num_resumed = self.sampling.num_resumed_tokens
+        if not num_resumed or self.prompt_token_ids is None:
+            return np.empty(0, np.int32)
+        return self.prompt_token_ids[-num_resumed:]
 
     @cached_property
     def changes_logits(self) -> bool:

@@ -116,7 +116,7 @@ class RequestLife:
         elif max_new_tokens < 1:
             error = f"max_new_tokens is {max_new_tokens}; it must be at least 1"
         elif message.sampling.needs_prompt and prompt_token_ids is None:
-            error = "repetition_penalty needs the prompt, which did not come with the request"
+            error = "its draws need the prompt, which did not come with the request"
         error = error or refusal(self.limits, request)
         try:
             if not error:

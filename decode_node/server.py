@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import assert_never
 
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from decode_node.quarantine_routes import quarantine_routes
 from hisparse_pd.api.answering import streamed, whole_body
 from hisparse_pd.api.app import Front, Work, create_app
 from hisparse_pd.api.frame import Answer
+from hisparse_pd.api.models import json_response
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.requests import grouped
@@ -62,7 +69,14 @@ def create_decode_app(front: Front) -> Starlette:
 
     app = create_app(front, decode)
     app.router.routes += quarantine_routes(front.link)
+    app.router.routes.append(Route("/drain", partial(_drain, front), methods=["POST"]))
     return app
+
+
+async def _drain(front: Front, request: Request) -> Response:
+    """As SIGTERM to the node: its first front, of which the others are children, gets one."""
+    os.kill(os.getpid() if front.link.front == 0 else os.getppid(), signal.SIGTERM)
+    return json_response({"status": "the node takes nothing new, and ends"})
 
 
 def _check_answerable(request: ApiRequest) -> None:
@@ -85,9 +99,11 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
         return
     clock = _TokenClock(front, work)
     by_request_id = {output.sample.generate.request_id: output for output in outputs}
-    num_live = len(outputs)
+    num_live = sum(output.finish is None for output in outputs)
     holds_prefixes = isinstance(front.settings, DecodeSettings) and not front.settings.disable_held_prefixes
-    with front.link.open(grouped(work.samples, with_prompts=holds_prefixes)) as group:
+    journal = work.request.journal
+    may_move = journal is not None and journal.may_move
+    with front.link.open(grouped(work.samples, with_prompts=holds_prefixes), may_move=may_move) as group:
         work.timeline.sent(group.ranks)
         while num_live:
             output, tokens = await _next_tokens(group, by_request_id, work.timeline)

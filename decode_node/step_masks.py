@@ -41,7 +41,8 @@ def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: T
 def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
     """Let it be there when the request runs."""
     if request.sampling.grammar and request.grammar is None:
-        request.grammar, request.grammar_asked_at = compiler.ask(request.sampling.grammar), now
+        begun = request.resumed_token_ids.tolist()
+        request.grammar, request.grammar_asked_at = compiler.ask(request.sampling.grammar, begun), now
 
 
 def follow(request: Request, compiler: Compiler, now: float) -> None:

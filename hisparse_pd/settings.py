@@ -529,6 +529,17 @@ class RouterSettings(_Settings):
         description="times that a request goes to another pair when a node cannot be reached, is not ready, "
         "or, the prefill node, fails before its client has a byte",
     )
+    resume_timeout_secs: DrainSecs = Field(
+        30.0,
+        description="how long a request whose decode node is lost, or leaves, looks for another pair to go "
+        "on with, in seconds; 0: it ends",
+    )
+    journal_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="bytes that may be remembered of all streams together, for another decode node to go on "
+        "with; a stream for which there is no room ends with its node; 0: none goes on",
+    )
 
     @model_validator(mode="after")
     def _has_nodes(self) -> Self:

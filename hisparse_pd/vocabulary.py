@@ -19,6 +19,9 @@ except a decode node's 502, which is about the transfer to it.
 """
 
 
+MOVED = "moved"
+"""Code of an error of a node that leaves: its requests go on at another one."""
+
 MAX_RANKS = 64
 """Of a node."""
 
@@ -96,17 +99,21 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """As of ``pack_logit_bias``: added to the logits of these token ids."""
     grammar: str = ""
     """What the output has to be, as llguidance reads it: Lark with ``%json``; empty: anything."""
+    num_resumed_tokens: int = 0
+    """The last of the prompt are the first of an output that goes on here: draws, penalties and the grammar
+    go on behind them. The two bounds of new tokens do not count them."""
 
     @property
     def needs_prompt(self) -> bool:
         """Whether draws depend on which tokens the prompt has."""
-        return self.repetition_penalty != 1
+        follows = self.num_resumed_tokens > 0 and (self.changes_logits or bool(self.grammar))
+        return self.repetition_penalty != 1 or follows
 
     @property
     def changes_logits(self) -> bool:
         """Whether penalties or biases come before the draw."""
-        has_penalty = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.needs_prompt
-        return has_penalty or len(self.logit_bias) > 0
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or len(self.logit_bias) > 0
 
 
 def pack_logit_bias(biases: Sequence[tuple[int, float]]) -> bytes:

@@ -316,7 +316,9 @@ class RoomLife:
         for record in self.waiting():
             text = "" if record.request is None else record.request.sampling.grammar
             if text and record.grammar is None and len(held) < MAX_WAITING_GRAMMARS:
-                record.grammar, record.grammar_asked_secs = grammars.ask(text), now_secs
+                num_resumed = 0 if record.request is None else record.request.sampling.num_resumed_tokens
+                begun = record.token_ids[record.num_prompt_tokens - num_resumed :].tolist()
+                record.grammar, record.grammar_asked_secs = grammars.ask(text, begun), now_secs
                 held.add(record.grammar)
             if record.grammar is None:
                 continue

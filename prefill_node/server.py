@@ -8,7 +8,7 @@ one for no token, or for logprobs of the prompt's own, which this node alone kno
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import assert_never
 
@@ -177,7 +177,7 @@ async def _prefill(front: Front, work: Work) -> Answer:
                 finished[event.request_id] = event
     front.metrics.time_to_first_token.observe(work.timeline.first_token())
     written = await write_lists(work, scores, front.codec.token_bytes)
-    report = _report(front, work, [finished[sample.generate.request_id] for sample in work.samples], written)
+    report = _report(front, work, finished, written)
     if work.request.stream:
         return Answer.events(sse(report) + SSE_DONE)
     return Answer.json(report)
@@ -188,7 +188,7 @@ async def _events(
 ) -> AsyncGenerator[PrefillFinished | Tokens, None]:
     """The last event of each sample. Raises RequestFailedError for the first that fails."""
     index_of = {sample.generate.request_id: index for index, sample in enumerate(work.samples)}
-    num_live = len(work.samples)
+    num_live = sum(not sample.resumed.is_over for sample in work.samples)
     with front.link.open(grouped(work.samples, with_prompts=True)) as group:
         work.timeline.sent(group.ranks)
         while num_live:
@@ -216,7 +216,7 @@ def _noted_scores(work: Work) -> dict[int, Scores]:
 
 
 def _report(
-    front: Front, work: Work, finished: Sequence[PrefillFinished], written: dict[int, PromptLists]
+    front: Front, work: Work, finished: Mapping[str, PrefillFinished], written: dict[int, PromptLists]
 ) -> object:
     """What happened here: for the operator, the client never sees it.
 
@@ -237,7 +237,8 @@ def _report(
                 **(shown_lists(written[sample.prompt_index].meta_info) if written else {}),
             },
         }
-        for sample, event in zip(work.samples, finished, strict=True)
+        for sample in work.samples
+        if (event := finished.get(sample.generate.request_id)) is not None
     ]
     if work.request.endpoint is Endpoint.GENERATE and len(entries) == 1 and not work.request.is_batch:
         return entries[0]

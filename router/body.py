@@ -7,8 +7,10 @@ the way numbers are written survive.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 import msgspec
 from msgspec import Raw
@@ -57,7 +59,10 @@ _LARGE_DECODER = msgspec.json.Decoder(
     msgspec.defstruct("LargeFields", [(name, Raw, Raw()) for name in sorted(_LARGE_FIELDS)])
 )
 
-_OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "prefill_only")
+_OWN_FIELDS = (
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "prefill_only"),
+    *("journal", "journal_records"),
+)
 """What the router tells the nodes; a client's are replaced."""
 
 _MAX_SHOWN_BYTES = 80
@@ -81,6 +86,14 @@ class RequestBody:
     without any."""
     is_prefill_only: bool = False
     """The prefill node can answer alone: it computes the prompt, and draws the first token."""
+
+    @property
+    def is_streamed(self) -> bool:
+        return _is(self.fields, "stream", b"true")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(memoryview(value)) for value in self.fields.values())
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
@@ -108,10 +121,17 @@ class RequestBody:
             raise ApiError(400, f"the prompts are not valid JSON: {error}") from error
         return cls(fields, num_prompts, prompt, _is_prefill_only(fields, endpoint))
 
-    def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None, first_room: int) -> bytes:
-        """The body for the nodes, as JSON. Bootstrap fields of the client are replaced.
+    def with_bootstrap(
+        self,
+        bootstrap_host: str,
+        bootstrap_port: int | None,
+        first_room: int,
+        journal: Mapping[str, object] = MappingProxyType({}),
+    ) -> bytes:
+        """The body for the nodes, as JSON. The router's fields in the client's body are replaced.
 
-        The prompts of a list after the first one get random rooms, and so spread over a node's ranks.
+        ``journal``: those that a journal adds. The prompts of a list after the first one get random rooms,
+        and so spread over a node's ranks.
         """
         host: object = bootstrap_host
         port: object = bootstrap_port
@@ -121,7 +141,7 @@ class RequestBody:
             port = [bootstrap_port] * self.num_prompts
             room = [first_room, *(draw_room() for _ in range(self.num_prompts - 1))]
         theirs = {name: value for name, value in self.fields.items() if name not in _OWN_FIELDS}
-        ours = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+        ours = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room, **journal}
         if self.is_prefill_only:
             ours["prefill_only"] = True
         return msgspec.json.encode(theirs | ours)

@@ -48,6 +48,7 @@ class Call(asyncio.Protocol):
 
     def __init__(self, url: str, silence_secs: float) -> None:
         """``url``: the node's, without a path."""
+        self.silence_secs = silence_secs
         self._url = urlsplit(url)
         self._http = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
         self._patience = Patience(silence_secs, self._give_up)

@@ -41,6 +41,9 @@ class NodeUnreachable(RouterError):
 class NodeFailed(RouterError):
     """A node closed the connection early, fell silent, or answered with something that is no HTTP answer."""
 
+    last_words = b""
+    """The event with which it ended a stream itself."""
+
 
 class LocalFault(RouterError):
     """This machine lacks what a connection takes: descriptors, ports, memory."""

@@ -9,9 +9,10 @@ from collections import Counter as Counts
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.journal import JournalBudget
 from router.nodes import Node, NodePool
 
 CLIENT_GONE = 499
@@ -26,9 +27,9 @@ class RouterMetrics:
     ``ttft`` is measured from the complete request body to the first bytes of the decode node's answer.
     """
 
-    def __init__(self, pool: NodePool) -> None:
+    def __init__(self, pool: NodePool, journals: JournalBudget) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_NodeCollector(pool))
+        self._registry.register(_NodeCollector(pool, journals))
         self.requests = Counter(
             "hisparse_pd:router_requests_total",
             "Requests by endpoint and HTTP status; 499: the client left",
@@ -43,6 +44,20 @@ class RouterMetrics:
         self.prefill_retries = Counter(
             "hisparse_pd:router_prefill_retries_total",
             "Of those, the ones with which a prefill node failed before the client had a byte",
+            registry=self._registry,
+        )
+        self._resumes = Counter(
+            "hisparse_pd:router_resumes_total",
+            "Requests that went on at another decode node; lost: theirs was; moved: it was leaving",
+            ("reason",),
+            registry=self._registry,
+        )
+        for reason in ("lost", "moved"):  # from 0: an alert must see the first one too
+            self._resumes.labels(reason)
+        self._resume_secs = Histogram(
+            "hisparse_pd:router_resume_seconds",
+            "From the loss of a request's decode node to the first bytes of the next one's answer",
+            buckets=_SECS_BUCKETS,
             registry=self._registry,
         )
         self.truncated = Counter(
@@ -85,6 +100,10 @@ class RouterMetrics:
         if blamed is not None and blamed.kind == "prefill":
             self.prefill_retries.inc()
 
+    def count_resume(self, reason: str, secs: float) -> None:
+        self._resumes.labels(reason).inc()
+        self._resume_secs.observe(secs)
+
     def answers(self) -> dict[str, int]:
         """How many there were, by HTTP status."""
         num: Counts[str] = Counts()
@@ -109,10 +128,11 @@ def _series(counter: Counter) -> Iterator[tuple[dict[str, str], int]]:
 
 
 class _NodeCollector(Collector):
-    """Gauges of the nodes."""
+    """Of the nodes, and of the journals."""
 
-    def __init__(self, pool: NodePool) -> None:
+    def __init__(self, pool: NodePool, journals: JournalBudget) -> None:
         self._pool = pool
+        self._journals = journals
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # keeps registration from scraping
@@ -129,3 +149,13 @@ class _NodeCollector(Collector):
             healthy.add_metric((node.url, node.kind), float(node.healthy))
         yield in_flight
         yield healthy
+        yield GaugeMetricFamily(
+            "hisparse_pd:router_journal_bytes",
+            "What is remembered of streams in work, for another node to go on with",
+            self._journals.num_bytes,
+        )
+        yield CounterMetricFamily(
+            "hisparse_pd:router_dropped_journals",
+            "Streams of which no more can be remembered: they end with their decode node",
+            self._journals.num_dropped,
+        )

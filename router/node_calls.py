@@ -7,13 +7,14 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
 from hisparse_pd.api.keys import ApiKeys, load_api_keys
 from hisparse_pd.http.connections import TAKES_INTERIM
+from hisparse_pd.http.journal_lines import JOURNAL_HEADER
 from hisparse_pd.settings import RouterSettings
 from protocol.decoding import TypedDecoder
 from router.connect import NO_TLS, Call, RawHeaders, tls_context
@@ -59,6 +60,15 @@ class Answer:
         """Of the body, as its headers have it; infinite when they do not say."""
         lengths = [value for name, value in self.headers if name == b"content-length"]
         return int(lengths[0]) if lengths and lengths[0].isdigit() else math.inf
+
+    @property
+    def is_journaled(self) -> bool:
+        return (JOURNAL_HEADER, b"1") in self.headers
+
+    def without_journal(self, chunks: AsyncIterator[bytes]) -> Answer:
+        """The same for the client, with ``chunks`` from which the journal's lines are taken out."""
+        headers = [header for header in self.headers if header[0] != JOURNAL_HEADER]
+        return replace(self, headers=headers, chunks=chunks)
 
     @property
     def is_event_stream(self) -> bool:
@@ -116,15 +126,26 @@ class NodeCalls:
             raise NotTold(f"{path}: {error or type(error).__name__}") from error
 
     async def send(
-        self, node: Node, path: str, content: bytes, headers: RawHeaders, stack: AsyncExitStack
+        self,
+        node: Node,
+        path: str,
+        content: bytes,
+        headers: RawHeaders,
+        stack: AsyncExitStack,
+        *,
+        silence_secs: float = math.inf,
     ) -> Call:
-        """The call once it has the answer's head; ``stack`` closes it. Raises RouterError."""
-        call = stack.enter_context(closing(Call(node.url, self._timeout_secs)))
+        """The call once it has the answer's head; ``stack`` closes it. Raises RouterError.
+
+        ``silence_secs``: how long the node may say nothing, if that is less than for other calls.
+        """
+        silence_secs = min(silence_secs, self._timeout_secs)
+        call = stack.enter_context(closing(Call(node.url, silence_secs)))
         try:
             await call.connect(self._tls, CONNECT_TIMEOUT_SECS)
             await call.ask("POST", path, self._with_key(headers), content)
         except OSError as error:
-            raise self._error_of(node, error, is_connected=call.is_connected) from error
+            raise _error_of(node, error, call) from error
         return call
 
     async def answer(self, node: Node, call: Call, added: Mapping[str, str]) -> Answer:
@@ -146,7 +167,7 @@ class NodeCalls:
             async for chunk in call.chunks():
                 yield chunk
         except OSError as error:
-            raise self._error_of(node, error) from error
+            raise _error_of(node, error, call) from error
 
     async def refusal(self, node: Node, call: Call) -> RouterError:
         """The error that a node's answer with an error status amounts to."""
@@ -171,16 +192,17 @@ class NodeCalls:
         others = [header for header in headers if header[0] != b"authorization"]
         return [*others, (b"authorization", b"Bearer " + self._keys.first.encode())]
 
-    def _error_of(self, node: Node, error: OSError, *, is_connected: bool = True) -> RouterError:
-        """The boundary where errors of the network become ours, with the node's name."""
-        if (fault := local_fault(error)) is not None:
-            return LocalFault(fault)
-        if not is_connected:
-            what = "timed out" if isinstance(error, TimeoutError) else str(error)
-            return NodeUnreachable(502, f"{node.name} cannot be reached: {what}")
-        if isinstance(error, TimeoutError):
-            return NodeFailed(504, f"{node.name} did not answer within {self._timeout_secs:g} s")
-        return NodeFailed(502, f"{node.name} broke off its answer: {str(error) or type(error).__name__}")
+
+def _error_of(node: Node, error: OSError, call: Call) -> RouterError:
+    """The boundary where errors of the network become ours, with the node's name."""
+    if (fault := local_fault(error)) is not None:
+        return LocalFault(fault)
+    if not call.is_connected:
+        what = "timed out" if isinstance(error, TimeoutError) else str(error)
+        return NodeUnreachable(502, f"{node.name} cannot be reached: {what}")
+    if isinstance(error, TimeoutError):
+        return NodeFailed(504, f"{node.name} did not answer within {call.silence_secs:g} s")
+    return NodeFailed(502, f"{node.name} broke off its answer: {str(error) or type(error).__name__}")
 
 
 async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -6,7 +6,8 @@ for it in vain. Once the first byte is out, the decode node speaks for the room.
 
 A request whose client has nothing yet goes to another pair when a node cannot be reached, when its prefill
 node failed with it, or when one is not ready or has a full queue: a prompt that is computed twice does no
-harm.
+harm. When its decode node is lost, or leaves, it goes to another pair whatever the client has: a stream goes
+on behind what its journal says was shown, any other answer begins anew.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
+from hisparse_pd.api.frame import PING_SECS
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED, MOVED, PREFILL_NODE_FAILED
 from router.body import Endpoint, RequestBody
 from router.connect import Call, RawHeaders
-from router.errors import LocalFault, NodeRefused, NodeUnreachable, RouterError
+from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from router.journal import Journal, JournalBudget, Losses
 from router.node_calls import Answer, NodeCalls, headers_to_node
 from router.nodes import Node, NodeKind, NodePool, Pair
 
@@ -33,8 +37,14 @@ log = logging.getLogger(__name__)
 DECODE_SAYS_WHY_SECS = 1.0
 """For a decode node's own answer, once the prefill node has said that it gave the room up."""
 
+DECODE_SILENCE_SECS = 3 * PING_SECS
+"""After which a decode node hangs: at work it says something in each PING_SECS."""
+
+_FIRST_PAUSES_SECS = (0.0, 0.1, 0.2, 0.4)
+_LAST_PAUSE_SECS = 0.8
+"""Between two looks for a pair that goes on with a request."""
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
-_BAD_GATEWAY, _UNAVAILABLE = 502, 503
+_SERVER_ERROR, _BAD_GATEWAY, _UNAVAILABLE = 500, 502, 503
 _QUEUE_FULL = 429
 _PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE, _QUEUE_FULL))
 """Status of a prefill leg that another prefill node may do better: died, cut off, shutting down, full."""
@@ -45,6 +55,7 @@ class Relay:
 
     ``on_retry`` is told each time which node failed with the request; None: one could not be reached.
     ``passes_authorization``: the client's key is for the nodes, not for the router.
+    ``resume_timeout_secs``: a request whose decode node was lost looks for another pair for so long.
     """
 
     def __init__(
@@ -52,14 +63,20 @@ class Relay:
         pool: NodePool,
         calls: NodeCalls,
         on_retry: Callable[[Node | None], None] = lambda blamed: None,
+        on_resume: Callable[[str, float], None] = lambda reason, secs: None,
         *,
         max_retries: int = 1,
         passes_authorization: bool = True,
+        resume_timeout_secs: float = 0.0,
+        journals: JournalBudget | None = None,
     ) -> None:
-        self._pool = pool
-        self._calls = calls
-        self._on_retry = on_retry
-        self._max_retries = max_retries
+        self.pool = pool
+        self.calls = calls
+        self.on_retry = on_retry
+        self.on_resume = on_resume
+        self.max_retries = max_retries
+        self.resume_timeout_secs = resume_timeout_secs
+        self.journals = journals or JournalBudget(0)
         self._passed_headers = (
             *_PASSED_HEADERS,
             *((b"authorization", b"x-api-key") if passes_authorization else ()),
@@ -80,43 +97,9 @@ class Relay:
         failed with or its decode node is not ready for. Raises RouterError.
         """
         headers = headers_to_node(client_headers, self._passed_headers)
-        excluded: set[Node] = set()
-        kinds = (NodeKind.PREFILL,) if body.is_prefill_only else tuple(NodeKind)
-        for num_retries in itertools.count():
-            pair = self._pool.pick(excluded, body.prompt, kinds)
-            exchange = _Exchange(self._calls, self._pool, pair)
-            if span is not None:
-                span.set({"hisparse_pd.room": pair.room, "hisparse_pd.retries": num_retries, **_names(pair)})
-            content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room)
-            try:
-                answer = await exchange.start(endpoint, content, headers)
-            except RouterError as error:
-                await exchange.close()
-                error.node_headers = pair.headers
-                for node, trouble in exchange.unreachable.items():
-                    self._pool.mark_unhealthy(node, trouble)
-                    excluded.add(node)
-                if (blamed := exchange.blamed.get(error)) is not None:
-                    # For this request; its health check judges the node. A write that failed may have been
-                    # the connection alone: where there is no other node, the same one tries again.
-                    others = excluded | {blamed}
-                    if error.status != _BAD_GATEWAY or self._pool.has(kinds, others):
-                        excluded = others
-                elif not isinstance(error, NodeUnreachable):
-                    raise
-                if num_retries == self._max_retries or not self._pool.has(kinds, excluded):
-                    raise
-                log.warning("%s: %s; trying another pair", endpoint, error)
-                self._on_retry(blamed)
-                if span is not None:
-                    span.event("retry", {"exception.message": str(error), **_names(pair)})
-            except BaseException:
-                await exchange.close()
-                raise
-            else:
-                stack.push_async_callback(exchange.close)
-                return answer
-        raise RuntimeError("itertools.count ended")
+        passage = _Passage(self, endpoint, body, headers, span)
+        stack.push_async_callback(passage.close)
+        return await passage.open()
 
     async def ask_one(
         self, path: str, content: bytes, client_headers: RawHeaders, stack: AsyncExitStack
@@ -126,23 +109,221 @@ class Relay:
         Another node is asked where one cannot be reached or does not serve. Raises RouterError.
         """
         headers = headers_to_node(client_headers, self._passed_headers)
-        nodes = sorted((node for node in self._pool.nodes if node.healthy), key=lambda n: n.num_in_flight)
+        nodes = sorted((node for node in self.pool.nodes if node.healthy), key=lambda n: n.num_in_flight)
         if not nodes:
-            states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.nodes)
+            states = "; ".join(f"{node.url}: {node.trouble}" for node in self.pool.nodes)
             raise RouterError(503, f"no healthy node ({states}); try again later")
-        for node, num_left in zip(nodes, range(min(len(nodes) - 1, self._max_retries), -1, -1), strict=False):
+        for node, num_left in zip(nodes, range(min(len(nodes) - 1, self.max_retries), -1, -1), strict=False):
             try:
-                call = await self._calls.send(node, path, content, headers, stack)
-                return await self._calls.answer(node, call, {node.kind.header: node.url})
+                call = await self.calls.send(node, path, content, headers, stack)
+                return await self.calls.answer(node, call, {node.kind.header: node.url})
             except RouterError as error:
                 if isinstance(error, NodeUnreachable):
-                    self._pool.mark_unhealthy(node, str(error))
+                    self.pool.mark_unhealthy(node, str(error))
                 elif error.status != _UNAVAILABLE:
                     raise
                 if num_left == 0:
                     raise
                 log.warning("%s: %s; asking another node", path, error)
         raise RuntimeError("there is a last node")
+
+
+class _Passage:
+    """One request on its way: the pairs that have it, one after the other, and what was shown of its answer.
+
+    ``close`` ends what is open and may be called twice.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        endpoint: Endpoint,
+        body: RequestBody,
+        headers: RawHeaders,
+        span: RequestSpan | None,
+    ) -> None:
+        self._relay = relay
+        self._pool = relay.pool
+        self._endpoint = endpoint
+        self._body = body
+        self._headers = headers
+        self._span = span
+        self._kinds = (NodeKind.PREFILL,) if body.is_prefill_only else tuple(NodeKind)
+        self._excluded: set[Node] = set()
+        self._exchange: _Exchange | None = None
+        self._num_retries = 0
+        self._losses = Losses()
+        self._num_resumes = 0
+        self._resume: _Resume | None = None
+        """Of the pair that is looked for."""
+        self._journal: Journal | None = None
+        if body.is_streamed and not body.is_prefill_only and relay.journals.max_bytes:
+            self._journal = Journal(body.num_bytes, relay.journals)
+
+    async def open(self) -> Answer:
+        """The answer once its first bytes are here. Raises RouterError."""
+        answer = await self._answer()
+        if self._journal is not None and answer.is_journaled:
+            return answer.without_journal(self._chunks(self._journal, answer.chunks))
+        return answer
+
+    async def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        await self._close_exchange()
+
+    async def _close_exchange(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            await exchange.close()
+
+    async def _chunks(self, journal: Journal, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """What the client gets, from one node after the other. Raises RouterError."""
+        while True:
+            error = NodeFailed(502, "the decode node ended the stream before its end")
+            leg = journal.leg
+            try:
+                async for chunk in chunks:
+                    if shown := leg.feed(chunk):
+                        yield shown
+                error.last_words = leg.unshown
+            except NodeFailed as failed:
+                error = failed
+            if journal.is_over:
+                return
+            assert self._exchange is not None
+            pair = self._exchange.pair
+            error.node_headers = pair.headers
+            await self._close_exchange()
+            self._note_lost(error, pair, is_moved=leg.is_moved)
+            journal.next_leg()
+            answer = await self._answer()
+            if not answer.is_journaled:
+                raise NodeFailed(502, "the next decode node keeps no journal of the stream; upgrade it")
+            chunks = answer.chunks
+
+    async def _answer(self) -> Answer:
+        """Of the first pair that gives one. Raises RouterError."""
+        while True:
+            try:
+                pair = self._pick()
+            except RouterError as error:
+                if self._resume is None or self._resume.is_late:
+                    raise
+                log.info("%s: %s", self._endpoint, error)
+            else:
+                try:
+                    answer = await self._ask(pair)
+                except RouterError as error:
+                    assert self._exchange is not None
+                    exchange = self._exchange
+                    await self._close_exchange()
+                    self._note_failure(error, exchange)
+                else:
+                    if self._resume is not None:
+                        self._note_resumed(self._resume, pair)
+                    return answer
+            if self._resume is not None:
+                await self._resume.pause()
+
+    def _pick(self) -> Pair:
+        excluded = self._excluded
+        if self._resume is not None and not self._pool.has(self._kinds, excluded):
+            excluded = set()  # it may be back
+        return self._pool.pick(excluded, self._body.prompt, self._kinds)
+
+    async def _ask(self, pair: Pair) -> Answer:
+        if self._span is not None:
+            retries = {"hisparse_pd.room": pair.room, "hisparse_pd.retries": self._num_retries}
+            self._span.set({**retries, "hisparse_pd.resumes": self._num_resumes, **_names(pair)})
+        fields: Mapping[str, object] = {}
+        if self._journal is not None and pair.decode is not None:
+            may_move = self._pool.has((NodeKind.DECODE,), (pair.decode,))
+            fields = self._journal.fields(may_move=may_move, num_resumes=self._num_resumes)
+        content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
+        self._exchange = _Exchange(self._relay.calls, self._pool, pair)
+        return await self._exchange.start(self._endpoint, content, self._headers)
+
+    def _note_failure(self, error: RouterError, exchange: _Exchange) -> None:
+        """Of a pair that gave no answer. Raises ``error`` if no other one may do better."""
+        pair = exchange.pair
+        error.node_headers = pair.headers
+        for node, trouble in exchange.unreachable.items():
+            self._pool.mark_unhealthy(node, trouble)
+            self._excluded.add(node)
+        if error in exchange.lost and self._relay.resume_timeout_secs:
+            self._note_lost(error, pair, is_moved=getattr(error, "node_code", None) == MOVED)
+            return
+        if (blamed := exchange.blamed.get(error)) is not None:
+            # For this request; its health check judges the node. A write that failed may have been
+            # the connection alone: where there is no other node, the same one tries again.
+            others = self._excluded | {blamed}
+            if error.status != _BAD_GATEWAY or self._pool.has(self._kinds, others):
+                self._excluded = others
+        elif not isinstance(error, NodeUnreachable):
+            raise error
+        if self._resume is not None:
+            if self._resume.is_late:
+                raise error
+        elif self._num_retries == self._relay.max_retries or not self._pool.has(self._kinds, self._excluded):
+            raise error
+        self._num_retries += 1
+        log.warning("%s: %s; trying another pair", self._endpoint, error)
+        self._relay.on_retry(blamed)
+        if self._span is not None:
+            self._span.event("retry", {"exception.message": str(error), **_names(pair)})
+
+    def _note_lost(self, error: RouterError, pair: Pair, *, is_moved: bool) -> None:
+        """The decode node of the pair is. Raises RouterError if the request does not go on."""
+        assert pair.decode is not None
+        journal = self._journal
+        if journal is not None and journal.num_records and not journal.is_kept:
+            raise error
+        if not is_moved:
+            num_records = 0 if journal is None else journal.num_records
+            if why := self._losses.add(pair.decode.url, num_records):
+                raise RouterError(502, f"{why}; it is not sent to another one: {error}") from error
+        if not self._relay.resume_timeout_secs:
+            raise error
+        self._excluded = {pair.decode}
+        if self._resume is None:
+            self._resume = _Resume("moved" if is_moved else "lost", self._relay.resume_timeout_secs, error)
+
+    def _note_resumed(self, resume: _Resume, pair: Pair) -> None:
+        self._resume = None
+        self._excluded = set()
+        self._num_resumes += 1
+        secs = asyncio.get_running_loop().time() - resume.began_at
+        self._relay.on_resume(resume.reason, secs)
+        num_records = self._journal.num_records if self._journal is not None else 0
+        log.warning(
+            "%s: %s; it went on at %s behind %d records after %.3f s",
+            self._endpoint,
+            resume.error,
+            pair.urls[NodeKind.DECODE],
+            num_records,
+            secs,
+        )
+        if self._span is not None:
+            self._span.event("resume", {"exception.message": str(resume.error), **_names(pair)})
+
+
+class _Resume:
+    """The search for another pair, since a decode node was lost."""
+
+    def __init__(self, reason: str, timeout_secs: float, error: RouterError) -> None:
+        self.reason = reason
+        self.error = error
+        self.began_at = asyncio.get_running_loop().time()
+        self._ends_at = self.began_at + timeout_secs
+        self._pauses = itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LAST_PAUSE_SECS))
+
+    @property
+    def is_late(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._ends_at
+
+    async def pause(self) -> None:
+        await asyncio.sleep(next(self._pauses))
 
 
 class _Exchange:
@@ -152,21 +333,23 @@ class _Exchange:
     def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair) -> None:
         self._calls = calls
         self._pool = pool
-        self._pair = pair
+        self.pair = pair
         self._prefill: asyncio.Task[None] | None = None
         self._decode: asyncio.Task[Answer] | None = None
         self._stack = AsyncExitStack()
         self.unreachable: dict[Node, str] = {}
         self.blamed: dict[RouterError, Node] = {}
         """Errors that say that a node failed with this request, and another one may not."""
+        self.lost: set[RouterError] = set()
+        """Errors that say that the decode node is lost, or leaves."""
 
     async def start(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
         """The answer for the client, as soon as its first bytes are here. Raises RouterError."""
-        if self._pair.decode is None:
+        if self.pair.decode is None:
             async with self._blaming_prefill():
-                return await self._open(self._pair.prefill, endpoint, content, headers)
+                return await self._open(self.pair.prefill, endpoint, content, headers)
         self._prefill = asyncio.create_task(self._deliver(endpoint, content, headers))
-        self._decode = asyncio.create_task(self._open_decode(self._pair.decode, endpoint, content, headers))
+        self._decode = asyncio.create_task(self._open_decode(self.pair.decode, endpoint, content, headers))
         await asyncio.wait((self._prefill, self._decode), return_when=asyncio.FIRST_COMPLETED)
         if not self._decode.done():
             await self._prefill  # raises what ended it; a delivered room goes on
@@ -190,11 +373,11 @@ class _Exchange:
         except (NodeUnreachable, LocalFault):
             raise
         except RouterError as error:
-            if isinstance(error, NodeRefused) and error.node_code == DECODE_NODE_FAILED and self._pair.decode:
+            if isinstance(error, NodeRefused) and error.node_code == DECODE_NODE_FAILED and self.pair.decode:
                 await self._wait_for_decode()
-                self.blamed[error] = self._pair.decode
+                self.blamed[error] = self.pair.decode
             elif error.status in _PREFILL_FAILED:
-                self.blamed[error] = self._pair.prefill
+                self.blamed[error] = self.pair.prefill
             raise
 
     async def _wait_for_decode(self) -> None:
@@ -204,9 +387,9 @@ class _Exchange:
 
     async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
         """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
-        node = self._pair.prefill
+        node = self.pair.prefill
         async with self._blaming_prefill(), AsyncExitStack() as stack:
-            stack.enter_context(self._pool.working(node, self._pair.room))
+            stack.enter_context(self._pool.working(node, self.pair.room))
             call = await self._send(node, endpoint, content, headers, stack)
             if not call.is_success:
                 raise await self._calls.refusal(node, call)
@@ -220,22 +403,34 @@ class _Exchange:
             return await self._open(node, endpoint, content, headers)
         except NodeRefused as refusal:
             if _is_about_prefill(refusal):
-                self.blamed[refusal] = self._pair.prefill
+                self.blamed[refusal] = self.pair.prefill
+            elif refusal.node_code == MOVED or refusal.status == _SERVER_ERROR:
+                self.lost.add(refusal)
             elif refusal.status in (_UNAVAILABLE, _QUEUE_FULL):
                 self.blamed[refusal] = node  # not ready yet, or no longer, or full
+            raise
+        except NodeFailed as failed:
+            self.lost.add(failed)
             raise
 
     async def _open(self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
         """Send the leg that has the answer and wait for its first bytes; ``_stack`` keeps it open."""
-        self._stack.enter_context(self._pool.working(node, self._pair.room))
-        call = await self._send(node, endpoint, content, headers, self._stack)
-        return await self._calls.answer(node, call, self._pair.headers)
+        self._stack.enter_context(self._pool.working(node, self.pair.room))
+        silence_secs = DECODE_SILENCE_SECS if node is self.pair.decode else math.inf
+        call = await self._send(node, endpoint, content, headers, self._stack, silence_secs)
+        return await self._calls.answer(node, call, self.pair.headers)
 
     async def _send(
-        self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders, stack: AsyncExitStack
+        self,
+        node: Node,
+        endpoint: Endpoint,
+        content: bytes,
+        headers: RawHeaders,
+        stack: AsyncExitStack,
+        silence_secs: float = math.inf,
     ) -> Call:
         try:
-            return await self._calls.send(node, endpoint, content, headers, stack)
+            return await self._calls.send(node, endpoint, content, headers, stack, silence_secs=silence_secs)
         except NodeUnreachable as error:
             self.unreachable[node] = str(error)
             raise

@@ -33,9 +33,10 @@ from hisparse_pd.traces import open_tracer
 from router.body import Endpoint, RequestBody
 from router.connect import RawHeaders
 from router.drain import Drain, ShuttingDown
-from router.errors import RouterError
+from router.errors import NodeFailed, RouterError
 from router.fleet import Fleet
 from router.health import LOADING, HealthWatch
+from router.journal import JournalBudget
 from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
 from router.node_calls import Answer, NodeCalls
@@ -99,14 +100,18 @@ class _Router:
         self.settings = settings
         self.drain = drain
         self.pool = NodePool.from_settings(settings)
-        self.metrics = RouterMetrics(self.pool)
+        journals = JournalBudget(settings.journal_bytes)
+        self.metrics = RouterMetrics(self.pool, journals)
         calls = NodeCalls.of(settings)
         self.relay = Relay(
             self.pool,
             calls,
             on_retry=self.metrics.count_retry,
+            on_resume=self.metrics.count_resume,
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
+            resume_timeout_secs=settings.resume_timeout_secs,
+            journals=journals,
         )
         self.tracer = open_tracer(
             settings.otlp_traces_endpoint,
@@ -273,7 +278,8 @@ class _RelayEndpoint:
                 span.error = str(error)
             if not answer.is_event_stream:
                 return
-            event = (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
+            event = error.last_words if isinstance(error, NodeFailed) else b""
+            event = event or (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
             await self._send_chunk(send, event, more=True)
         await self._send_chunk(send, b"", more=False)
 

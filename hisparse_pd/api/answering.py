@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import assert_never
@@ -13,13 +15,19 @@ from hisparse_pd.api.answers import Chat, Completions, Dialect, Generate
 from hisparse_pd.api.anthropic_answers import Messages
 from hisparse_pd.api.app import Front, Work
 from hisparse_pd.api.chat_format import MARKUPS
+from hisparse_pd.api.journal import Journal
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.responses_answers import Responses
 from hisparse_pd.api.schemas import Endpoint
-from hisparse_pd.http.http_errors import RequestFailedError
+from hisparse_pd.http.http_errors import ApiError, ErrorShape, RequestFailedError
+from hisparse_pd.http.journal_lines import MOVED, OVER, journal_line
+from hisparse_pd.vocabulary import MOVED as MOVED_CODE
+from hisparse_pd.vocabulary import TokenLogprob
 
 Deltas = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
 """Feeds the outputs, and yields what is new until all have finished. Raises RequestFailedError."""
+
+_RECORDS_BETWEEN_YIELDS = 16
 
 
 async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
@@ -35,8 +43,12 @@ async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
 
 
 async def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
-    """Server-sent events."""
+    """Server-sent events; in units with lines between them where a router keeps a journal."""
     outputs, dialect = _outputs(front, work), _dialect(front, work)
+    if (journal := work.request.journal) is not None:
+        async for unit in _journaled(work, journal, dialect, outputs, deltas_of):
+            yield unit
+        return
     try:
         async with aclosing(deltas_of(outputs)) as deltas:
             async for delta in deltas:
@@ -49,6 +61,66 @@ async def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerato
         return
     for piece in dialect.last_pieces(outputs):
         yield piece
+
+
+async def _journaled(
+    work: Work, journal: Journal, dialect: Dialect, outputs: Sequence[SampleOutput], deltas_of: Deltas
+) -> AsyncGenerator[bytes, None]:
+    """The same, from behind what the journal has.
+
+    An error for which the answer may go on at another node ends the stream without its last line.
+    """
+    for number, record in enumerate(journal.records, 1):
+        output = outputs[record.sample]
+        dialect.replay(output, output.feed(record.message))
+        if number % _RECORDS_BETWEEN_YIELDS == 0:
+            await asyncio.sleep(0)
+    records = _Records(outputs)
+    has_begun = False
+    try:
+        async with aclosing(deltas_of(outputs)) as deltas:
+            async for delta in deltas:
+                output = outputs[delta.index]
+                if unit := records.unit(output, delta, b"".join(dialect.pieces(output, delta))):
+                    has_begun = True
+                    yield unit
+    except ApiError as error:
+        if not has_begun:
+            raise
+        line = b""
+        if error.code == MOVED_CODE:
+            line = journal_line(MOVED)
+        elif error.status < 500:
+            line = journal_line(OVER)
+        yield (dialect.failed(error) or error.event(ErrorShape.of_path(work.request.endpoint))) + line
+        return
+    yield b"".join(dialect.last_pieces(outputs)) + journal_line(OVER)
+
+
+class _Records:
+    """Puts a record behind the events of each delta that has some."""
+
+    def __init__(self, outputs: Sequence[SampleOutput]) -> None:
+        """``outputs``: with the tokens that are in the journal already."""
+        self._num_recorded = Counter({output.index: len(output.token_ids) for output in outputs})
+        self._logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        """Of tokens that were not recorded yet, by sample."""
+
+    def unit(self, output: SampleOutput, delta: Delta, events: bytes) -> bytes:
+        """Nothing where there are no ``events``: the tokens stand in a later record."""
+        index = output.index
+        if delta.logprobs:
+            self._logprobs[index] += delta.logprobs
+        if not events:
+            return b""
+        record: list[object] = [index, output.token_ids[self._num_recorded[index] : delta.last_token]]
+        self._num_recorded[index] = delta.last_token
+        if delta.finish is not None or delta.logprobs:
+            record.append(self._logprobs.pop(index, ()))
+        if (finish := delta.finish) is not None:
+            matched = finish.matched if isinstance(finish.matched, int) else None
+            record += [finish.reason, matched, output.stats]
+        return events + journal_line(msgspec.json.encode(record))
 
 
 def _outputs(front: Front, work: Work) -> list[SampleOutput]:

@@ -7,7 +7,6 @@ what one engine message brought: all logprobs of a long answer would hold the ev
 
 from __future__ import annotations
 
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
@@ -54,6 +53,11 @@ class Dialect(ABC):
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
         """The events for one delta; none when it shows nothing new."""
 
+    def replay(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta whose events the client has."""
+        for _ in self.pieces(output, delta):
+            pass
+
     @abstractmethod
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         """The events after the last delta of all samples."""
@@ -96,8 +100,8 @@ class _OpenAi(Dialect):
         self._usage = work.request.usage
         self._token_bytes = token_bytes
         self._model_name = model_name
-        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+        self._identity = work.identity
+        self._id = work.identity.name(f"{self.id_prefix}-", 12)
         self._kept = _Kept()
         self._shows_ids = work.request.returns_token_ids
         self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
@@ -163,7 +167,7 @@ class _OpenAi(Dialect):
         return {
             "id": self._id,
             "object": kind,
-            "created": self._created,
+            "created": self._identity.created,
             "model": self._model_name,
             "choices": choices,
         }
@@ -217,7 +221,8 @@ class Completions(_OpenAi):
         }
 
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
-        tokens = [self._token_bytes.text(entry.token_id) for entry in delta.logprobs]
+        token_ids = output.token_ids[delta.first_token : delta.last_token]
+        tokens = [self._token_bytes.text(token_id) for token_id in token_ids]
         num_chars = self._num_chars.get(output.index, len(output.sample.echo))
         offsets = []
         for token in tokens:
@@ -295,7 +300,7 @@ class Chat(_OpenAi):
                 return {"content": part.text}
             case PartKind.CALL:
                 self._calls[index] += 1
-                return {"tool_calls": [_shown_call(self._calls[index] - 1, part.text, "")]}
+                return {"tool_calls": [self._shown_call(index, self._calls[index] - 1, part.text, "")]}
             case PartKind.ARGUMENTS:
                 call = {"index": self._calls[index] - 1, "function": {"arguments": part.text}}
                 return {"tool_calls": [call]}
@@ -326,7 +331,8 @@ class Chat(_OpenAi):
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
             message["tool_calls"] = [
-                _shown_call(index, call.name, call.arguments) for index, call in enumerate(answer.calls)
+                self._shown_call(output.index, number, call.name, call.arguments)
+                for number, call in enumerate(answer.calls)
             ]
         content = None if answer.calls and not answer.content else answer.content
         return {
@@ -350,6 +356,14 @@ class Chat(_OpenAi):
     def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
         return {**lists, "refusal": None}
 
+    def _shown_call(self, sample: int, number: int, name: str, arguments: str) -> Json:
+        return {
+            "index": number,  # by which clients join deltas; in a whole message it is one field more
+            "id": self._identity.name("call_", 12, sample, number),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
     def _token(self, token_id: int, logprob: float) -> Json:
         token = self._token_bytes.of(token_id)
         return {
@@ -357,15 +371,6 @@ class Chat(_OpenAi):
             "logprob": finite(logprob),
             "bytes": list(token),
         }
-
-
-def _shown_call(index: int, name: str, arguments: str) -> Json:
-    return {
-        "index": index,  # by which clients join deltas; in a whole message it is one field more
-        "id": f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
 
 
 def _finish_reason(finish: Finish, parser: MessageParser) -> str:
@@ -413,6 +418,9 @@ class Generate(Dialect):
         if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
             yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
 
+    def replay(self, output: SampleOutput, delta: Delta) -> None:
+        self.keep(output, delta)  # an event has all that those before it have
+
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         yield SSE_DONE
 
@@ -422,8 +430,8 @@ class Generate(Dialect):
             "finish_reason": output.finish and self._finish_reason(output, output.finish),
             "prompt_tokens": output.num_prompt_tokens,
             "completion_tokens": len(output.token_ids),
-            "cached_tokens": output.stats.num_cached_tokens,
-            "held_tokens": output.stats.num_held_tokens,
+            "cached_tokens": output.num_cached_tokens,
+            "held_tokens": output.num_held_tokens,
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),
         }
@@ -440,7 +448,7 @@ class Generate(Dialect):
 
     def _request_id(self, output: SampleOutput) -> str:
         given = self._work.request.request_ids
-        return given[output.sample.prompt_index] if given else output.sample.generate.request_id
+        return given[output.sample.prompt_index] if given else self._work.identity.name("", 12, output.index)
 
     @staticmethod
     def _finish_reason(output: SampleOutput, finish: Finish) -> Json:
@@ -473,8 +481,8 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
         "completion_tokens": num_new_tokens,
         "total_tokens": num_prompt_tokens + num_new_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(output.stats.num_cached_tokens for output in firsts),
-            "held_tokens": sum(output.stats.num_held_tokens for output in firsts),
+            "cached_tokens": sum(output.num_cached_tokens for output in firsts),
+            "held_tokens": sum(output.num_held_tokens for output in firsts),
         },
         **({"completion_tokens_details": details} if details else {}),
         "hisparse": hisparse_usage(outputs),
@@ -485,7 +493,8 @@ def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
     """Mode, and hits and misses of all samples together; None before the engine has told, and where no
     decode node took part.
 
-    Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them.
+    Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them. Of an
+    answer that went on at another node, how often it did, with the hits and misses of the last one.
     """
     stats = [output.stats for output in outputs if output.stats.mode is not None]
     if not stats:
@@ -496,6 +505,8 @@ def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
         "hits": sum(entry.hits for entry in stats),
         "misses": sum(entry.misses for entry in stats),
     }
+    if num_resumes := outputs[0].sample.num_resumes:
+        shown["resumes"] = num_resumes
     return shown if len(set(modes)) == 1 else shown | {"modes": modes}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import assert_never
@@ -30,7 +29,8 @@ class Messages(BlockAnswer):
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
         super().__init__(work, token_bytes, markup)
         self._model_name = model_name
-        self._id = f"msg_{secrets.token_hex(12)}"
+        self._identity = work.identity
+        self._id = work.identity.name("msg_", 12)
         self._omits_thinking = work.request.omits_thinking
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
@@ -48,7 +48,7 @@ class Messages(BlockAnswer):
     def _show(self, change: Change, block: Block, text: str) -> Iterator[bytes]:
         match change:
             case Change.OPENED:
-                yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
+                yield _event("content_block_start", index=block.index, content_block=self._empty_block(block))
             case Change.GREW:
                 if not self._omits(block):
                     yield _event("content_block_delta", index=block.index, delta=_delta(block.kind, text))
@@ -67,7 +67,16 @@ class Messages(BlockAnswer):
     def _whole_block(self, block: Block) -> Json:
         if self._omits(block):
             return {"type": "thinking", "thinking": "", "signature": signature_of(block.text)}
-        return _whole_block(block)
+        if block.kind is BlockKind.CALL:
+            return self._empty_block(block) | {"input": _input(block)}
+        return _shown_block(block)
+
+    def _empty_block(self, block: Block) -> Json:
+        """As a stream opens it."""
+        if block.kind is BlockKind.CALL:
+            tool_id = self._identity.name("toolu_", 12, block.index)
+            return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
+        return _shown_block(Block(block.index, block.kind))
 
     def _message(self, content: list[Json], output: SampleOutput) -> Json:
         return {
@@ -95,14 +104,14 @@ class Messages(BlockAnswer):
 
     def _usage(self, output: SampleOutput) -> Json:
         """The prompt's tokens are those that were computed and those that were cached, together."""
-        num_cached_tokens = output.stats.num_cached_tokens
+        num_cached_tokens = output.num_cached_tokens
         return {
             "input_tokens": output.num_prompt_tokens - num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached_tokens,
             "output_tokens": len(output.token_ids),
             "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
-            "held_tokens": output.stats.num_held_tokens,
+            "held_tokens": output.num_held_tokens,
             "hisparse": hisparse_usage([output]),
         }
 
@@ -123,24 +132,11 @@ def _delta(kind: BlockKind, text: str) -> Json:
             assert_never(kind)
 
 
-def _whole_block(block: Block) -> Json:
-    match block.kind:
-        case BlockKind.REASONING:
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
-        case BlockKind.TEXT:
-            return {"type": "text", "text": block.text, "citations": None}
-        case BlockKind.CALL:
-            return _empty_block(block) | {"input": _input(block)}
-        case _:
-            assert_never(block.kind)
-
-
-def _empty_block(block: Block) -> Json:
-    """As a stream opens it."""
-    if block.kind is BlockKind.CALL:
-        tool_id = f"toolu_{secrets.token_hex(12)}"
-        return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
-    return _whole_block(Block(block.index, block.kind))
+def _shown_block(block: Block) -> Json:
+    """Of thinking or text."""
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text, "citations": None}
 
 
 def _input(block: Block) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from hisparse_pd.api.frame import Answer, FramedEndpoint, Reply, Respond
+from hisparse_pd.api.journal import Identity
 from hisparse_pd.api.keys import ApiKeys, RequireKey
 from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response, show_models
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
@@ -31,6 +32,7 @@ from hisparse_pd.api.timing import Timeline
 from hisparse_pd.api.tokens import TokenPath, answer_about_tokens
 from hisparse_pd.http.engine_link import EngineLink
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.http.journal_lines import JOURNAL_HEADER
 from hisparse_pd.http.metrics import CONTENT_TYPE, FrontMetrics
 from hisparse_pd.http.node_load import NodeLoad
 from hisparse_pd.http.off_loop import parsed
@@ -97,6 +99,19 @@ class Work:
     """On the monotonic clock, in seconds."""
     timeline: Timeline
 
+    @cached_property
+    def identity(self) -> Identity:
+        """Of the answer."""
+        journal = self.request.journal
+        return Identity() if journal is None else journal.identity
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of the answer, beside those of its body."""
+        is_journaled = self.request.stream and self.request.journal is not None
+        journal = [(JOURNAL_HEADER, b"1")] if is_journaled else []
+        return [*self.timeline.headers, *_left_out(self.request), *journal]
+
 
 Handler = Callable[[Work], Awaitable[Answer]]
 """Called once a request is checked. It raises ApiError for a failure before the answer has begun; an answer's
@@ -152,7 +167,7 @@ async def _work(
     try:
         work = await _checked(front, endpoint, body, arrived_at, timeline)
         answer = await handler(work)
-        await reply.send_answer(answer, [*timeline.headers, *_left_out(work)])
+        await reply.send_answer(answer, work.headers)
     finally:
         timeline.close()
     front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
@@ -172,9 +187,9 @@ async def _checked(
     return Work(request, samples, arrived_at, timeline)
 
 
-def _left_out(work: Work) -> list[tuple[bytes, bytes]]:
+def _left_out(request: ApiRequest) -> list[tuple[bytes, bytes]]:
     """The header that names the tools of which the model was not told."""
-    chat = work.request.chat
+    chat = request.chat
     if chat is None or not chat.left_out:
         return []
     named = (f"{tool.place} ({tool.kind})" for tool in chat.left_out[:_MAX_LEFT_OUT_SHOWN])

@@ -28,6 +28,8 @@ _TOOL_CHOICE = raw(
     ]
 )
 
+_RECORD_BLOCKS = raw(type="array", items={"type": "array"}, maxItems=parts.MAX_RECORD_BLOCKS)
+
 
 # --- groups of fields ------------------------------------------------------------------------------------
 
@@ -108,7 +110,8 @@ class Addressed:
 
 
 class Served(Addressed):
-    """What every request that generates may say. A router adds the bootstrap fields, one or one a prompt."""
+    """What every request that generates may say. A router adds the bootstrap fields, one or one a prompt, and
+    what it keeps in a journal."""
 
     stream: bool | None
     speculative: bool | None
@@ -119,6 +122,8 @@ class Served(Addressed):
     bootstrap_port: parts.Port | Annotated[list[parts.Port | None], Meta(max_length=parts.MAX_SAMPLES)] | None
     bootstrap_room: parts.Room | Annotated[list[parts.Room], Meta(max_length=parts.MAX_SAMPLES)] | None
     prefill_only: bool | None
+    journal: parts.JournalHead | None
+    journal_records: Annotated[Raw | None, _RECORD_BLOCKS]
     cache_salt: parts.IsolationKeys | None
     extra_key: parts.IsolationKeys | None
 

@@ -22,6 +22,8 @@ MAX_CALLS = 256
 MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ROOM = 2**63 - 1
+MAX_RECORD_BLOCKS = 256
+"""Of a journal, in a body: as many as fit at 64 KiB each."""
 
 MAX_TOKENS = 2**31 - 1
 
@@ -83,6 +85,17 @@ class Labels:
     hisparse: Annotated[bool | Literal["true", "false", "auto"] | None, FLAG]
     cache_salt: IsolationKey | None
     extra_key: IsolationKey | None
+
+
+@declared
+class JournalHead:
+    """What a router says of an answer that may go on at another node: what is drawn once for it."""
+
+    id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    created: Annotated[int, Meta(ge=0, le=2**53)]
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    may_move: bool | None
+    num_resumes: Minimum | None
 
 
 @declared

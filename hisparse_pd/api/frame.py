@@ -73,7 +73,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 PING_SECS = 15.0
 _COMMENT = b": ping\n\n"
-_PINGS = {
+PINGS = {
     ErrorShape.OPENAI: _COMMENT,
     ErrorShape.RESPONSES: _COMMENT,
     ErrorShape.ANTHROPIC: b'event: ping\ndata: {"type": "ping"}\n\n',
@@ -97,7 +97,7 @@ class KeepAlive:
     ) -> None:
         """``send_piece``: of the reply's body."""
         self._send_piece = send_piece
-        self._ping = _PINGS[shape]
+        self._ping = PINGS[shape]
         headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
         takes_interim = (TAKES_INTERIM, b"1") in headers
         self._interim: Callable[[], None] | None = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hisparse_pd.api.detokenizer import Detokenizer, TokenBytes
 from hisparse_pd.api.requests import SampleRequest
-from hisparse_pd.engine.messages import RequestStats, Tokens
+from hisparse_pd.engine.messages import RequestStats, Tokens, num_packed_tokens
 from hisparse_pd.vocabulary import FinishReason, TokenLogprob
 
 
@@ -61,7 +61,17 @@ class SampleOutput:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self.sample.generate.num_prompt_tokens
+        return num_packed_tokens(self.sample.prompt)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt; where the output went on at another node, that one may have had some of it, too."""
+        return min(self.stats.num_cached_tokens, self.num_prompt_tokens)
+
+    @property
+    def num_held_tokens(self) -> int:
+        """The same, of what the decode node held."""
+        return min(self.stats.num_held_tokens, self.num_prompt_tokens)
 
     def feed(self, message: Tokens) -> Delta:
         """Take in one engine message of a sample that has not finished.

@@ -16,8 +16,9 @@ from hisparse_pd.api.body_parts import MAX_SAMPLES_PER_PROMPT
 from hisparse_pd.api.chat_format import ReasoningStart
 from hisparse_pd.api.constraints import Constraint
 from hisparse_pd.api.grammars import write_grammar
+from hisparse_pd.api.journal import NOT_RESUMED, Resumed
 from hisparse_pd.api.prompts import ChatPrompt, Prompt
-from hisparse_pd.api.sampling_options import SampleOptions
+from hisparse_pd.api.sampling_options import SEED_MASK, SampleOptions
 from hisparse_pd.api.schemas import ApiRequest
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import (
@@ -25,12 +26,13 @@ from hisparse_pd.engine.messages import (
     GenerateGroup,
     WantedScores,
     num_packed_tokens,
+    pack_token_ids,
     request_prefix,
 )
-from hisparse_pd.http.http_errors import ApiError, FieldRefused
+from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.http.off_loop import off_loop
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
-from hisparse_pd.vocabulary import HisparseFlag
+from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
 
 MAX_SCORES = 1 << 19
 """Logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
@@ -88,6 +90,10 @@ class SampleRequest:
     """Of the prompt, which its first sample has computed for all."""
     echo: str = ""
     """Text of the prompt, which comes before the output's."""
+    resumed: Resumed = NOT_RESUMED
+    """Of its output, what is there already; it stands behind the prompt in what the engine gets."""
+    num_resumes: int = 0
+    """How often it went on at another node."""
 
 
 async def plan_samples(
@@ -108,6 +114,8 @@ async def plan_samples(
     samples: list[SampleRequest] = []
     num_request_tokens = num_scores = 0
     all_options = await _with_grammars(request, prompts, codec)
+    journal = request.journal
+    all_resumed = {} if journal is None else journal.resumed()
     for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
         _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, codec.vocab_size)
@@ -126,11 +134,18 @@ async def plan_samples(
             echo = prompt_text if isinstance(prompt_text, str) else await codec.text_of(prompt)
         for sample_index in range(options.n):
             meeting = request.rendezvous[len(samples)]
+            sampling = options.sampling_params(max_new_tokens, sample_index)
+            if journal is not None and sampling.seed is None:
+                sampling = msgspec.structs.replace(sampling, seed=(journal.seed + len(samples)) & SEED_MASK)
+            resumed = all_resumed.get(len(samples), NOT_RESUMED)
+            if resumed.token_ids:
+                _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
+                sampling = _resumed(sampling, resumed)
             generate = Generate(
                 request_id=f"{prefix}-{len(samples)}",
                 room=meeting.room,
-                num_prompt_tokens=num_prompt_tokens,
-                sampling=options.sampling_params(max_new_tokens, sample_index),
+                num_prompt_tokens=num_prompt_tokens + len(resumed.token_ids),
+                sampling=sampling,
                 bootstrap_host=meeting.bootstrap_host,
                 bootstrap_port=meeting.bootstrap_port,
                 hisparse=request.hisparse,
@@ -139,7 +154,12 @@ async def plan_samples(
                 is_prefill_only=request.is_prefill_only,
             )
             root = request.roots[prompt_index]
-            samples.append(SampleRequest(generate, prompt, prompt_index, options, root, wanted, echo))
+            num_resumes = 0 if journal is None else journal.num_resumes
+            samples.append(
+                SampleRequest(
+                    generate, prompt, prompt_index, options, root, wanted, echo, resumed, num_resumes
+                )
+            )
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
@@ -189,15 +209,34 @@ async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec:
 
 def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[GenerateGroup]:
     """What the engine is sent: one message a prompt, which is in it for an engine that computes or holds it,
-    and for samples whose draws depend on it: of one prompt all do or none."""
-    return [
-        GenerateGroup(
-            tuple(sample.generate for sample in group),
-            PromptIdentity.of(group[0].root, group[0].prompt),
-            group[0].prompt if with_prompts or group[0].generate.sampling.needs_prompt else b"",
+    and for samples whose draws depend on it: of one prompt all do or none. Samples that have gone different
+    ways have prompts of their own; nothing is sent of those that are over."""
+    live = [sample for sample in samples if not sample.resumed.is_over]
+    groups = []
+    for _, of_one in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
+        group = list(of_one)
+        prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
+        groups.append(
+            GenerateGroup(
+                tuple(sample.generate for sample in group),
+                PromptIdentity.of(group[0].root, prompt),
+                prompt if with_prompts or group[0].generate.sampling.needs_prompt else b"",
+            )
         )
-        for group in (list(of_one) for _, of_one in itertools.groupby(samples, lambda s: s.prompt_index))
-    ]
+    return groups
+
+
+def _resumed(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
+    """For an engine that draws behind what there is. Raises ApiError 400 where nothing may follow."""
+    num_tokens = len(resumed.token_ids)
+    if not resumed.is_over and num_tokens >= sampling.max_new_tokens:
+        raise InvalidField("journal_records", num_tokens, f"must be below {sampling.max_new_tokens} tokens")
+    return msgspec.structs.replace(
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - num_tokens,
+        min_new_tokens=max(0, sampling.min_new_tokens - num_tokens),
+        num_resumed_tokens=num_tokens,
+    )
 
 
 def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:

@@ -5,7 +5,6 @@ A block is an item of the output. Nothing is stored, so an answer's id finds not
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import assert_never
@@ -45,11 +44,9 @@ class Responses(BlockAnswer):
         self._sampling = work.request.options[0].sampling
         chat = work.request.chat
         self._called_tools = {} if chat is None else chat.called_tools
-        self._id = f"resp_{secrets.token_hex(24)}"
-        self._created_at = int(time.time())
+        self._identity = work.identity
+        self._id = work.identity.name("resp_", 24)
         self._num_events = 0
-        self._ids: dict[int, str] = {}
-        """Of items, by the index of their block."""
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
         (output,) = outputs
@@ -111,7 +108,7 @@ class Responses(BlockAnswer):
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._created_at,
+            "created_at": self._identity.created,
             "completed_at": int(time.time()) if status == _COMPLETED else None,
             "status": status,
             "background": False,
@@ -160,16 +157,16 @@ class Responses(BlockAnswer):
 
     def _id_of(self, block: Block) -> str:
         prefix = _PREFIXES.get(block.kind) or ("ctc" if self._is_custom(block) else "fc")
-        return self._ids.setdefault(block.index, f"{prefix}_{secrets.token_hex(24)}")
+        return self._identity.name(f"{prefix}_", 24, block.index)
 
     def _usage(self, output: SampleOutput) -> Json:
         num_new_tokens = len(output.token_ids)
         return {
             "input_tokens": output.num_prompt_tokens,
             "input_tokens_details": {
-                "cached_tokens": output.stats.num_cached_tokens,
+                "cached_tokens": output.num_cached_tokens,
                 "cache_write_tokens": 0,
-                "held_tokens": output.stats.num_held_tokens,
+                "held_tokens": output.num_held_tokens,
             },
             "output_tokens": num_new_tokens,
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},

@@ -28,7 +28,7 @@ from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
 COMPLETIONS_DEFAULT_TOKENS = 16
 GENERATE_DEFAULT_TOKENS = 128
 
-_SEED_MASK = 2**63 - 1
+SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class SampleOptions:
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
         """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
         seed = self.sampling.seed
-        seed = None if seed is None else (seed + sample_index) & _SEED_MASK
+        seed = None if seed is None else (seed + sample_index) & SEED_MASK
         return msgspec.structs.replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
 
 

@@ -32,6 +32,7 @@ from hisparse_pd.api.constraints import (
     responses_constraint,
 )
 from hisparse_pd.api.declared import decode, decode_body
+from hisparse_pd.api.journal import Journal
 from hisparse_pd.api.openai_responses import parse_responses
 from hisparse_pd.api.prompts import ChatPrompt, Prompt, generate_prompt, parse_chat_prompt, parse_prompts
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
@@ -115,6 +116,8 @@ class ApiRequest:
     """An answer to ``/v1/messages`` does not show its thinking."""
     is_prefill_only: bool = False
     """A prefill node answers alone: nothing is generated, or no more than the token that it draws itself."""
+    journal: Journal | None = None
+    """None: there is no router that keeps one."""
 
     @property
     def chat(self) -> ChatPrompt | None:
@@ -190,6 +193,7 @@ def parse_request(
         echo=echo,
         omits_thinking=_omits_thinking(body),
         is_prefill_only=_is_prefill_only(body, options),
+        journal=Journal.of(body, num_samples),
     )
     if body.stream and parsed.wants_scores:
         raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")

@@ -56,7 +56,7 @@ class WantedScores(Struct, frozen=True):
 
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
-    """All samples of one prompt, which goes with them once."""
+    """All samples of one prompt, which goes with them once, and of which as many tokens are resumed."""
 
     samples: tuple[Generate, ...]
     identity: PromptIdentity

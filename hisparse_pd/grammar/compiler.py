@@ -7,7 +7,7 @@ what somebody waits for is compiled: who asks keeps the future, and lets go of i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
@@ -41,13 +41,18 @@ class Compiler:
         """Those that somebody has."""
         self._turns = Turns(_NUM_THREADS, "grammars")
 
-    def ask(self, text: str) -> Future[Grammar]:
+    def ask(self, text: str, begun: Sequence[int] = ()) -> Future[Grammar]:
         """Its result, when there is one, is the grammar; it raises GrammarError where there cannot be one.
 
-        It is compiled as long as somebody has the future.
+        It is compiled as long as somebody has the future. ``begun``: tokens of an output that goes on here,
+        which it is to be behind; such a grammar is nobody else's.
         """
         if self._trie is None:
             self._trie = self._turns.submit(0, self._load)
+        if len(begun):
+            resumed = self._turns.submit(len(text), _compile, self._trie, text, begun)
+            resumed.add_done_callback(lambda _: self._on_ready())
+            return resumed
         with self._lock:
             grammar = self._kept.get(text) or self._asked.get(text)
             if text in self._kept:
@@ -70,9 +75,9 @@ class Compiler:
         self._on_ready()
 
 
-def _compile(trie: Future[TokenTrie], text: str) -> Grammar:
+def _compile(trie: Future[TokenTrie], text: str, begun: Sequence[int] = ()) -> Grammar:
     try:
-        return trie.result().compile(text)
+        return trie.result().compile(text, begun)
     except GrammarError:
         raise
     except BaseException as error:  # Rust's panics are no Exception; engines expect a GrammarError alone

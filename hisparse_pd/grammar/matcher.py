@@ -36,11 +36,12 @@ class Matcher:
         self._inner = inner
         self._kept_out = kept_out
 
-    def advance(self, token_id: int) -> None:
-        """The output goes on with this token. Raises GrammarError: the grammar does not allow it, or is too
-        complex from here on."""
-        if not self._inner.consume_token(token_id):
-            raise GrammarError(self.error or f"token {token_id} does not follow the grammar")
+    def advance(self, *token_ids: int) -> None:
+        """The output goes on with these tokens. Raises GrammarError: the grammar does not allow one, or is
+        too complex from there on."""
+        for token_id in token_ids:
+            if not self._inner.consume_token(token_id):
+                raise GrammarError(self.error or f"token {token_id} does not follow the grammar")
 
     @property
     def error(self) -> str:

@@ -55,10 +55,14 @@ class TokenTrie:
             raise GrammarError(f"{file}: cannot be read ({error}); grammars need it") from error
         return cls(text, vocab_size, eos_token_ids)
 
-    def compile(self, text: str) -> Grammar:
-        """Other threads run meanwhile. Raises GrammarError: it cannot be read, or is over a limit, which is
-        named, or nothing can follow it."""
+    def compile(self, text: str, begun: Sequence[int] = ()) -> Grammar:
+        """Other threads run meanwhile. ``begun``: tokens that outputs have already.
+
+        Raises GrammarError: it cannot be read, or is over a limit, which is named, or nothing can follow it.
+        """
         matcher = LLMatcher(self._inner, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            Matcher(matcher, NO_LIMIT).advance(*begun)
         mask = np.zeros(self.num_words, dtype=np.int32)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -87,5 +91,5 @@ class Grammar:
         return without_ending(self._first_mask.copy(), self._eos_token_ids)
 
     def matcher(self, *, ignore_eos: bool) -> Matcher:
-        """Of an output that has no token yet."""
+        """Of an output that has no token yet, but for those that the grammar is behind."""
         return Matcher(self._inner.deep_copy(), self._eos_token_ids if ignore_eos else NO_LIMIT)

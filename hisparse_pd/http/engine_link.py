@@ -42,6 +42,7 @@ from hisparse_pd.http.patience import Patience
 from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.http.rank_link import RankLink
 from hisparse_pd.settings import NodeSettings
+from hisparse_pd.vocabulary import MOVED
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +121,12 @@ class LinkState(StrEnum):
 class SampleGroup:
     """The samples of one HTTP request and the queue of their events, for one reader."""
 
-    def __init__(self, link: EngineLink, ranks: Mapping[str, int]) -> None:
+    def __init__(self, link: EngineLink, ranks: Mapping[str, int], *, may_move: bool) -> None:
         self._link = link
         self.ranks = ranks
         """By request id."""
+        self.may_move = may_move
+        """It goes on at another node where this one leaves."""
         self.live = set(ranks)
         self._events: deque[SampleEvent] = deque()
         self._num_waiting_tokens: Counter[str] = Counter()
@@ -269,8 +272,10 @@ class EngineLink:
         return len(self._in_flight)
 
     @contextlib.contextmanager
-    def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
+    def open(self, prompts: Sequence[GenerateGroup], *, may_move: bool = False) -> Iterator[SampleGroup]:
         """Send the samples of one HTTP request. On leaving, whatever has not ended is aborted.
+
+        ``may_move``: as soon as the node takes nothing new they end, with an error of that code.
 
         Raises NodeUnavailable unless the engine serves, and QueueFull.
         """
@@ -286,7 +291,8 @@ class EngineLink:
             for rank, sample in samples:
                 self.counts.take_back(rank.rank, sample.num_prompt_tokens)
             raise
-        group = SampleGroup(self, {sample.request_id: rank.rank for rank, sample in samples})
+        ranks = {sample.request_id: rank.rank for rank, sample in samples}
+        group = SampleGroup(self, ranks, may_move=may_move)
         try:
             for rank, sample in samples:
                 num_tokens = sample.num_prompt_tokens
@@ -369,9 +375,12 @@ class EngineLink:
             rank.put(ReleaseQuarantine(instance_id))
 
     def stop_accepting(self) -> None:
-        """New requests are refused; those in flight go on."""
+        """New requests are refused; those in flight go on, elsewhere if they may."""
         if self.state is not LinkState.GONE:
             self.state = LinkState.STOPPING
+        for request_id, in_flight in list(self._in_flight.items()):
+            if in_flight.group.may_move:
+                self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
 
     async def shut_engines_down(self) -> None:
         """Ask the engines to exit, after everything that was sent before."""
@@ -387,9 +396,13 @@ class EngineLink:
 
     def fail_all(self, status: int, error: str) -> None:
         """End every request in flight with an error."""
-        for request_id, in_flight in list(self._in_flight.items()):
-            self._dispatch(RequestFailed(request_id, status, error))
-            self._abort(in_flight.rank, Abort(request_id))
+        for request_id in list(self._in_flight):
+            self._fail(request_id, status, error)
+
+    def _fail(self, request_id: str, status: int, error: str, code: str = "") -> None:
+        rank = self._in_flight[request_id].rank
+        self._dispatch(RequestFailed(request_id, status, error, code))
+        self._abort(rank, Abort(request_id))
 
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""

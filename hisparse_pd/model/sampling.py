@@ -89,7 +89,8 @@ def enqueue_sample(
     """``sample`` on the logits' device and current stream, without waiting.
 
     ``logits``: float32 [num_reqs, vocab_size], not changed; ``num_generated``: output tokens of each
-    request so far, which is the index of the token drawn now. ``counts``: needed where params change logits.
+    request so far, resumed ones left out, which is the index of the token drawn now behind those.
+    ``counts``: needed where params change logits.
     ``masks``: int32 [num_reqs, num_words], bits of the tokens that may be drawn, as of ``kernels.bit_masks``;
     None: all. Where a mask leaves only tokens that end the request, one of them is drawn, min_new_tokens or
     not. Logprobs are those of the logits as they came: unscaled, unmasked, without penalties and biases.
@@ -187,7 +188,12 @@ def _draw(
     if any(param.min_p > 0 for param in params):
         probs = probs * (probs >= column([param.min_p for param in params]) * probs.amax(1, keepdim=True))
     cumulative = probs.cumsum(1)
-    uniform = column([_uniform(p.seed, index) for p, index in zip(params, output_indices, strict=True)])
+    uniform = column(
+        [
+            _uniform(param.seed, param.num_resumed_tokens + index)
+            for param, index in zip(params, output_indices, strict=True)
+        ]
+    )
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     # Rounding may put the threshold at the very end, behind the last token of non-zero probability.
     last = torch.where(probs > 0, rank, 0).amax(dim=1, keepdim=True)

@@ -52,11 +52,15 @@ class TokenCounts:
         return num_rows * (4 * vocab_size + (8 + 4) * MAX_LOGIT_BIAS)
 
     def start(self, row: int, params: SamplingParams, prompt: NDArray[np.int32] | None) -> None:
-        """Give a row to a request without output. ``prompt``: token ids, used if ``params`` need them."""
+        """Give a row to a request that has generated nothing here. ``prompt``: token ids, used if ``params``
+        need them; the resumed ones among them count as output."""
         device = self.counts.device
         counts = self.counts[row].zero_()
         if params.needs_prompt and prompt is not None:
-            counts.index_fill_(0, to_device(prompt, device), _IN_PROMPT)
+            prompt_dev = to_device(prompt, device)
+            counts.index_fill_(0, prompt_dev, _IN_PROMPT)
+            if params.num_resumed_tokens:
+                _add_one(counts, prompt_dev[-params.num_resumed_tokens :])
         bias_ids = np.zeros(MAX_LOGIT_BIAS, np.int64)
         biases = np.zeros(MAX_LOGIT_BIAS, np.float32)
         num_biases = _num_biases(params)

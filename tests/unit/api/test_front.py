@@ -184,12 +184,12 @@ async def test_n_and_several_prompts(tmp_path: Path) -> None:
 
     node_rooms: list[int] = []
     async with serving(script, tmp_path) as node:
-        answer = (await node.post("/v1/completions", **{**BODY, "prompt": ["ab", "c"]}, n=2, seed=1)).json()
+        answer = (await node.post("/v1/completions", **{**BODY, "prompt": ["ab", "cd"]}, n=2, seed=1)).json()
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert [generate.sampling.seed for generate in node.engine.generates] == [1, 2, 1, 2]
         assert len(set(node_rooms)) == 4
         usage = answer["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 12)
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 12)
         assert usage["prompt_tokens_details"]["cached_tokens"] == 4
         assert usage["hisparse"] == {
             "mode": "mixed",

@@ -458,8 +458,8 @@ class Backlogged(EngineLink):
     num_messages = 200
 
     @contextlib.contextmanager
-    def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
-        with super().open(prompts) as group:
+    def open(self, prompts: Sequence[GenerateGroup], *, may_move: bool = False) -> Iterator[SampleGroup]:
+        with super().open(prompts, may_move=may_move) as group:
             for number in range(self.num_messages):
                 reason = FinishReason.LENGTH if number == self.num_messages - 1 else None
                 top = tuple((97 + k, -float(k)) for k in range(20))

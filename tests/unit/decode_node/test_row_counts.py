@@ -171,7 +171,7 @@ def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(nod
     node.answers["lacking"] = lacking
     params = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
     node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", node.double.port),), ANY))
-    node.failure_of(lacking, error="repetition_penalty needs the prompt, which did not come")
+    node.failure_of(lacking, error="its draws need the prompt, which did not come")
 
 
 # --- without an engine ---------------------------------------------------------------------------------

@@ -209,6 +209,7 @@ async def cluster(
             node.close = closing
             opened.append(closing)
         fixed = {f"{name}_secs": 60.0 for name in ("health_interval", "request_timeout")}
+        fixed["resume_timeout_secs"] = 0.0
         router_settings = RouterSettings(
             prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
             decode=tuple(node.url for node in nodes[NodeKind.DECODE]),

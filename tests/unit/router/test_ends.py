@@ -16,6 +16,7 @@ from hisparse_pd.settings import RouterSettings
 from router.body import Endpoint
 from router.connect import RawHeaders
 from router.drain import Drain
+from router.journal import JournalBudget
 from router.metrics import RouterMetrics
 from router.node_calls import Answer, NodeCalls
 from router.nodes import Node, NodeKind, NodePool, Pair
@@ -59,7 +60,7 @@ class SlowToClose:
 
 @pytest.mark.parametrize("headers", [[(b"content-length", b"4")], []], ids=["length", "chunked"])
 async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHeaders) -> None:
-    metrics, relay = RouterMetrics(NodePool([], [], SETTINGS.policy)), SlowToClose(headers)
+    metrics, relay = RouterMetrics(NodePool([], [], SETTINGS.policy), JournalBudget(0)), SlowToClose(headers)
     router = SimpleNamespace(settings=SETTINGS, drain=Drain(), metrics=metrics, relay=relay, tracer=None)
     has_all = asyncio.Event()
     requests = [{"type": "http.request", "body": BODY, "more_body": False}]

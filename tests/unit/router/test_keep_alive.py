@@ -46,6 +46,7 @@ async def routed(decode: str) -> AsyncIterator[httpx.AsyncClient]:
             prefill=((prefill, 7000),),
             decode=(decode,),
             request_timeout_secs=TIMEOUT_SECS,
+            resume_timeout_secs=0,
             policy="round_robin",
         )
         async with (

@@ -1,0 +1,23 @@
+"""What a decode node says between the events of a stream to a router that keeps its journal.
+
+Each line is a comment of server-sent events, which the router takes out. It ends a unit: the events between
+two lines were made of the tokens that the second one names, and are shown once that is there.
+"""
+
+from __future__ import annotations
+
+JOURNAL_HEADER = b"x-hisparse-pd-journal"
+"""Of a stream that has such lines, with the value 1; the router's alone."""
+
+MARK = b":journal "
+"""No event has it at the beginning of a line: in JSON there is no end of a line."""
+
+OVER = b"over"
+"""The stream is complete, or ended by an error that every node would give."""
+MOVED = b"moved"
+"""The node leaves; the event before says so to a client for whom nobody goes on."""
+
+
+def journal_line(content: bytes) -> bytes:
+    """``content``: one of the words above, or a record as JSON, which is the nodes' affair."""
+    return MARK + content + b"\n\n"

@@ -1,0 +1,159 @@
+"""What the router remembers of a stream, so that it can go on at another node: body, records, what was shown.
+
+The decode node says by lines between the events which tokens they are made of (``journal_lines``). What is
+between two lines is shown once the second one is there, and so whatever the client has is in the journal.
+Records are the nodes' own words, and go to the next node as they came.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from msgspec import Raw
+
+from hisparse_pd.api.frame import PINGS
+from hisparse_pd.http.journal_lines import MARK, MOVED, OVER
+from hisparse_pd.settings import MAX_BODY_BYTES
+
+MAX_LOSSES = 3
+"""Of the nodes that have a request, one after the other; a node that leaves in order is not lost."""
+
+_MAX_JOURNAL_BYTES = MAX_BODY_BYTES - (1 << 20)
+"""Of one request; what is sent to the next nodes is a body."""
+_BLOCK_BYTES = 1 << 16
+"""Of records that a node decodes at a time."""
+_LINE = b"\n" + MARK
+_PINGS = frozenset(PINGS.values())
+
+
+@dataclass
+class JournalBudget:
+    """The bytes that all journals of a router may have together."""
+
+    max_bytes: int
+    num_bytes: int = 0
+    num_dropped: int = 0
+    """Journals for which there was no room, or not enough: their streams cannot go on."""
+
+    def take(self, num_bytes: int) -> bool:
+        fits = self.num_bytes + num_bytes <= self.max_bytes
+        self.num_bytes += num_bytes * fits
+        return fits
+
+
+class Journal:
+    """Of one stream. ``num_body_bytes``: of its request, which is kept for as long."""
+
+    def __init__(self, num_body_bytes: int, budget: JournalBudget) -> None:
+        self._budget = budget
+        self._blocks: list[bytearray] = []
+        """Of records, with commas between them."""
+        self._num_bytes = 0
+        self._head: dict[str, object] = {
+            "id": secrets.token_hex(16),
+            "created": int(time.time()),
+            "seed": secrets.randbits(63),
+        }
+        self.num_records = 0
+        self.is_kept = True
+        """False: it was too large, and the stream cannot go on."""
+        self.is_over = False
+        """The client has the end of the stream."""
+        self.leg = Leg(self)
+        """What comes from the node that has the stream now."""
+        self._grow(num_body_bytes)
+
+    def fields(self, *, may_move: bool, num_resumes: int) -> Mapping[str, object]:
+        """Of a body that says to the nodes with what to go on."""
+        head = self._head | {"may_move": may_move, "num_resumes": num_resumes}
+        records = b",".join(b"[" + block + b"]" for block in self._blocks)
+        return {"journal": head, "journal_records": Raw(b"[" + records + b"]")}
+
+    def next_leg(self) -> None:
+        """Another node has the stream; nothing of the old one is shown any more."""
+        self.leg = Leg(self)
+
+    def add(self, record: bytes) -> None:
+        self.num_records += 1
+        if not self._grow(len(record) + 1):
+            return
+        if not self._blocks or len(self._blocks[-1]) >= _BLOCK_BYTES:
+            self._blocks.append(bytearray(record))
+        else:
+            self._blocks[-1] += b"," + record
+
+    def close(self) -> None:
+        """The stream is over. May be called again."""
+        self._budget.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+        self._blocks.clear()
+        self.is_kept = False
+
+    def _grow(self, num_bytes: int) -> bool:
+        if not self.is_kept:
+            return False
+        if self._num_bytes + num_bytes > _MAX_JOURNAL_BYTES or not self._budget.take(num_bytes):
+            self._budget.num_dropped += 1
+            self.close()
+            return False
+        self._num_bytes += num_bytes
+        return True
+
+
+class Leg:
+    """The stream as one node sends it, in chunks that are cut anywhere."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.unshown = b""
+        """What came behind the last line: of a node that ended the stream by itself, why."""
+        self.is_moved = False
+        """The node leaves."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What the client may have now, of this chunk and of those before."""
+        journal = self._journal
+        if journal.leg is not self or journal.is_over:
+            return b""
+        data = self.unshown + chunk
+        shown = b""
+        start = 0
+        while (mark := data.find(_LINE, start)) >= 0 and (end := data.find(b"\n\n", mark + 1)) >= 0:
+            content = data[mark + len(_LINE) : end]
+            if content == MOVED:
+                self.is_moved = True
+                self.unshown = data[start : mark + 1]
+                return shown
+            shown += data[start : mark + 1]
+            start = end + 2
+            if content == OVER:
+                journal.is_over = True
+                break
+            journal.add(content)
+        self.unshown = data[start:]
+        if self.unshown in _PINGS:
+            shown, self.unshown = shown + self.unshown, b""
+        return shown
+
+
+@dataclass
+class Losses:
+    """The decode nodes that were lost with one request."""
+
+    nodes: list[str] = field(default_factory=list)
+    _num_records: int = -1
+    """That the client had when the last one was lost."""
+
+    def add(self, node: str, num_records: int) -> str:
+        """Another one is. Why the request goes to no further one, or nothing."""
+        self.nodes.append(node)
+        in_a_row = num_records == self._num_records
+        self._num_records = num_records
+        if in_a_row:
+            return f"{self.nodes[-2]} and {node} were lost with this request, one after the other"
+        if len(self.nodes) > MAX_LOSSES:
+            return f"{len(self.nodes)} decode nodes were lost with this request"
+        return ""

@@ -1,0 +1,85 @@
+"""A TCP proxy before a decode node that cuts a stream behind so many lines of its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from hisparse_pd.http.journal_lines import MARK
+
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class CuttingProxy:
+    """``url`` stands for the node's. ``cut_after``: lines that a connection may bring; None: any number.
+
+    The cut comes in the middle of what follows the last line, so that the router has a piece of it.
+    """
+
+    node_url: str
+    cut_after: int | None = None
+    num_cuts: int = 0
+    _sockets: list[socket.socket] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[CuttingProxy]:
+        with socket.create_server(("127.0.0.1", 0)) as self._listener:
+            threading.Thread(target=self._accept, daemon=True).start()
+            try:
+                yield self
+            finally:
+                self._listener.shutdown(socket.SHUT_RDWR)
+                for each in self._sockets:
+                    each.close()
+
+    def _accept(self) -> None:
+        parts = urlsplit(self.node_url)
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    node = socket.create_connection((parts.hostname or "", parts.port or 0))
+                except OSError:
+                    client.close()
+                    continue
+                self._sockets += [client, node]
+                threading.Thread(target=self._pass_on, args=(client, node), daemon=True).start()
+                threading.Thread(target=self._answer, args=(node, client), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK_BYTES):
+                target.sendall(data)
+        _close(source, target)
+
+    def _answer(self, node: socket.socket, client: socket.socket) -> None:
+        num_lines = 0
+        seen = b""
+        with contextlib.suppress(OSError):
+            while data := node.recv(_CHUNK_BYTES):
+                seen += data
+                num_lines += seen.count(MARK)
+                seen = seen[-len(MARK) + 1 :]
+                if self.cut_after is not None and num_lines > self.cut_after:
+                    client.sendall(data[: len(data) // 2])
+                    self.num_cuts += 1
+                    break
+                client.sendall(data)
+        _close(node, client)
+
+
+def _close(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+        each.close()

@@ -1,0 +1,125 @@
+"""The router's side of a stream that goes from node to node: nothing is shown twice, nothing is left out."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hisparse_pd.api.frame import PINGS
+from hisparse_pd.http.journal_lines import MARK, MOVED, OVER, journal_line
+from router.journal import MAX_LOSSES, Journal, JournalBudget, Leg, Losses
+
+EVENTS = [
+    *(b'data: {"text": "%d"}\n\n' % number for number in range(6)),
+    b'event: a\ndata: {"text": "\\n:journal [7]"}\n\nevent: b\ndata: {}\n\n',
+    b'data: {"text": ":journal over\\n\\n"}\n\n',
+    b"data: [DONE]\n\n",
+]
+"""Of an undisturbed stream, by unit; text that looks like a line is none."""
+FAREWELL = b'data: {"error": {"code": "moved"}}\n\n'
+
+
+def said(first: int) -> bytes:
+    """By a node that goes on behind the ``first`` records."""
+    last = len(EVENTS) - 1
+    return b"".join(
+        event + journal_line(OVER if number == last else msgspec.json.encode([0, [number]]))
+        for number, event in enumerate(EVENTS[first:], first)
+    )
+
+
+class Streams(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget = JournalBudget(1 << 20)
+        self.journal = Journal(100, self.budget)
+        self.shown = b""
+        self.old: list[tuple[Leg, bytes]] = []
+        """Nodes that were lost, with what they have yet to say."""
+        self.unsaid = said(0)
+        self.num_pings = 0
+
+    @precondition(lambda self: self.unsaid)
+    @rule(num_bytes=st.integers(1, 120))
+    def the_node_says_something(self, num_bytes: int) -> None:
+        chunk, self.unsaid = self.unsaid[:num_bytes], self.unsaid[num_bytes:]
+        self.shown += self.journal.leg.feed(chunk)
+
+    @precondition(lambda self: not self.journal.leg.unshown)
+    @rule(ping=st.sampled_from(sorted(set(PINGS.values()))))
+    def it_has_nothing_to_say(self, ping: bytes) -> None:
+        shown = self.journal.leg.feed(ping)
+        assert shown == (b"" if self.journal.is_over else ping)
+
+    @rule()
+    def it_is_lost(self) -> None:
+        """In the middle of anything; the next one gets what the journal has."""
+        if self.journal.is_over:
+            return
+        self.old.append((self.journal.leg, self.unsaid))
+        self.journal.next_leg()
+        fields = self.journal.fields(may_move=True, num_resumes=len(self.old))
+        records = [
+            record for block in json.loads(msgspec.json.encode(fields["journal_records"])) for record in block
+        ]
+        assert records == [[0, [number]] for number in range(self.journal.num_records)]
+        self.unsaid = said(len(records))
+
+    @rule()
+    def it_leaves(self) -> None:
+        if self.journal.is_over or self.journal.leg.unshown:
+            return
+        leg = self.journal.leg
+        assert leg.feed(FAREWELL + journal_line(MOVED)) == b""
+        assert (leg.is_moved, leg.unshown) == (True, FAREWELL)
+        self.it_is_lost()
+
+    @precondition(lambda self: self.old)
+    @rule(data=st.data())
+    def a_lost_one_wakes_up(self, data: st.DataObject) -> None:
+        leg, unsaid = data.draw(st.sampled_from(self.old))
+        assert leg.feed(unsaid) == b""
+
+    @invariant()
+    def the_client_has_what_the_journal_says(self) -> None:
+        num_shown = len(EVENTS) if self.journal.is_over else self.journal.num_records
+        assert self.shown == b"".join(EVENTS[:num_shown])
+
+    def teardown(self) -> None:
+        self.journal.close()
+        self.journal.close()
+        assert self.budget.num_bytes == 0
+
+
+TestStreams = Streams.TestCase
+
+
+def test_a_stream_for_which_there_is_no_room_is_shown_all_the_same() -> None:
+    budget = JournalBudget(130)
+    other = Journal(50, budget)
+    journal = Journal(50, budget)
+    assert journal.leg.feed(said(0)) == b"".join(EVENTS)
+    assert (journal.is_over, journal.is_kept, budget.num_dropped) == (True, False, 1)
+    assert (other.is_kept, budget.num_bytes) == (True, 50)
+    assert not Journal(500, budget).is_kept
+
+
+@pytest.mark.parametrize("word", [b"", b"over", b"moved", b"[0,[1]]"])
+def test_a_line_that_has_not_ended_shows_nothing(word: bytes) -> None:
+    journal = Journal(0, JournalBudget(1000))
+    assert journal.leg.feed(EVENTS[0] + MARK + word + b"\n") == b""
+    assert (journal.num_records, journal.is_over, journal.leg.is_moved) == (0, False, False)
+
+
+def test_a_request_that_nodes_die_of_goes_to_no_third() -> None:
+    assert Losses().add("a", 0) == ""
+    in_a_row = Losses()
+    assert (in_a_row.add("a", 7), in_a_row.add("b", 8), in_a_row.add("a", 9)) == ("", "", "")
+    assert "a and c were lost with this request" in in_a_row.add("c", 9)
+    many = Losses()
+    assert [many.add("a", number) for number in range(MAX_LOSSES)] == [""] * MAX_LOSSES
+    assert f"{MAX_LOSSES + 1} decode nodes were lost" in many.add("b", MAX_LOSSES)
