@@ -63,13 +63,11 @@ def events_of(url: str, path: str, body: Json) -> list[Any]:
 def test_generate(cut: Cut) -> None:
     body = {"text": "Once upon a time " * 20, "sampling_params": {"temperature": 0, "max_new_tokens": 60}}
     undisturbed = events_of(cut.nodes.url, "/generate", body)
-    print(len(undisturbed), undisturbed[-1])
     cut.cut_after(20)
     try:
         found = events_of(cut.nodes.url, "/generate", body)
     finally:
         cut.cut_after(None)
-    print(found[-1])
     assert found[-1]["output_ids"] == undisturbed[-1]["output_ids"]
     assert found[-1]["text"] == undisturbed[-1]["text"]
     assert [len(e["output_ids"]) for e in found] == [len(e["output_ids"]) for e in undisturbed]
