@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Writes, as_descriptors, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 log = logging.getLogger(__name__)
 
 MAX_BATCH_DESCRIPTORS = 512
@@ -34,17 +37,6 @@ MAX_BATCH_DESCRIPTORS = 512
 Over TCP it queues 1024 for each peer. Past that it fails the batch and, seen with 0.3.13, the connections to
 the peer for good. Half leaves room for what a failed batch left queued; larger batches are not faster.
 """
-
-
-class HasMemory(Protocol):
-    """Contiguous memory, such as a torch tensor on any device."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def data_ptr(self) -> int: ...
-
-    def is_contiguous(self) -> bool: ...
 
 
 def quiet_mooncake_logs() -> None:
@@ -71,7 +63,7 @@ class TransferEngine:
         self.transport = transport
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
-        self._registered: dict[int, tuple[int, HasMemory | None]] = {}
+        self._registered: dict[int, tuple[int, Tensor]] = {}
         """Where registered memory ends, by where it begins, and its tensor, which this keeps alive."""
         with _environment(_mooncake_settings(transport, host)):
             self._mooncake = _new_mooncake_engine()
@@ -88,14 +80,17 @@ class TransferEngine:
         self.session = f"{in_url(host)}:{self._mooncake.get_rpc_port()}"
         self._check_session(host)
 
-    def register(self, memory: HasMemory | int, num_bytes: int | None = None) -> int:
+    def register(self, memory: Tensor) -> int:
         """Open memory to the transport, for reading and for peers' writes; returns its address.
 
-        ``memory``: a contiguous tensor, kept alive until it is unregistered, or an address, which needs
-        ``num_bytes`` and stays the caller's to keep. Raises TransferError when it overlaps registered memory,
-        or when Mooncake refuses it (RDMA: the locked-memory limit of the process).
+        It is kept alive until it is unregistered. Raises TransferError unless it is contiguous, where it
+        overlaps registered memory, or Mooncake refuses it (RDMA: the locked-memory limit of the process).
         """
-        addr, num_bytes, owner = _range_of(memory, num_bytes)
+        addr, num_bytes = memory.data_ptr(), memory.nbytes
+        if not memory.is_contiguous() or not num_bytes:
+            raise TransferError(
+                f"{num_bytes} bytes at {addr:#x} are empty or not contiguous; register a copy"
+            )
         with self._lock:
             for start, (end, _) in self._registered.items():
                 if start < addr + num_bytes and addr < end:
@@ -109,7 +104,7 @@ class TransferEngine:
                     f"Mooncake cannot register {num_bytes} bytes at {addr:#x}: code {code}; "
                     "for RDMA raise the locked-memory limit (ulimit -l)"
                 )
-            self._registered[addr] = addr + num_bytes, owner
+            self._registered[addr] = addr + num_bytes, memory
         return addr
 
     def unregister(self, addr: int) -> None:
@@ -205,22 +200,6 @@ class TransferEngine:
                 f"Mooncake does not answer at {self.session}, the session that peers are told; "
                 "set advertise_host to an address at which this machine accepts connections"
             )
-
-
-def _range_of(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:
-    """Address, length and owner of what ``register`` was given."""
-    if isinstance(memory, int):
-        addr, owner, available = memory, None, num_bytes
-        if num_bytes is None:
-            raise TransferError(f"memory at {addr:#x}: an address needs num_bytes")
-    else:
-        addr, owner, available = memory.data_ptr(), memory, memory.nbytes
-        if not memory.is_contiguous():
-            raise TransferError(f"the tensor at {addr:#x} is not contiguous, it cannot be registered")
-        num_bytes = available if num_bytes is None else num_bytes
-    if addr < 1 or not 1 <= num_bytes <= (available or 0):
-        raise TransferError(f"cannot register {num_bytes} of {available} bytes at {addr:#x}")
-    return addr, num_bytes, owner
 
 
 def _checked_host(host: str) -> str:

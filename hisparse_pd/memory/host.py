@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -72,15 +71,6 @@ class CudaPinning:
         runtime.hostUnregister(addr)
 
 
-@dataclass(frozen=True)
-class StartSecs:
-    """What the parts of an allocation took, in seconds."""
-
-    mapping: float
-    touch: float
-    pinning: float
-
-
 class _Mapping(mmap.mmap):
     """A class of Python's, whose finalizers run before the memory goes."""
 
@@ -96,7 +86,6 @@ class HostPool:
             self._close_fd = weakref.finalize(mapping, os.close, shared_fd)
         self._shared_fd = shared_fd
         self._unpin: Callable[[], object] | None = None
-        self.start_secs = StartSecs(0.0, 0.0, 0.0)
 
     @property
     def num_bytes(self) -> int:
@@ -172,14 +161,14 @@ def allocate_host(
     touched = time.perf_counter()
     if pinned:
         _pin(pool, mapping, addr, name, pinning or CudaPinning())
-    pool.start_secs = StartSecs(mapped - started, touched - mapped, time.perf_counter() - touched)
+    pinning_secs = time.perf_counter() - touched
     log.info(
         "%s: %.2f GiB mapped in %.3f s, touched in %.3f s, %s",
         name,
         num_bytes / _GIB,
-        pool.start_secs.mapping,
-        pool.start_secs.touch,
-        f"registered with CUDA in {pool.start_secs.pinning:.3f} s" if pinned else "not registered with CUDA",
+        mapped - started,
+        touched - mapped,
+        f"registered with CUDA in {pinning_secs:.3f} s" if pinned else "not registered with CUDA",
     )
     return pool
 

@@ -1,9 +1,12 @@
-"""A process with memory that is registered for RDMA, in one of the machines.
+"""A process on a transport, as a node chooses it, in one of the machines.
 
-``python -m tests.rdma.endpoint HOST [IB_DEVICE]`` prints its session and its memory's address, then
-answers each line of JSON with one. ``{"poison": true}`` overwrites the memory; ``{"check": NAME}`` compares
-it with what the pattern must have left there; ``{"write": NAME, "session": ..., "base_addr": ...}`` writes
-the pattern to another endpoint.
+``python -m tests.rdma.endpoint PROTOCOL IB_DEVICE HOST NUM_BYTES`` prints what came of the choice as JSON:
+``protocol``, ``devices``, ``reason``, ``info_metric`` and ``session``, or ``error``. With ``unchecked`` as
+PROTOCOL, Mooncake is told to use IB_DEVICE without a look at it, as if the checks had missed something.
+
+Then it answers each line of JSON with one. ``{"register": true}`` registers memory, and tells its address;
+``{"poison": true}`` overwrites it; ``{"check": NAME}`` compares it with what the pattern must have left;
+``{"write": NAME, "session": ..., "base_addr": ...}`` writes the pattern to another endpoint.
 """
 
 from __future__ import annotations
@@ -13,30 +16,62 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tests.rdma.patterns import MEMORY_BYTES, PATTERNS, POISON, Pattern, source_content
 from transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
-from transfer.transport import choose_transport
+from transfer.transport import Transport, choose_transport
 
 if TYPE_CHECKING:
+    from tests.rdma.command import Command
     from tests.rdma.machines import Machine
 
 
-class Endpoint:
-    """The process, as a test sees it."""
+def start(
+    machine: Machine,
+    protocol: str,
+    ib_device: str = "",
+    *,
+    host: str = "",
+    num_bytes: int = MEMORY_BYTES,
+    environment: dict[str, str] | None = None,
+    wrapper: tuple[str, ...] = (),
+) -> tuple[Command, dict[str, Any]]:
+    """The process, and what it printed. ``wrapper``: a command that runs it, with less rights say."""
+    module = (*wrapper, sys.executable, "-m", "tests.rdma.endpoint")
+    arguments = (protocol, ib_device, host or machine.address, str(num_bytes))
+    command = machine.start(*module, *arguments, environment=environment)
+    try:
+        answer = json.loads(command.read_line())
+        assert isinstance(answer, dict)
+        return command, answer
+    except BaseException:
+        command.close()
+        raise
 
-    def __init__(self, machine: Machine, *ib_device: str) -> None:
-        module = (sys.executable, "-m", "tests.rdma.endpoint")
-        self.command = machine.start(*module, machine.address, *ib_device)
+
+def choose(machine: Machine, protocol: str, ib_device: str = "", **options: Any) -> dict[str, Any]:
+    """What came of a choice; see ``start``."""
+    command, answer = start(machine, protocol, ib_device, **options)
+    command.close()
+    return answer
+
+
+class Endpoint:
+    """One with registered memory on RDMA, as a test sees it."""
+
+    def __init__(self, machine: Machine, ib_device: str = "") -> None:
+        self.command, answer = start(machine, "rdma", ib_device)
         try:
-            self.session, addr = self.command.read_line().split()
+            self.session = str(answer["session"])
+            self.base_addr = int(self._ask(register=True)["base_addr"])
         except BaseException:
             self.command.close()
             raise
-        self.base_addr = int(addr)
 
     def write(self, pattern: Pattern, session: str, base_addr: int) -> str:
         """The error; empty when it was written."""
@@ -57,9 +92,9 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint(machine: Machine, *ib_device: str) -> Iterator[Endpoint]:
+def endpoint(machine: Machine, ib_device: str = "") -> Iterator[Endpoint]:
     """``ib_device``: none for all that are usable."""
-    found = Endpoint(machine, *ib_device)
+    found = Endpoint(machine, ib_device)
     try:
         yield found
     finally:
@@ -68,20 +103,31 @@ def endpoint(machine: Machine, *ib_device: str) -> Iterator[Endpoint]:
 
 def main() -> None:
     quiet_mooncake_logs()
-    host, *ib_device = sys.argv[1:]
-    transport = choose_transport(
-        "rdma", ",".join(ib_device), host, num_host_bytes=MEMORY_BYTES, uses_gpu=False
-    )
-    engine = TransferEngine(host, transport)
+    protocol, ib_device, host, num_bytes = sys.argv[1:]
+    try:
+        match protocol:
+            case "rdma" | "tcp" | "auto":
+                transport = choose_transport(
+                    protocol, ib_device, host, num_host_bytes=int(num_bytes), uses_gpu=False
+                )
+            case _:
+                transport = Transport("rdma", tuple(ib_device.split(",")), "unchecked")
+        engine = TransferEngine(host, transport)
+    except TransferError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        os._exit(0)
+    shown = {**asdict(transport), "info_metric": transport.info_metric, "session": engine.session}
+    print(json.dumps(shown), flush=True)
     memory, content = source_content(), source_content()
-    base_addr = engine.register(memory.ctypes.data, memory.nbytes)
+    base_addr = memory.ctypes.data
     patterns = {pattern.name: pattern for pattern in PATTERNS}
-    print(engine.session, base_addr, flush=True)
     for line in sys.stdin:
+        answer: dict[str, Any] = {}
         match json.loads(line):
+            case {"register": _}:
+                answer = {"base_addr": engine.register(torch.from_numpy(memory))}
             case {"poison": _}:
                 memory[:] = POISON
-                answer = {}
             case {"check": name}:
                 answer = {"fault": _difference(memory, patterns[name].expected(content))}
             case {"write": name, "session": session, "base_addr": dst_base_addr}:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.rdma.choice import NUM_BYTES, choose
 from tests.rdma.conftest import without_device
-from tests.rdma.endpoint import endpoint
+from tests.rdma.endpoint import choose, endpoint
 from tests.rdma.machines import DEVICE, Machine
 from tests.rdma.patterns import PATTERNS
 
+NUM_BYTES = 1 << 20
 SECOND_DEVICE, SECOND_NETDEV, SECOND_ADDRESS = "rxe1", "eth1", "10.0.2.15"
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1800)]
@@ -91,22 +90,6 @@ def test_too_little_locked_memory_is_refused_with_both_numbers(machine: Machine)
     assert choose(machine, "rdma", num_bytes=NUM_BYTES, wrapper=limited)["protocol"] == "rdma"
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"MC_GID_INDEX": "9"}, ["no GID at index 9", "it has them at: 0, 1"]),
-        ({"MC_IB_PORT": "2"}, ["has no port 2", "its ports: 1"]),
-        ({"MC_FORCE_TCP": "1"}, ["MC_FORCE_TCP is set"]),
-    ],
-)
-def test_what_mooncake_is_told_is_checked_too(
-    machine: Machine, environment: dict[str, str], words: list[str]
-) -> None:
-    error = choose(machine, "rdma", environment=environment)["error"]
-    for word in words:
-        assert word in error
-
-
 def test_of_several_devices_those_that_are_named_are_used(machines: tuple[Machine, Machine]) -> None:
     first, second = machines
     with second_device(second):
@@ -126,14 +109,3 @@ def test_of_several_devices_those_that_are_named_are_used(machines: tuple[Machin
             assert target.check(pattern) == ""
             assert second.counters()["rcvd_pkts"] > before[0]["rcvd_pkts"]
             assert second.counters(SECOND_DEVICE)["rcvd_pkts"] == before[1]["rcvd_pkts"]
-
-
-def test_mooncakes_own_topology_must_not_contradict(machine: Machine) -> None:
-    def told(ib_device: str, *names: str) -> dict[str, object]:
-        topology = json.dumps({"cpu:0": [names, []]})
-        machine.run("sh", "-c", f"echo '{topology}' > /run/topology.json")
-        return choose(machine, "rdma", ib_device, environment={"MC_CUSTOM_TOPO_JSON": "/run/topology.json"})
-
-    assert told(DEVICE, DEVICE)["devices"] == [DEVICE]
-    assert "which Mooncake would use instead of --ib-device" in str(told(DEVICE, "mlx5_0")["error"])
-    assert "mlx5_0 is not in" in str(told("", "mlx5_0")["error"])

@@ -30,6 +30,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hisparse_pd.bench.facts import OUT, ROOT, run_facts, spread
@@ -157,7 +158,7 @@ class Link:
         self.num_bytes = num_bytes
         self.memory = np.random.default_rng(SEED).integers(0, 256, num_bytes, dtype=np.uint8)
         self.engine = TransferEngine("127.0.0.1")
-        self.src_addr = self.engine.register(self.memory.ctypes.data, num_bytes)
+        self.src_addr = self.engine.register(torch.from_numpy(self.memory))
         self._done = threading.Event()
         self._lanes = Lanes(self.engine, "tcp", "bench")
         self._sender = Sender(self._lanes, self._done.set)
@@ -250,7 +251,7 @@ def run_peer(num_bytes: int) -> None:
     pool = allocate_host(num_bytes, pinned=False, shared=True)
     memory = pool.tensor.numpy()
     engine = TransferEngine("127.0.0.1")
-    addr = engine.register(memory.ctypes.data, num_bytes)
+    addr = engine.register(pool.tensor)
     host = LaneHost([SharedMemory(addr, num_bytes, pool.shared_fd)])
     for line in sys.stdin:
         if line.strip() == "crc":

@@ -11,6 +11,7 @@ import socket
 import sys
 
 import numpy as np
+import torch
 
 from tests.other_process import OtherProcess
 from transfer.engine import TransferEngine, quiet_mooncake_logs
@@ -40,7 +41,7 @@ def main() -> None:
     quiet_mooncake_logs()
     memory = np.zeros(int(sys.argv[1]), np.uint8)
     engine = TransferEngine("127.0.0.1")
-    addr = engine.register(memory.ctypes.data, memory.nbytes)
+    addr = engine.register(torch.from_numpy(memory))
     print(engine.session, addr, flush=True)
     for line in sys.stdin:
         start, stop = map(int, line.split())
