@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Writes, as_descriptors, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 log = logging.getLogger(__name__)
 
 MAX_BATCH_DESCRIPTORS = 512
@@ -37,6 +34,17 @@ MAX_BATCH_DESCRIPTORS = 512
 Over TCP it queues 1024 for each peer. Past that it fails the batch and, seen with 0.3.13, the connections to
 the peer for good. Half leaves room for what a failed batch left queued; larger batches are not faster.
 """
+
+
+class HasMemory(Protocol):
+    """Memory on any device, as a torch tensor has it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def data_ptr(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
 
 
 def quiet_mooncake_logs() -> None:
@@ -63,7 +71,7 @@ class TransferEngine:
         self.transport = transport
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
-        self._registered: dict[int, tuple[int, Tensor]] = {}
+        self._registered: dict[int, tuple[int, HasMemory]] = {}
         """Where registered memory ends, by where it begins, and its tensor, which this keeps alive."""
         with _environment(_mooncake_settings(transport, host)):
             self._mooncake = _new_mooncake_engine()
@@ -80,7 +88,7 @@ class TransferEngine:
         self.session = f"{in_url(host)}:{self._mooncake.get_rpc_port()}"
         self._check_session(host)
 
-    def register(self, memory: Tensor) -> int:
+    def register(self, memory: HasMemory) -> int:
         """Open memory to the transport, for reading and for peers' writes; returns its address.
 
         It is kept alive until it is unregistered. Raises TransferError unless it is contiguous, where it
