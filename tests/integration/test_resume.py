@@ -1,13 +1,15 @@
-"""Streams whose decode node is lost go on at the other one, with the events that they would have had (I5).
+"""Streams whose decode node is lost go on at the other one, and say what they would have said (I5).
 
-The losses are connections that are cut behind every so many tokens, and nodes that are killed or told to
-leave. What is compared are the events of a stream that nothing happens to, but for how they are cut.
+Losses are connections that are cut behind every twentieth line of the journal, and nodes that are killed or
+told to leave. Steps verify drafts, so that a line may be of several tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +22,119 @@ from tests.integration.cutting_proxy import CuttingProxy
 from tests.integration.harness import (
     REQUEST_TIMEOUT_SECS,
     Deployment,
+    Service,
+    at_once,
     decode_service,
     prefill_service,
     router_service,
     running,
+    wait_until,
 )
+from tests.integration.stream_events import said_in
+
+pytestmark = pytest.mark.I5
 
 Json = dict[str, Any]
+LINES_BETWEEN_CUTS = 20
+TEXT = "Once upon a time a node went away. " * 8
+MESSAGES = [{"role": "user", "content": TEXT}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "minLength": 40}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "look", "parameters": SCHEMA}
+FREE = {"temperature": 0, "ignore_eos": True}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "ignore_eos": True}
+PENALIZED = SAMPLED | {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+USAGE = {"stream_options": {"include_usage": True}}
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+RESPONSES, MESSAGES_PATH = "/v1/responses", "/v1/messages"
+CASES: dict[str, tuple[str, Json]] = {
+    "completions": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 60, **FREE, **USAGE}),
+    "completions-sampled-n2": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 40, "n": 2, **SAMPLED, **USAGE}),
+    "completions-penalized": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 60, **PENALIZED}),
+    "completions-logprobs": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 60, "logprobs": 2, **FREE}),
+    "completions-echo-ids": (
+        COMPLETIONS,
+        {"prompt": TEXT, "max_tokens": 50, "echo": True, "return_token_ids": True, **SAMPLED},
+    ),
+    "completions-min-tokens": (
+        COMPLETIONS,
+        {"prompt": TEXT, "max_tokens": 60, "min_tokens": 55, "temperature": 1.5, "seed": 3},
+    ),
+    "chat-hisparse": (CHAT, {"messages": MESSAGES, "max_tokens": 60, "hisparse": True, **FREE, **USAGE}),
+    "chat-dense-sampled": (CHAT, {"messages": MESSAGES, "max_tokens": 60, "hisparse": False, **SAMPLED}),
+    "chat-auto-n2": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 40, "n": 2, "hisparse": "auto", "logprobs": True, **PENALIZED},
+    ),
+    "chat-reasoning": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 60, "chat_template_kwargs": {"thinking": True}, **SAMPLED},
+    ),
+    "chat-schema": (
+        CHAT,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 70,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+            "temperature": 0,
+        },
+    ),
+    "chat-forced-tool": (
+        CHAT,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 180,
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": "required",
+            "temperature": 0.8,
+            "seed": 5,
+        },
+    ),
+    "generate": (GENERATE, {"text": TEXT, "sampling_params": {"max_new_tokens": 60, **FREE}}),
+    "generate-logprobs": (
+        GENERATE,
+        {
+            "text": TEXT,
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+            "sampling_params": {"max_new_tokens": 50, "temperature": 0.7, "sampling_seed": 9},
+        },
+    ),
+    "generate-regex-list": (
+        GENERATE,
+        {
+            "text": ["one", TEXT],
+            "sampling_params": {"regex": "([ab]{3}-){8}", "max_new_tokens": 60, "temperature": 0},
+        },
+    ),
+    "responses": (RESPONSES, {"input": TEXT, "max_output_tokens": 60, **SAMPLED}),
+    "responses-schema": (
+        RESPONSES,
+        {
+            "input": TEXT,
+            "max_output_tokens": 70,
+            "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
+            "temperature": 0,
+        },
+    ),
+    "messages": (MESSAGES_PATH, {"messages": MESSAGES, "max_tokens": 60, **FREE}),
+    "messages-thinking-tool": (
+        MESSAGES_PATH,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 180,
+            "tools": [{"name": "look", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "any"},
+            "temperature": 0.8,
+            "seed": 6,
+        },
+    ),
+}
 
 
 @dataclass
@@ -34,16 +142,38 @@ class Cut:
     nodes: Deployment
     proxies: list[CuttingProxy]
 
-    def cut_after(self, num_tokens: int | None) -> None:
+    @contextlib.contextmanager
+    def cutting(self) -> Iterator[None]:
+        """Each connection to a decode node, behind so many lines."""
         for proxy in self.proxies:
-            proxy.cut_after = num_tokens
+            proxy.cut_after = LINES_BETWEEN_CUTS
+        try:
+            yield
+        finally:
+            for proxy in self.proxies:
+                proxy.cut_after = None
+
+    @property
+    def num_cuts(self) -> int:
+        return sum(proxy.num_cuts for proxy in self.proxies)
+
+    def said(self, path: str, body: Json) -> Any:
+        url = f"{self.nodes.url}{path}"
+        answer = httpx.post(url, json={**body, "stream": True}, timeout=REQUEST_TIMEOUT_SECS)
+        assert answer.status_code == 200, answer.text
+        return said_in(path, answer.text)
 
 
 @pytest.fixture(scope="module")
-def cut(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cut]:
-    checkpoint, directory = tiny_checkpoint("v32"), tmp_path_factory.mktemp("resume")
+def cut(
+    drafting_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cut]:
+    """Two decode nodes, each behind a proxy, and a prefill node."""
+    directory = tmp_path_factory.mktemp("resume")
+    checkpoint = shutil.copytree(drafting_checkpoint("v32"), directory / "model")
+    (checkpoint / "chat_template.jinja").unlink(missing_ok=True)  # its chats may then have tools
     prefill = [prefill_service(checkpoint, directory, "prefill")]
-    options = ["--device-buffer-size", "128", "--speculative-num-steps", "0"]
+    options = ["--device-buffer-size", "200", "--speculative-num-steps", "3"]
     decode = [decode_service(checkpoint, directory, f"decode-{number}", options) for number in range(2)]
     with running([*prefill, *decode]), contextlib.ExitStack() as stack:
         proxies = [stack.enter_context(CuttingProxy(node.url).running()) for node in decode]
@@ -52,23 +182,92 @@ def cut(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
             yield Cut(Deployment(prefill, decode, router), proxies)
 
 
-def events_of(url: str, path: str, body: Json) -> list[Any]:
-    answer = httpx.post(f"{url}{path}", json={**body, "stream": True}, timeout=REQUEST_TIMEOUT_SECS)
-    assert answer.status_code == 200, answer.text
-    assert ":journal" not in answer.text
-    lines = [line for line in answer.text.split("\n") if line.startswith("data: ")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_that_is_cut_says_what_it_would_have_said(cut: Cut, name: str) -> None:
+    path, body = CASES[name]
+    undisturbed = cut.said(path, body)
+    num_cuts = cut.num_cuts
+    with cut.cutting():
+        assert cut.said(path, body) == undisturbed
+    assert cut.num_cuts > num_cuts
 
 
-def test_generate(cut: Cut) -> None:
-    body = {"text": "Once upon a time " * 20, "sampling_params": {"temperature": 0, "max_new_tokens": 60}}
-    undisturbed = events_of(cut.nodes.url, "/generate", body)
-    cut.cut_after(20)
-    try:
-        found = events_of(cut.nodes.url, "/generate", body)
-    finally:
-        cut.cut_after(None)
-    assert found[-1]["output_ids"] == undisturbed[-1]["output_ids"]
-    assert found[-1]["text"] == undisturbed[-1]["text"]
-    assert [len(e["output_ids"]) for e in found] == [len(e["output_ids"]) for e in undisturbed]
-    assert sum(p.num_cuts for p in cut.proxies) >= 2
+def test_a_stop_string_may_lie_across_the_cut(cut: Cut) -> None:
+    """It is of the tokens on both sides of the twentieth line."""
+    body = {"prompt": TEXT, "max_tokens": 60, "speculative": False, **SAMPLED}
+    text = cut.said(COMPLETIONS, body)["choices"][0]["text"]
+    stop = text[LINES_BETWEEN_CUTS - 3 : LINES_BETWEEN_CUTS + 4]
+    body["stop"] = [stop]
+    undisturbed = cut.said(COMPLETIONS, body)
+    assert undisturbed["choices"][0]["matched_stop"] == stop
+    with cut.cutting():
+        assert cut.said(COMPLETIONS, body) == undisturbed
+
+
+def test_journals_are_given_back(cut: Cut) -> None:
+    samples = cut.nodes.router.metrics()
+    assert samples["hisparse_pd:router_journal_bytes"] == 0
+    assert samples["hisparse_pd:router_dropped_journals_total"] == 0
+    assert samples['hisparse_pd:router_resumes_total{reason="lost"}'] >= len(CASES)
+
+
+LONG = ["completions", "completions-penalized", "chat-dense-sampled", "generate", "responses", "messages"]
+
+
+def long_body(name: str) -> tuple[str, Json]:
+    path, body = CASES[name]
+    limit = {"max_tokens": 150, "max_output_tokens": 150} if path != GENERATE else {}
+    body = body | {key: value for key, value in limit.items() if key in body}
+    if path == GENERATE:
+        body = body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 150}}
+    return path, body
+
+
+def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
+    """Streams and whole answers, on both nodes, in the middle of which ``action`` happens to one of them."""
+    bodies = [long_body(name) for name in LONG]
+    undisturbed = at_once(lambda given: cut.said(*given), bodies, 3)
+    whole = {"text": TEXT, "sampling_params": {"max_new_tokens": 120, **FREE}}
+    expected = httpx.post(f"{cut.nodes.url}/generate", json=whole, timeout=60).json()["output_ids"]
+    found: list[Any] = []
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda: found.extend(at_once(lambda b: cut.said(*b), bodies, 6)))]
+    threads += [
+        threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{cut.nodes.url}/generate", json=whole, timeout=120))
+        )
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: node.metrics()["hisparse_pd:num_running_reqs"] >= 3, "requests at the node")
+    action()
+    for thread in threads:
+        thread.join()
+    assert found == undisturbed
+    assert [answer.json()["output_ids"] for answer in answers] == [expected] * 2
+
+
+def test_a_node_that_is_told_to_leave_is_gone_in_seconds(cut: Cut) -> None:
+    node = cut.nodes.decode[0]
+    before = cut.nodes.router.metrics()['hisparse_pd:router_resumes_total{reason="moved"}']
+
+    def drain() -> None:
+        started = time.monotonic()
+        httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
+        assert node.process is not None
+        assert node.process.wait(30) == 0
+        assert time.monotonic() - started < 20
+
+    lose(cut, node, drain)
+    assert cut.nodes.router.metrics()['hisparse_pd:router_resumes_total{reason="moved"}'] > before
+    node.start()
+    node.wait_healthy()
+
+
+def test_a_node_that_is_killed(cut: Cut) -> None:
+    """The last test: it stays away."""
+    killed, other = cut.nodes.decode
+    wait_until(lambda: httpx.get(f"{cut.nodes.url}/health", timeout=5).json()["nodes"][1]["healthy"], "both")
+    lose(cut, killed, killed.kill)
+    assert other.is_healthy()
