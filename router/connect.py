@@ -57,6 +57,7 @@ class Call(asyncio.Protocol):
         self._num_unread = 0
         self._lost: Exception | None = None
         self._is_closed = False
+        self._begun_with: object = None
         self.status = 0
         self.headers: RawHeaders = []
         """Of the answer, names in small letters."""
@@ -102,6 +103,10 @@ class Call(asyncio.Protocol):
             if not isinstance(event, h11.InformationalResponse):
                 raise ConnectionError("it closed the connection without an answer")
         self.status, self.headers = event.status_code, list(event.headers)
+
+    async def begin(self) -> None:
+        """Wait for the first bytes of the body, or its end, which ``chunks`` has then. Raises OSError."""
+        self._begun_with = await self._event()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes: all that is here at a time. Raises OSError."""
@@ -152,6 +157,9 @@ class Call(asyncio.Protocol):
             raise ConnectionError(str(error)) from error
 
     async def _event(self) -> object:
+        if self._begun_with is not None:
+            event, self._begun_with = self._begun_with, None
+            return event
         while (event := self._next_event()) is h11.NEED_DATA:
             if self._lost is not None:
                 raise ConnectionError(str(self._lost)) from self._lost

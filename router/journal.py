@@ -118,7 +118,7 @@ class Leg:
         journal = self._journal
         if journal.leg is not self or journal.is_over:
             return b""
-        data = self.unshown + chunk
+        data = self.unshown + chunk if self.unshown else chunk
         shown = b""
         start = 0
         while (mark := data.find(_LINE, start)) >= 0 and (end := data.find(b"\n\n", mark + 1)) >= 0:
@@ -127,14 +127,14 @@ class Leg:
                 self.is_moved = True
                 self.unshown = data[start : mark + 1]
                 return shown
-            shown += data[start : mark + 1]
+            shown = shown + data[start : mark + 1] if shown else data[start : mark + 1]
             start = end + 2
             if content == OVER:
                 journal.is_over = True
                 break
             journal.add(content)
         self.unshown = data[start:]
-        if self.unshown in _PINGS:
+        if self.unshown and self.unshown in _PINGS:
             shown, self.unshown = shown + self.unshown, b""
         return shown
 

@@ -155,11 +155,13 @@ class NodeCalls:
         """
         if not call.is_success:
             raise await self.refusal(node, call)
-        chunks = self.raw_chunks(node, call)
-        first_chunk = await anext(chunks, b"")
+        try:
+            await call.begin()
+        except OSError as error:
+            raise _error_of(node, error, call) from error
         headers = _headers_to_client(call)
         headers += [(name.encode(), value.encode()) for name, value in added.items()]
-        return Answer(call.status, headers, _prepend(first_chunk, chunks))
+        return Answer(call.status, headers, self.raw_chunks(node, call))
 
     async def raw_chunks(self, node: Node, call: Call) -> AsyncIterator[bytes]:
         """Raises RouterError."""
@@ -203,13 +205,6 @@ def _error_of(node: Node, error: OSError, call: Call) -> RouterError:
     if isinstance(error, TimeoutError):
         return NodeFailed(504, f"{node.name} did not answer within {call.silence_secs:g} s")
     return NodeFailed(502, f"{node.name} broke off its answer: {str(error) or type(error).__name__}")
-
-
-async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    if first_chunk:
-        yield first_chunk
-    async for chunk in chunks:
-        yield chunk
 
 
 def headers_to_node(client_headers: RawHeaders, names: Collection[bytes]) -> RawHeaders:
