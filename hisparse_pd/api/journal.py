@@ -22,7 +22,7 @@ from hisparse_pd.api.bodies import Served
 from hisparse_pd.api.body_parts import MAX_RECORD_BLOCKS, TokenId
 from hisparse_pd.api.raw_json import check_size, not_json, split
 from hisparse_pd.engine.messages import RequestStats, Tokens
-from hisparse_pd.http.http_errors import InvalidField
+from hisparse_pd.http.http_errors import FieldRefused, InvalidField
 from hisparse_pd.http.off_loop import taking_interpreter
 from hisparse_pd.vocabulary import FinishReason, TokenLogprob
 
@@ -81,6 +81,8 @@ class Journal:
         if head is None:
             return None
         records = () if body.journal_records is None else tuple(_records(body.journal_records))
+        if records and not body.stream:
+            raise FieldRefused("journal_records", "an answer that is not streamed has none; leave it out")
         over: set[int] = set()
         for record in records:
             if not 0 <= record.sample < num_samples or record.sample in over:

@@ -1,0 +1,137 @@
+"""A stream with a journal, at the node's front: what it says to the router, and how one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse_pd.api.schemas import Endpoint
+from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.http.http_errors import ApiError
+from tests.unit.api.scripted_engine import deliver, say
+from tests.unit.api.support import BODY, NATIVE, Node, parse, serving
+
+pytestmark = pytest.mark.anyio
+
+HEAD = {"id": "0" * 32, "created": 7, "seed": 5}
+TEXT = "abcdefgh"
+IDS = list(TEXT.encode())
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    body = {**BODY, "prompt": "xy", "max_tokens": 8, "stream": True, "journal": HEAD}
+    return {**body, **fields}
+
+
+def units(text: str) -> list[tuple[str, Any]]:
+    """Events, and the line behind them."""
+    parts = text.split(":journal ")
+    found, events = [], parts[0]
+    for part in parts[1:]:
+        line, _, rest = part.partition("\n\n")
+        found.append((events, line if line in ("over", "moved") else json.loads(line)))
+        events = rest
+    assert events == ""
+    return found
+
+
+async def test_each_piece_says_which_tokens_it_has(tmp_path: Path) -> None:
+    async with serving(say(TEXT, per_message=3), tmp_path) as node:
+        answer = await node.post("/v1/completions", **asked())
+        assert answer.headers["x-hisparse-pd-journal"] == "1"
+        *said, last = units(answer.text)
+        assert [record[:2] for _, record in said] == [[0, IDS[:3]], [0, IDS[3:6]], [0, IDS[6:]]]
+        assert said[-1][1][3] == "length"
+        assert last == ("data: [DONE]\n\n", "over")
+        plain = await node.post("/v1/completions", **asked(journal=None))
+        assert "x-hisparse-pd-journal" not in plain.headers
+        assert ":journal" not in plain.text
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 2, 3])
+async def test_a_stream_goes_on_behind_its_records(tmp_path: Path, num_records: int) -> None:
+    """With the same events, names and time; the engine draws behind the tokens that are there."""
+
+    def script(generate: Any) -> Any:
+        return say(TEXT[generate.sampling.num_resumed_tokens :], per_message=3)(generate)
+
+    async with serving(script, tmp_path) as node:
+        whole = units((await node.post("/v1/completions", **asked(min_tokens=7))).text)
+        records = [record for _, record in whole if isinstance(record, list)][:num_records]
+        body = asked(min_tokens=7, journal_records=[records] if records else None)
+        rest = units((await node.post("/v1/completions", **body)).text)
+        assert "".join(events for events, _ in rest) == "".join(events for events, _ in whole[num_records:])
+        if num_records == 3:
+            assert len(node.engine.groups) == 1, "a sample that is over is nobody's work"
+            return
+        group, num_tokens = node.engine.groups[-1], 3 * num_records
+        sampling = group.samples[0].sampling
+        assert unpack_token_ids(group.prompt).tolist() == [*b"xy", *IDS[:num_tokens]]
+        assert group.samples[0].num_prompt_tokens == 2 + num_tokens
+        bounds = (sampling.max_new_tokens, sampling.min_new_tokens, sampling.num_resumed_tokens)
+        assert bounds == (8 - num_tokens, max(0, 7 - num_tokens), num_tokens)
+        assert sampling.seed == 5
+
+
+async def test_both_nodes_have_the_same_prompt_of_each_sample(tmp_path: Path) -> None:
+    records = [[[0, [97]], [1, [98, 99]], [2, [100], [], "stop", 100, None]]]
+    body = asked(n=4, journal_records=records, seed=40)
+    groups = {}
+    for role, script in (("prefill", deliver), ("decode", say("zz"))):
+        directory = tmp_path / role
+        directory.mkdir()
+        async with serving(script, directory, role=role) as node:
+            await node.post("/v1/completions", **body)
+            groups[role] = node.engine.groups
+    for group, twin in zip(*groups.values(), strict=True):
+        assert group.identity == twin.identity
+        assert [sample.sampling.seed for sample in group.samples] == [
+            sample.sampling.seed for sample in twin.samples
+        ]
+    prompts = [unpack_token_ids(group.prompt).tolist() for group in groups["prefill"]]
+    assert prompts == [[*b"xy", 97], [*b"xy", 98, 99], [*b"xy"]]
+
+
+async def test_what_may_move_ends_as_soon_as_the_node_leaves(tmp_path: Path) -> None:
+    async def ask(node: Node, **journal: Any) -> str:
+        return (await node.post("/generate", **NATIVE, stream=True, journal=HEAD | journal)).text
+
+    async with serving(say("abcde", delay_secs=0.1), tmp_path) as node:
+        moving, staying = (asyncio.create_task(ask(node, may_move=flag)) for flag in (True, False))
+        while node.link.num_in_flight < 2 or len(node.engine.generates) < 2:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.2)
+        node.link.stop_accepting()
+        events, line = units(await moving)[-1]
+        assert line == "moved"
+        assert json.loads(events.removeprefix("data: "))["error"]["code"] == "moved"
+        assert units(await staying)[-1] == ("data: [DONE]\n\n", "over")
+        refused = await node.post("/generate", **NATIVE)
+        assert refused.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        ([[[1, [97]]]], "must be one of 1 samples"),
+        ([[[-1, [97]]]], "must be one of 1 samples"),
+        ([[[0, [97], [], "stop"], [0, [97]]]], "one that has not ended"),
+        ([[[0, [-1]]]], "journal_records"),
+        ([[["a"]]], "journal_records"),
+        ([{}], "journal_records"),
+        ({}, "must be a list"),
+        ([[]] * 257, "at most 256"),
+    ],
+)
+def test_records_that_are_none(records: Any, told: str) -> None:
+    with pytest.raises(ApiError, match=told):
+        parse(Endpoint.COMPLETIONS, stream=True, journal=HEAD, journal_records=records)
+
+
+def test_a_whole_answer_has_no_records() -> None:
+    with pytest.raises(ApiError, match="not streamed has none"):
+        parse(Endpoint.COMPLETIONS, journal=HEAD, journal_records=[[[0, [97]]]])

@@ -1,0 +1,141 @@
+"""The router between real HTTP servers, of which those that play decode nodes are lost in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Send
+
+from hisparse_pd.http.journal_lines import MOVED, OVER, journal_line
+from hisparse_pd.vocabulary import MOVED as MOVED_CODE
+from router.drain import Drain
+from tests.unit.router.cluster import (
+    Behaviour,
+    Cluster,
+    CutConnection,
+    FakeNode,
+    at_first,
+    cluster,
+    eventually,
+    says,
+    start,
+    write,
+)
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+BODY = {"prompt": "a", "stream": True}
+FAREWELL = b'data: {"error": {"message": "bye", "code": "moved"}}\n\n'
+MOVED_BODY = json.dumps({"error": {"message": "bye", "code": MOVED_CODE}}).encode()
+
+
+def unit(number: int) -> bytes:
+    return b'data: {"n": %d}\n\n' % number + journal_line(b"[0,[%d]]" % number)
+
+
+def journaled(*pieces: bytes, cut: bool = False) -> Behaviour:
+    async def behaviour(node: FakeNode, send: Send) -> None:
+        await start(send, x_hisparse_pd_journal="1")
+        for piece in pieces:
+            await write(send, piece)
+        if cut:
+            await asyncio.sleep(0.1)  # what is written leaves
+            raise CutConnection
+        await write(send, b"", more=False)
+
+    return behaviour
+
+
+LAST = b"data: [DONE]\n\n" + journal_line(OVER)
+LOST = journaled(unit(1), unit(2)[:12], cut=True)
+GOES_ON = journaled(unit(2), unit(3), LAST)
+SHOWN = "".join(f'data: {{"n": {number}}}\n\n' for number in (1, 2, 3)) + "data: [DONE]\n\n"
+
+
+def journals_of(pair: Cluster) -> list[dict[str, Any]]:
+    """The bodies that decode nodes got, in the order of their resumes."""
+    bodies = [json.loads(request[2]) for node in pair.decode for request in node.requests]
+    return sorted(bodies, key=lambda body: int(body["journal"]["num_resumes"]))
+
+
+@pytest.mark.parametrize("first", [LOST, journaled(unit(1), FAREWELL + journal_line(MOVED))])
+async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
+    async with cluster(decode=[first, GOES_ON], resume_timeout_secs=30) as pair:
+        forged = {"journal": {"id": "x"}, "journal_records": [[[0, [9]]]]}
+        response = await pair.client.post(PATH, json={**BODY, **forged})
+        assert response.text == SHOWN
+        assert "x-hisparse-pd-journal" not in response.headers
+        before, after = journals_of(pair)
+        assert (before["journal_records"], after["journal_records"]) == ([], [[[0, [1]]]])
+        for name in ("id", "seed", "created"):
+            assert before["journal"][name] == after["journal"][name]
+        assert before["journal"]["may_move"] is True
+        assert before["bootstrap_room"] != after["bootstrap_room"]
+        metrics = await pair.metrics()
+        reason = "lost" if first is LOST else "moved"
+        assert f'router_resumes_total{{reason="{reason}"}} 1.0' in metrics
+        assert "router_journal_bytes 0.0" in metrics
+
+
+async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third() -> None:
+    nodes = [LOST, journaled(cut=True), GOES_ON]
+    async with cluster(decode=nodes, resume_timeout_secs=30) as pair:
+        text = (await pair.client.post(PATH, json=BODY)).text
+        assert text.startswith('data: {"n": 1}\n\n')
+        assert "were lost with this request, one after the other" in text
+        assert pair.decode[2].requests == []
+        assert "router_truncated_answers_total 1.0" in await pair.metrics()
+
+
+NOT_READY = says(b'{"error": {"message": "not yet"}}', 503)
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ([], "not yet"),
+        ([says(b'{"error": {"message": "no"}}', 400)], '"no"'),
+        ([says(b'{"error": {"message": "full"}}', 429)], "not yet full"),
+    ],
+)
+async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(others: list[Behaviour], told: str) -> None:
+    """In time: what refuses for now is asked again until then."""
+    async with cluster(decode=[at_first(LOST, NOT_READY), *others], resume_timeout_secs=0.5) as pair:
+        shown, error = (await pair.client.post(PATH, json=BODY)).text.removesuffix("\n\n").split("\n\n")
+        assert shown == 'data: {"n": 1}'
+        assert json.loads(error.removeprefix("data: "))["error"]["message"] in told
+
+
+async def test_what_is_no_nodes_fault_is_shown_and_not_asked_again() -> None:
+    refused = b'data: {"error": {"message": "grammar"}}\n\n'
+    async with cluster(
+        decode=[journaled(unit(1), refused + journal_line(OVER)), GOES_ON], resume_timeout_secs=30
+    ) as pair:
+        text = (await pair.client.post(PATH, json=BODY)).text
+        assert text == 'data: {"n": 1}\n\n' + refused.decode()
+        assert pair.decode[1].requests == []
+
+
+@pytest.mark.parametrize("first", [journaled(cut=True), says(MOVED_BODY, 503), says(b"{}", 500)])
+async def test_a_whole_answer_begins_anew(first: Behaviour) -> None:
+    async with cluster(decode=[first, says(b'{"ok": true}')], resume_timeout_secs=30, max_retries=0) as pair:
+        response = await pair.client.post(PATH, json={"prompt": "a"})
+        assert (response.status_code, response.json()) == (200, {"ok": True})
+        assert "journal" not in pair.decode[1].body()
+
+
+async def test_a_router_that_shuts_down_looks_no_further() -> None:
+    drain = Drain()
+    async with cluster(decode=at_first(LOST, NOT_READY), drain=drain, resume_timeout_secs=60) as pair:
+        asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
+
+        async def is_asked() -> bool:
+            return len(pair.decode[0].requests) >= 1
+
+        await eventually(is_asked)
+        await drain.finish(0.5, lambda: False)
+        assert "the router is shutting down" in (await asking).text
