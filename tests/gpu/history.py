@@ -255,7 +255,8 @@ class History:
     def end_wrong(self) -> None:
         """End the requests of which a row was found to be wrong, as it was."""
         flags = self.state.error_flags.cpu()
-        for row in [row for row in self.requests if flags[row] & HotBufferError.WRONG_ROW]:
+        wrong = [row for row in self.requests if flags[row] & HotBufferError.WRONG_ROW]
+        for row in wrong:
             request, found = self.requests[row], wrong_row(self.state, row)
             layer, position = found.layer, found.position
             truth, host = request.truth[layer, position], self.host[layer, found.slot]
@@ -264,7 +265,8 @@ class History:
             at = torch.tensor([position])
             checks = [int(reference_checks(item[None], layer, at)) & 0xFFFFFFFF for item in (truth, host)]
             assert [found.expected, found.actual] == checks
-            self.num_found += 1
+        self.num_found += len(wrong)
+        for row in wrong:  # not before: who is admitted writes the pages that it shares again
             self.release(row)
             self.admit()
 

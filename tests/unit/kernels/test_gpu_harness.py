@@ -36,7 +36,7 @@ def test_history(options: dict[str, Any]) -> None:
 )
 def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
     history = History(2, item_bytes, wrong_rows=1.0, capacities=(75, 90, 120), max_context=200, **options)
-    history.run(120)
+    history.run(200)
     assert history.num_found > 5
 
 
