@@ -28,7 +28,11 @@ _TOOL_CHOICE = raw(
     ]
 )
 
-_RECORD_BLOCKS = raw(type="array", items={"type": "array"}, maxItems=parts.MAX_RECORD_BLOCKS)
+_TOKEN_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_RECORD: dict[str, object] = {"type": "array", "items": {"anyOf": [{"type": "integer"}, _TOKEN_IDS]}}
+_RECORD_BLOCKS = raw(
+    type="array", items={"type": "array", "items": _RECORD}, maxItems=parts.MAX_RECORD_BLOCKS
+)
 
 
 # --- groups of fields ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Event
@@ -76,9 +76,9 @@ def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pyte
     may_go_on, compiled = Event(), list[str]()
     compile_text = TokenTrie.compile
 
-    def recorded(self: TokenTrie, text: str) -> Grammar:
+    def recorded(self: TokenTrie, text: str, begun: Sequence[int]) -> Grammar:
         compiled.append(text)
-        return compile_text(self, text)
+        return compile_text(self, text, begun)
 
     def slow() -> TokenTrie:
         assert may_go_on.wait(WAIT_SECS)
