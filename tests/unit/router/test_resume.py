@@ -81,6 +81,24 @@ async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
         assert "router_journal_bytes 0.0" in metrics
 
 
+async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says when it wakes up is not shown."""
+
+    async def hangs(node: FakeNode, send: Send) -> None:
+        await start(send, x_hisparse_pd_journal="1")
+        await write(send, unit(1))
+        await node.release.wait()
+        await write(send, unit(2))
+
+    async def wakes_the_other(node: FakeNode, send: Send) -> None:
+        pair.decode[0].release.set()
+        await GOES_ON(node, send)
+
+    monkeypatch.setattr("router.relay.DECODE_SILENCE_SECS", 0.3)
+    async with cluster(decode=[hangs, wakes_the_other], resume_timeout_secs=30) as pair:
+        assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
+
+
 async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third() -> None:
     nodes = [LOST, journaled(cut=True), GOES_ON]
     async with cluster(decode=nodes, resume_timeout_secs=30) as pair:
