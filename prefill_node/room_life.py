@@ -314,11 +314,11 @@ class RoomLife:
         """
         held = {record.grammar for record in self.waiting() if record.grammar is not None}
         for record in self.waiting():
-            text = "" if record.request is None else record.request.sampling.grammar
-            if text and record.grammar is None and len(held) < MAX_WAITING_GRAMMARS:
-                num_resumed = 0 if record.request is None else record.request.sampling.num_resumed_tokens
-                begun = record.token_ids[record.num_prompt_tokens - num_resumed :].tolist()
-                record.grammar, record.grammar_asked_secs = grammars.ask(text, begun), now_secs
+            sampling = None if record.request is None else record.request.sampling
+            is_asked = sampling is None or not sampling.grammar or record.grammar is not None
+            if sampling is not None and not is_asked and len(held) < MAX_WAITING_GRAMMARS:
+                begun = record.token_ids[record.num_prompt_tokens - sampling.num_resumed_tokens :].tolist()
+                record.grammar, record.grammar_asked_secs = grammars.ask(sampling.grammar, begun), now_secs
                 held.add(record.grammar)
             if record.grammar is None:
                 continue
