@@ -57,6 +57,34 @@ def launch(
     ``cluster_size``: blocks that run together and share their memory; more than 1 on Hopper and later only.
     """
     driver = _driver()
+    config = _config(device, num_blocks, num_threads, shared_bytes, cluster_size)
+    addresses = np.array([parameters.ctypes.data], dtype=np.uint64)
+    with torch.cuda.device(device):
+        (error,) = driver.cuLaunchKernelEx(config, kernel.kernel.ptr, addresses.ctypes.data, 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"{kernel.name}: {error.name} from a launch of {num_blocks} blocks of {num_threads} threads "
+            f"with {shared_bytes} bytes of shared memory each"
+        )
+
+
+def max_resident_clusters(
+    kernel: Any, device: torch.device, num_threads: int, shared_bytes: int, cluster_size: int
+) -> int:
+    """Clusters that an idle GPU runs at a time: fewer than fit by number, for each is within a part of it."""
+    driver = _driver()
+    config = _config(device, cluster_size, num_threads, shared_bytes, cluster_size)
+    with torch.cuda.device(device):
+        error, num_clusters = driver.cuOccupancyMaxActiveClusters(kernel.kernel.ptr, config)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{kernel.name}: {error.name} for clusters of {cluster_size} blocks")
+    return int(num_clusters)
+
+
+def _config(
+    device: torch.device, num_blocks: int, num_threads: int, shared_bytes: int, cluster_size: int
+) -> Any:
+    driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
@@ -78,14 +106,7 @@ def launch(
     if attributes:
         config.attrs = attributes
         config.numAttrs = len(attributes)
-    addresses = np.array([parameters.ctypes.data], dtype=np.uint64)
-    with torch.cuda.device(device):
-        (error,) = driver.cuLaunchKernelEx(config, kernel.kernel.ptr, addresses.ctypes.data, 0)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(
-            f"{kernel.name}: {error.name} from a launch of {num_blocks} blocks of {num_threads} threads "
-            f"with {shared_bytes} bytes of shared memory each"
-        )
+    return config
 
 
 @functools.cache

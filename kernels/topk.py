@@ -7,19 +7,30 @@ launch, so that the first one cannot be captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cuda_launch import HOPPER, cupy_module, launch, num_multiprocessors, translation_unit
+from kernels.cuda_launch import (
+    HOPPER,
+    cupy_module,
+    launch,
+    max_block_shared_bytes,
+    max_resident_clusters,
+    translation_unit,
+)
 
 MAIN_SOURCE = "topk.cu"
 NUM_THREADS = 1024
-"""As in csrc/topk.cu."""
-MAX_CLUSTER_SIZE = 8
-"""Blocks that any GPU with clusters can run together."""
+CLUSTER_SIZES = (2, 4, 8)
+"""The last is the most that any GPU with clusters can run together, in csrc/topk.cu MAX_RANKS."""
+MIN_SHARED_LEN = 8192
+"""Positions up to which one block of a cluster works alone. All of these as in csrc/topk.cu."""
+ROUND = 4 * NUM_THREADS
+"""Positions that a block looks at in one go."""
 MIN_SHARED_CONTEXT = 16384
 """Positions from which on several blocks may share a query."""
 
@@ -37,7 +48,7 @@ _PARAMS = np.dtype(
         ("max_len", _INT),
         ("top_k", _INT),
         ("cluster_size", _INT),
-        ("padding", _INT),
+        ("num_held", _INT),
     ],
     align=True,
 )
@@ -65,9 +76,7 @@ def select(
     """
     device = logits.device
     if cluster_size is None:
-        cluster_size = choose_cluster_size(
-            block_tokens, max_len, num_multiprocessors(device), torch.cuda.get_device_capability(device)
-        )
+        cluster_size = choose_cluster_size(block_tokens, max_len, _resident_clusters(device))
     parameters = np.zeros((), _PARAMS)
     parameters["logits"] = logits.data_ptr()
     parameters["req_rows"] = req_rows.data_ptr()
@@ -80,23 +89,30 @@ def select(
     parameters["max_len"] = max_len
     parameters["top_k"] = out.shape[1]
     parameters["cluster_size"] = cluster_size
+    kernel = _kernel()
+    num_held = min(most_in_block(max_len, cluster_size), _most_held(device))
+    parameters["num_held"] = num_held
     launch(
-        _kernel(), device, block_tokens * cluster_size, NUM_THREADS, parameters, cluster_size=cluster_size
+        kernel, device, block_tokens * cluster_size, NUM_THREADS, parameters, 4 * num_held, cluster_size
     )  # fmt: skip
 
 
-def choose_cluster_size(num_tokens: int, max_len: int, num_sms: int, capability: tuple[int, int]) -> int:
-    """Blocks that share a query: as many as leave each a multiprocessor of its own, 8 at most.
+def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mapping[int, int]) -> int:
+    """Blocks that share a query: as many as let all queries begin at once, of a size of
+    ``resident_clusters``, which says how many clusters of that size do; 1 where it is empty.
 
     ``max_len`` bounds the lengths, which only the device knows; where a row is short, one block of its
     cluster does the work and the others leave.
     """
-    if capability < HOPPER or max_len < MIN_SHARED_CONTEXT:
+    if max_len < MIN_SHARED_CONTEXT:
         return 1
-    cluster_size = MAX_CLUSTER_SIZE
-    while cluster_size > 1 and cluster_size * num_tokens > num_sms:
-        cluster_size //= 2
-    return cluster_size
+    return max((size for size, num in resident_clusters.items() if num >= num_tokens), default=1)
+
+
+def most_in_block(max_len: int, cluster_size: int) -> int:
+    """Positions of a block's slice at most, a multiple of ROUND."""
+    alone, shared = min(max_len, MIN_SHARED_LEN), -(-max_len // cluster_size)
+    return -(-max(alone, shared) // ROUND) * ROUND
 
 
 def source() -> str:
@@ -107,6 +123,27 @@ def source() -> str:
 def compile_options() -> tuple[str, ...]:
     """What the code is compiled with besides the architecture."""
     return ("-std=c++17", "-lineinfo")
+
+
+@functools.cache
+def _resident_clusters(device: torch.device) -> dict[int, int]:
+    if torch.cuda.get_device_capability(device) < HOPPER:
+        return {}
+    shared_bytes = 4 * _most_held(device)
+    return {
+        size: max_resident_clusters(_kernel(), device, NUM_THREADS, shared_bytes, size)
+        for size in CLUSTER_SIZES
+    }
+
+
+@functools.cache
+def _most_held(device: torch.device) -> int:
+    """Keys that a block's shared memory has room for beside what else is there; the kernel may ask for it."""
+    kernel = _kernel()
+    num_held = (max_block_shared_bytes(device) - kernel.shared_size_bytes) // 16 * 4
+    with torch.cuda.device(device):
+        kernel.max_dynamic_shared_size_bytes = 4 * num_held
+    return int(num_held)
 
 
 @functools.cache

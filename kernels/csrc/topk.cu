@@ -1,19 +1,24 @@
 // The best top_k of every query's logits: exact, of equal logits the lowest positions, in ascending order.
 //
-// Radix select: three histograms of 11, 11 and 10 bits narrow down the key of the last logit that is chosen. Then one
-// walk in position order writes what is above it and the first of what equals it. A block has one query; where there
-// are more multiprocessors than queries, the blocks of a cluster share one, a slice of its positions each, and read
-// each other's histograms.
+// Radix select: up to three histograms of 11, 11 and 10 bits narrow down the key of the last logit that is chosen, and
+// the first two are enough when all that share its bin are chosen. A block has one query; where there are more
+// multiprocessors than queries, the blocks of a cluster share one, a slice of its positions each, and read of each
+// other's histograms what decides. Logits are read once, as far as shared memory holds them. Every warp has positions
+// that follow each other, so that blocks and warps have to agree only once on where each of them writes.
 #include "sync.cuh"
 
 constexpr int NUM_THREADS = 1024;
 constexpr int NUM_WARPS = NUM_THREADS / WARP;
-constexpr int NUM_BINS = 2 * NUM_THREADS;     // a thread looks after two
 constexpr int NUM_PASSES = 3;
+constexpr int NUM_BINS = 2048;
+constexpr int NUM_GROUPS = 2 * NUM_WARPS;     // of 32 bins each: a lane looks after two, then after a bin
+constexpr int MAX_RANKS = 8;                  // blocks of a cluster
 constexpr int VECTOR = 4;                     // logits of one load
-constexpr int VECTORS_AT_ONCE = 4;            // loads of a thread on their way together
+constexpr int STEP = VECTOR * WARP;           // positions that a warp looks at in one go
+constexpr int STEPS_AT_ONCE = 4;              // loads of a thread on their way together
 constexpr int MIN_SHARED_LEN = 8192;          // positions up to which one block of a cluster works alone
 constexpr u32 MINUS_INFINITY_KEY = 0x007fffffu;
+static_assert(NUM_GROUPS * WARP == NUM_BINS && NUM_WARPS == WARP, "one warp looks after what a block has counted");
 
 struct TopkParams {
     const float* logits;          // [grid / cluster_size][logits_stride], 16-byte aligned rows
@@ -27,19 +32,41 @@ struct TopkParams {
     int max_len;                  // positions from here on are not seen
     int top_k;
     int cluster_size;
-    int padding;
+    int num_held;                 // keys that dynamic shared memory holds, a multiple of 4
+};
+
+// What is chosen is above the threshold, or equal to it and among the first of these.
+struct Threshold {
+    u32 key;                      // after a pass the bits known so far
+    u32 num_equal;                // that are chosen
+    u32 above_before, equal_before;  // of what lies in the slices before this one
+    bool is_final;
 };
 
 struct Shared {
     u32 bins[NUM_PASSES][NUM_BINS];
-    u32 warp_sums[2][NUM_WARPS];
-    u32 bin, num_needed;
-    u32 num_above, num_equal;     // of this block's slice; other blocks read them
+    u32 groups[NUM_PASSES][NUM_GROUPS];       // sums of 32 bins; other blocks read both
+    u32 warp_above[NUM_WARPS], warp_equal[NUM_WARPS];
+    Threshold threshold;
 };
 
+struct Slice {
+    const float* logits;
+    uint4* held;                  // keys, from `start` on
+    int start, stop;              // positions; start is a multiple of STEP
+    int num_held;
+    int rank, num_ranks;
+    int first, num_steps;         // of this lane: its positions are 4 from each first + i * STEP on
+};
+
+__device__ __forceinline__ void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
@@ -56,137 +83,172 @@ __device__ __forceinline__ u32 load_of_block(const u32* word, int rank) {
     return value;
 }
 
-// Unsigned keys in the order of the logits. -0.0 equals 0.0, and NaN -inf.
+// Unsigned keys in the order of the logits. -0.0 equals 0.0, and NaN -inf. 0 is no logit's.
 __device__ __forceinline__ u32 ordered_key(float logit) {
     if (logit != logit) return MINUS_INFINITY_KEY;
     const u32 bits = __float_as_uint(logit + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-__device__ __forceinline__ int shift_of(int pass) { return pass == 0 ? 21 : pass == 1 ? 10 : 0; }
-
-// Four logits from `position` on; what lies behind `stop` is not read.
-__device__ __forceinline__ float4 load_logits(const float* logits, int position, int stop) {
-    if (position + VECTOR <= stop) return __ldcg(reinterpret_cast<const float4*>(logits + position));
-    float4 some = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (position < stop) some.x = __ldcg(logits + position);
-    if (position + 1 < stop) some.y = __ldcg(logits + position + 1);
-    if (position + 2 < stop) some.z = __ldcg(logits + position + 2);
-    return some;
+// The keys of four logits from `position` on; 0 for what lies behind the slice, which is not read.
+__device__ __forceinline__ uint4 read_keys(const Slice& slice, int position) {
+    uint4 keys = {0, 0, 0, 0};
+    const float* logits = slice.logits + position;
+    if (position + VECTOR <= slice.stop) {
+        const float4 some = __ldcg(reinterpret_cast<const float4*>(logits));
+        keys = {ordered_key(some.x), ordered_key(some.y), ordered_key(some.z), ordered_key(some.w)};
+    } else if (position < slice.stop) {
+        keys.x = ordered_key(__ldcg(logits));
+        if (position + 1 < slice.stop) keys.y = ordered_key(__ldcg(logits + 1));
+        if (position + 2 < slice.stop) keys.z = ordered_key(__ldcg(logits + 2));
+    }
+    return keys;
 }
 
-__device__ __forceinline__ float lane_of(const float4& some, int i) {
-    return i == 0 ? some.x : i == 1 ? some.y : i == 2 ? some.z : some.w;
+__device__ __forceinline__ uint4 keys_at(const Slice& slice, int position) {
+    const int in_slice = position - slice.start;
+    return in_slice < slice.num_held ? slice.held[in_slice / VECTOR] : read_keys(slice, position);
 }
 
-// Called by whole warps. Logits are often alike, zeros most of all: the bin of the first lane is counted once for all
-// lanes that have it.
-__device__ __forceinline__ void count(u32* bins, u32 bin, bool is_counted, int lane) {
-    const u32 counted = __ballot_sync(~0u, is_counted);
-    if (counted == 0) return;
-    const int leader = __ffs(counted) - 1;
-    const u32 leader_bin = __shfl_sync(~0u, bin, leader);
-    const bool is_alike = is_counted && bin == leader_bin;
-    const u32 alike = __ballot_sync(~0u, is_alike);
-    if (lane == leader) atomicAdd(&bins[bin], static_cast<u32>(__popc(alike)));
-    else if (is_counted && !is_alike) atomicAdd(&bins[bin], 1u);
+__device__ __forceinline__ u32 key_of(const uint4& keys, int i) {
+    return i == 0 ? keys.x : i == 1 ? keys.y : i == 2 ? keys.z : keys.w;
 }
 
-struct Slice {
-    const float* logits;
-    int start, stop;              // positions; start is a multiple of 4
-    int rank, num_ranks;
-};
-
-// The bins of the keys whose higher bits are `prefix`.
-__device__ __forceinline__ void fill_bins(u32* bins, const Slice& slice, int pass, u32 prefix, int tid) {
-    const int lane = tid % WARP;
-    const int shift = shift_of(pass);
-    const u32 mask = pass == 2 ? 1023u : 2047u;
-    const int prefix_shift = pass == 1 ? 21 : 10;
-    constexpr int ROUND = VECTOR * VECTORS_AT_ONCE * NUM_THREADS;
-    for (int round = slice.start; round < slice.stop; round += ROUND) {
-        float4 some[VECTORS_AT_ONCE];
+// The first 11 bits of all keys, which are held from now on.
+__device__ __forceinline__ void fill_first_bins(u32* bins, const Slice& slice) {
+#pragma unroll 1
+    for (int step = 0; step < slice.num_steps; step += STEPS_AT_ONCE) {
+        uint4 keys[STEPS_AT_ONCE];
 #pragma unroll
-        for (int v = 0; v < VECTORS_AT_ONCE; v++)
-            some[v] = load_logits(slice.logits, round + VECTOR * (v * NUM_THREADS + tid), slice.stop);
+        for (int i = 0; i < STEPS_AT_ONCE; i++) keys[i] = read_keys(slice, slice.first + (step + i) * STEP);
 #pragma unroll
-        for (int v = 0; v < VECTORS_AT_ONCE; v++) {
-            const int position = round + VECTOR * (v * NUM_THREADS + tid);
-            u32 keys[VECTOR];
-            bool is_counted[VECTOR], is_any = false;
+        for (int i = 0; i < STEPS_AT_ONCE; i++) {
+            const int in_slice = slice.first + (step + i) * STEP - slice.start;
+            if (step + i >= slice.num_steps) continue;
+            if (in_slice < slice.num_held) slice.held[in_slice / VECTOR] = keys[i];
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) {
-                keys[i] = ordered_key(lane_of(some[v], i));
-                is_counted[i] = position + i < slice.stop && (pass == 0 || keys[i] >> prefix_shift == prefix);
-                is_any |= is_counted[i];
-            }
-            if (__ballot_sync(~0u, is_any) == 0) continue;  // most of the last pass
-#pragma unroll
-            for (int i = 0; i < VECTOR; i++) count(bins, keys[i] >> shift & mask, is_counted[i], lane);
+            for (int k = 0; k < VECTOR; k++) atomicAdd(&bins[key_of(keys[i], k) >> 21], 1u);
         }
     }
 }
 
-// The sum over this thread and those before it; `total` is that of the block. `sums` may be used again after two
-// further barriers.
-__device__ __forceinline__ u32 sum_up_to_thread(u32 value, u32* sums, int tid, u32& total) {
+// The next bits of the keys whose higher ones are `prefix`.
+__device__ __forceinline__ void fill_bins(u32* bins, const Slice& slice, int pass, u32 prefix) {
+    const int prefix_shift = pass == 1 ? 21 : 10, shift = pass == 1 ? 10 : 0;
+    const u32 mask = pass == 1 ? 2047u : 1023u;
+#pragma unroll 2
+    for (int step = 0; step < slice.num_steps; step++) {
+        const uint4 keys = keys_at(slice, slice.first + step * STEP);
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++) {
+            const u32 key = key_of(keys, k);
+            if (key >> prefix_shift == prefix) atomicAdd(&bins[key >> shift & mask], 1u);
+        }
+    }
+}
+
+// What all blocks of the cluster have counted in a word, and in `before` those of the slices before this one.
+__device__ __forceinline__ u32 sum_of_blocks(const u32* word, const Slice& slice, u32& before) {
+    u32 sum = 0;
+    before = 0;
+    u32 values[MAX_RANKS];
+#pragma unroll
+    for (int rank = 0; rank < MAX_RANKS; rank++)
+        values[rank] = rank >= slice.num_ranks ? 0 : rank == slice.rank ? *word : load_of_block(word, rank);
+#pragma unroll
+    for (int rank = 0; rank < MAX_RANKS; rank++) {
+        sum += values[rank];
+        before += rank < slice.rank ? values[rank] : 0;
+    }
+    return sum;
+}
+
+// By one warp: the bin with the last of the greatest keys that are still needed, and how many of them lie in it.
+__device__ __forceinline__ void choose_bin(
+    const Shared& shared, const Slice& slice, int pass, Threshold& threshold, int lane) {
+    // The greatest groups first, two a lane.
+    const int high = NUM_GROUPS - 1 - 2 * lane, low = high - 1;
+    u32 high_before, low_before, bin_before;
+    const u32 num_high = sum_of_blocks(&shared.groups[pass][high], slice, high_before);
+    const u32 num_low = sum_of_blocks(&shared.groups[pass][low], slice, low_before);
+    const u32 up_to_low = sum_up_to_lane(num_high + num_low, lane), up_to_high = up_to_low - num_low;
+    const int holder = __ffs(__ballot_sync(~0u, up_to_low >= threshold.num_equal)) - 1;
+    const bool is_high = __shfl_sync(~0u, up_to_high >= threshold.num_equal, holder);
+    const u32 above_group = __shfl_sync(~0u, is_high ? up_to_high - num_high : up_to_high, holder);
+    u32 above_before = lane < holder ? high_before + low_before : lane == holder && !is_high ? high_before : 0;
+
+    // Then the bins of the group.
+    const u32 needed = threshold.num_equal - above_group;
+    const int group = NUM_GROUPS - 1 - 2 * holder - !is_high, bin = group * WARP + WARP - 1 - lane;
+    const u32 num = sum_of_blocks(&shared.bins[pass][bin], slice, bin_before);
+    const u32 up_to = sum_up_to_lane(num, lane);
+    const int chosen = __ffs(__ballot_sync(~0u, up_to >= needed)) - 1;
+    above_before += lane < chosen ? bin_before : 0;
+    const u32 digit = group * WARP + WARP - 1 - chosen, num_in_bin = __shfl_sync(~0u, num, chosen);
+    threshold.key = pass == 0 ? digit : threshold.key << (pass == 1 ? 11 : 10) | digit;
+    threshold.num_equal = needed - __shfl_sync(~0u, up_to - num, chosen);
+    threshold.above_before += __reduce_add_sync(~0u, above_before);
+    threshold.equal_before = __shfl_sync(~0u, bin_before, chosen);
+    threshold.is_final = pass == NUM_PASSES - 1;
+    if (!threshold.is_final && num_in_bin == threshold.num_equal) {
+        // The whole bin is chosen: all its keys are above the one before it.
+        threshold.key = (threshold.key << (pass == 0 ? 21 : 10)) - 1;
+        threshold.num_equal = 0;
+        threshold.above_before += threshold.equal_before;
+        threshold.is_final = true;
+    }
+}
+
+// Block and cluster agree on the threshold.
+__device__ __forceinline__ Threshold find_threshold(Shared& shared, const Slice& slice, int top_k, int tid) {
     const int lane = tid % WARP, warp = tid / WARP;
-    const u32 in_warp = sum_up_to_lane(value, lane);
-    if (lane == WARP - 1) sums[warp] = in_warp;
-    __syncthreads();
-    const u32 up_to_warp = sum_up_to_lane(sums[lane], lane);
-    total = __shfl_sync(~0u, up_to_warp, NUM_WARPS - 1);
-    const u32 before = __shfl_sync(~0u, up_to_warp, warp > 0 ? warp - 1 : 0);
-    return in_warp + (warp > 0 ? before : 0);
+    Threshold threshold = {0, static_cast<u32>(top_k), 0, 0, false};
+#pragma unroll 1
+    for (int pass = 0; !threshold.is_final; pass++) {
+        u32* bins = shared.bins[pass];
+        if (pass == 0) fill_first_bins(bins, slice);
+        else fill_bins(bins, slice, pass, threshold.key);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < NUM_GROUPS / NUM_WARPS; i++) {
+            const int group = i * NUM_WARPS + warp;
+            const u32 sum = __reduce_add_sync(~0u, bins[group * WARP + lane]);
+            if (lane == 0) shared.groups[pass][group] = sum;
+        }
+        if (slice.num_ranks > 1) {
+            arrive_in_cluster();
+            wait_for_cluster();
+        } else {
+            __syncthreads();
+        }
+        if (warp == 0) {
+            choose_bin(shared, slice, pass, threshold, lane);
+            if (lane == 0) shared.threshold = threshold;
+        }
+        __syncthreads();
+        threshold = shared.threshold;
+    }
+    return threshold;
 }
 
-// The bin with the last of the `num_needed` greatest keys, and how many of them lie in it: into `shared`. Also adds
-// up how many keys of this block's slice lie above that bin.
-__device__ __forceinline__ void choose_bin(Shared& shared, const Slice& slice, int pass, u32 num_needed, int tid) {
-    const u32* bins = shared.bins[pass];
-    const int high = NUM_BINS - 1 - 2 * tid, low = high - 1;
-    u32 num_high = bins[high], num_low = bins[low];
-    const u32 own_high = num_high, own_low = num_low;
-    for (int rank = 0; rank < slice.num_ranks; rank++) {
-        if (rank == slice.rank) continue;
-        num_high += load_of_block(&bins[high], rank);
-        num_low += load_of_block(&bins[low], rank);
-    }
-    u32 total;
-    const u32 up_to_low = sum_up_to_thread(num_high + num_low, shared.warp_sums[0], tid, total);
-    const u32 up_to_high = up_to_low - num_low, before = up_to_high - num_high;
-    if (before < num_needed && num_needed <= up_to_high) {
-        shared.bin = high;
-        shared.num_needed = num_needed - before;
-    } else if (up_to_high < num_needed && num_needed <= up_to_low) {
-        shared.bin = low;
-        shared.num_needed = num_needed - up_to_high;
-    }
-    __syncthreads();
-    if (slice.num_ranks == 1) return;
-    const int bin = static_cast<int>(shared.bin);
-    const u32 above = __reduce_add_sync(~0u, (high > bin ? own_high : 0) + (low > bin ? own_low : 0));
-    if (tid % WARP == 0 && above > 0) atomicAdd(&shared.num_above, above);
-}
-
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void topk(const TopkParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkParams p) {
+    extern __shared__ uint4 held[];
     __shared__ Shared shared;
-    const int tid = threadIdx.x;
-    wait_for_kernel_in_front();
+    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+#pragma unroll
+    for (int i = 0; i < NUM_PASSES * NUM_BINS / NUM_THREADS; i++) (&shared.bins[0][0])[i * NUM_THREADS + tid] = 0;
     const int block_token = static_cast<int>(blockIdx.x) / p.cluster_size;
     const int token = p.first_token + block_token;
+    int* out = p.out + static_cast<i64>(token) * p.top_k;
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
+
+    const int num_real = *p.num_real;
+    const i64 row = p.req_rows[token], position = p.query_positions[token];
+    const bool is_real = token < num_real && row >= 0 && row < p.num_rows && position >= 0;
+    const int len = !is_real ? 0 : static_cast<int>(position < p.max_len ? position + 1 : p.max_len);
     Slice slice;
     slice.rank = static_cast<int>(blockIdx.x) % p.cluster_size;
-    slice.logits = p.logits + block_token * p.logits_stride;
-    int* out = p.out + static_cast<i64>(token) * p.top_k;
-
-    int len = 0;
-    if (token < *p.num_real) {
-        const i64 row = p.req_rows[token], position = p.query_positions[token];
-        if (row >= 0 && row < p.num_rows && position >= 0)
-            len = static_cast<int>(position < p.max_len ? position + 1 : p.max_len);
-    }
     if (len <= p.top_k) {
         if (slice.rank > 0) return;
         for (int i = tid; i < p.top_k; i += NUM_THREADS) out[i] = i < len ? i : ABSENT;
@@ -194,71 +256,64 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void topk(const TopkParams 
     }
     slice.num_ranks = len > MIN_SHARED_LEN ? p.cluster_size : 1;
     if (slice.rank >= slice.num_ranks) return;
-    const int slice_len = ((len + slice.num_ranks - 1) / slice.num_ranks + VECTOR - 1) / VECTOR * VECTOR;
-    slice.start = min(len, slice.rank * slice_len);
-    slice.stop = min(len, slice.start + slice_len);
-
-    for (int pass = 0; pass < NUM_PASSES; pass++)
-        for (int i = tid; i < NUM_BINS; i += NUM_THREADS) shared.bins[pass][i] = 0;
-    if (tid == 0) shared.num_above = 0;
+    const int round = slice.num_ranks * NUM_WARPS * STEP;
+    slice.num_steps = (len + round - 1) / round;
+    slice.start = slice.rank * NUM_WARPS * slice.num_steps * STEP;
+    slice.stop = min(len, slice.start + NUM_WARPS * slice.num_steps * STEP);
+    slice.first = slice.start + warp * slice.num_steps * STEP + lane * VECTOR;
+    slice.logits = p.logits + block_token * p.logits_stride;
+    slice.held = held;
+    slice.num_held = p.num_held;
     __syncthreads();
-    u32 prefix = 0, num_needed = p.top_k;
-#pragma unroll 1
-    for (int pass = 0; pass < NUM_PASSES; pass++) {
-        fill_bins(shared.bins[pass], slice, pass, prefix, tid);
-        if (slice.num_ranks > 1) wait_for_cluster();
-        else __syncthreads();
-        choose_bin(shared, slice, pass, num_needed, tid);
-        prefix = pass == 0 ? shared.bin : prefix << (pass == 1 ? 11 : 10) | shared.bin;
-        num_needed = shared.num_needed;
-        __syncthreads();
-    }
-    const u32 threshold = prefix;
+    const Threshold threshold = find_threshold(shared, slice, p.top_k, tid);
+    if (slice.num_ranks > 1) arrive_in_cluster();  // this block reads no other's memory any more
 
-    // What the slices before this one write, and the equal ones that they have.
     u32 num_above = 0, num_equal = 0;
-    if (slice.num_ranks > 1) {
-        if (tid == 0) shared.num_equal = shared.bins[NUM_PASSES - 1][threshold & 1023u];
-        wait_for_cluster();
-        for (int rank = 0; rank < slice.rank; rank++) {
-            num_above += load_of_block(&shared.num_above, rank);
-            num_equal += load_of_block(&shared.num_equal, rank);
+#pragma unroll 2
+    for (int step = 0; step < slice.num_steps; step++) {
+        const uint4 keys = keys_at(slice, slice.first + step * STEP);
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++) {
+            num_above += key_of(keys, k) > threshold.key;
+            num_equal += key_of(keys, k) == threshold.key;
         }
     }
-
-    constexpr int ROUND = VECTOR * NUM_THREADS;
-    int parity = 0;
-    float4 next = load_logits(slice.logits, slice.start + VECTOR * tid, slice.stop);
-    for (int round = slice.start; round < slice.stop; round += ROUND) {
-        const int position = round + VECTOR * tid;
-        const float4 some = next;
-        next = load_logits(slice.logits, position + ROUND, slice.stop);
+    num_above = __reduce_add_sync(~0u, num_above);
+    num_equal = __reduce_add_sync(~0u, num_equal);
+    if (lane == 0) {
+        shared.warp_above[warp] = num_above;
+        shared.warp_equal[warp] = num_equal;
+    }
+    __syncthreads();
+    u32 above_before = threshold.above_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_above[lane] : 0);
+    u32 equal_before = threshold.equal_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_equal[lane] : 0);
+#pragma unroll 2
+    for (int step = 0; step < slice.num_steps; step++) {
+        const int first = slice.first + step * STEP;
+        const uint4 keys = keys_at(slice, first);
         u32 is_above = 0, is_equal = 0;
 #pragma unroll
-        for (int i = 0; i < VECTOR; i++) {
-            const u32 key = ordered_key(lane_of(some, i));
-            const bool is_inside = position + i < slice.stop;
-            is_above |= static_cast<u32>(is_inside && key > threshold) << i;
-            is_equal |= static_cast<u32>(is_inside && key == threshold) << i;
+        for (int k = 0; k < VECTOR; k++) {
+            is_above |= static_cast<u32>(key_of(keys, k) > threshold.key) << k;
+            is_equal |= static_cast<u32>(key_of(keys, k) == threshold.key) << k;
         }
-        // At most 4096 of each in a round: both fit in one word.
-        u32 total;
+        // At most 128 of each: both fit in one word.
         const u32 own = __popc(is_above) << 16 | __popc(is_equal);
-        const u32 before = sum_up_to_thread(own, shared.warp_sums[parity], tid, total) - own;
-        parity ^= 1;
-        u32 above_before = num_above + (before >> 16), equal_before = num_equal + (before & 0xffffu);
+        const u32 up_to_lane = sum_up_to_lane(own, lane);
+        u32 above = above_before + (up_to_lane - own >> 16), equal = equal_before + (up_to_lane - own & 0xffffu);
         if (is_above | is_equal) {
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) {
-                const bool above = is_above >> i & 1, equal = is_equal >> i & 1;
-                if (above || (equal && equal_before < num_needed))
-                    out[above_before + min(equal_before, num_needed)] = position + i;
-                above_before += above;
-                equal_before += equal;
+            for (int k = 0; k < VECTOR; k++) {
+                const bool above_it = is_above >> k & 1, equals_it = is_equal >> k & 1;
+                if (above_it || (equals_it && equal < threshold.num_equal))
+                    out[above + min(equal, threshold.num_equal)] = first + k;
+                above += above_it;
+                equal += equals_it;
             }
         }
-        num_above += total >> 16;
-        num_equal += total & 0xffffu;
+        const u32 total = __shfl_sync(~0u, up_to_lane, WARP - 1);
+        above_before += total >> 16;
+        equal_before += total & 0xffffu;
     }
-    if (slice.num_ranks > 1) wait_for_cluster();  // nobody reads this block's memory any more
+    if (slice.num_ranks > 1) wait_for_cluster();  // nor does another this one's
 }

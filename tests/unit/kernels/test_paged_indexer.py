@@ -137,19 +137,19 @@ def test_scratch_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "max_len", "capability", "expected"),
+    ("num_tokens", "max_len", "expected"),
     [
-        (1, 131072, (9, 0), 8),
-        (16, 131072, (9, 0), 8),
-        (17, 131072, (9, 0), 4),
-        (66, 131072, (9, 0), 2),
-        (67, 131072, (9, 0), 1),
-        (1, 4096, (9, 0), 1),
-        (1, 131072, (8, 0), 1),
+        (1, 131072, 8),
+        (14, 131072, 8),
+        (15, 131072, 4),
+        (66, 131072, 2),
+        (67, 131072, 1),
+        (1, 4096, 1),
     ],
 )
-def test_blocks_of_a_query(num_tokens: int, max_len: int, capability: tuple[int, int], expected: int) -> None:
-    assert choose_cluster_size(num_tokens, max_len, 132, capability) == expected
+def test_blocks_of_a_query(num_tokens: int, max_len: int, expected: int) -> None:
+    assert choose_cluster_size(num_tokens, max_len, {2: 66, 4: 30, 8: 14}) == expected
+    assert choose_cluster_size(num_tokens, max_len, {}) == 1
 
 
 # --- Triton -----------------------------------------------------------------------------------------------
