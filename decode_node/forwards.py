@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from decode_node.device_step import DeviceStep
 from decode_node.draft_chain import draft_chain
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import MicroBatches
+from decode_node.split_choice import MIN_REQS, TrialRequests, fewest_to_split, time_by_turns
 from decode_node.step_buffers import StepInputs
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
@@ -58,7 +60,8 @@ class _Verified:
 class Forwards:
     """Forwards of the requests in ``inputs``, and what follows them.
 
-    Batches of at least ``min_split_reqs`` requests may run as micro-batches.
+    Batches of at least ``min_split_reqs`` requests may run as micro-batches; None: ``capture`` measures from
+    how many on that is faster.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Forwards:
         rows: DeviceRows,
         *,
         max_reqs: int,
-        min_split_reqs: int,
+        min_split_reqs: int | None,
     ) -> None:
         self._model = model
         self._hot_buffers = hot_buffers
@@ -78,15 +81,18 @@ class Forwards:
         self._inputs = inputs
         self._rows = rows
         self._max_new = hot_buffers.state.max_new
-        self._min_split_reqs = min_split_reqs
+        self._measures_split = min_split_reqs is None
+        self.min_split_reqs = max_reqs + 1 if min_split_reqs is None else min_split_reqs
         device = hot_buffers.device
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._micro_batches: MicroBatches | None = None
-        if min_split_reqs <= max_reqs:
+        if (MIN_REQS if min_split_reqs is None else min_split_reqs) <= max_reqs:
             self._micro_batches = MicroBatches(model, hot_buffers, kernels, max_reqs, self._backup_stream)
         self._kept = _Kept.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
         self._graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
         """By new positions and whether a batch runs as micro-batches, then by its size, smallest first."""
+        self._graph_pool: Any = None
+        """Memory that all graphs share."""
         self._following: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         """What follows, by new positions and size, and what is read then."""
 
@@ -120,40 +126,72 @@ class Forwards:
         started = time.monotonic()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        kinds = [
-            (size, 1, is_split)
-            for size in sizes
-            for is_split in (False, True)
-            if size >= self._min_split_reqs or not is_split
-        ]
-        kinds += [(size, num_new, False) for num_new in range(self._max_new, 1, -1) for size in sizes]
+        fewest = MIN_REQS if self._measures_split else self.min_split_reqs
+        split = [(size, 1, True) for size in sizes if size >= fewest]
+        kinds = [(size, num_new, False) for num_new in (1, *range(self._max_new, 1, -1)) for size in sizes]
         ranks = self._model.ranks
         with torch.cuda.stream(stream):
             if ranks is not None:  # which compile for unlike times, longer than they may wait for each other
                 with ranks.rehearsal():
-                    self._warm_up(kinds)
-            self._warm_up(kinds)
+                    self._warm_up(kinds + split)
+            self._warm_up(kinds + split)
         stream.synchronize()
-        pool = None
-        for size, num_new, is_split in kinds:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                forward = self._forward(size, num_new, is_split)
-            pool = graph.pool()
-            self._graphs.setdefault((num_new, is_split), {})[size] = graph, forward
-            if self._max_new > 1 and (num_new, size) not in self._following:
-                following = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(following, pool=pool, stream=stream):
-                    results = self._follow(forward)
-                self._following[num_new, size] = following, results
+        for kind in kinds if self._measures_split else kinds + split:
+            self._capture(*kind, stream)
+        measured = ""
+        if self._measures_split:
+            measured = self._choose_split([size for size, _, _ in split], stream)
         self._graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self._graphs.items()}
         log.info(
             "captured CUDA graphs of %s requests, with up to %d drafts, as micro-batches from %d hisparse "
-            "ones on, in %.1f s",
+            "ones on%s, in %.1f s",
             list(self._graphs[1, False]),
             self._max_new - 1,
-            self._min_split_reqs,
+            self.min_split_reqs,
+            measured,
             time.monotonic() - started,
+        )
+
+    def _capture(self, size: int, num_new: int, is_split: bool, stream: torch.cuda.Stream) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
+            forward = self._forward(size, num_new, is_split)
+        self._graph_pool = graph.pool()
+        self._graphs.setdefault((num_new, is_split), {})[size] = graph, forward
+        if self._max_new > 1 and (num_new, size) not in self._following:
+            following = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(following, pool=self._graph_pool, stream=stream):
+                results = self._follow(forward)
+            self._following[num_new, size] = following, results
+
+    def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> str:
+        """Capture steps in micro-batches of those of ``sizes`` on which they are faster, and keep to that.
+        Returns what was measured, for the log."""
+        ranks = self._model.ranks
+
+        def measure(size: int) -> tuple[float, float] | None:
+            requests = TrialRequests(self._hot_buffers, self._kernels, self._inputs, size)
+            try:
+                fits = [(int(requests.fits),)] if ranks is None else ranks.agree(int(requests.fits))
+                if (0,) in fits:
+                    return None
+                self._capture(size, 1, True, stream)
+                whole, split = (self._graphs[1, is_split][size][0].replay for is_split in (False, True))
+                return time_by_turns(whole, split, requests, ranks)
+            finally:
+                requests.end()
+
+        fewest, measured = fewest_to_split(sizes, measure)
+        if fewest is None:
+            self._micro_batches = None
+        else:
+            self.min_split_reqs = fewest
+        split = self._graphs.get((1, True), {})
+        for size in [size for size in split if size < self.min_split_reqs]:
+            del split[size]
+        return "".join(
+            f"; {size}: {1e3 * whole:.2f} ms whole, {1e3 * split:.2f} in micro-batches"
+            for size, (whole, split) in measured.items()
         )
 
     def _warm_up(self, kinds: Sequence[tuple[int, int, bool]]) -> None:

@@ -55,7 +55,8 @@ def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
 class DeviceRunner:
     """Steps in CUDA graphs of ``graph_batches`` requests; larger batches go without.
 
-    A batch with at least ``min_split_reqs`` hisparse requests runs as micro-batches; 0: none does.
+    A batch with at least ``min_split_reqs`` hisparse requests runs as micro-batches; 0: none does; None: what
+    is faster where graphs are captured, by a measurement at the start, for which pools have to be empty.
     ``is_behind``: the next step may be launched before the last one is read.
     """
 
@@ -67,13 +68,14 @@ class DeviceRunner:
         *,
         max_reqs: int,
         graph_batches: Sequence[int],
-        min_split_reqs: int,
+        min_split_reqs: int | None,
         is_behind: bool,
     ) -> None:
         self._spec = model.spec
         self._hot_buffers = hot_buffers
         self._is_behind = is_behind
-        self._min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
+        if min_split_reqs is not None or not graph_batches:
+            min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
         device, max_new = hot_buffers.device, hot_buffers.state.max_new
         self._inputs = StepInputs.create(max_reqs, max_new, device)
         self._rows = DeviceRows.create(hot_buffers.state.num_rows, max_new, device)
@@ -85,7 +87,7 @@ class DeviceRunner:
             self._inputs,
             self._rows,
             max_reqs=max_reqs,
-            min_split_reqs=self._min_split_reqs,
+            min_split_reqs=min_split_reqs,
         )
         is_pinned = device.type == "cuda"
         self._buffers = [
@@ -101,7 +103,7 @@ class DeviceRunner:
 
     def would_split(self, batch: Sequence[Request]) -> bool:
         """Whether the batch runs as micro-batches. Where one rank's does, all ranks' do."""
-        return sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
+        return sum(request.mode is Mode.HISPARSE for request in batch) >= self._forwards.min_split_reqs
 
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:

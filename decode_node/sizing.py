@@ -9,6 +9,7 @@ from __future__ import annotations
 from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
 from decode_node.micro_batches import NUM_MICRO_BATCHES
 from decode_node.scheduler import Limits
+from decode_node.split_choice import MIN_REQS
 from hisparse_pd.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.model.token_counts import TokenCounts
@@ -188,7 +189,8 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
         hot_to_lookup_and_stamps + hot_slots + page_tables + counters + capacity_and_flags + step
     )
     plans = [num_rows * num_new]
-    if 0 < settings.micro_batch_min_bs <= num_rows:
+    min_split = MIN_REQS if settings.micro_batch_min_bs is None else settings.micro_batch_min_bs
+    if 0 < min_split <= num_rows:
         plans += [-(-num_rows // NUM_MICRO_BATCHES)] * NUM_MICRO_BATCHES
     return tables + sum(4 + 2 * 8 * spec.index_topk * room for room in plans)
 

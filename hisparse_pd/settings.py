@@ -452,12 +452,13 @@ class DecodeSettings(NodeSettings):
         description="largest batch that a captured CUDA graph runs; default: --max-running-requests; "
         "0: no graphs",
     )
-    micro_batch_min_bs: int = Field(
-        64,
+    micro_batch_min_bs: int | None = Field(
+        None,
         ge=0,
         le=65536,
         description="hisparse requests in a batch from which on a GPU runs it as two micro-batches, one of "
-        "which copies misses while the other computes; 0: never",
+        "which copies misses while the other computes; 0: never; default: from where that is faster, which "
+        "the node measures when it starts",
     )
     speculative_num_steps: int = Field(
         0,

@@ -237,9 +237,9 @@ class Bench:
         used.mark("pools")
         self.hot_buffers = make_hot_buffers(spec, settings, self.memory, pools, max(self._num_new, capacity))
         used.mark("tables")
-        self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
         self.runner: DeviceRunner = make_runner(settings, model, self.hot_buffers)
         used.mark("graphs and workspaces")
+        self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = (0, 0, 0)
         self.num_tokens = 0
@@ -417,7 +417,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
-    parser.add_argument("--micro-batch-min-bs", type=int, default=64, help="as the decode node's; 0: never")
+    parser.add_argument("--micro-batch-min-bs", type=int, help="as the decode node's; 0: never")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto")

@@ -19,6 +19,7 @@ from decode_node import sizing
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.sizing import DecodeSettingsError, device_demand, make_limits, size_device_pool, table_bytes
+from decode_node.split_choice import MIN_REQS
 from hisparse_pd.memory.device import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.model.token_counts import TokenCounts
@@ -58,7 +59,8 @@ def num_device_bytes(settings: DecodeSettings, spec: ModelSpec, totals: SlotCoun
     )
     num_rows = settings.max_running_requests
     rooms = [num_rows]
-    if 0 < settings.micro_batch_min_bs <= num_rows:
+    min_split = MIN_REQS if settings.micro_batch_min_bs is None else settings.micro_batch_min_bs
+    if 0 < min_split <= num_rows:
         rooms += [-(-num_rows // 2)] * 2  # as DeviceRunner makes them
     miss_plans = [MissPlan.create(room, spec.index_topk, GPU) for room in rooms]
     counts = TokenCounts.create(num_rows, spec.vocab_size, GPU)
@@ -101,7 +103,7 @@ def test_items_of_every_format(
     page_size=st.sampled_from([1, 16, 64]),
     host=st.integers(64, 10_000),
     index=st.sampled_from([0, 64, 1000]),
-    min_split=st.sampled_from([0, 2, 64]),
+    min_split=st.sampled_from([None, 0, 2, 64]),
     num_gib=st.floats(1.3, 200),
 )
 @example(1, 1, 785, 785, 1, 785, 0, 64, 71.15137075404881)  # four bytes that were not counted
@@ -113,7 +115,7 @@ def test_what_is_allocated_is_what_was_counted(
     page_size: int,
     host: int,
     index: int,
-    min_split: int,
+    min_split: int | None,
     num_gib: float,
 ) -> None:
     spec = make_spec(

@@ -1,0 +1,147 @@
+"""From how many hisparse requests on steps run as micro-batches: measured at a node's start.
+
+Micro-batches hide copies behind computing, and read every matrix and expert twice. Which of the two weighs
+more depends on the model, on how many GPUs share its experts, and on the machine. So both kinds of steps are
+timed, under requests that miss as many positions as published traces do. A request's tokens do not depend on
+the choice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from decode_node.drafting import smallest_buffer
+from decode_node.hot_buffers import HotBuffers
+from decode_node.step_buffers import StepInputs
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.rank_group import RankGroup
+from kernels.hot_state import ABSENT
+
+MIN_REQS: Final = 32
+"""Fewer have too little to copy: 32 of V3.2's size lost 8% on an H200 already."""
+MIN_GAIN: Final = 1.02
+"""By which a step has to be shorter as micro-batches."""
+NUM_STEPS: Final = 5
+"""Timed of each kind, by turns."""
+MISS_SHARE: Final = 0.134
+"""Of what a step selects: GLM-5.1 on LongBench v2 with hot buffers of 4,096 (the HiSparse paper)."""
+MOST_CONTEXT: Final = 32768
+"""Of a trial's requests, where pools and model have as much."""
+_KEYS_AT_ONCE: Final = 1 << 16
+
+
+def fewest_to_split(
+    sizes: Sequence[int], measure: Callable[[int], tuple[float, float] | None]
+) -> tuple[int | None, dict[int, tuple[float, float]]]:
+    """The smallest of ``sizes`` from which on each is faster as micro-batches, None if the largest is not;
+    and what was measured.
+
+    ``measure``: seconds of a whole step and of one in micro-batches; None for a size that cannot come. Asked
+    from the largest size down, until one is not faster.
+    """
+    fewest, measured = None, {}
+    for size in sorted((size for size in sizes if size >= MIN_REQS), reverse=True):
+        secs = measure(size)
+        if secs is None:
+            continue
+        measured[size] = secs
+        whole, split = secs
+        if whole < MIN_GAIN * split:
+            break
+        fewest = size
+    return fewest, measured
+
+
+class TrialRequests:
+    """``num_reqs`` requests with noise for tokens and keys, in pools and tables that are empty before and,
+    but for noise in free slots, behind ``end``.
+
+    ``fits`` says whether the pools hold so many hisparse requests at all.
+    """
+
+    def __init__(
+        self, hot_buffers: HotBuffers, kernels: AttentionKernels, inputs: StepInputs, num_reqs: int
+    ) -> None:
+        self._hot_buffers, self._num_reqs = hot_buffers, num_reqs
+        spec, memory, state = hot_buffers.spec, hot_buffers.memory, hot_buffers.state
+        page_size = hot_buffers.page_size
+        most_tokens = min(
+            memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots
+        )  # of all requests; the index pool ends with a scratch page
+        num_pages = min(MOST_CONTEXT, state.max_context, most_tokens // num_reqs) // page_size
+        capacity = min(state.max_capacity, memory.scratch_device_slot // num_reqs)
+        smallest = smallest_buffer(state.max_new - 1, spec.index_topk)
+        self.fits = num_pages * page_size > smallest and capacity >= smallest
+        if not self.fits:
+            return
+        device = hot_buffers.device
+        pages = torch.arange(num_reqs * num_pages).view(num_reqs, num_pages)
+        slots = torch.arange(num_reqs * capacity).view(num_reqs, capacity)
+        for row in range(num_reqs):
+            state.assign_row(row, slots[row], pages[row], pages[row])
+            state.set_index_pages(row, 0, pages[row])
+        generator = torch.Generator(device).manual_seed(0)
+        num_slots = num_reqs * num_pages * page_size
+        keys = torch.randn(
+            (min(num_slots, _KEYS_AT_ONCE), spec.index_head_dim), generator=generator, device=device
+        )
+        for pool in memory.index:
+            for first in range(0, num_slots, _KEYS_AT_ONCE):
+                some = torch.arange(first, min(first + _KEYS_AT_ONCE, num_slots), device=device)
+                kernels.index_format.store(pool, some, keys[: len(some)].to(spec.dtype))
+        max_new = state.max_new
+        inputs.tokens[: num_reqs * max_new] = torch.randint(
+            spec.vocab_size, (num_reqs * max_new,), generator=generator, device=device
+        )
+        inputs.seq_lens[:num_reqs] = num_pages * page_size
+        inputs.req_rows[:num_reqs] = torch.arange(num_reqs, device=device)
+        inputs.num_real.fill_(num_reqs)
+        self._inputs = inputs
+        self._generator = generator
+
+    def lose_some(self) -> None:
+        """Make MISS_SHARE of the entries free, at random, so that the next step misses as large a share."""
+        state = self._hot_buffers.state
+        hot = state.hot_to_lookup[:, : self._num_reqs]
+        random = torch.rand(hot.shape, generator=self._generator, device=hot.device)
+        is_lost = (random < MISS_SHARE) & (hot != ABSENT)
+        lost = torch.where(is_lost, hot, state.num_lookup_slots).flatten(1).long()  # the last one is nobody's
+        state.lookup_to_hot.scatter_(1, lost, ABSENT)
+        hot.masked_fill_(is_lost, ABSENT)
+        state.stamps[:, : self._num_reqs].masked_fill_(is_lost, ABSENT)
+
+    def end(self) -> None:
+        if not self.fits:
+            return
+        self._inputs.num_real.zero_()
+        for row in range(self._num_reqs):
+            self._hot_buffers.state.reset_row(row)
+
+
+def time_by_turns(
+    whole: Callable[[], object], split: Callable[[], object], requests: TrialRequests, ranks: RankGroup | None
+) -> tuple[float, float]:
+    """Seconds of both, medians of NUM_STEPS, of the slowest rank. Each has run once more before."""
+    secs: tuple[list[float], list[float]] = ([], [])
+    for turn in range(NUM_STEPS + 1):
+        for step, of_kind in zip((whole, split), secs, strict=True):
+            requests.lose_some()
+            start, end = _event(), _event()
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            if turn > 0:
+                of_kind.append(start.elapsed_time(end) / 1e3)
+    mine = [round(1e9 * statistics.median(of_kind)) for of_kind in secs]
+    of_ranks = [tuple(mine)] if ranks is None else ranks.agree(*mine)
+    slowest = [max(nanoseconds) / 1e9 for nanoseconds in zip(*of_ranks, strict=True)]
+    return slowest[0], slowest[1]
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
