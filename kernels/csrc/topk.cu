@@ -2,23 +2,24 @@
 //
 // Radix select: up to three histograms of 11, 11 and 10 bits narrow down the key of the last logit that is chosen, and
 // the first two are enough when all that share its bin are chosen. A block has one query; where there are more
-// multiprocessors than queries, the blocks of a cluster share one, a slice of its positions each, and read of each
-// other's histograms what decides. Logits are read once, as far as shared memory holds them. Every warp has positions
-// that follow each other, so that blocks and warps have to agree only once on where each of them writes.
+// multiprocessors than queries, the blocks of a cluster share one, a slice of its positions each: they tell each other
+// sums of 32 bins, and read of each other's bins only those that decide. Logits are read once, as far as shared memory
+// holds them. Every warp has positions that follow each other, so that blocks and warps have to agree only once on where
+// each of them writes.
 #include "sync.cuh"
 
 constexpr int NUM_THREADS = 1024;
 constexpr int NUM_WARPS = NUM_THREADS / WARP;
 constexpr int NUM_PASSES = 3;
 constexpr int NUM_BINS = 2048;
-constexpr int NUM_GROUPS = 2 * NUM_WARPS;     // of 32 bins each: a lane looks after two, then after a bin
+constexpr int NUM_GROUPS = NUM_BINS / WARP;   // of 32 bins each: a lane looks after two, then after a bin
 constexpr int MAX_RANKS = 8;                  // blocks of a cluster
 constexpr int VECTOR = 4;                     // logits of one load
 constexpr int STEP = VECTOR * WARP;           // positions that a warp looks at in one go
 constexpr int STEPS_AT_ONCE = 4;              // loads of a thread on their way together
 constexpr int MIN_SHARED_LEN = 8192;          // positions up to which one block of a cluster works alone
 constexpr u32 MINUS_INFINITY_KEY = 0x007fffffu;
-static_assert(NUM_GROUPS * WARP == NUM_BINS && NUM_WARPS == WARP, "one warp looks after what a block has counted");
+static_assert(NUM_GROUPS == 2 * WARP && NUM_WARPS <= WARP, "one warp looks after what a block has counted");
 
 struct TopkParams {
     const float* logits;          // [grid / cluster_size][logits_stride], 16-byte aligned rows
@@ -26,7 +27,7 @@ struct TopkParams {
     const i64* query_positions;   // [num_tokens]
     const int* num_real;          // [1]
     int* out;                     // [num_tokens][top_k]
-    i64 logits_stride;            // a multiple of 4
+    i64 logits_stride;            // a multiple of 4, max_len at least
     int first_token;              // of the first row of logits
     int num_rows;
     int max_len;                  // positions from here on are not seen
@@ -44,43 +45,62 @@ struct Threshold {
 };
 
 struct Shared {
-    u32 bins[NUM_PASSES][NUM_BINS];
-    u32 groups[NUM_PASSES][NUM_GROUPS];       // sums of 32 bins; other blocks read both
+    u32 bins[NUM_PASSES][NUM_BINS];           // other blocks read them
+    u32 groups[NUM_PASSES][MAX_RANKS][NUM_GROUPS];  // sums of 32 bins; every block writes its own
     u32 warp_above[NUM_WARPS], warp_equal[NUM_WARPS];
     Threshold threshold;
 };
 
+extern __shared__ uint4 held_keys[];
+
 struct Slice {
     const float* logits;
-    uint4* held;                  // keys, from `start` on
     int start, stop;              // positions; start is a multiple of STEP
-    int num_held;
+    int num_held;                 // from `start` on, in held_keys
     int rank, num_ranks;
     int first, num_steps;         // of this lane: its positions are 4 from each first + i * STEP on
 };
 
+// What all blocks of the cluster have written to each other's memory before is there afterwards.
+__device__ __forceinline__ void meet_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void arrive_in_cluster() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// The same word of another block of the cluster.
+// The same word of another block of the cluster, or of this one.
 __device__ __forceinline__ u32 load_of_block(const u32* word, int rank) {
-    u32 value = 0;
 #if __CUDA_ARCH__ >= 900
+    u32 value;
     const u32 here = static_cast<u32>(__cvta_generic_to_shared(word));
     asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.u32 %0, [there]; }"
                  : "=r"(value)
                  : "r"(here), "r"(rank)
                  : "memory");
-#endif
     return value;
+#else
+    return *word;
+#endif
+}
+__device__ __forceinline__ void store_in_block(u32* word, int rank, u32 value) {
+#if __CUDA_ARCH__ >= 900
+    const u32 here = static_cast<u32>(__cvta_generic_to_shared(word));
+    asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.u32 [there], %2; }"
+                 :: "r"(here), "r"(rank), "r"(value)
+                 : "memory");
+#else
+    *word = value;
+#endif
 }
 
 // Unsigned keys in the order of the logits. -0.0 equals 0.0, and NaN -inf. 0 is no logit's.
@@ -90,24 +110,23 @@ __device__ __forceinline__ u32 ordered_key(float logit) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The keys of four logits from `position` on; 0 for what lies behind the slice, which is not read.
-__device__ __forceinline__ uint4 read_keys(const Slice& slice, int position) {
-    uint4 keys = {0, 0, 0, 0};
-    const float* logits = slice.logits + position;
-    if (position + VECTOR <= slice.stop) {
-        const float4 some = __ldcg(reinterpret_cast<const float4*>(logits));
-        keys = {ordered_key(some.x), ordered_key(some.y), ordered_key(some.z), ordered_key(some.w)};
-    } else if (position < slice.stop) {
-        keys.x = ordered_key(__ldcg(logits));
-        if (position + 1 < slice.stop) keys.y = ordered_key(__ldcg(logits + 1));
-        if (position + 2 < slice.stop) keys.z = ordered_key(__ldcg(logits + 2));
-    }
-    return keys;
+// Four logits from `position` on. The last of a row may lie behind the slice, in the same 16 bytes.
+__device__ __forceinline__ float4 load_logits(const Slice& slice, int position) {
+    if (position >= slice.stop) return {0.0f, 0.0f, 0.0f, 0.0f};
+    return __ldcg(reinterpret_cast<const float4*>(slice.logits + position));
+}
+
+// Their keys; 0 for what lies behind the slice.
+__device__ __forceinline__ uint4 keys_of(const Slice& slice, const float4& some, int position) {
+    const int num_left = slice.stop - position;
+    return {num_left > 0 ? ordered_key(some.x) : 0, num_left > 1 ? ordered_key(some.y) : 0,
+            num_left > 2 ? ordered_key(some.z) : 0, num_left > 3 ? ordered_key(some.w) : 0};
 }
 
 __device__ __forceinline__ uint4 keys_at(const Slice& slice, int position) {
     const int in_slice = position - slice.start;
-    return in_slice < slice.num_held ? slice.held[in_slice / VECTOR] : read_keys(slice, position);
+    if (in_slice < slice.num_held) return held_keys[in_slice / VECTOR];
+    return keys_of(slice, load_logits(slice, position), position);
 }
 
 __device__ __forceinline__ u32 key_of(const uint4& keys, int i) {
@@ -118,16 +137,18 @@ __device__ __forceinline__ u32 key_of(const uint4& keys, int i) {
 __device__ __forceinline__ void fill_first_bins(u32* bins, const Slice& slice) {
 #pragma unroll 1
     for (int step = 0; step < slice.num_steps; step += STEPS_AT_ONCE) {
-        uint4 keys[STEPS_AT_ONCE];
+        float4 some[STEPS_AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++) keys[i] = read_keys(slice, slice.first + (step + i) * STEP);
+        for (int i = 0; i < STEPS_AT_ONCE; i++)
+            if (step + i < slice.num_steps) some[i] = load_logits(slice, slice.first + (step + i) * STEP);
 #pragma unroll
         for (int i = 0; i < STEPS_AT_ONCE; i++) {
-            const int in_slice = slice.first + (step + i) * STEP - slice.start;
-            if (step + i >= slice.num_steps) continue;
-            if (in_slice < slice.num_held) slice.held[in_slice / VECTOR] = keys[i];
+            if (step + i >= slice.num_steps) break;
+            const int position = slice.first + (step + i) * STEP, in_slice = position - slice.start;
+            const uint4 keys = keys_of(slice, some[i], position);
+            if (in_slice < slice.num_held) held_keys[in_slice / VECTOR] = keys;
 #pragma unroll
-            for (int k = 0; k < VECTOR; k++) atomicAdd(&bins[key_of(keys[i], k) >> 21], 1u);
+            for (int k = 0; k < VECTOR; k++) atomicAdd(&bins[key_of(keys, k) >> 21], 1u);
         }
     }
 }
@@ -136,7 +157,7 @@ __device__ __forceinline__ void fill_first_bins(u32* bins, const Slice& slice) {
 __device__ __forceinline__ void fill_bins(u32* bins, const Slice& slice, int pass, u32 prefix) {
     const int prefix_shift = pass == 1 ? 21 : 10, shift = pass == 1 ? 10 : 0;
     const u32 mask = pass == 1 ? 2047u : 1023u;
-#pragma unroll 2
+#pragma unroll 1
     for (int step = 0; step < slice.num_steps; step++) {
         const uint4 keys = keys_at(slice, slice.first + step * STEP);
 #pragma unroll
@@ -147,30 +168,19 @@ __device__ __forceinline__ void fill_bins(u32* bins, const Slice& slice, int pas
     }
 }
 
-// What all blocks of the cluster have counted in a word, and in `before` those of the slices before this one.
-__device__ __forceinline__ u32 sum_of_blocks(const u32* word, const Slice& slice, u32& before) {
-    u32 sum = 0;
-    before = 0;
-    u32 values[MAX_RANKS];
-#pragma unroll
-    for (int rank = 0; rank < MAX_RANKS; rank++)
-        values[rank] = rank >= slice.num_ranks ? 0 : rank == slice.rank ? *word : load_of_block(word, rank);
-#pragma unroll
-    for (int rank = 0; rank < MAX_RANKS; rank++) {
-        sum += values[rank];
-        before += rank < slice.rank ? values[rank] : 0;
-    }
-    return sum;
-}
-
 // By one warp: the bin with the last of the greatest keys that are still needed, and how many of them lie in it.
 __device__ __forceinline__ void choose_bin(
     const Shared& shared, const Slice& slice, int pass, Threshold& threshold, int lane) {
     // The greatest groups first, two a lane.
-    const int high = NUM_GROUPS - 1 - 2 * lane, low = high - 1;
-    u32 high_before, low_before, bin_before;
-    const u32 num_high = sum_of_blocks(&shared.groups[pass][high], slice, high_before);
-    const u32 num_low = sum_of_blocks(&shared.groups[pass][low], slice, low_before);
+    u32 num_high = 0, num_low = 0, high_before = 0, low_before = 0;
+#pragma unroll 2
+    for (int rank = 0; rank < slice.num_ranks; rank++) {
+        const uint2 of_rank = *reinterpret_cast<const uint2*>(&shared.groups[pass][rank][NUM_GROUPS - 2 - 2 * lane]);
+        num_high += of_rank.y;
+        num_low += of_rank.x;
+        high_before += rank < slice.rank ? of_rank.y : 0;
+        low_before += rank < slice.rank ? of_rank.x : 0;
+    }
     const u32 up_to_low = sum_up_to_lane(num_high + num_low, lane), up_to_high = up_to_low - num_low;
     const int holder = __ffs(__ballot_sync(~0u, up_to_low >= threshold.num_equal)) - 1;
     const bool is_high = __shfl_sync(~0u, up_to_high >= threshold.num_equal, holder);
@@ -180,7 +190,15 @@ __device__ __forceinline__ void choose_bin(
     // Then the bins of the group.
     const u32 needed = threshold.num_equal - above_group;
     const int group = NUM_GROUPS - 1 - 2 * holder - !is_high, bin = group * WARP + WARP - 1 - lane;
-    const u32 num = sum_of_blocks(&shared.bins[pass][bin], slice, bin_before);
+    u32 of_rank[MAX_RANKS], num = 0, bin_before = 0;
+#pragma unroll
+    for (int rank = 0; rank < MAX_RANKS; rank++)
+        of_rank[rank] = load_of_block(&shared.bins[pass][bin], min(rank, slice.num_ranks - 1));
+#pragma unroll
+    for (int rank = 0; rank < MAX_RANKS; rank++) {
+        num += rank < slice.num_ranks ? of_rank[rank] : 0;
+        bin_before += rank < slice.rank ? of_rank[rank] : 0;
+    }
     const u32 up_to = sum_up_to_lane(num, lane);
     const int chosen = __ffs(__ballot_sync(~0u, up_to >= needed)) - 1;
     above_before += lane < chosen ? bin_before : 0;
@@ -213,14 +231,10 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const Slice&
         for (int i = 0; i < NUM_GROUPS / NUM_WARPS; i++) {
             const int group = i * NUM_WARPS + warp;
             const u32 sum = __reduce_add_sync(~0u, bins[group * WARP + lane]);
-            if (lane == 0) shared.groups[pass][group] = sum;
+            if (lane < slice.num_ranks) store_in_block(&shared.groups[pass][slice.rank][group], lane, sum);
         }
-        if (slice.num_ranks > 1) {
-            arrive_in_cluster();
-            wait_for_cluster();
-        } else {
-            __syncthreads();
-        }
+        if (slice.num_ranks > 1) meet_in_cluster();
+        else __syncthreads();
         if (warp == 0) {
             choose_bin(shared, slice, pass, threshold, lane);
             if (lane == 0) shared.threshold = threshold;
@@ -232,7 +246,6 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const Slice&
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkParams p) {
-    extern __shared__ uint4 held[];
     __shared__ Shared shared;
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
 #pragma unroll
@@ -262,14 +275,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkPara
     slice.stop = min(len, slice.start + NUM_WARPS * slice.num_steps * STEP);
     slice.first = slice.start + warp * slice.num_steps * STEP + lane * VECTOR;
     slice.logits = p.logits + block_token * p.logits_stride;
-    slice.held = held;
     slice.num_held = p.num_held;
     __syncthreads();
     const Threshold threshold = find_threshold(shared, slice, p.top_k, tid);
     if (slice.num_ranks > 1) arrive_in_cluster();  // this block reads no other's memory any more
 
     u32 num_above = 0, num_equal = 0;
-#pragma unroll 2
+#pragma unroll 1
     for (int step = 0; step < slice.num_steps; step++) {
         const uint4 keys = keys_at(slice, slice.first + step * STEP);
 #pragma unroll
@@ -287,7 +299,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkPara
     __syncthreads();
     u32 above_before = threshold.above_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_above[lane] : 0);
     u32 equal_before = threshold.equal_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_equal[lane] : 0);
-#pragma unroll 2
+#pragma unroll 1
     for (int step = 0; step < slice.num_steps; step++) {
         const int first = slice.first + step * STEP;
         const uint4 keys = keys_at(slice, first);
