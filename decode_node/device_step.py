@@ -23,6 +23,7 @@ from hisparse_pd.model.dsa import DsaModel
 from kernels.hot_state import ABSENT, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.paged_indexer import paged_index_topk
+from kernels.step_rows import place_rows
 from kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
 
 
@@ -112,55 +113,49 @@ class DeviceStep:
         self._num_new = num_new
         self._first_row = first_row
         self._has_drafts = ends is not None
-        self._row_reqs, self._num_real_rows = req_rows, num_real_reqs
-        is_there = torch.arange(seq_lens.shape[0], device=seq_lens.device) < num_real_reqs
-        self.positions = self._select_at = seq_lens - 1
-        """int64 [num_rows], ``num_new - first_row`` rows for each request."""
-        if ends is not None:
-            rows_each = num_new - first_row
-            positions = seq_lens[:, None] - torch.arange(rows_each, 0, -1, device=seq_lens.device)
-            is_there = (is_there[:, None] & (positions < ends[:, None])).flatten()
-            self.positions = positions.flatten()
-            self._select_at = torch.minimum(positions, ends[:, None] - 1).flatten()
-            self._row_reqs = req_rows[:, None].repeat(1, rows_each).flatten()
-            self._num_real_rows = num_real_reqs * rows_each
-            # The kernels want a slot for a request's first new position, even if no row is there.
-            seq_lens = torch.minimum(seq_lens, ends - 1 + num_new)
-        self._is_there = is_there
-        self._requests = StepRequests(hot_buffers.state, seq_lens, req_rows, num_real_reqs, num_new)
-        new_slots = newest_slots(self._requests).view(-1, num_new)[:, first_row:].flatten().long()
-        self._new_slots = torch.where(
-            (new_slots >= 0) & is_there, new_slots, self._memory.scratch_device_slot
-        )
-        page_ids = self._index_page_table[self._row_reqs, self._select_at // self._page_size].long()
-        index_slots = page_ids * self._page_size + self._select_at % self._page_size
-        self._new_index_slots = torch.where(is_there, index_slots, self._memory.scratch_index_slot)
+        state = hot_buffers.state
+        # The kernels want a slot for a request's first new position, even if no row is there.
+        with_slots = seq_lens if ends is None else torch.minimum(seq_lens, ends - 1 + num_new)
+        self._requests = StepRequests(state, with_slots, req_rows, num_real_reqs, num_new)
+        self._rows = place_rows(
+            seq_lens, req_rows, num_real_reqs, ends, newest_slots(self._requests), state.index_pages,
+            num_new=num_new, first_row=first_row, page_size=self._page_size,
+            scratch_device_slot=self._memory.scratch_device_slot,
+            scratch_index_slot=self._memory.scratch_index_slot,
+        )  # fmt: skip
+        self._num_real_rows = num_real_reqs
+        if num_new - first_row > 1:
+            self._num_real_rows = num_real_reqs * (num_new - first_row)
         self._device_slots: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [num_rows], ``num_new - first_row`` rows for each request."""
+        return self._rows.positions
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
         """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
-        self._kernels.kv_format.store(self._memory.k_dev[layer], self._new_slots, kv)
+        self._kernels.kv_format.store(self._memory.k_dev[layer], self._rows.device_slots, kv)
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
-            self._kernels.index_format.store(self._memory.index[group], self._new_index_slots, index_keys)
+            self._kernels.index_format.store(self._memory.index[group], self._rows.index_slots, index_keys)
         if layer == self._spec.num_layers - 1 and not self._has_drafts:
             self._start_backup()
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        selected = paged_index_topk(
+        return paged_index_topk(
             q_index,
             weights,
             self._memory.index[group],
             self._index_page_table,
-            self._row_reqs,
-            self._select_at,
+            self._rows.req_rows,
+            self._rows.select_at,
             self._num_real_rows,
             page_size=self._page_size,
             top_k=self._spec.index_topk,
             key_format=self._kernels.index_format.name,
             scratch=self._kernels.indexer_scratch,
         )
-        return torch.where(self._is_there[:, None], selected, ABSENT) if self._has_drafts else selected
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         if self._order is None:

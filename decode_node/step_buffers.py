@@ -44,7 +44,8 @@ class StepInputs:
 
     @property
     def num_real_reqs(self) -> Tensor:
-        return self.num_real.to(torch.int32)
+        """int32 [1]: the low half of ``num_real``, in its place."""
+        return self.num_real.view(torch.int32)[:1]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Where the rows of one decode forward stand, and where they write: in torch, and on a GPU in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.hot_state import ABSENT
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of a forward, a request's next to each other. A row is not there when its request is padding, or
+    when its position has no slot: it writes to the scratch slots and selects nothing.
+    """
+
+    positions: Tensor
+    """int64 [num_rows]"""
+    select_at: Tensor
+    """int64 [num_rows]: the same, and ABSENT for rows that are not there."""
+    req_rows: Tensor
+    """int64 [num_rows]: of the rows' requests."""
+    device_slots: Tensor
+    """int64 [num_rows] in the device pool"""
+    index_slots: Tensor
+    """int64 [num_rows] in the index pool"""
+
+
+def place_rows(
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    ends: Tensor | None,
+    newest_slots: Tensor,
+    index_pages: Tensor,
+    *,
+    num_new: int,
+    first_row: int,
+    page_size: int,
+    scratch_device_slot: int,
+    scratch_index_slot: int,
+) -> StepRows:
+    """The rows of each request's new positions from number ``first_row`` of ``num_new`` on, the last of which
+    is below its ``seq_lens``.
+
+    ``seq_lens``, ``req_rows``: int64 [num_reqs], usable in padding too; ``num_real_reqs``: int32 [1].
+    ``ends``: int64 [num_reqs], where each request's positions end that have slots; None: all have.
+    ``newest_slots``: int32 [num_reqs * num_new], of all new positions, ABSENT for none. ``index_pages``:
+    int32 [rows of the tables, max_pages]. Contiguous, on one device; nothing synchronises.
+    """
+    num_reqs, rows_each = seq_lens.shape[0], num_new - first_row
+    if seq_lens.device.type == "cuda":
+        from kernels import triton_step_rows
+
+        rows = seq_lens.new_empty((5, num_reqs * rows_each))
+        triton_step_rows.place_rows(
+            seq_lens, req_rows, num_real_reqs, ends, newest_slots, index_pages, rows, num_new, first_row,
+            page_size, scratch_device_slot, scratch_index_slot,
+        )  # fmt: skip
+        return StepRows(*rows)
+    positions = seq_lens[:, None] - torch.arange(rows_each, 0, -1)
+    is_there = (torch.arange(num_reqs) < num_real_reqs)[:, None].expand_as(positions)
+    if ends is not None:
+        is_there = is_there & (positions < ends[:, None])
+    of_rows = req_rows[:, None].expand_as(positions)
+    slots = newest_slots.view(num_reqs, num_new)[:, first_row:].long()
+    select_at = torch.where(is_there, positions, ABSENT)
+    pages = index_pages[of_rows, torch.where(is_there, positions, 0) // page_size].long()
+    index_slots = torch.where(is_there, pages * page_size + positions % page_size, scratch_index_slot)
+    device_slots = torch.where(is_there & (slots >= 0), slots, scratch_device_slot)
+    columns = (positions, select_at, of_rows, device_slots, index_slots)
+    return StepRows(*(column.flatten().contiguous() for column in columns))

@@ -1,0 +1,86 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""``kernels.step_rows.place_rows`` on a GPU, in place of some twenty launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+
+
+def place_rows(
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    ends: Tensor | None,
+    newest_slots: Tensor,
+    index_pages: Tensor,
+    rows: Tensor,
+    num_new: int,
+    first_row: int,
+    page_size: int,
+    scratch_device_slot: int,
+    scratch_index_slot: int,
+) -> None:
+    """Fill ``rows``, int64 [5, num_rows]: the fields of ``StepRows`` in their order."""
+    num_rows = rows.shape[1]
+    if num_rows == 0:
+        return
+    with torch.cuda.device_of(rows):
+        place_rows_kernel[(triton.cdiv(num_rows, BLOCK),)](
+            seq_lens, req_rows, num_real_reqs, seq_lens if ends is None else ends, newest_slots, index_pages,
+            rows, num_rows, num_new, first_row, index_pages.shape[1], page_size, scratch_device_slot,
+            scratch_index_slot, HAS_ENDS=ends is not None, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_new",
+        "first_row",
+        "max_pages",
+        "page_size",
+        "scratch_device_slot",
+        "scratch_index_slot",
+    ]
+)
+def place_rows_kernel(
+    seq_lens_ptr,
+    req_rows_ptr,
+    num_real_ptr,
+    ends_ptr,
+    newest_slots_ptr,
+    index_pages_ptr,
+    rows_ptr,
+    num_rows,
+    num_new,
+    first_row,
+    max_pages,
+    page_size,
+    scratch_device_slot,
+    scratch_index_slot,
+    HAS_ENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    rows_each = num_new - first_row
+    req, number = row // rows_each, row % rows_each
+    position = tl.load(seq_lens_ptr + req, mask=is_row, other=1) - rows_each + number
+    is_there = is_row & (req < tl.load(num_real_ptr))
+    if HAS_ENDS:
+        is_there = is_there & (position < tl.load(ends_ptr + req, mask=is_row, other=0))
+    req_row = tl.load(req_rows_ptr + req, mask=is_row, other=0)
+    slot = tl.load(newest_slots_ptr + req * num_new + first_row + number, mask=is_there, other=-1)
+    page = tl.load(index_pages_ptr + req_row * max_pages + position // page_size, mask=is_there, other=0)
+    index_slot = page.to(tl.int64) * page_size + position % page_size
+    tl.store(rows_ptr + row, position, mask=is_row)
+    tl.store(rows_ptr + num_rows + row, tl.where(is_there, position, -1), mask=is_row)
+    tl.store(rows_ptr + 2 * num_rows + row, req_row, mask=is_row)
+    tl.store(rows_ptr + 3 * num_rows + row, tl.where(slot >= 0, slot, scratch_device_slot), mask=is_row)
+    tl.store(rows_ptr + 4 * num_rows + row, tl.where(is_there, index_slot, scratch_index_slot), mask=is_row)
