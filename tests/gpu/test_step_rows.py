@@ -1,0 +1,24 @@
+"""Where the rows of a forward write, on a GPU: the same as by a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.step_rows import StepRows, place_rows
+from tests.gpu.support import DEVICE, needs_gpu
+from tests.unit.kernels.drawn_rows import check
+
+pytestmark = needs_gpu
+
+
+def test_rows() -> None:
+    def place(**given: Any) -> StepRows:
+        moved: dict[str, Any] = {
+            name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+            for name, value in given.items()
+        }
+        return place_rows(**moved)
+
+    check(place)
