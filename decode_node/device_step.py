@@ -23,6 +23,7 @@ from hisparse_pd.model.dsa import DsaModel
 from kernels.hot_state import ABSENT, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.paged_indexer import paged_index_topk
+from kernels.row_check import store_row_checks
 from kernels.step_rows import place_rows
 from kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
 
@@ -135,10 +136,15 @@ class DeviceStep:
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
         """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
-        self._kernels.kv_format.store(self._memory.k_dev[layer], self._rows.device_slots, kv)
+        memory, rows = self._memory, self._rows
+        self._kernels.kv_format.store(memory.k_dev[layer], rows.device_slots, kv)
+        if memory.row_checks is not None:
+            store_row_checks(
+                memory.row_checks, rows.index_slots, memory.k_dev, rows.device_slots, rows.positions, layer
+            )
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
-            self._kernels.index_format.store(self._memory.index[group], self._rows.index_slots, index_keys)
+            self._kernels.index_format.store(memory.index[group], rows.index_slots, index_keys)
         if layer == self._spec.num_layers - 1 and not self._has_drafts:
             self._start_backup()
 
@@ -181,7 +187,7 @@ class DeviceStep:
         group = self._spec.index_group_of_layer[layer]
         layers = self._spec.layers_of_group[group]
         if layer != layers[0]:
-            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev)
+            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, state=self._requests.state)
             return
         if self._first_row:
             positions = self._of_all_new(positions)
@@ -216,7 +222,14 @@ class DeviceStep:
                     positions, self._requests, group=group, miss_plan=self._miss_plan
                 )
         with order.copying():
-            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=order.copy_blocks)
+            replay_misses(
+                self._miss_plan,
+                layer,
+                memory.k_host,
+                memory.k_dev,
+                max_blocks=order.copy_blocks,
+                state=self._requests.state,
+            )
 
     def write_draft_kv(self, model: DsaModel, token_ids: Tensor, hidden: Tensor) -> None:
         """Of a step without drafts: the draft layer's KV of its new positions, behind which ``token_ids``

@@ -27,6 +27,7 @@ from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, RequestState, RunStage
 from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
+from decode_node.scrub import Scrubber
 from decode_node.sizing import (
     DecodeSettingsError,
     check_swap_in,
@@ -45,6 +46,7 @@ from hisparse_pd.engine.messages import (
     EngineReady,
     FlushCache,
     GenerateGroup,
+    ReleasePage,
     ReleaseQuarantine,
     Shutdown,
     unpack_token_ids,
@@ -184,6 +186,7 @@ class DecodeEngine:
         self._lockstep = Lockstep(model.ranks)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
+        self._scrubber = Scrubber(self.hot_buffers, self.requests.held, self.lifecycle.held_row_is_wrong)
         self.steps = StepLine(
             make_runner(settings, model, self.hot_buffers),
             self._lockstep,
@@ -191,6 +194,7 @@ class DecodeEngine:
             self.hot_buffers,
             self.lifecycle,
             most_drafts=settings.speculative_num_steps,
+            scrubber=self._scrubber,
         )
         self._next_plan = NextPlan(self.limits, self.requests)
         self._is_stopping = self._has_stopped = False
@@ -238,6 +242,8 @@ class DecodeEngine:
         if not self.steps.take(is_stopping=self._is_stopping):
             self._has_stopped = True
             return
+        if not self.requests:
+            self._scrubber.when_idle()
         self._check(is_idle=not self.requests)
         self._report(time.monotonic())
 
@@ -269,6 +275,8 @@ class DecodeEngine:
                     self.requests.held.flush()
                 case ReleaseQuarantine():
                     self.lifecycle.release_quarantine(message.instance_id, now)
+                case ReleasePage():
+                    self.lifecycle.release_page(message.pool, message.start)
                 case Shutdown():
                     self._is_stopping = True
                 case _:

@@ -23,6 +23,7 @@ from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import Mode
 from kernels.hot_state import ABSENT, HotBufferState
 from kernels.miss_plan import MissPlan
+from kernels.row_check import ReadAt, WrongRow, check_in_place, wrong_row
 from kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
@@ -57,6 +58,7 @@ class HotBuffers:
             num_lookup_slots,
             self.device,
             max_new=max_new,
+            row_checks=memory.row_checks,
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self.slice_bytes = SLICE_BYTES
@@ -82,6 +84,10 @@ class HotBuffers:
         """int64 [num_reqs, 4]: error flags, hits, misses and evictions of the rows so far, on the device."""
         flags = self.state.error_flags[req_rows].long()
         return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
+
+    def wrong_row(self, request: Request) -> WrongRow:
+        """The first one of a request of which a step said that it has one. Waits for the device."""
+        return wrong_row(self.state, request.req_row)
 
     def max_verifiable(self, request: Request, num_drafts: int) -> int:
         """Drafts, up to ``num_drafts``, that the request's next step can verify."""
@@ -113,11 +119,48 @@ class HotBuffers:
                     self._pages(request, kind) for kind in (PoolKind.DEVICE, PoolKind.INDEX)
                 )
                 start_dense_row(self.state, request.req_row, pages=pages, index_pages=index_pages)
+                if self.state.row_checks is not None:
+                    self._go_through(request)
             return
         is_next = not self._filling and self._is_slice_over()
         self._filling[request.req_row] = self._row_start(request)
         if is_next:
             self._launch_slice(request.req_row, self.slice_bytes)
+
+    def _go_through(self, request: Request) -> None:
+        """Verify all items of a dense request once, in its pages."""
+        slots = slots_tensor(request.extents(PoolKind.DEVICE))[: request.num_kv_tokens].to(self.device)
+        positions = torch.arange(len(slots), device=self.device)
+        check_in_place(
+            self.state,
+            request.req_row,
+            self.memory.k_dev,
+            slots,
+            positions,
+            torch.ones_like(positions, dtype=torch.bool),
+            read_at=ReadAt.START,
+        )
+
+    def check_hot(self, request: Request, group: int) -> None:
+        """Verify, on the device and in stream order, what the hot buffer of a request holds of one group: its
+        tokens that stand, in all of the group's layers. The next row results say what was found."""
+        state, row = self.state, request.req_row
+        lookup_slots = state.hot_to_lookup[group, row].long()
+        page_ids, pages = state.lookup_pages[row].long().sort()
+        at = torch.searchsorted(page_ids, lookup_slots // self.page_size).clamp_(max=len(page_ids) - 1)
+        positions = pages[at] * self.page_size + lookup_slots % self.page_size
+        is_there = (lookup_slots >= 0) & (positions < request.num_kv_tokens)
+        layers = self.spec.layers_of_group[group]
+        check_in_place(
+            state,
+            row,
+            self.memory.k_dev[layers[0] : layers[-1] + 1],
+            torch.where(is_there, state.hot_slots[row].long(), 0),
+            torch.where(is_there, positions, 0),
+            is_there,
+            read_at=ReadAt.SCRUB,
+            first_layer=layers[0],
+        )
 
     def go_on(self) -> dict[int, Exception]:
         """The next slices of rows that are being filled, once those before are over: one, or where many are

@@ -11,19 +11,27 @@ found by their state, by their prefill node, and by their deadline.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Final
+
+from msgspec.structs import replace
 
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
-from hisparse_pd.engine.messages import QuarantinedRun
+from hisparse_pd.engine.messages import QuarantinedRun, SetAsidePage
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prefix_tree import PrefixTree
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
+
+MAX_PAGES_SHOWN: Final = 256
+"""Of those that are set aside: they are told twice a second."""
 
 
 class DuplicateRoom(Exception):
@@ -36,6 +44,8 @@ class LiveRequests:
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
         self.held = PrefixTree(pools)
+        self.set_aside_pages: dict[tuple[PoolKind, int], SetAsidePage] = {}
+        """By pool and first slot. Nobody else gets one before an operator says so."""
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queue_changes = 0
         """Requests that have come to be WAITING, and that were so no more."""
@@ -174,7 +184,10 @@ class LiveRequests:
         self._move(request, RequestState.RUNNING)
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
-        if request.may_share:  # before its tables are filled: its pages may be others afterwards
+        is_dropped = request.prefix is not None and request.prefix.is_dropped
+        if (
+            request.may_share and not is_dropped
+        ):  # before its tables are filled: its pages may be others afterwards
             keys = request.kept_keys(request.num_prompt_tokens)
             request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
             self._note_reserved(request)
@@ -233,6 +246,7 @@ class LiveRequests:
         holding, request.holding = request.owned, None
         num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
+        request.is_sound &= prefix is None or not prefix.is_dropped
         if prefix is not None:  # let go of first: what it leaves is then one with what it shared
             self.held.let_go(prefix)
         if was_landing:
@@ -245,9 +259,30 @@ class LiveRequests:
             self.held.hold(holding, keys, request.kv_pools, num_shared_pages)
         self.pools.release(holding)
 
+    def set_aside(self, kind: PoolKind, slot: int, error: str) -> None:
+        """A row at ``slot`` is wrong: nobody else is to use its page, nor a prefix that has it."""
+        start = self.pools.set_aside(kind, slot)
+        self.held.drop(kind, slot)
+        page = SetAsidePage(kind, start, self.pools.page_size, True, error, time.time())
+        self.set_aside_pages.setdefault((kind, start), page)
+
+    def take_back(self, kind: PoolKind, start: int) -> bool:
+        """The page is as good as any, says an operator. False when it was not set aside."""
+        self.set_aside_pages.pop((kind, start), None)
+        return self.pools.take_back(kind, start)
+
+    def pages_set_aside(self) -> tuple[SetAsidePage, ...]:
+        """The first MAX_PAGES_SHOWN: an operator who releases these sees others."""
+        return tuple(
+            replace(page, is_in_use=self.pools.is_condemned(*key))
+            for key, page in islice(self.set_aside_pages.items(), MAX_PAGES_SHOWN)
+        )
+
     def stuck(self, now: float) -> SlotCounts:
-        """Slots in quarantine that may never be free again: their prefill node gives no sign of life."""
-        return self.pools.held_by(entry.holding for entry in self.quarantine.stuck(now))
+        """Slots that may never be free again: those in quarantine whose prefill node gives no sign of life,
+        and pages that are set aside."""
+        in_quarantine = self.pools.held_by(entry.holding for entry in self.quarantine.stuck(now))
+        return in_quarantine + self.pools.used(Stage.SET_ASIDE)
 
     def quarantined_runs(self, now: float) -> tuple[QuarantinedRun, ...]:
         """What is in quarantine, by the run of a prefill node that it is kept from the others for."""
@@ -279,8 +314,9 @@ class LiveRequests:
         if not used_up:
             return ""
         return (
-            f"all slots of the {used_up[0]} pool are kept for prefill nodes that do not answer; see "
-            "/quarantine for which, and POST /release_quarantine for those that are gone"
+            f"all slots of the {used_up[0]} pool are kept for prefill nodes that do not answer, or set aside "
+            "for wrong rows; see /quarantine for which, and POST /release_quarantine for nodes that are gone "
+            "and pages that are good"
         )
 
     # --- the indexes ------------------------------------------------------------------------------
@@ -343,6 +379,7 @@ class LiveRequests:
                 Stage.ENDING: len(admitted[RequestState.ENDING]),
                 Stage.QUARANTINED: len(self.quarantine),
                 Stage.HELD: len(self.held),
+                Stage.SET_ASIDE: self.pools.num_set_aside,
             }
         )
         self.held.check_integrity(

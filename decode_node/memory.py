@@ -6,10 +6,13 @@ pool        layout                                               written by
 host        uint8 [num_kv_layers, num_slots, item_bytes]         prefill nodes, backup
 device      uint8 [num_kv_layers, num_slots, item_bytes]         prefill nodes, model
 index       uint8 [num_index_groups, num_slots, index bytes]     prefill nodes, model
+row checks  int32 [num_kv_layers, slots of the index pool]       prefill nodes, model
 aux         uint8 [num_slots, aux slot bytes]                    prefill nodes
 ==========  ===================================================  ======================
 
 Remote writes land at any time in slots of landing and quarantined rooms, and nowhere else.
+
+Without ``has_row_checks`` of the spec there are no row checks.
 
 The device and the index pool have one more page than the allocators know of, at their end: the scratch page.
 Padding of a batch writes there, so that a captured CUDA graph needs no branch for it.
@@ -36,7 +39,7 @@ from hisparse_pd.memory.peer import ipc_handle
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.paging.pools import SlotCounts
-from protocol.messages import Extent, Region, RegionKind, Room
+from protocol.messages import ROW_CHECK_BYTES, Extent, Region, RegionKind, Room
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.engine import TransferEngine
 from transfer.lane_host import SharedMemory
@@ -87,13 +90,11 @@ class DecodeMemory:
         self.k_host = pools[RegionKind.KV_HOST]
         self.k_dev = pools[RegionKind.KV_DEVICE]
         self.index = pools[RegionKind.INDEX]
+        self.row_checks: Tensor | None = None
+        if (checks := pools.get(RegionKind.ROW_CHECKS)) is not None:
+            self.row_checks = checks.view(torch.int32)[:, :, 0]
         self.aux = pools[RegionKind.AUX][0]
-        self._by_kind = {
-            RegionKind.KV_HOST: self.k_host,
-            RegionKind.KV_DEVICE: self.k_dev,
-            RegionKind.INDEX: self.index,
-            RegionKind.AUX: self.aux[None],
-        }
+        self._by_kind = pools
         log.info("pools: %s", ", ".join(_describe(kind, pool) for kind, pool in self._by_kind.items()))
 
     def register(self, engine: TransferEngine) -> tuple[Region, ...]:
@@ -112,7 +113,7 @@ class DecodeMemory:
         ]
         if not shared or self.k_dev.device.type != "cuda":
             return tuple(shared)
-        for pool in (self.k_dev, self.index):
+        for pool in (pool for pool in self._by_kind.values() if pool.device.type == "cuda"):
             try:
                 handle, offset = ipc_handle(pool)
             except Exception as error:  # prefill nodes write there over the network then
@@ -184,12 +185,15 @@ def _shapes(
     host = torch.device("cpu")
     aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
     num_device_slots, num_index_slots = totals.device + page_size, totals.index + page_size
-    return {
+    shapes = {
         RegionKind.KV_HOST: ((spec.num_kv_layers, totals.host, spec.item_bytes), host),
         RegionKind.KV_DEVICE: ((spec.num_kv_layers, num_device_slots, spec.item_bytes), device),
         RegionKind.INDEX: ((spec.num_index_groups, num_index_slots, spec.index_item_bytes), device),
         RegionKind.AUX: ((1, totals.aux, aux_slot_bytes), host),
     }
+    if spec.has_row_checks:
+        shapes[RegionKind.ROW_CHECKS] = ((spec.num_kv_layers, num_index_slots, ROW_CHECK_BYTES), device)
+    return shapes
 
 
 def _describe(kind: RegionKind, pool: Tensor) -> str:

@@ -11,6 +11,9 @@ from hisparse_pd.paging.pools import PoolKind, Stage
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import DROP_REASONS
 
+ROW_KINDS = ("landing", "page-in", "newest", "scrub")
+"""Of wrong rows: found when its request began or paged it in, that this node wrote, found where it lay."""
+
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 
 
@@ -29,6 +32,8 @@ class Metrics:
             *("aborted_requests", "failed_requests"),
         ):
             self.add(f"{name}_total", 0)
+        for kind in ROW_KINDS:
+            self.add("kv_rows_corrupt_total", 0, kind=kind)
         for reason in DROP_REASONS:
             self.add("control_messages_dropped_total", 0, reason=reason)
         self._last_drafts = 0.0, 0.0
@@ -73,7 +78,7 @@ class Metrics:
         """
         pools = requests.pools
         used = pools.totals - requests.available
-        quarantined = pools.used(Stage.QUARANTINED)
+        quarantined, set_aside = pools.used(Stage.QUARANTINED), pools.used(Stage.SET_ASIDE)
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
         # Who only lacks slots if drafts in flight are right is in a step, and in the next one.
@@ -92,6 +97,7 @@ class Metrics:
             "token_usage": max(used[kind] / pools.totals[kind] for kind in _TOKEN_POOLS),
             "quarantined_tokens": quarantined.host + quarantined.device,
             "stuck_rooms": len(requests.quarantine.stuck(now)),
+            "set_aside_tokens": set_aside.host + set_aside.device,
             "aux_slots_used": used.aux,
             "aux_slots_total": pools.totals.aux,
             "num_registered_peers": num_peers,
@@ -121,6 +127,7 @@ class Metrics:
             step=step,
             trouble=requests.trouble(now),
             quarantine=requests.quarantined_runs(now),
+            set_aside=requests.pages_set_aside(),
             lanes=lanes,
             num_without_grammar=sum(request.run_stage is RunStage.AWAITS_GRAMMAR for request in all_running),
         )

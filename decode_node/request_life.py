@@ -41,7 +41,15 @@ from hisparse_pd.paging.extents import slice_extents
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.paging.prompt_keys import PromptKeys
 from hisparse_pd.settings import HisparsePolicy
-from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, TokenLogprob
+from hisparse_pd.vocabulary import (
+    KV_ROW_CORRUPT,
+    PREFILL_NODE_FAILED,
+    FinishReason,
+    HisparseFlag,
+    Mode,
+    TokenLogprob,
+)
+from kernels.row_check import ReadAt, WrongRow
 from protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
@@ -477,6 +485,46 @@ class RequestLife:
         request.unsent_token_ids.clear()
         request.unsent_logprobs.clear()
 
+    def row_is_wrong(self, request: Request, now: float) -> None:
+        """Something that was read for it is not what was written: nothing that was made of it may be used.
+
+        Its tokens until then are right.
+        """
+        wrong = self.hot_buffers.wrong_row(request)
+        kind = wrong_row_kind(wrong, request.num_prompt_tokens)
+        pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
+        place = wrong.slot, wrong.layer, wrong.position
+        error = self._wrong_row_found(kind, pool, *place, wrong.expected, wrong.actual)
+        if request.state is RequestState.RUNNING:
+            self.fail(request, 500, error, now, KV_ROW_CORRUPT)
+        else:
+            request.is_sound = False
+
+    def held_row_is_wrong(
+        self, pool: PoolKind, slot: int, layer: int, position: int, expected: int, actual: int
+    ) -> None:
+        """The same of a row that no request reads."""
+        self._wrong_row_found("scrub", pool, slot, layer, position, expected, actual)
+
+    def _wrong_row_found(
+        self, kind: str, pool: PoolKind, slot: int, layer: int, position: int, expected: int, actual: int
+    ) -> str:
+        """Count it, and keep its page and the prefixes that have it from everybody. Returns what is wrong."""
+        error = (
+            f"the KV of layer {layer}, position {position}, in slot {slot} of the {pool} pool is not what "
+            f"was written ({kind}): its check is {actual:#010x}, expected {expected:#010x}; its page is set "
+            "aside, see /quarantine of the decode node"
+        )
+        log.error("%s", error)
+        self.metrics.add("kv_rows_corrupt_total", kind=kind)
+        self.requests.set_aside(pool, slot, error)
+        return error
+
+    def release_page(self, pool: PoolKind, start: int) -> None:
+        """The operator says that a page which was set aside is good."""
+        found = self.requests.take_back(pool, start)
+        log.warning("page at slot %d of the %s pool is good, says an operator (%s)", start, pool, found)
+
     def grammar_failed(self, request: Request, error: GrammarError | str, now: float) -> None:
         """Its grammar says no more which tokens may come, as when it is too complex from here on."""
         self.fail(request, 400, f"the output cannot follow its grammar: {error}", now)
@@ -517,6 +565,15 @@ class RequestLife:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
         if request.state in (RequestState.WAITING, RequestState.LANDING):
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
+
+
+def wrong_row_kind(wrong: WrongRow, num_prompt_tokens: int) -> str:
+    """One of ``ROW_KINDS``, by where the row came from and where it was read."""
+    if wrong.read_at is ReadAt.SCRUB:
+        return "scrub"
+    if wrong.position >= num_prompt_tokens:
+        return "newest"
+    return "landing" if wrong.read_at is ReadAt.START else "page-in"
 
 
 def _bootstrap(request: Request) -> Bootstrap:

@@ -206,6 +206,8 @@ class StepResult:
     """Of each of these tokens."""
     error: str
     """Empty where the kernels found nothing."""
+    has_wrong_row: bool
+    """Whether an item that was read for it is not what was written: ``token_ids`` may be anything."""
     counters: tuple[int, int, int]
     """Hits, misses and evictions of its row so far."""
     num_drafted: int
@@ -278,6 +280,7 @@ class Launched:
                     token_ids[:count],
                     logprobs[first : first + count],
                     str(HotBufferError(flags).name) if flags else "",
+                    bool(flags & HotBufferError.WRONG_ROW),
                     (hits, misses, evictions),
                     num_drafted,
                     drafts=ids[self.num_new :],

@@ -16,6 +16,7 @@ from hisparse_pd.model.token_counts import TokenCounts
 from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.settings import DecodeSettings
 from kernels.gpu_sizes import check_swap_in_sizes
+from kernels.hot_state import WrongRowField
 
 DEFAULT_BUFFER = 4096
 """Entries of a hot buffer when no number is given, unless drafts need more: the published hit rates are of
@@ -149,14 +150,15 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
     """What the node takes of the GPU beside the weights, by the number of tokens in the device pool."""
     page_size = settings.page_size
     item_bytes = spec.num_kv_layers * spec.item_bytes
-    key_bytes = spec.num_index_groups * spec.index_item_bytes
+    key_bytes = spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
     # Without a size of its own the index pool covers host and device pool: some of it comes with each token.
     follows = settings.index_pool_tokens == 0
     index_tokens = round_up(settings.host_pool_tokens, page_size) if follows else settings.index_pool_tokens
     return PoolDemand(
         option="--device-pool-tokens",
         fixed={
-            "indexer keys" + (" of the host pool" if follows else ""): key_bytes * index_tokens,
+            "indexer keys and row checks" + (" of the host pool" if follows else ""): key_bytes
+            * index_tokens,
             "scratch pages": page_size * (item_bytes + key_bytes),
             "per-request tables": table_bytes(settings, spec),
             "counts of tokens": TokenCounts.num_bytes(settings.max_running_requests, spec.vocab_size),
@@ -184,7 +186,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     hot_to_lookup_and_stamps = 2 * 4 * num_groups * capacity
     hot_slots = 4 * capacity
     page_tables = 4 * 4 * max_pages
-    counters, capacity_and_flags, step = 3 * 8, 2 * 4, 4 * num_groups
+    counters, capacity_and_flags, step = 3 * 8, (2 + len(WrongRowField)) * 4, 4 * num_groups
     tables = lookup_to_hot + num_rows * (
         hot_to_lookup_and_stamps + hot_slots + page_tables + counters + capacity_and_flags + step
     )
@@ -192,7 +194,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     min_split = MIN_REQS if settings.micro_batch_min_bs is None else settings.micro_batch_min_bs
     if 0 < min_split <= num_rows:
         plans += [-(-num_rows // NUM_MICRO_BATCHES)] * NUM_MICRO_BATCHES
-    return tables + sum(4 + 2 * 8 * spec.index_topk * room for room in plans)
+    return tables + sum(4 + (2 * 8 + 2 * 4) * spec.index_topk * room for room in plans)
 
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:

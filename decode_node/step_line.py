@@ -18,6 +18,7 @@ from decode_node.live_requests import LiveRequests
 from decode_node.request import Request, RequestState, RunStage
 from decode_node.request_life import RequestLife
 from decode_node.runner import DeviceRunner, Launched
+from decode_node.scrub import Scrubber
 from decode_node.step_masks import has_grammar
 from hisparse_pd.engine.lockstep import Lockstep, NodeStep
 
@@ -36,6 +37,7 @@ class StepLine:
         lifecycle: RequestLife,
         *,
         most_drafts: int,
+        scrubber: Scrubber,
     ) -> None:
         """``most_drafts``: that a step may verify of a request."""
         self.runner = runner
@@ -47,6 +49,7 @@ class StepLine:
         self._requests = requests
         self._hot_buffers = hot_buffers
         self._lifecycle = lifecycle
+        self._scrubber = scrubber
         self._most_drafts = most_drafts
         self._draft_choice = DraftChoice(most_drafts)
         self._draft_timer = DraftTimer(self._draft_choice)
@@ -125,6 +128,7 @@ class StepLine:
             return None
         self.num_launched += 1
         try:
+            self._scrubber.before_step(batch)
             launched = self.runner.launch(batch, step)
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
@@ -181,6 +185,9 @@ class StepLine:
         now = time.monotonic()
         for request, of_step in zip(launched.batch, results, strict=True):
             request.row_counters = of_step.counters
+            if of_step.has_wrong_row:
+                self._lifecycle.row_is_wrong(request, now)
+                continue
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
             # A step in flight has taken those that were made.

@@ -246,6 +246,11 @@ class NodeSettings(_Settings):
         "answered 429",
     )
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
+    verify_rows: bool = Field(
+        True,
+        description="keep a check of each KV item, and end a request whose attention would read an item that "
+        "is not the one that was written; on a CPU",
+    )
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
 
     @model_validator(mode="after")

@@ -22,6 +22,10 @@ except a decode node's 502, which is about the transfer to it.
 MOVED = "moved"
 """Code of an error of a node that leaves: its requests go on at another one."""
 
+KV_ROW_CORRUPT = "kv_row_corrupt"
+"""Code of an error of a decode node, which found that a row of KV was not as it was written. What the request
+had of it until then is right, and another node can go on with it."""
+
 MAX_RANKS = 64
 """Of a node."""
 

@@ -98,6 +98,7 @@ class PromptRunner:
             ],
             layer_hook(on_written, self._model.device),
             self.kernels,
+            self._memory.row_checks,
         )
         token_ids = torch.cat(
             [

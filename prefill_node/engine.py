@@ -32,6 +32,7 @@ from hisparse_pd.engine.messages import (
     Generate,
     GenerateGroup,
     PeerLane,
+    ReleasePage,
     ReleaseQuarantine,
     RequestStats,
     Shutdown,
@@ -154,7 +155,7 @@ class PrefillEngine:
             why_off="--same-host-lane is off" if settings.same_host_lane == "off" else "",
             directory=settings.same_host_dir,
             on_decided=self._wakeup.set,
-            gpu=GpuWriter(device, (self._memory.kv, self._memory.index)) if device.type == "cuda" else None,
+            gpu=GpuWriter(device, self._memory.sent) if device.type == "cuda" else None,
         )
         self._sender = Sender(self._lanes, self._wakeup.set)
         self._runner = PromptRunner(
@@ -307,7 +308,7 @@ class PrefillEngine:
                 self._life.abort_request(message.request_id, now_secs)
             case FlushCache():
                 self._life.prefixes.flush()
-            case ReleaseQuarantine():
+            case ReleaseQuarantine() | ReleasePage():
                 pass  # Only a decode node has landing zones.
             case Shutdown():
                 self._is_stopping = True

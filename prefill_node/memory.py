@@ -1,6 +1,7 @@
-"""The prefill node's memory: owns the tensors of the KV pool, the index pool and the aux staging.
+"""The prefill node's memory: owns the tensors of the KV pool, the index pool, the row checks and the aux
+staging.
 
-All three are registered with the transport for as long as the engine lives, because rooms send from them in
+All are registered with the transport for as long as the engine lives, because rooms send from them in
 place.
 """
 
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 class PrefillMemory:
     """``kv``: uint8 [num_kv_layers, num_slots, item_bytes] and ``index``: uint8 [num_index_groups, num_slots,
-    index_item_bytes], both on ``device``; ``aux``: uint8 [num_aux_slots, aux slot bytes] on the host.
+    index_item_bytes], and ``row_checks``: int32 [num_kv_layers, num_slots], if the node computes them, all on
+    ``device``; ``aux``: uint8 [num_aux_slots, aux slot bytes] on the host.
     """
 
     def __init__(
@@ -33,6 +35,9 @@ class PrefillMemory:
         self._index_group_of_layer = spec.index_group_of_layer
         self._index_topk = spec.index_topk
         kv_shape, index_shape, aux_shape = _shapes(spec, num_slots, num_aux_slots)
+        self.row_checks: Tensor | None = None
+        if spec.has_row_checks:
+            self.row_checks = torch.zeros(kv_shape[:2], dtype=torch.int32, device=device)
         self.kv = torch.zeros(kv_shape, dtype=torch.uint8, device=device)
         self.index = torch.zeros(index_shape, dtype=torch.uint8, device=device)
         self.aux = torch.zeros(aux_shape, dtype=torch.uint8)
@@ -48,8 +53,13 @@ class PrefillMemory:
 
     def register(self, engine: TransferEngine) -> None:
         """Let the transport read all of it. Raises TransferError."""
-        for tensor in (self.kv, self.index, self.aux):
+        for tensor in (*self.sent, self.aux):
             engine.register(tensor)
+
+    @property
+    def sent(self) -> tuple[Tensor, ...]:
+        """The tensors that rooms send their tokens' bytes from."""
+        return (self.kv, self.index, *([] if self.row_checks is None else [self.row_checks]))
 
     @property
     def regions(self) -> SourceRegions:
@@ -58,6 +68,7 @@ class PrefillMemory:
             _layered(self.index),
             _layered(self.aux[None]),
             self._index_group_of_layer,
+            None if self.row_checks is None else _layered(self.row_checks[:, :, None].view(torch.uint8)),
         )
 
     def stage_aux(
@@ -72,7 +83,7 @@ class PrefillMemory:
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:
     """Bytes of main memory that a PrefillMemory of these sizes registers."""
     kv, index, aux = (math.prod(shape) for shape in _shapes(spec, num_slots, num_aux_slots))
-    return aux + (kv + index if device.type == "cpu" else 0)
+    return aux + (kv + index + num_slots * spec.row_check_bytes if device.type == "cpu" else 0)
 
 
 def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[int, ...], ...]:

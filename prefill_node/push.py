@@ -1,9 +1,10 @@
 """Pushes a room's bytes to its landing zone: owns nothing but the plans of the chunks in the forward.
 
 Page ids become token slots, token slots and extents become runs that are contiguous on both sides. That is
-planned once a chunk. Batches then carry whole layers of it, KV and indexer keys together, each as soon as the
-forward has written it: a layer leaves while the next one computes. Runs become addresses only when the sender
-writes them, slice by slice: a cached prefix is one batch of gigabytes, and costs no more than its runs.
+planned once a chunk. Batches then carry whole layers of it, KV, indexer keys and row checks together, each as
+soon as the forward has written it: a layer leaves while the next one computes. Runs become addresses only
+when the sender writes them, slice by slice: a cached prefix is one batch of gigabytes, and costs no more than
+its runs.
 The aux record is a batch of its own, submitted last: the sender keeps a room's batches in order and starts
 none behind a failed one.
 
@@ -48,13 +49,15 @@ class SourceRegions:
     """This node's registered memory. ``aux`` is one layer with a slot per room that owns pages.
 
     ``index_group_of_layer``: for each layer of ``kv`` the layer of ``index`` that it reads, whose keys are
-    written together with the KV of the first such layer.
+    written together with the KV of the first such layer. ``row_checks``: with the slots and layers of ``kv``;
+    None: this node computes none.
     """
 
     kv: RegionView
     index: RegionView
     aux: RegionView
     index_group_of_layer: tuple[int, ...]
+    row_checks: RegionView | None = None
 
     def num_index_layers(self, num_layers: int) -> int:
         """Layers of ``index`` that are written once the first ``num_layers`` layers of ``kv`` are."""
@@ -73,6 +76,8 @@ class ChunkPush:
     stop: int
     kv: LayerWrites
     index: LayerWrites
+    row_checks: LayerWrites | None
+    """None: the decode node takes none."""
     layer_bytes: int
     """Bytes of KV in one layer."""
     num_layers: int
@@ -103,7 +108,11 @@ class Pusher:
         self._transfer_timeout_secs = transfer_timeout_secs
         self._min_batch_bytes = min_batch_bytes
         self._slice_bytes = slice_bytes
-        self._token_bytes = sum(region.num_layers * region.item_bytes for region in (source.kv, source.index))
+        self._token_bytes = sum(
+            region.num_layers * region.item_bytes
+            for region in (source.kv, source.index, source.row_checks)
+            if region is not None
+        )
         self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
 
     def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
@@ -129,13 +138,19 @@ class Pusher:
                 (self._source.index, RegionKind.INDEX, bootstrap.index_extents),
             )
         )
+        row_checks, checks_dst = None, peer.regions.get(RegionKind.ROW_CHECKS)
+        if self._source.row_checks is not None and checks_dst is not None:
+            row_checks = LayerWrites(
+                index.runs, self._source.row_checks, checks_dst, 0, checks_dst.num_layers
+            )
+            row_checks.check()
         kv.check()
         index.check()
         layer_bytes = (stop - start) * self._source.kv.item_bytes
-        return ChunkPush(record, start, stop, kv, index, layer_bytes, kv.dst.num_layers)
+        return ChunkPush(record, start, stop, kv, index, row_checks, layer_bytes, kv.dst.num_layers)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """KV and indexer keys of so many positions."""
+        """All that is sent of so many positions."""
         return num_tokens * self._token_bytes
 
     def num_bytes_pending(self, peer: Peer) -> int:
@@ -202,10 +217,12 @@ class Pusher:
         if first == stop or push.start == push.stop:
             return
         source = self._source
-        parts = (
+        parts = [
             push.kv.of_layers(first, stop),
             push.index.of_layers(source.num_index_layers(first), source.num_index_layers(stop)),
-        )
+        ]
+        if push.row_checks is not None:
+            parts.append(push.row_checks.of_layers(first, stop))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
         self._submit(push.record, tag, parts, ready)
         push.num_layers_submitted = stop

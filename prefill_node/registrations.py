@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from protocol.access import PeerList, is_host
-from protocol.messages import PROTOCOL_VERSION, Bootstrap, Extent, Geometry, Region, RegionKind, Register
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    ROW_CHECK_BYTES,
+    Bootstrap,
+    Extent,
+    Geometry,
+    Region,
+    RegionKind,
+    Register,
+)
 from transfer.aux_record import AuxLayout
 from transfer.plan import RegionView
 
@@ -110,7 +119,7 @@ class Registrations:
 
     def why_refused(self, register: Register) -> str | None:
         """Why a registration cannot stand, with both values; None when it can. The page size may differ, and
-        the decode node may take no draft layer where there is one."""
+        the decode node may take no draft layer, and no row checks, where there are some."""
         if register.protocol_version != PROTOCOL_VERSION:
             return (
                 f"protocol version: the decode node speaks {register.protocol_version}, this prefill node "
@@ -124,6 +133,12 @@ class Registrations:
                         f"{name}: the decode node drafts with {theirs} MTP layer, this prefill node computes "
                         f"{ours}; run one checkpoint on both, or the decode node "
                         "with --speculative-num-steps 0"
+                    )
+            elif name == "has_row_checks":
+                if theirs and not ours:
+                    return (
+                        f"{name}: the decode node verifies rows by checks that this prefill node does not "
+                        "compute; give --no-verify-rows to both or to neither"
                     )
             elif theirs != ours and name != "page_size":
                 return (
@@ -156,9 +171,12 @@ def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str
     for kind in RegionKind:
         if kinds.count(kind) > 1:
             return f"region {kind.value} is registered {kinds.count(kind)} times; name it once"
-    for kind in (RegionKind.INDEX, RegionKind.AUX):
+    required = [RegionKind.INDEX, RegionKind.AUX]
+    if geometry.has_row_checks:
+        required.append(RegionKind.ROW_CHECKS)
+    for kind in required:
         if kind not in kinds:
-            return f"region {kind.value} is missing; every decode node must register it"
+            return f"region {kind.value} is missing; the decode node must register it"
     if RegionKind.KV_HOST not in kinds and RegionKind.KV_DEVICE not in kinds:
         return "regions kv_host and kv_device are both missing; register at least one"
     for region in regions:
@@ -175,6 +193,11 @@ def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str
                 f"prefill node expects {num_bytes}: {num_layers} layers x {region.num_slots} slots x "
                 f"{item_bytes} bytes"
             )
+    num_slots = {region.kind: region.num_slots for region in regions}
+    num_keys = num_slots[RegionKind.INDEX]
+    num_checks = num_slots.get(RegionKind.ROW_CHECKS, num_keys)
+    if num_checks != num_keys:
+        return f"region row_checks has {num_checks} slots, region index {num_keys}; they must be equal"
     return None
 
 
@@ -248,6 +271,8 @@ def _shape_of(kind: RegionKind, geometry: Geometry) -> tuple[int, int]:
             return geometry.num_kv_layers, geometry.item_bytes
         case RegionKind.INDEX:
             return geometry.num_index_groups, geometry.index_item_bytes
+        case RegionKind.ROW_CHECKS:
+            return geometry.num_kv_layers, ROW_CHECK_BYTES
         case RegionKind.AUX:
             return 1, AuxLayout(geometry.num_index_groups, geometry.index_topk).slot_bytes
 

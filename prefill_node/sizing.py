@@ -44,7 +44,9 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
     return PoolDemand(
         option="--kv-pool-tokens",
         fixed={"reserve for activations": reserve_bytes(settings, spec)},
-        bytes_per_token=spec.num_kv_layers * spec.item_bytes + spec.num_index_groups * spec.index_item_bytes,
+        bytes_per_token=spec.num_kv_layers * spec.item_bytes
+        + spec.num_index_groups * spec.index_item_bytes
+        + spec.row_check_bytes,
         page_size=settings.page_size,
         remedy="lower --chunked-prefill-size or --max-running-requests (reserve), or free GPU memory",
     )

@@ -33,7 +33,7 @@ from msgspec.msgpack import Encoder
 from protocol.decoding import TypedDecoder
 from protocol.lane import LaneOffer
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 DIGEST_BYTES = 16
 """Of a prompt's token ids and isolation key."""
@@ -91,7 +91,8 @@ class Geometry(Struct, frozen=True, array_like=True):
     ``sampling_defaults``: as SamplingDefaults writes them. The prefill node draws an answer's first token.
     ``num_draft_layers``: layers behind ``num_layers``, each with an indexer, whose KV a decode node takes and
     a prefill node computes; one that takes none gets none. ``index_rotation``: by what indexer keys were
-    rotated before they were rounded; "" for keys as the model has them.
+    rotated before they were rounded; "" for keys as the model has them. ``has_row_checks``: whether the node
+    takes, or computes, a check of each item; one that takes none gets none.
     """
 
     model_fingerprint: Name
@@ -105,6 +106,7 @@ class Geometry(Struct, frozen=True, array_like=True):
     sampling_defaults: Name = ""
     num_draft_layers: Annotated[int, Meta(ge=0, le=1)] = 0
     index_rotation: Name = ""
+    has_row_checks: bool = False
 
     @property
     def num_kv_layers(self) -> int:
@@ -120,12 +122,18 @@ class RegionKind(StrEnum):
 
     ``KV_HOST`` and ``KV_DEVICE`` are ``[num_kv_layers][num_slots][item_bytes]``, ``INDEX`` is
     ``[num_index_groups][num_slots][index_item_bytes]``, ``AUX`` is ``[num_slots][aux slot bytes]``.
+    ``ROW_CHECKS`` is ``[num_kv_layers][num_slots][ROW_CHECK_BYTES]``, with the slots of ``INDEX``; only of a
+    node that takes them.
     """
 
     KV_HOST = "kv_host"
     KV_DEVICE = "kv_device"
     INDEX = "index"
     AUX = "aux"
+    ROW_CHECKS = "row_checks"
+
+
+ROW_CHECK_BYTES = 4
 
 
 class Region(Struct, frozen=True, array_like=True):
@@ -174,7 +182,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     up. A Bootstrap that comes again with it was repeated over a new connection, and is answered with what
     became of the room; 0: from a node that does not say.
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
-    ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last.
+    ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last;
+    row checks go to the same slots of ``ROW_CHECKS``.
     ``num_held_tokens``: leading tokens of the prompt whose KV and indexer keys the decode node has. Both
     kinds of extents begin behind them.
     """

@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.msgpack import Encoder
 
 from hisparse_pd.engine.phases import Phase
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.paging.prompt_keys import PromptIdentity
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 from protocol.decoding import TypedDecoder
@@ -89,6 +90,13 @@ class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
     instance_id: str
 
 
+class ReleasePage(Struct, frozen=True, tag="release_page"):
+    """An operator vouches for a page that was set aside. Ignored by a prefill node."""
+
+    pool: PoolKind
+    start: int
+
+
 def request_prefix(front: int) -> str:
     """How the ids of one HTTP request begin; they name the front, so that whatever is about one finds it."""
     return f"{front:02x}{secrets.token_hex(8)}"
@@ -99,7 +107,7 @@ def front_of(request_id: str) -> int:
     return int(request_id[:2], 16)
 
 
-ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Shutdown
+ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | ReleasePage | Shutdown
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -264,6 +272,22 @@ class QuarantinedRun(Struct, frozen=True):
     aux_slots: int
 
 
+class SetAsidePage(Struct, frozen=True):
+    """A page that a decode node gives to nobody, because a row in it was not what was written."""
+
+    pool: PoolKind
+    """"host" or "device"."""
+    start: int
+    """Its first slot."""
+    num_slots: int
+    is_in_use: bool
+    """Until whoever has it has ended."""
+    error: str
+    """The row, and its check."""
+    at: float
+    """Seconds since the epoch."""
+
+
 class PeerLane(Struct, frozen=True):
     """What a pair of nodes is on: ``lane`` is shm, tcp or rdma."""
 
@@ -298,6 +322,7 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     trouble: str = ""
     """Why no request can be admitted until an operator does something; empty while one can."""
     quarantine: tuple[QuarantinedRun, ...] = ()
+    set_aside: tuple[SetAsidePage, ...] = ()
     lanes: tuple[PeerLane, ...] = ()
     num_without_grammar: int = 0
     """Of those that run; they wait for their grammars to be compiled, for a known time."""

@@ -30,6 +30,7 @@ from hisparse_pd.engine.messages import (
     GenerateGroup,
     PrefillFinished,
     PromptScores,
+    ReleasePage,
     ReleaseQuarantine,
     RequestFailed,
     Shutdown,
@@ -41,6 +42,7 @@ from hisparse_pd.http.in_flight import InFlight, NodeCounts
 from hisparse_pd.http.patience import Patience
 from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.http.rank_link import RankLink
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.settings import NodeSettings
 from hisparse_pd.vocabulary import MOVED
 
@@ -373,6 +375,10 @@ class EngineLink:
         self.require_engine()
         for rank in self.ranks:
             rank.put(ReleaseQuarantine(instance_id))
+
+    def release_page(self, rank: int, pool: PoolKind, start: int) -> None:
+        self.require_engine()
+        self.ranks[rank].put(ReleasePage(pool, start))
 
     def stop_accepting(self) -> None:
         """New requests are refused; those in flight go on, elsewhere if they may."""

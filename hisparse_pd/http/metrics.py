@@ -41,6 +41,8 @@ _HELP = {
     "pool_total_tokens": "token slots of the pool",
     "quarantined_tokens": "token slots that a remote write may still reach",
     "stuck_rooms": "quarantined rooms of which their prefill node has said nothing for quarantine_secs",
+    "set_aside_tokens": "token slots that nobody gets, because a row there was not what was written",
+    "kv_rows_corrupt_total": "rows of KV that were not what was written, by where that was found",
     "aux_slots_used": "aux records in use or quarantined",
     "aux_slots_total": "aux records that there are",
     "cache_hit_rate": "share of prompt tokens found in the prefix cache",

@@ -73,6 +73,8 @@ class NodeLoad(Struct, frozen=True):
     swap_ins: SwapIns | None
     drafts: Drafts | None
     ranks: tuple[RankLoad, ...] = ()
+    wrong_rows: Count = 0
+    """Of KV, that were not what was written, since its start."""
 
     @classmethod
     def of(cls, role: str, num_ranks: int, stats: Mapping[int, EngineStats]) -> NodeLoad:
@@ -104,6 +106,7 @@ class NodeLoad(Struct, frozen=True):
             ),
             swap_ins=swap_ins,
             drafts=drafts,
+            wrong_rows=sum(node.by_label("kv_rows_corrupt_total").values()),
             ranks=tuple(
                 RankLoad(number, rank["num_running_reqs"], rank["num_queue_reqs"], rank.pools())
                 for number, rank in ranks.items()

@@ -12,6 +12,7 @@ from torch import Tensor
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.spec import ModelSpec
 from kernels.paged_indexer import paged_index_topk
+from kernels.row_check import store_row_checks
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class PagedKv:
     """The ``KvAccess`` of one forward over ``requests``, whose new tokens are concatenated in order.
 
     ``device_pool``: uint8 [num_kv_layers, num_slots, item_bytes]; ``index_pool``: uint8 [num_index_groups,
-    num_slots, index_item_bytes]; new rows of both are written. After the forward ``hints[i]`` is int32
+    num_slots, index_item_bytes]; new rows of both are written, and of ``row_checks``, int32 [num_kv_layers,
+    num_slots], if there are any. After the forward ``hints[i]`` is int32
     [num_index_groups, index_topk], the hint of ``requests[i]``, or None when it was not wanted.
 
     ``on_written(layer)`` is called in the forward, layer after layer, once the layer's rows in both pools are
@@ -50,6 +52,7 @@ class PagedKv:
         requests: Sequence[PagedRequest],
         on_written: Callable[[int], None] | None = None,
         kernels: AttentionKernels | None = None,
+        row_checks: Tensor | None = None,
     ) -> None:
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
@@ -66,6 +69,7 @@ class PagedKv:
         self._kernels = kernels or AttentionKernels.reference(spec)
         self._device_pool = device_pool
         self._index_pool = index_pool
+        self._row_checks = row_checks
         self._page_size = page_size
         self._on_written = on_written
         device = device_pool.device
@@ -95,10 +99,13 @@ class PagedKv:
         ]
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        self._kernels.kv_format.store(self._device_pool[layer], self._new_slots, kv)
+        slots = self._new_slots
+        self._kernels.kv_format.store(self._device_pool[layer], slots, kv)
+        if self._row_checks is not None:
+            store_row_checks(self._row_checks, slots, self._device_pool, slots, self.positions, layer)
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
-            self._kernels.index_format.store(self._index_pool[group], self._new_slots, index_keys)
+            self._kernels.index_format.store(self._index_pool[group], slots, index_keys)
         if self._on_written is not None:
             self._on_written(layer)
 

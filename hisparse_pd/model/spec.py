@@ -16,7 +16,7 @@ from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import BLOCK
 from kernels.hadamard import takes_dim
 from kernels.kv_format import FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
-from protocol.messages import Geometry
+from protocol.messages import ROW_CHECK_BYTES, Geometry
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -70,6 +70,8 @@ class ModelSpec:
     """Whether activations that are rounded to meet fp8 matrices have scales that are powers of two."""
     weights_are_dummy: bool = False
     """Whether weights are drawn instead of read (``hisparse_pd.model.dummy_weights``)."""
+    has_row_checks: bool = False
+    """Whether this node keeps a check of each KV item (``kernels.row_check``)."""
 
     @property
     def family(self) -> Family:
@@ -124,6 +126,11 @@ class ModelSpec:
         return self.index_key_format.item_bytes
 
     @property
+    def row_check_bytes(self) -> int:
+        """Of one token's checks in all layers."""
+        return ROW_CHECK_BYTES * self.num_kv_layers if self.has_row_checks else 0
+
+    @property
     def index_rotation(self) -> str:
         """What indexer keys in the pools are rotated by: "" or HADAMARD."""
         return HADAMARD if self.index_format == FP8_E4M3 else ""
@@ -142,6 +149,7 @@ class ModelSpec:
             sampling_defaults=sampling_defaults,
             num_draft_layers=self.num_draft_layers,
             index_rotation=self.index_rotation,
+            has_row_checks=self.has_row_checks,
         )
 
 
@@ -155,6 +163,7 @@ def load_spec(
     indexer_cache_dtype: str = "auto",
     num_draft_layers: int | None = None,
     load_format: str = "auto",
+    has_row_checks: bool = True,
 ) -> ModelSpec:
     """Read the spec of the checkpoint in ``model_path``.
 
@@ -162,7 +171,8 @@ def load_spec(
     ``dtype``. ``indexer_cache_dtype``: "auto" is ``kv_cache_dtype``. ``context_length``: 0 is the model's
     own, and it cannot be more. ``num_draft_layers``: 0 or 1; None is 1 for a checkpoint with an MTP layer, of
     which several may be in it: the first is used. ``load_format``: "auto", or DUMMY for a configuration whose
-    weights are drawn, of which no file is needed. Raises CheckpointError.
+    weights are drawn, of which no file is needed. ``has_row_checks``: as the spec's, on a CPU; on a GPU there
+    are none. Raises CheckpointError.
     """
     path = Path(model_path)
     config = _read_config(path)
@@ -208,6 +218,7 @@ def load_spec(
         shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),
         scales_are_ue8m0=(config.get("quantization_config") or {}).get("scale_fmt") == UE8M0,
         weights_are_dummy=is_dummy,
+        has_row_checks=has_row_checks and device == "cpu",
     )
 
 

@@ -79,6 +79,19 @@ class ExtentAllocator:
             num_needed -= taken
         return tuple(extents)
 
+    def take(self, extent: Extent) -> bool:
+        """Take just this one, if all of it is free."""
+        after = bisect_right(self._starts, extent.start) - 1
+        start = self._starts[after] if after >= 0 else extent.start
+        end = start + self._length_at.get(start, 0)
+        if extent.end > end:
+            return False
+        self._take(start, end - start)
+        for part in ((start, extent.start), (extent.end, end)):
+            if part[0] < part[1]:
+                self._put(Extent(part[0], part[1] - part[0]))
+        return True
+
     def grow(self, extents: tuple[Extent, ...], num_slots: int) -> tuple[Extent, ...]:
         """``extents`` plus at least ``num_slots`` more, in place behind the last extent as far as it is free.
 

@@ -4,7 +4,7 @@ Pure bookkeeping, of either node. The memory behind the slots is in its ``memory
 kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing. At any time, for
 every pool,
 
-    free + landing + running + ending + quarantined + held = total
+    free + landing + running + ending + quarantined + held + set aside = total
 
 and ``check_integrity`` verifies it slot by slot, printing every term when it does not hold.
 """
@@ -46,6 +46,8 @@ class Stage(StrEnum):
     QUARANTINED = "quarantined"
     HELD = "held"
     """A prefix that requests share, or that one left for others: see ``prefix_tree.py``."""
+    SET_ASIDE = "set aside"
+    """A page in which something was not as it was written. Nobody gets it."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,10 @@ class Pools:
             for kind in PoolKind
         }
         self._holdings: set[Holding] = set()
+        self._set_aside: dict[tuple[PoolKind, int], Holding] = {}
+        """By pool and first slot, pages that nobody gets any more."""
+        self._condemned: set[tuple[PoolKind, int]] = set()
+        """Those that are set aside once they are given up."""
         self.num_changes = 0
         """Of who holds what, and why: while it stays the same, what did not fit fits no better."""
 
@@ -193,7 +199,53 @@ class Pools:
         self._check_known(holding)
         self.num_changes += 1
         for kind in kinds:
-            self._allocators[kind].free(holding.extents.pop(kind, ()))
+            extents = holding.extents.pop(kind, ())
+            self._allocators[kind].free(self._good(holding.room, kind, extents))
+
+    def set_aside(self, kind: PoolKind, slot: int) -> int:
+        """Nobody gets the page of ``slot`` any more, once those have given it up who have it: until
+        ``take_back``. Returns its first slot."""
+        start = slot // self.page_size * self.page_size
+        page = Extent(start, self.page_size)
+        if self._allocators[kind].take(page):
+            self._keep(Room(0), kind, page)
+        elif (kind, start) not in self._set_aside:
+            self._condemned.add((kind, start))
+        return start
+
+    def take_back(self, kind: PoolKind, start: int) -> bool:
+        """The page that begins at slot ``start`` is as good as any. False when it was not set aside."""
+        if (kind, start) in self._condemned:
+            self._condemned.remove((kind, start))
+            return True
+        holding = self._set_aside.pop((kind, start), None)
+        if holding is not None:
+            self.release(holding)
+        return holding is not None
+
+    def is_condemned(self, kind: PoolKind, start: int) -> bool:
+        """Whether somebody still has a page that nobody else is to get."""
+        return (kind, start) in self._condemned
+
+    @property
+    def num_set_aside(self) -> int:
+        """Pages that nobody has, and nobody gets."""
+        return len(self._set_aside)
+
+    def _good(self, room: Room, kind: PoolKind, extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
+        """What is left of ``extents``, about to be freed, when condemned pages are set aside."""
+        for its_kind, start in tuple(self._condemned):
+            if its_kind is kind and any(extent.start <= start < extent.end for extent in extents):
+                page = Extent(start, self.page_size)
+                extents = _without(extents, page)
+                self._condemned.remove((kind, start))
+                self._keep(room, kind, page)
+        return extents
+
+    def _keep(self, room: Room, kind: PoolKind, page: Extent) -> None:
+        self.num_changes += 1
+        self._set_aside[kind, page.start] = Holding(room, Stage.SET_ASIDE, {kind: (page,)})
+        self._holdings.add(self._set_aside[kind, page.start])
 
     def split(self, holding: Holding, kinds: Iterable[PoolKind], num_slots: int) -> Holding:
         """A new holding, HELD, of the first ``num_slots`` slots that ``holding`` has of each of ``kinds``.
@@ -265,6 +317,18 @@ class Pools:
     def _check_known(self, holding: Holding) -> None:
         if holding not in self._holdings:
             raise PoolIntegrityError(f"room {holding.room}: its holding was released already")
+
+
+def _without(extents: Iterable[Extent], page: Extent) -> tuple[Extent, ...]:
+    """``extents`` but ``page``, which is in one of them or in none."""
+    left = []
+    for extent in extents:
+        if extent.start <= page.start < extent.end:
+            parts = ((extent.start, page.start), (page.end, extent.end))
+            left += [Extent(start, stop - start) for start, stop in parts if start < stop]
+        else:
+            left.append(extent)
+    return tuple(left)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -17,6 +17,9 @@ none but the second is behind the first, and both were used last, and are used, 
 conversation that grew by a page a turn is one run. Where answers were left behind at many places of one
 sequence, those left the longest ago are given up, so that it has MAX_RUNS runs at most.
 
+A prefix in which something is wrong is dropped with all behind it (``drop``): nobody else finds it, and it is
+free when those have ended who use it.
+
 A page is found by its key, a hash of all tokens up to its end and of the isolation key of who sent them
 (``prompt_keys.py``). Pure bookkeeping, as in ``pools.py``.
 """
@@ -59,6 +62,8 @@ class Prefix:
     """When it was added or let go of last, by the count of such events."""
     children: set[Prefix] = field(default_factory=set)
     """Those whose parent it is."""
+    is_dropped: bool = False
+    """Nobody can find its pages any more, nor those of any that is behind it."""
 
     @property
     def start_page(self) -> int:
@@ -153,6 +158,8 @@ class PrefixTree:
             part.last_used = self._num_events
             self._count(part, 1)
         self._join_chain(prefix)
+        for part in tuple(prefix.chain()):
+            self._cut_dropped(part)
         self._pools.num_changes += 1
 
     def share(
@@ -235,6 +242,28 @@ class PrefixTree:
             else:
                 return
 
+    def drop(self, kind: PoolKind, slot: int) -> None:
+        """Let nobody find the prefix that has ``slot`` any more, nor what is behind it."""
+        owner = next((one for one in self._prefixes if _has(one.holding[kind], slot)), None)
+        if owner is None or owner.is_dropped:
+            return
+        dropped = [owner]
+        for prefix in dropped:  # which grows meanwhile
+            dropped += prefix.children
+        for prefix in dropped:
+            if prefix.is_dropped:
+                continue
+            prefix.is_dropped = True
+            for key in prefix.keys:
+                del self._by_key[prefix.kinds][key]
+        for prefix in reversed(dropped):
+            self._cut_dropped(prefix)
+
+    def _cut_dropped(self, prefix: Prefix) -> None:
+        """Give a dropped prefix up if nobody uses it; what is behind it comes first."""
+        if prefix.is_dropped and not prefix.num_users and not prefix.children:
+            self._cut(prefix, 0)
+
     def flush(self) -> None:
         """Give up everything that nobody uses."""
         while self._idle:
@@ -253,7 +282,7 @@ class PrefixTree:
         for prefix in self._prefixes:
             if fault := self._fault(prefix, num_users[prefix]):
                 raise PoolIntegrityError(f"prefix of room {prefix.holding.room}: {fault}")
-            num_pages_of[prefix.kinds] += len(prefix.keys)
+            num_pages_of[prefix.kinds] += 0 if prefix.is_dropped else len(prefix.keys)
             num_unused[prefix.kinds] += 0 if prefix.num_users else len(prefix.keys)
         seen: set[Prefix] = set()
         for prefix in self._idle:
@@ -282,8 +311,12 @@ class PrefixTree:
         if any(child.parent is not prefix or child not in self._prefixes for child in prefix.children):
             return "what is behind it is not held, or behind another"
         by_key = self._by_key[prefix.kinds]
-        if any(by_key.get(key) is not prefix for key in prefix.keys):
-            return "a page cannot be found"
+        if any((by_key.get(key) is prefix) is prefix.is_dropped for key in prefix.keys):
+            return f"a page can be found {prefix.is_dropped}"
+        if before is not None and before.is_dropped and not prefix.is_dropped:
+            return "what is before it was dropped"
+        if prefix.is_dropped and not num_users and not prefix.children:
+            return "it was dropped, and is still there"
         if prefix.num_users != num_users:
             return f"{prefix.num_users} users counted, {num_users} known"
         if (prefix in self._idle) is bool(num_users):
@@ -354,7 +387,8 @@ class PrefixTree:
 
     def _join(self, first: Prefix, second: Prefix) -> None:
         """``second``, which requests may have as theirs, takes the pages of ``first``, which none has."""
-        self._by_key[first.kinds].update(dict.fromkeys(first.keys, second))
+        if not first.is_dropped:
+            self._by_key[first.kinds].update(dict.fromkeys(first.keys, second))
         self._pools.join(first.holding, second.holding)
         second.keys = first.keys + second.keys
         second.parent = first.parent
@@ -387,7 +421,7 @@ class PrefixTree:
 
     def _cut(self, prefix: Prefix, num_pages: int) -> None:
         """Keep the first ``num_pages`` pages of an idle prefix that nothing is behind; of none, nothing."""
-        for key in prefix.keys[num_pages:]:
+        for key in prefix.keys[num_pages:] if not prefix.is_dropped else ():
             del self._by_key[prefix.kinds][key]
         num_gone = len(prefix.keys) - num_pages
         self._num_unused[prefix.kinds] -= num_gone
@@ -410,6 +444,10 @@ def _end_of(prefix: Prefix | None) -> int:
     return 0 if prefix is None else prefix.end_page
 
 
-def _use_of(prefix: Prefix) -> tuple[int, int]:
+def _has(extents: Iterable[Extent], slot: int) -> bool:
+    return any(extent.start <= slot < extent.end for extent in extents)
+
+
+def _use_of(prefix: Prefix) -> tuple[int, int, bool]:
     """Who uses a prefix uses the one before it, so that as many users of both are the same ones."""
-    return prefix.num_users, prefix.last_used
+    return prefix.num_users, prefix.last_used, prefix.is_dropped

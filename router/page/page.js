@@ -208,6 +208,7 @@ function countsText(kind, load) {
   const words = [`${number(load.running)} running`, `${number(load.queued)} queued`];
   words.push(`${number(load.transferring)} ${kind === "prefill" ? "sending" : "landing"}`);
   if (load.transfers.failures) words.push(`${number(load.transfers.failures)} failed transfers`);
+  if (load.wrong_rows) words.push(`${number(load.wrong_rows)} wrong rows of KV`);
   return words.join(" · ");
 }
 

@@ -266,6 +266,7 @@ class SimStep:
                 [NEXT_TOKEN] * (1 + accepted),
                 [None] * (1 + accepted),
                 "",
+                False,
                 (0, 0, 0),
                 drafted,
                 [NEXT_TOKEN] * self.num_drafts,

@@ -25,6 +25,7 @@ from hisparse_pd.engine.messages import (
     PrefillFinished,
     PromptScores,
     QuarantinedRun,
+    ReleasePage,
     ReleaseQuarantine,
     RequestFailed,
     RequestStats,
@@ -34,6 +35,7 @@ from hisparse_pd.engine.messages import (
     pack_token_ids,
 )
 from hisparse_pd.engine.phases import Phase
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 from prefill_node.registrations import Registrations, why_not_landing
 from protocol import bootstrap, lane, messages
@@ -42,6 +44,7 @@ from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.decoding import TypedDecoder
 from protocol.messages import (
     PROTOCOL_VERSION,
+    ROW_CHECK_BYTES,
     Bootstrap,
     Extent,
     PrefillTimes,
@@ -82,6 +85,7 @@ TO_ENGINE = (
     Abort("r"),
     FlushCache(),
     ReleaseQuarantine("inst"),
+    ReleasePage(PoolKind.HOST, 64),
     Shutdown(),
 )
 FROM_ENGINE = (
@@ -210,6 +214,7 @@ _ITEMS = {
     RegionKind.KV_HOST: GEOMETRY.num_layers * GEOMETRY.item_bytes,
     RegionKind.KV_DEVICE: GEOMETRY.num_layers * GEOMETRY.item_bytes,
     RegionKind.INDEX: GEOMETRY.num_index_layers * GEOMETRY.index_item_bytes,
+    RegionKind.ROW_CHECKS: GEOMETRY.num_layers * ROW_CHECK_BYTES,
     RegionKind.AUX: AUX.slot_bytes,
 }
 REGISTER = Register(

@@ -52,6 +52,7 @@ from protocol.bootstrap import BootstrapInfo
 from protocol.channels import ControlServer
 from protocol.messages import (
     PROTOCOL_VERSION,
+    ROW_CHECK_BYTES,
     AbortRoom,
     Bootstrap,
     Heartbeat,
@@ -116,6 +117,7 @@ class Prefilled:
 
     kv: torch.Tensor
     index: torch.Tensor
+    row_checks: torch.Tensor
     first_token: int
     logprob: TokenLogprob | None
     hint: np.ndarray[Any, Any]
@@ -134,8 +136,9 @@ def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) 
     num_slots = num_pages * page_size
     kv = torch.zeros((spec.num_kv_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
     index = torch.zeros((spec.num_index_groups, num_slots, spec.index_item_bytes), dtype=torch.uint8)
+    row_checks = torch.zeros((spec.num_kv_layers, num_slots), dtype=torch.int32)
     request = PagedRequest(torch.arange(num_pages), 0, len(prompt), want_hint=True)
-    access = PagedKv(spec, kv, index, page_size, [request])
+    access = PagedKv(spec, kv, index, page_size, [request], row_checks=row_checks)
     tokens = torch.tensor(prompt)
     greedy = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
     if num_draft_layers:
@@ -148,7 +151,7 @@ def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) 
         token_ids, logprobs = sample(logits, [greedy], [0], ())
     hint = access.hints[0]
     assert hint is not None
-    return Prefilled(kv, index, token_ids[0], logprobs[0], hint.numpy())
+    return Prefilled(kv, index, row_checks, token_ids[0], logprobs[0], hint.numpy())
 
 
 def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefilled:
@@ -266,20 +269,14 @@ class PrefillDouble:
         ready = computed(self.checkpoint, self.prompts[bootstrap.room], self.page_size)
         kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
         first = bootstrap.num_held_tokens
-        self._write_pool(
-            register.session,
-            ready.kv[:, first:].contiguous(),
-            spec.item_bytes,
-            kv_region,
-            bootstrap.kv_extents,
-        )
-        self._write_pool(
-            register.session,
-            ready.index[:, first:].contiguous(),
-            spec.index_item_bytes,
-            regions[RegionKind.INDEX],
-            bootstrap.index_extents,
-        )
+        parts = [
+            (ready.kv, spec.item_bytes, kv_region, bootstrap.kv_extents),
+            (ready.index, spec.index_item_bytes, regions[RegionKind.INDEX], bootstrap.index_extents),
+        ]
+        if (checks := regions.get(RegionKind.ROW_CHECKS)) is not None:
+            parts.append((ready.row_checks, ROW_CHECK_BYTES, checks, bootstrap.index_extents))
+        for source, item_bytes, region, extents in parts:
+            self._write_pool(register.session, source[:, first:].contiguous(), item_bytes, region, extents)
         record = torch.zeros(self._layout.slot_bytes, dtype=torch.uint8)
         first, logprob = ready.first_token, ready.logprob
         if bootstrap.room in self.first_tokens:

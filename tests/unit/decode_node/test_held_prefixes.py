@@ -256,7 +256,10 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     kind, _ = prefix.kinds
     kv = memory.k_dev if mode is Mode.DENSE else memory.k_host
     assert kv[:, slots_tensor(prefix.extents(kind))].equal(alone.kv[:, :num_held])
-    assert memory.index[:, slots_tensor(prefix.extents(PoolKind.INDEX))].equal(alone.index[:, :num_held])
+    index_slots = slots_tensor(prefix.extents(PoolKind.INDEX))
+    assert memory.index[:, index_slots].equal(alone.index[:, :num_held])
+    assert memory.row_checks is not None
+    assert memory.row_checks[:, index_slots].equal(alone.row_checks[:, :num_held])
 
 
 @pytest.mark.I5

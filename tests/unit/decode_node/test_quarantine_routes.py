@@ -10,17 +10,28 @@ from starlette.applications import Starlette
 
 from decode_node.quarantine_routes import quarantine_routes
 from hisparse_pd.api.app import json_response
-from hisparse_pd.engine.messages import EngineReady, EngineStats, QuarantinedRun, ReleaseQuarantine
+from hisparse_pd.engine.messages import (
+    EngineReady,
+    EngineStats,
+    QuarantinedRun,
+    ReleasePage,
+    ReleaseQuarantine,
+    SetAsidePage,
+)
 from hisparse_pd.http.engine_link import EngineLink, LinkState
 from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.paging.pools import PoolKind
 
+PAGE = SetAsidePage(PoolKind.HOST, 128, 64, False, "wrong", 5.0)
 RUN = QuarantinedRun("10.0.0.1:8998", "run-1", 64, 60, 300.0, 640, 0, 4096, 64)
 
 
 def serving(trouble: str = "") -> EngineLink:
     link = EngineLink(["unused"], health_timeout_secs=60.0)
     link._handle(link.ranks[0], EngineReady(100, 100, 50))
-    link._handle(link.ranks[0], EngineStats({}, {}, 0, 0, 0, 0, trouble=trouble, quarantine=(RUN,)))
+    link._handle(
+        link.ranks[0], EngineStats({}, {}, 0, 0, 0, 0, trouble=trouble, quarantine=(RUN,), set_aside=(PAGE,))
+    )
     return link
 
 
@@ -44,7 +55,19 @@ def sent(link: EngineLink) -> list[object]:
 
 
 def test_what_is_kept_is_shown_by_run() -> None:
-    (shown,) = ask(serving(), "GET", "/quarantine").json()
+    document = ask(serving(), "GET", "/quarantine").json()
+    (shown,) = document["runs"]
+    assert document["pages"] == [
+        {
+            "rank": 0,
+            "pool": "host",
+            "start": 128,
+            "num_slots": 64,
+            "is_in_use": False,
+            "error": "wrong",
+            "at": 5.0,
+        }
+    ]
     assert shown["prefill_node"] == "10.0.0.1:8998"
     assert (shown["instance_id"], shown["num_rooms"], shown["aux_slots"]) == ("run-1", 64, 64)
 
@@ -56,9 +79,23 @@ def test_a_run_is_declared_dead_by_its_id() -> None:
     assert sent(link) == [ReleaseQuarantine("run-1")]
 
 
+def test_a_page_is_declared_good_by_its_pool_and_slot() -> None:
+    link = serving()
+    answer = ask(link, "POST", "/release_quarantine?pool=host&slot=128&rank=0")
+    assert (answer.status_code, answer.json()["released"]["num_slots"]) == (200, 64)
+    assert sent(link) == [ReleasePage(PoolKind.HOST, 128)]
+
+
 @pytest.mark.parametrize(
     ("method", "query", "status"),
-    [("POST", "", 400), ("POST", "?instance_id=run-2", 404), ("GET", "?instance_id=run-1", 405)],
+    [
+        *(("POST", f"?pool=host&slot={slot}", 404) for slot in ("129", "", "x")),
+        ("POST", "?pool=device&slot=128", 404),
+        ("POST", "?pool=host&slot=128&rank=1", 404),
+        ("POST", "", 400),
+        ("POST", "?instance_id=run-2", 404),
+        ("GET", "?instance_id=run-1", 405),
+    ],
 )
 def test_what_is_no_declaration_releases_nothing(method: str, query: str, status: int) -> None:
     link = serving()

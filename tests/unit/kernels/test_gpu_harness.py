@@ -35,8 +35,16 @@ def test_history(options: dict[str, Any]) -> None:
     "options", [{}, {"max_new": 3}, {"copy_blocks": 2}], ids=["plain", "drafts", "planned"]
 )
 def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
-    history = History(2, item_bytes, wrong_rows=1.0, capacities=(75, 90, 120), max_context=200, **options)
-    history.run(200)
+    history = History(
+        2,
+        item_bytes,
+        wrong_rows=1.0,
+        has_dense=False,
+        capacities=(75, 90, 120),
+        max_context=200,
+        **options,
+    )
+    history.run(120)
     assert history.num_found > 5
 
 

@@ -39,14 +39,14 @@ def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
 @pytest.mark.I2
 def test_integrity_prints_every_term() -> None:
     pools = Pools(TOTALS, page_size=16)
-    stages = dict(zip((1, 2, 3, 4, 5), Stage, strict=True))
+    stages = dict(zip((1, 2, 3, 4, 5, 6), Stage, strict=True))
     holdings = {room: pools.reserve(Room(room), SlotCounts(host=room)) for room in stages}
     for room, stage in stages.items():
         pools.move(holdings[room], stage)
     pools.check_integrity(dict.fromkeys(Stage, 1))
     holdings[2].extents[PoolKind.HOST] = ()
-    law = "free 16 + landing 16 + running 0 + ending 16 + quarantined 16 + held 16 is not total 96"
-    with pytest.raises(PoolIntegrityError, match=re.escape(law)):
+    law = "free 0 + landing 16 + running 0 + ending 16 + quarantined 16 + held 16 + set aside 16"
+    with pytest.raises(PoolIntegrityError, match=re.escape(f"{law} is not total 96")):
         pools.check_integrity()
 
 
@@ -56,3 +56,32 @@ def test_integrity_finds_slots_with_two_owners() -> None:
     second.extents[PoolKind.HOST] = first[PoolKind.HOST]
     with pytest.raises(PoolIntegrityError, match=r"belongs to two.*free 64 \+ landing 32"):
         pools.check_integrity()
+
+
+@pytest.mark.I2
+@pytest.mark.I9
+def test_a_page_that_is_set_aside_comes_to_nobody_before_it_is_taken_back() -> None:
+    """Free, or somebody's; the others of who had it are free as ever."""
+    pools = Pools(TOTALS, page_size=16)
+    holding = pools.reserve(Room(1), SlotCounts(host=48))
+    assert pools.set_aside(PoolKind.HOST, 20) == 16
+    assert pools.is_condemned(PoolKind.HOST, 16)
+    assert pools.set_aside(PoolKind.HOST, 95) == 80
+    assert pools.set_aside(PoolKind.HOST, 80) == 80, "again"
+    assert not pools.is_condemned(PoolKind.HOST, 80)
+    assert (pools.free.host, pools.num_set_aside) == (32, 1)
+    pools.release(holding)
+    assert (pools.free.host, pools.num_set_aside) == (64, 2)
+    pools.check_integrity({Stage.SET_ASIDE: 2})
+    rest = pools.reserve(Room(2), SlotCounts(host=64))
+    starts = {
+        extent.start + offset for extent in rest[PoolKind.HOST] for offset in range(0, extent.length, 16)
+    }
+    assert starts == {0, 32, 48, 64}
+    assert pools.take_back(PoolKind.HOST, 16)
+    assert not pools.take_back(PoolKind.HOST, 16)
+    assert pools.free.host == 16
+    pools.set_aside(PoolKind.HOST, 0)
+    assert pools.take_back(PoolKind.HOST, 0)
+    pools.release(rest)
+    assert pools.free.host == 80

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging.allocator import PoolIntegrityError
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prefix_tree import Kinds, Match, PrefixTree
+from hisparse_pd.paging.prefix_tree import Kinds, Match, Prefix, PrefixTree
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from protocol.messages import Room
 
@@ -37,13 +39,13 @@ class Node:
         self.pools = Pools(SlotCounts(host=40, device=40, index=80, aux=2), PAGE)
         self.tree = PrefixTree(self.pools)
 
-    def hold(self, keys: Keys, num_before: int = 0) -> None:
+    def hold(self, keys: Keys, num_before: int = 0, users: Sequence[Prefix] = ()) -> None:
         """The pages of ``keys`` behind the first ``num_before``, which are held."""
         need = SlotCounts.of(self.kinds, (len(keys) - num_before) * PAGE)
         holding = self.pools.reserve(Room(1), need)
         self.tree.hold(holding, keys, self.kinds, num_before)
         self.pools.release(holding)
-        self.tree.check_integrity([])
+        self.tree.check_integrity(users)
 
     def num_held(self, keys: Keys) -> int:
         found = self.tree.find(keys, self.kinds)
@@ -195,3 +197,31 @@ def test_integrity_notices_a_user_that_was_lost() -> None:
     node.tree.check_integrity([prefix])
     with pytest.raises(PoolIntegrityError, match="1 users counted, 0 known"):
         node.tree.check_integrity([])
+
+
+@pytest.mark.I9
+def test_what_is_dropped_is_found_by_nobody_and_free_when_its_users_have_ended(node: Node) -> None:
+    """With what is behind it, and without what is before it or beside it."""
+    kind = node.kinds[0]
+    start, middle, end, beside = pages(1, 2), pages(1, 2, 3), pages(1, 2, 3, 4), pages(1, 2, 5)
+    node.hold(start)
+    first = node.tree.use(start, node.kinds)
+    for keys in (middle, end, beside):
+        node.hold(keys, 2, [first])
+    used = node.tree.use(end, node.kinds)
+    node.tree.drop(kind, node.tree.find(middle, node.kinds).prefix.extents(kind)[-1].start)  # type: ignore[union-attr]
+    node.tree.check_integrity([first, used])
+    assert [node.num_held(keys) for keys in (middle, end, beside)] == [2, 2, 3]
+    assert used.is_dropped
+    assert not first.is_dropped
+    node.hold(middle, 2, [first, used])
+    assert node.num_held(middle) == 3, "held anew, by who has it right"
+    taken = node.taken
+    node.tree.let_go(used)
+    node.tree.check_integrity([first])
+    assert (taken - node.taken)[kind] == 2 * PAGE
+    node.tree.let_go(first)
+    node.tree.drop(kind, 39)
+    node.tree.flush()
+    node.tree.check_integrity([])
+    assert node.pools.free == node.pools.totals

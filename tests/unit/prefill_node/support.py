@@ -45,6 +45,7 @@ from hisparse_pd.paging.extents import expand_pages, extents_to_slots
 from hisparse_pd.paging.prompt_keys import PromptIdentity
 from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import SamplingParams
+from kernels.row_check import row_checks_of
 from prefill_node.compute import LayerWritten
 from prefill_node.engine import PrefillEngine
 from prefill_node.memory import PrefillMemory
@@ -54,6 +55,7 @@ from prefill_node.scheduler import Chunk
 from protocol.channels import ControlClient
 from protocol.messages import (
     PROTOCOL_VERSION,
+    ROW_CHECK_BYTES,
     Bootstrap,
     Extent,
     Heartbeat,
@@ -413,6 +415,7 @@ class DecodePeer(ControlPeer):
         self.kv_host = self._zeros(spec.num_kv_layers, self.NUM_SLOTS, spec.item_bytes)
         self.kv_device = self._zeros(spec.num_kv_layers, self.NUM_SLOTS, spec.item_bytes)
         self.index = self._zeros(spec.num_index_groups, self.NUM_SLOTS, spec.index_item_bytes)
+        self.row_checks = self._zeros(spec.num_kv_layers, self.NUM_SLOTS, ROW_CHECK_BYTES)
         self.aux = self._zeros(self.NUM_AUX_SLOTS, self.layout.slot_bytes)
         self.lane_host = LaneHost(
             [
@@ -422,7 +425,7 @@ class DecodePeer(ControlPeer):
             ],
         )
         self.transfer = kept_engine("127.0.0.1")
-        for memory in (self.kv_host, self.kv_device, self.index, self.aux):
+        for memory in (self.kv_host, self.kv_device, self.index, self.row_checks, self.aux):
             self.transfer.register(memory)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
@@ -437,6 +440,7 @@ class DecodePeer(ControlPeer):
                 (RegionKind.KV_HOST, self.kv_host, self.NUM_SLOTS),
                 (RegionKind.KV_DEVICE, self.kv_device, self.NUM_SLOTS),
                 (RegionKind.INDEX, self.index, self.NUM_SLOTS),
+                (RegionKind.ROW_CHECKS, self.row_checks, self.NUM_SLOTS),
                 (RegionKind.AUX, self.aux, self.NUM_AUX_SLOTS),
             )
         )
@@ -448,7 +452,7 @@ class DecodePeer(ControlPeer):
 
     def forget(self) -> None:
         """Clear what earlier tests left: memory and messages."""
-        for memory in (self.kv_host, self.kv_device, self.index, self.aux):
+        for memory in (self.kv_host, self.kv_device, self.index, self.row_checks, self.aux):
             memory.zero_()
         super().forget()
 
@@ -460,13 +464,17 @@ class DecodePeer(ControlPeer):
         return self.layout.unpack(self.aux[bootstrap.aux_slot].numpy(), bootstrap.room)
 
     def assert_has(self, bootstrap: Bootstrap) -> None:
-        """KV and indexer keys of the room are bitwise those of the prefill node's pools."""
+        """KV, indexer keys and row checks of the room are bitwise those of the prefill node's pools, and the
+        checks are those of the items."""
         num_tokens = bootstrap.num_prompt_tokens
         src_slots = self.engine.slots(bootstrap.room, num_tokens)[bootstrap.num_held_tokens :]
         kv = self.kv_host if bootstrap.hisparse else self.kv_device
+        assert self.engine.memory.row_checks is not None
+        checks = self.engine.memory.row_checks[:, :, None].view(torch.uint8)
         for name, source, target, extents in (
             ("KV", self.engine.memory.kv, kv, bootstrap.kv_extents),
             ("indexer keys", self.engine.memory.index, self.index, bootstrap.index_extents),
+            ("row checks", checks, self.row_checks, bootstrap.index_extents),
         ):
             slots = extents_to_slots(extents)[: len(src_slots)]
             sent, landed = source[: len(target), src_slots], target[:, slots]
@@ -474,6 +482,13 @@ class DecodePeer(ControlPeer):
             differing = torch.nonzero(sent != landed)
             where = differing[:1].tolist()
             assert where == [], f"{name}: first difference at [layer, position, byte] {where}"
+        first, num_landed = bootstrap.num_held_tokens, len(src_slots)
+        kv_slots, check_slots = (
+            torch.from_numpy(extents_to_slots(extents)[:num_landed])
+            for extents in (bootstrap.kv_extents, bootstrap.index_extents)
+        )
+        expected = row_checks_of(kv, kv_slots, torch.arange(first, first + num_landed))
+        assert torch.equal(self.row_checks.view(torch.int32)[:, check_slots, 0], expected)
 
     def close(self) -> None:
         super().close()

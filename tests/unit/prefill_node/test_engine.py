@@ -20,7 +20,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.paging.prompt_keys import root_of
 from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
-from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import ROW_CHECK_BYTES, AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
 from tests.identities import ANY, identity_of
 from tests.unit.prefill_node.support import (
     GREEDY,
@@ -45,7 +45,8 @@ def test_delivers_prompts_of_every_shape(
 ) -> None:
     done = deliver(engine, peer, room, prompt(num_tokens, num_tokens))
     spec = engine.spec
-    per_token = spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes
+    per_token = spec.num_layers * (spec.item_bytes + ROW_CHECK_BYTES)
+    per_token += spec.num_index_layers * spec.index_item_bytes
     assert done.num_bytes == num_tokens * per_token + peer.layout.slot_bytes
     assert done.num_cached_tokens == 0
     chunks = engine.computed[room]
@@ -83,7 +84,8 @@ def test_what_the_decode_node_holds_is_computed_and_not_sent(
         "hisparse": hisparse,
     }
     spec = engine.spec
-    per_token = spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes
+    per_token = spec.num_layers * (spec.item_bytes + ROW_CHECK_BYTES)
+    per_token += spec.num_index_layers * spec.index_item_bytes
     for each, num_cached in ((room, 0), (next_room(), 96)):
         peer.forget()
         done = deliver(engine, peer, each, tokens, **landing)

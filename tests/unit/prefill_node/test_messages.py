@@ -123,11 +123,11 @@ def test_who_is_refused_is_not_registered(engine: EngineThread, peer: DecodePeer
 
 
 def test_regions_must_be_whole(peer: DecodePeer) -> None:
-    host, device, index, aux = peer.regions
+    host, device, index, checks, aux = peer.regions
     table = Registrations(peer.geometry, "tcp")
 
     def refusal(*regions: Any) -> str:
-        return str(table.why_refused(peer.registration(regions=regions)))
+        return str(table.why_refused(peer.registration(regions=(*regions, checks))))
 
     shorter = msgspec.structs.replace(host, num_bytes=host.num_bytes - 1)
     error = refusal(shorter, device, index, aux)
@@ -141,6 +141,29 @@ def test_regions_must_be_whole(peer: DecodePeer) -> None:
     assert "registered 2 times" in refusal(host, host, index, aux)
     assert "no memory" in refusal(msgspec.structs.replace(host, base_addr=2**63 - 2), device, index, aux)
     assert "no memory" in refusal(host, device, msgspec.structs.replace(index, num_slots=0), aux)
+    num_bytes = index.num_bytes // index.num_slots * 1023
+    fewer = msgspec.structs.replace(index, num_slots=1023, num_bytes=num_bytes)
+    error = refusal(host, device, fewer, aux)
+    assert error == "region row_checks has 1024 slots, region index 1023; they must be equal"
+    without = peer.registration(regions=(host, device, index, aux))
+    assert "row_checks is missing" in str(table.why_refused(without))
+
+
+def test_row_checks_go_to_who_verifies_rows(engine: EngineThread, peer: DecodePeer) -> None:
+    """Who does not gets everything else; a prefill node without refuses one that verifies."""
+    host, device, index, _, aux = peer.regions
+    unverified = msgspec.structs.replace(peer.geometry, has_row_checks=False)
+    peer.register(geometry=unverified, regions=(host, device, index, aux))
+    room = next_room()
+    peer.bootstrap(room, 20)
+    engine.generate(room, range(5, 25))
+    peer.expect(RoomDone)
+    assert not peer.row_checks.any()
+    assert peer.kv_host[:, :20].any(dim=-1).all()
+    error = str(Registrations(unverified, "tcp").why_refused(peer.registration()))
+    assert "verifies rows by checks that this prefill node does not compute" in error
+    assert "--no-verify-rows" in error
+    assert Registrations(peer.geometry, "tcp").why_refused(peer.registration()) is None
 
 
 def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, peer: DecodePeer) -> None:

@@ -1,0 +1,327 @@
+"""Rows of KV that are not what was written: no token is made of one, and nobody gets its memory.
+
+A wrong row ends the requests that read it, and no other; what was given to a client until then is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from decode_node import scrub
+from decode_node.memory import slots_tensor
+from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.pools import PoolKind
+from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
+from kernels.row_check import row_checks_of
+from protocol.messages import RoomDone
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    Prompt,
+    load_checkpoint,
+    random_prompt,
+)
+
+PAGE = 16
+HISPARSE, DENSE = HisparseFlag.TRUE, HisparseFlag.FALSE
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    """With a layer for each indexer, and with layers that share one."""
+    return load_checkpoint(tied_checkpoint(request.param))
+
+
+@pytest.fixture(scope="module")
+def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    harness = EngineHarness(
+        checkpoint,
+        tmp_path_factory.mktemp("ipc"),
+        disable_held_prefixes=False,
+        page_size=PAGE,
+        host_pool_tokens=2048,
+        device_pool_tokens=1024,
+        device_buffer_size=70,
+    )
+    with closing(harness):
+        yield harness
+
+
+@pytest.fixture
+def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
+    """Afterwards everything is free but what was set aside, which an operator takes back."""
+    shared_node.double.bootstraps.clear()
+    shared_node.double.delivers = True
+    yield shared_node
+    requests = shared_node.engine.requests
+    shared_node.turn_until(lambda: not requests)
+    shared_node.send(FlushCache())
+    shared_node.turn_until(lambda: not requests.held)
+    requests.check_integrity()
+    for pool, start in tuple(requests.set_aside_pages):
+        shared_node.send(ReleasePage(pool, start))
+    shared_node.turn_until(lambda: not requests.set_aside_pages)
+    assert requests.pools.free == requests.pools.totals
+
+
+@pytest.fixture(scope="module")
+def expected(shared_node: EngineHarness) -> Callable[[Prompt, int], list[int]]:
+    """The tokens of a request of which no row is wrong."""
+
+    def ask_once(prompt: Prompt, num_new: int) -> list[int]:
+        return ask(shared_node, prompt, num_new).token_ids
+
+    return ask_once
+
+
+def ask(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag = DENSE) -> Answer:
+    answer = node.generate(prompt, num_new, flag)
+    node.turn_until(lambda: answer.is_over)
+    assert answer.failure is None
+    return answer
+
+
+def num_found(node: EngineHarness) -> dict[str, float]:
+    """Wrong rows by kind, since the node began."""
+    totals = node.engine._metrics._totals
+    return {
+        kind: totals[f'kv_rows_corrupt_total{{kind="{kind}"}}']
+        for kind in ("landing", "page-in", "newest", "scrub")
+    }
+
+
+class Corruption:
+    """What a wrong row did, seen from outside: an error, one more of its kind, a page set aside."""
+
+    def __init__(self, node: EngineHarness, kind: str) -> None:
+        self._node, self._kind = node, kind
+        self._before = num_found(node)
+
+    def was_found(
+        self, failure: RequestFailed | None, pool: PoolKind, layer: int, position: int, slot: int
+    ) -> None:
+        node = self._node
+        assert num_found(node) == {**self._before, self._kind: self._before[self._kind] + 1}
+        if failure is not None:
+            assert (failure.status, failure.code) == (500, KV_ROW_CORRUPT)
+            place = f"layer {layer}, position {position}, in slot {slot} of the {pool} pool"
+            assert place in failure.error
+            assert f"not what was written ({self._kind})" in failure.error
+        start = slot // PAGE * PAGE
+        (page,) = node.engine.requests.pages_set_aside()
+        assert (page.pool, page.start, page.num_slots) == (pool, start, PAGE)
+        assert f"layer {layer}, position {position}" in page.error
+
+
+def flip(node: EngineHarness, pool: PoolKind, layer: int, slot: int, byte: int = 5, bit: int = 1) -> None:
+    memory = node.engine.hot_buffers.memory
+    (memory.k_host if pool is PoolKind.HOST else memory.k_dev)[layer, slot, byte] ^= 1 << bit
+
+
+def write_and_wait(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag) -> Answer:
+    """A request whose KV has landed, of which the node has not been told."""
+    node.double.delivers = False
+    num_before = len(node.double.bootstraps)
+    answer = node.generate(prompt, num_new, flag)
+    node.turn_until(lambda: len(node.double.bootstraps) > num_before)
+    node.double.write(node.double.bootstraps[-1])
+    node.double.delivers = True
+    return answer
+
+
+def say_done(node: EngineHarness) -> None:
+    node.double.say(RoomDone(node.double.bootstraps[-1].room, 1000, 0, 0.001))
+
+
+@pytest.mark.I9
+@pytest.mark.parametrize("flag", [HISPARSE, DENSE])
+def test_a_bit_that_flips_between_write_and_admission(
+    node: EngineHarness,
+    expected: Callable[[Prompt, int], list[int]],
+    flag: HisparseFlag,
+) -> None:
+    """A short prompt is warmed up whole, a dense one gone through once: it gets its first token and no other.
+    Others that run meanwhile are not concerned."""
+    prompt, other = random_prompt(1, 50), random_prompt(2, 60)
+    right = expected(other, 30)
+    corruption = Corruption(node, "landing")
+    neighbour = node.generate(other, 30, HISPARSE)
+    node.turn_until(lambda: neighbour.token_ids)
+    answer = write_and_wait(node, prompt, 20, flag)
+    slot = int(extents_to_slots(node.double.bootstraps[-1].kv_extents)[33])
+    pool = PoolKind.HOST if flag is HISPARSE else PoolKind.DEVICE
+    flip(node, pool, 2, slot)
+    say_done(node)
+    failure = node.failure_of(answer, status=500)
+    corruption.was_found(failure, pool, 2, 33, slot)
+    node.turn_until(lambda: neighbour.is_over)
+    assert neighbour.token_ids == right
+    assert len(answer.token_ids) == 1
+    assert ask(node, prompt, 20, flag).token_ids[0] == answer.token_ids[0]
+
+
+@pytest.mark.I9
+def test_rows_of_another_layer_and_rows_without_checks(node: EngineHarness) -> None:
+    """Also where their checks were mixed up alike, and where an early write left checks of zeros."""
+    memory = node.engine.hot_buffers.memory
+    assert memory.row_checks is not None
+    for seed, with_checks in ((3, True), (4, False)):
+        answer = write_and_wait(node, random_prompt(seed, 50), 20, HISPARSE)
+        bootstrap = node.double.bootstraps[-1]
+        slots, check_slots = map(slots_tensor, (bootstrap.kv_extents, bootstrap.index_extents))
+        memory.k_host[1, slots] = memory.k_host[0, slots]
+        memory.row_checks[1, check_slots] = memory.row_checks[0, check_slots] if with_checks else 0
+        say_done(node)
+        node.failure_of(answer, status=500, error="the KV of layer 1, position")
+
+
+def running(node: EngineHarness, prompt: Prompt, num_new: int, num_tokens: int) -> Answer:
+    """A hisparse request that has so many of its tokens."""
+    answer = node.generate(prompt, num_new, HISPARSE)
+    node.turn_until(lambda: len(answer.token_ids) >= num_tokens)
+    assert not answer.is_over
+    return answer
+
+
+def only_request(node: EngineHarness) -> Any:
+    (request,) = node.engine.requests.all()
+    return request
+
+
+def host_slot(node: EngineHarness, position: int) -> int:
+    request = only_request(node)
+    state = node.engine.hot_buffers.state
+    return int(state.host_pages[request.req_row, position // PAGE]) * PAGE + position % PAGE
+
+
+@pytest.mark.I9
+@pytest.mark.parametrize(("first", "stop", "kind"), [(0, 150, "page-in"), (151, 180, "newest")])
+def test_bits_that_flip_while_a_request_runs(
+    node: EngineHarness,
+    expected: Callable[[Prompt, int], list[int]],
+    first: int,
+    stop: int,
+    kind: str,
+) -> None:
+    """Whatever is paged in next of these positions ends it; the tokens until then are right."""
+    prompt = random_prompt(5, 150)
+    right = expected(prompt, 300)
+    before = num_found(node)
+    answer = running(node, prompt, 300, 40)
+    for position in range(first, stop):
+        for layer in range(node.engine.hot_buffers.spec.num_layers):
+            flip(node, PoolKind.HOST, layer, host_slot(node, position), byte=position % 7)
+    failure = node.failure_of(answer, status=500, error=f"({kind})")
+    assert failure.code == KV_ROW_CORRUPT
+    assert num_found(node) == {**before, kind: before[kind] + 1}
+    assert 40 <= len(answer.token_ids) < 300
+    assert answer.token_ids == right[: len(answer.token_ids)]
+
+
+@pytest.mark.I9
+def test_a_row_that_nobody_reads_ends_nobody(
+    node: EngineHarness, expected: Callable[[Prompt, int], list[int]]
+) -> None:
+    """All of them are hot: the host pool is not looked at."""
+    prompt = random_prompt(6, 40)
+    right = expected(prompt, 20)
+    answer = running(node, prompt, 20, 2)
+    for position in range(40):
+        flip(node, PoolKind.HOST, 0, host_slot(node, position))
+    node.turn_until(lambda: answer.is_over)
+    assert answer.token_ids == right
+
+
+@pytest.mark.I9
+@pytest.mark.parametrize("flag", [HISPARSE, DENSE])
+def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: HisparseFlag) -> None:
+    prompt = random_prompt(7, 50)
+    right = ask(node, prompt, 30, flag)
+    (prefix,) = node.engine.requests.held
+    kind, _ = prefix.kinds
+    slot = prefix.extents(kind)[0].start + 20
+    corruption = Corruption(node, "landing")
+    with patch.object(scrub.Scrubber, "when_idle"):  # which would find it first
+        flip(node, kind, 3, slot)
+        failure = node.failure_of(node.generate(prompt, 30, flag), status=500)
+    corruption.was_found(failure, kind, 3, 20, slot)
+    assert not node.engine.requests.held
+    again = ask(node, prompt, 30, flag)
+    assert again.stats.num_held_tokens == 0, "nothing of it is used any more"
+    assert again.token_ids == right.token_ids
+    assert ask(node, prompt, 30, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
+    owned = [extent for prefix in node.engine.requests.held for extent in prefix.extents(kind)]
+    assert not any(extent.start <= slot < extent.start + extent.length for extent in owned)
+
+
+@pytest.mark.I9
+@pytest.mark.parametrize("flag", [HISPARSE, DENSE])
+def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: HisparseFlag) -> None:
+    with patch.object(scrub, "STRETCH_BYTES", 1 << 14):
+        prompt = random_prompt(8, 90)
+        ask(node, prompt, 30, flag)
+        (prefix,) = node.engine.requests.held
+        kind, _ = prefix.kinds
+        slot = prefix.extents(kind)[0].start + 70
+        corruption = Corruption(node, "scrub")
+        flip(node, kind, 1, slot)
+        node.turn_until(lambda: not node.engine.requests.held)
+    corruption.was_found(None, kind, 1, 70, slot)
+    assert ask(node, prompt, 30, flag).stats.num_held_tokens == 0
+
+
+@pytest.mark.I9
+def test_hot_buffers_are_gone_through_while_they_are_used(
+    node: EngineHarness, expected: Callable[[Prompt, int], list[int]]
+) -> None:
+    """Every entry of every layer comes by. A draft's or a newest token's is not yet one that stands."""
+    prompt = random_prompt(9, 60)
+    right = expected(prompt, 200)
+    with patch.object(scrub, "STEPS_BETWEEN", 1):
+        answer = running(node, prompt, 200, 5)
+        corruption = Corruption(node, "scrub")
+        request = only_request(node)
+        slot = int(node.engine.hot_buffers.state.hot_slots[request.req_row, 11])
+        layer = node.engine.hot_buffers.spec.num_layers - 1
+        flip(node, PoolKind.DEVICE, layer, slot)
+        failure = node.failure_of(answer, status=500)
+    position = int(failure.error.split("position ")[1].split(",")[0])
+    corruption.was_found(failure, PoolKind.DEVICE, layer, position, slot)
+    num_right = len(answer.token_ids) - node.engine.hot_buffers.spec.num_index_groups
+    assert answer.token_ids[:num_right] == right[:num_right], (
+        "until the flip, and so before it was gone through"
+    )
+
+
+def test_checks_are_those_of_the_rows_that_decoding_leaves(node: EngineHarness) -> None:
+    ask(node, random_prompt(10, 90), 60, HISPARSE)
+    (prefix,) = node.engine.requests.held
+    memory = node.engine.hot_buffers.memory
+    slots, check_slots = (slots_tensor(prefix.extents(kind)) for kind in prefix.kinds)
+    assert memory.row_checks is not None
+    positions = torch.arange(len(slots))
+    assert torch.equal(memory.row_checks[:, check_slots], row_checks_of(memory.k_host, slots, positions))
+
+
+def test_a_node_that_verifies_no_rows(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    expected: Callable[[Prompt, int], list[int]],
+) -> None:
+    """Has no memory for checks, and is served by prefill nodes that have them."""
+    unverified = Checkpoint(checkpoint.path, replace(checkpoint.spec, has_row_checks=False), checkpoint.model)
+    prompt = random_prompt(11, 100)
+    right = expected(prompt, 20)
+    with closing(EngineHarness(unverified, tmp_path, page_size=PAGE, device_buffer_size=70)) as node:
+        assert node.engine.hot_buffers.memory.row_checks is None
+        assert ask(node, prompt, 20, HISPARSE).token_ids == right
