@@ -125,11 +125,11 @@ def test_bits_that_flip_in_the_host_pool(tied_checkpoint: Callable[[str], Path],
             assert got.json()["output_ids"] == expected[number % NUM_REQUESTS], "wrong tokens with a 200"
         else:
             error = got.json()["error"]
-            assert (got.status_code, error["code"]) == (500, KV_ROW_CORRUPT), error
+            # By the node itself, or by the router when the node it went on at found another.
+            assert (got.status_code, error["code"]) in ((500, KV_ROW_CORRUPT), (502, "bad_gateway")), error
             assert ROW.search(error["message"]), error
             num_wrong += 1
-    assert num_wrong >= NUM_REQUESTS, "the flips met nobody"
-    assert found >= num_wrong
+    assert found >= max(NUM_REQUESTS, num_wrong), "the flips met nobody"
     assert kept["runs"] == []
     assert kept["pages"]
     assert [got.json()["output_ids"] for got in after] == expected
