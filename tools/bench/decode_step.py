@@ -435,6 +435,7 @@ def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpe
         indexer_cache_dtype=arguments.indexer_cache_dtype,
         num_draft_layers=int(num_drafts > 0),
         load_format=arguments.load_format,
+        has_row_checks=False,  # items are put where they are without checks
     )
 
 

@@ -32,6 +32,7 @@ from decode_node.prefill_peers import PrefillPeers, RoomMessage
 from decode_node.request import PeerAddress
 from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
+from decode_node.scrub import Scrubber
 from decode_node.sizing import make_limits, max_hot_capacity
 from decode_node.step_line import StepLine
 from hisparse_pd.bench.facts import OUT
@@ -135,6 +136,7 @@ class Node:
             self.hot_buffers,
             self.lifecycle,
             most_drafts=settings.speculative_num_steps,
+            scrubber=Scrubber(self.hot_buffers, self.requests.held, self.lifecycle.held_row_is_wrong),
         )
         self._next_plan = NextPlan(limits, self.requests)
         self.num_ended = 0

@@ -38,7 +38,8 @@ def test_a_decode_node_knows_what_it_registers_before_it_has_it(checkpoint: Chec
     totals = SlotCounts(host=192, device=128, index=256, lookup=384, aux=3, req_row=2)
     for device in (CPU, GPU):
         memory = decode_memory.DecodeMemory(checkpoint.spec, totals, PAGE_SIZE, device)
-        tensors = (memory.k_host, memory.k_dev, memory.index, memory.aux)
+        assert memory.row_checks is not None
+        tensors = (memory.k_host, memory.k_dev, memory.index, memory.row_checks, memory.aux)
         assert decode_memory.num_host_bytes(checkpoint.spec, totals, PAGE_SIZE, device) == host_bytes(tensors)
 
 
@@ -46,7 +47,7 @@ def test_a_prefill_node_knows_what_it_registers_before_it_has_it(checkpoint: Che
     sizes = {"num_slots": 192, "num_aux_slots": 5}
     for device in (CPU, GPU):
         memory = prefill_memory.PrefillMemory(checkpoint.spec, device=device, **sizes)
-        tensors = (memory.kv, memory.index, memory.aux)
+        tensors = (*memory.sent, memory.aux)
         assert prefill_memory.num_host_bytes(checkpoint.spec, device=device, **sizes) == host_bytes(tensors)
 
 
