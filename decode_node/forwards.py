@@ -218,14 +218,13 @@ class Forwards:
         if is_split and self._micro_batches is not None:
             logits, hidden = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
         else:
-            rows = torch.arange(num_reqs, device=token_ids.device)
             step = DeviceStep(
                 self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
             )
             if self._kept is None:
-                logits = self._model.forward(token_ids, step.positions, step, rows)
+                logits = self._model.forward(token_ids, step.positions, step, None)
             else:
-                logits, hidden = self._model.forward_with_hidden(token_ids, step.positions, step, rows)
+                logits, hidden = self._model.forward_with_hidden(token_ids, step.positions, step, None)
             step.finish()
         if self._kept is not None and hidden is not None:
             self._kept.hidden[:num_reqs] = hidden
@@ -262,8 +261,7 @@ class Forwards:
             num_new=num_new,
             ends=seq_lens + num_drafts,
         )
-        rows = torch.arange(num_rows, device=token_ids.device)
-        logits, hidden = self._model.forward_with_hidden(token_ids, access.positions, access, rows)
+        logits, hidden = self._model.forward_with_hidden(token_ids, access.positions, access, None)
         kept.logits[:num_rows] = logits
         kept.hidden[:num_rows] = hidden
         kept.token_ids[:num_rows] = logits.argmax(dim=-1)

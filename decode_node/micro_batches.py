@@ -85,8 +85,7 @@ class MicroBatches:
                     miss_plan=part.miss_plan,
                     order=order,
                 )
-                rows = torch.arange(step.positions.shape[0], device=token_ids.device)
-                forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, rows))
+                forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, None))
         spec = self._model.spec
         logits = token_ids.new_empty((len(token_ids), spec.vocab_size), dtype=torch.float32)
         hidden = None

@@ -2,7 +2,8 @@
 
 Activations are rounded to fp8 too, each row in blocks of 128 columns with a scale of their own, as the
 reference implementations of DeepSeek-V3 and its successors do. Products of blocks are float32, and are scaled
-before they are added up. On a GPU that is torch's ``scaled_mm``, behind one launch of ours that rounds.
+before they are added up. On a GPU that is ``kernels.triton_linear`` for few rows, which takes as long as the
+matrix takes to read, and torch's ``scaled_mm`` for more.
 """
 
 from __future__ import annotations
@@ -15,62 +16,73 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from kernels.block_fp8 import BLOCK, dequantize
 from kernels.cuda_launch import HOPPER
-from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
+from kernels.fp8_rows import (
+    ROW_MULTIPLE,
+    Rounded,
+    Rounding,
+    are_few,
+    dequantize_rows,
+    quantize_gated,
+    round_rows,
+    row_multiple,
+)
+from kernels.norms import add_parts
 from kernels.row_math import linear
 
-ROW_MULTIPLE: Final = 16
-"""Of activations and of matrices: what ``scaled_mm`` takes. Activations are padded to it."""
 COLUMN_BLOCKS: Final = 4
 """A matrix has a multiple of so many blocks in a row: ``scaled_mm`` wants as many scales."""
 
 
 def takes_device(device: torch.device) -> bool:
-    """Whether ``block_linear`` runs there: torch knows these scales on Hopper alone."""
+    """Whether ``block_product`` runs there: torch knows these scales on Hopper alone."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) == HOPPER
 
 
 def takes_matrix(rows: int, columns: int) -> bool:
-    """Whether ``block_linear`` takes a matrix of this shape on a GPU."""
+    """Whether ``block_product`` takes a matrix of this shape on a GPU."""
     return rows % ROW_MULTIPLE == 0 and columns % (COLUMN_BLOCKS * BLOCK) == 0
 
 
-def block_linear(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = False) -> Tensor:
-    """``x @ (values * scales).T``, with ``x`` rounded in blocks. Never waits for the device.
+def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tensor, scales: Tensor) -> Tensor:
+    """``x @ (values * scales).T`` in parts, [parts, num_tokens, rows], to be added up in their order.
 
-    ``x``: [num_tokens, columns], rows contiguous, any dtype on a CPU and bfloat16 on a GPU. ``values``:
-    float8_e4m3fn [rows, columns], contiguous; ``scales``: float32, of its blocks. ``ue8m0``: the scales of
-    ``x`` are powers of two (``kernels.fp8_rows``). Returns [num_tokens, rows] of ``x``'s dtype. A result's
-    row is a function of its row of ``x``, but for the order of float32 sums, which the number of rows may
+    ``values``: float8_e4m3fn [rows, columns], contiguous; ``scales``: float32, of its blocks. One part is of
+    ``dtype``, several are float32. Never waits for the device. A result's row is a function of its row of
+    ``x``; of more than ``FEW_ROWS`` rows on a GPU but for the order of float32 sums, which their number may
     choose.
     """
-    return _product(quantize_rows(x, ROW_MULTIPLE, ue8m0=ue8m0), len(x), x.dtype, values, scales)
-
-
-def gated_block_linear(gate_up: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = False) -> Tensor:
-    """``block_linear`` of ``silu(gate) * up``, which is float32 until it is rounded.
-
-    ``gate_up``: [num_tokens, 2 * columns], rows contiguous.
-    """
-    rounded = quantize_gated(gate_up, ROW_MULTIPLE, ue8m0=ue8m0)
-    return _product(rounded, len(gate_up), gate_up.dtype, values, scales)
-
-
-def _product(
-    rounded: tuple[Tensor, Tensor], num_tokens: int, dtype: torch.dtype, values: Tensor, scales: Tensor
-) -> Tensor:
-    x, scales_of_rows = rounded
     if num_tokens == 0:
-        return x.new_empty((0, len(values)), dtype=dtype)
-    if x.device.type == "cpu":
+        return scales.new_empty((1, 0, len(values)), dtype=dtype)
+    if values.device.type == "cpu":
         matrix = dequantize(values, scales, torch.float32)
-        return linear(dequantize_rows(x, scales_of_rows), matrix)[:num_tokens].to(dtype)
+        return linear(dequantize_rows(x.values, x.scales), matrix)[None, :num_tokens].to(dtype)
+    if are_few(num_tokens, values.device):
+        from kernels.triton_linear import linear_parts
+
+        return linear_parts(x.values, x.scales, num_tokens, values, scales)
     result: Tensor = scaled_mm(
-        x,
+        x.values,
         values.t(),
-        scales_of_rows.t(),
+        x.scales.t(),
         ScalingType.BlockWise1x128,
         scales.t(),
         ScalingType.BlockWise128x128,
         output_dtype=dtype,
     )
-    return result[:num_tokens]
+    return result[None, :num_tokens]
+
+
+def block_linear(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = False) -> Tensor:
+    """``block_product`` of ``x``, with its parts added up: [num_tokens, rows] of ``x``'s dtype.
+
+    ``x``: [num_tokens, columns], rows contiguous, any dtype on a CPU and bfloat16 on a GPU.
+    """
+    product = block_product(round_rows(x, Rounding(ue8m0)), len(x), x.dtype, values, scales)
+    return add_parts(product).to(x.dtype)
+
+
+def round_gated(gate_up: Tensor, rounding: Rounding) -> Rounded:
+    """``silu(gate) * up`` for a product, float32 until it is rounded; ``gate_up``: [parts, num_tokens, 2 *
+    columns]."""
+    multiple = row_multiple(gate_up.shape[1], gate_up.device)
+    return Rounded(*quantize_gated(gate_up, multiple, ue8m0=rounding.ue8m0))

@@ -18,6 +18,8 @@ TILE_ROWS: Final = (16, 32, 64)
 ROUNDED_TILE_ROWS: Final = 64
 """Of products of fp8 with fp8, at any number of tokens: Hopper's tensor cores take fp8 from 64 rows on. Empty
 rows of a tile cost nothing beside reading the weights, and every row is added up in the same order."""
+FEW_ROWS: Final = 2048
+"""Up to so many on a GPU one launch makes the plan."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,26 @@ class Routing:
         # Most experts in one tile, so that their weights are read once; no larger, since it is padded.
         enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
         tile_rows = ROUNDED_TILE_ROWS if is_rounded else min(enough, default=TILE_ROWS[-1])
+        num_tiles = most_tiles(num_rows, num_experts, tile_rows)
+        of_rows = weights.float().flatten()
+        if expert_ids.device.type == "cuda" and 0 < num_rows <= FEW_ROWS:
+            from kernels.triton_routing import plan_triton
+
+            tables = plan_triton(expert_ids.contiguous(), num_experts, tile_rows, num_tiles)
+            return cls(*tables, of_rows, top_k, tile_rows, is_rounded)
         sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
         device = expert_ids.device
         starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device), out_int32=True)
-        num_tiles = (starts.diff() + (tile_rows - 1)) // tile_rows
-        tile_starts = torch.nn.functional.pad(num_tiles.cumsum(0, dtype=torch.int32), (1, 0))
-        tiles = torch.arange(most_tiles(num_rows, num_experts, tile_rows), device=device, dtype=torch.int32)
+        tiles_of_each = (starts.diff() + (tile_rows - 1)) // tile_rows
+        tile_starts = torch.nn.functional.pad(tiles_of_each.cumsum(0, dtype=torch.int32), (1, 0))
+        tiles = torch.arange(num_tiles, device=device, dtype=torch.int32)
         tile_experts = torch.searchsorted(tile_starts[1:], tiles, right=True, out_int32=True)
         return cls(
             order.to(torch.int32),
             starts,
             tile_starts,
             tile_experts,
-            weights.float().flatten(),
+            of_rows,
             top_k,
             tile_rows,
             is_rounded,

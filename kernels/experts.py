@@ -9,23 +9,30 @@ from torch import Tensor
 
 from kernels.block_linear import block_linear
 from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.fp8_rows import Rounded
 from kernels.row_math import linear, silu
 
 
 def run_experts(
-    hidden: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, first_expert: int
+    hidden: Tensor,
+    routing: Routing,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    first_expert: int,
+    rounded: Rounded | None = None,
 ) -> Tensor:
     """What the experts from ``first_expert`` on, which these matrices are of, are to add to each token.
 
     ``hidden``: [num_tokens, hidden_size]. An expert is ``down(silu(gate(x)) * up(x))``: two matrices in
-    ``gate_up``, one in ``down``; where ``routing`` says so, what they multiply is rounded to fp8. Returns
+    ``gate_up``, one in ``down``; where ``routing`` says so, what they multiply is rounded to fp8: ``rounded``
+    is ``hidden`` so rounded, if it is there already. Returns
     [num_tokens, top_k, hidden_size] of ``hidden``'s dtype, by choice, weighted, with zeros for experts that
     are not among these.
     """
     if hidden.device.type == "cuda":
         from kernels.triton_experts import run_experts_triton
 
-        return run_experts_triton(hidden, routing, gate_up, down, first_expert)
+        return run_experts_triton(hidden, routing, gate_up, down, first_expert, rounded)
     return _run_reference(hidden, routing, gate_up, down, first_expert)
 
 

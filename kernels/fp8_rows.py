@@ -7,12 +7,67 @@ checkpoint whose ``scale_fmt`` is that was trained with.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
 from kernels.fp8 import FP8_MAX, next_power_of_two
 from kernels.row_math import silu
+
+FEW_ROWS: Final = 64
+"""Up to so many on a GPU our own kernels make products, of which a row's bits do not depend on the others."""
+ROW_MULTIPLE: Final = 16
+"""Of more rows: what ``scaled_mm`` takes. They are padded to it."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How rows are rounded that meet a matrix in fp8. ``ue8m0``: scales are powers of two."""
+
+    ue8m0: bool = False
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rows in fp8, maybe padded with rows of zeros."""
+
+    values: Tensor
+    """float8_e4m3fn [num_rows, columns]"""
+    scales: Tensor
+    """float32 [blocks across, num_rows]"""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What linear layers take, [num_tokens, columns]: in the model's dtype, and rounded for matrices in fp8.
+
+    ``dense`` may have no columns where nothing takes it.
+    """
+
+    dense: Tensor
+    rounded: Rounded | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.dense)
+
+
+def are_few(num_rows: int, device: torch.device) -> bool:
+    """Whether our own kernels make products of them."""
+    return device.type == "cuda" and num_rows <= FEW_ROWS
+
+
+def row_multiple(num_rows: int, device: torch.device) -> int:
+    """What rounded rows are padded to."""
+    return 1 if are_few(num_rows, device) else ROW_MULTIPLE
+
+
+def round_rows(x: Tensor, rounding: Rounding) -> Rounded:
+    """``x`` [num_tokens, columns] for a product, by ``quantize_rows``."""
+    return Rounded(*quantize_rows(x, row_multiple(len(x), x.device), ue8m0=rounding.ue8m0))
 
 
 def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
@@ -40,14 +95,14 @@ def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> t
 def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """``quantize_rows`` of ``silu(gate) * up``, which is float32 until then. One launch on a GPU.
 
-    ``gate_up``: [rows, 2 * columns], rows contiguous.
+    ``gate_up``: [parts, rows, 2 * columns], to be added up in the parts' order, rows contiguous.
     """
     if gate_up.device.type == "cuda":
         from kernels.triton_fp8 import quantize_gated_triton
 
-        num_rows = -(-len(gate_up) // row_multiple) * row_multiple
+        num_rows = -(-gate_up.shape[1] // row_multiple) * row_multiple
         return quantize_gated_triton(gate_up, num_rows, ue8m0=ue8m0)
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up[0].float().chunk(2, dim=-1)  # on a CPU there is one part
     return quantize_rows(silu(gate) * up, row_multiple, ue8m0=ue8m0)
 
 

@@ -29,7 +29,8 @@ def kernels_in_use(
         f"indexer ours, {of_triton}",
         f"swap-in and top-k ours, CUDA C by cupy {_version('cupy-cuda13x')}",
         f"routed experts {experts}",
-        f"dense products torch's, {'fp8 by scaled_mm' if has_fp8_matrices else 'none in fp8'}",
+        "dense products torch's, "
+        + ("fp8 by scaled_mm, of few rows ours" if has_fp8_matrices else "none in fp8"),
     )
     return "; ".join(parts)
 

@@ -24,7 +24,8 @@ from torch.nn.functional import silu
 from kernels.block_fp8 import BLOCK
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles
-from kernels.fp8_rows import quantize_gated, quantize_rows
+from kernels.fp8_rows import Rounded, quantize_gated, quantize_rows
+from kernels.triton_launch import begin, launch_options
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,18 @@ FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
 """Float32 products do without tensor cores."""
 ROUNDED_TILING: Final = Tiling(128, 128, 4, 3)
 """Of products of fp8 with fp8, in tiles of ROUNDED_TILE_ROWS."""
+NARROW_TILING: Final = Tiling(32, 128, 4, 8)
+"""The same where there are few tiles: more programs, each of as many weights at a time as it can wait for."""
+MOST_NARROW_TILES: Final = 2
 
 
 def run_experts_triton(
-    hidden: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, first_expert: int
+    hidden: Tensor,
+    routing: Routing,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    first_expert: int,
+    rounded: Rounded | None = None,
 ) -> Tensor:
     """See ``kernels.experts.run_experts``."""
     hidden = hidden.contiguous()
@@ -56,10 +65,11 @@ def run_experts_triton(
     x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
         if routing.is_rounded:
-            hidden, x_scales = quantize_rows(hidden, ue8m0=gate_up.ue8m0)
+            rounded = rounded or Rounded(*quantize_rows(hidden, ue8m0=gate_up.ue8m0))
+            hidden, x_scales = rounded.values, rounded.scales
         _launch(hidden, x_scales, gate_up, both, routing, first_expert, is_first=True)
         if routing.is_rounded:
-            inner, x_scales = quantize_gated(both, ue8m0=down.ue8m0)
+            inner, x_scales = quantize_gated(both[None], ue8m0=down.ue8m0)
         else:
             gate, up = both.chunk(2, dim=-1)
             inner = silu(gate) * up
@@ -76,11 +86,12 @@ def _launch(
     first_expert: int,
     *,
     is_first: bool,
+    tiling: Tiling | None = None,
 ) -> None:
     """``x_scales``: of an ``x`` in fp8, as ``quantize_rows`` gives them."""
     num_experts, num_matrices, rows, columns = matrices.values.shape
-    tiling = _tiling(x.dtype, matrices.values.itemsize, routing.tile_rows)
     num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
+    tiling = tiling or _tiling(x.dtype, matrices.values.itemsize, routing.tile_rows, num_tiles)
     grid = (triton.cdiv(rows, tiling.block_rows), num_tiles, num_matrices)
     scales: Any = matrices.scales
     scales_of_rows: Any = x_scales
@@ -111,12 +122,13 @@ def _launch(
         BLOCK_COLUMNS=tiling.block_columns,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **launch_options(x.device),
     )
 
 
-def _tiling(dtype: torch.dtype, bytes_a_weight: int, tile_rows: int) -> Tiling:
+def _tiling(dtype: torch.dtype, bytes_a_weight: int, tile_rows: int, num_tiles: int) -> Tiling:
     if dtype == FP8:
-        return ROUNDED_TILING
+        return NARROW_TILING if num_tiles <= MOST_NARROW_TILES else ROUNDED_TILING
     if dtype == torch.float32:
         return FLOAT32_TILING
     tiling = TILINGS[tile_rows]
@@ -149,12 +161,14 @@ def _product_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """``out[tile] = x[tile] @ matrix.T``, side by side for several matrices of an expert.
 
     The first product reads tokens and writes rows in the order of experts; the second reads those, weighs
     its result and writes it to the row's own place.
     """
+    begin(OVERLAPS)
     tile = tl.load(tile_starts + first_expert) + tl.program_id(1)
     if tile >= tl.load(tile_starts + first_expert + num_experts):
         return
@@ -173,19 +187,26 @@ def _product_kernel(
     tokens = x + source.to(tl.int64)[:, None] * COLUMNS
     weights_of_rows = values + (matrix * ROWS + n)[:, None] * COLUMNS
     total = tl.zeros((TILE_ROWS, BLOCK_ROWS), dtype=tl.float32)
+    if IS_ROUNDED:
+        of_rows = x_scales + source
+        row_scale = tl.load(of_rows, mask=is_row, other=0.0)
+    if HAS_SCALES:
+        scale = tl.load(scales + block_row * blocks_across)
     for start in range(0, COLUMNS, BLOCK_COLUMNS):
         k = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = (k < COLUMNS)[None, :]
         a = tl.load(tokens + k[None, :], mask=is_row[:, None] & is_column, other=0.0)
         b = tl.load(weights_of_rows + k[None, :], mask=(n < ROWS)[:, None] & is_column, other=0.0)
+        following = tl.minimum(start + BLOCK_COLUMNS, COLUMNS - 1) // SCALE_BLOCK
         if IS_ROUNDED:
-            product = tl.dot(a, b.T)
-            of_rows = x_scales + (start // SCALE_BLOCK).to(tl.int64) * num_sources + source
-            product *= tl.load(of_rows, mask=is_row, other=0.0)[:, None]
+            product = tl.dot(a, b.T) * row_scale[:, None]
+            # A round ahead, as are the matrix' scales: they are not among what Triton pipelines.
+            row_scale = tl.load(of_rows + following.to(tl.int64) * num_sources, mask=is_row, other=0.0)
         else:
             product = tl.dot(a, b.to(a.dtype).T, input_precision="ieee")
         if HAS_SCALES:
-            product *= tl.load(scales + block_row * blocks_across + start // SCALE_BLOCK)
+            product *= scale
+            scale = tl.load(scales + block_row * blocks_across + following)
         total += product
     if not IS_FIRST:
         total *= tl.load(weights + row, mask=is_row, other=0.0)[:, None]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
 from kernels.fp8 import FP8_MAX
+from kernels.triton_launch import begin, launch_options
 
 ROWS_PER_PROGRAM = 4
 BLOCKS_PER_PROGRAM = 4
@@ -18,12 +19,12 @@ BLOCKS_PER_PROGRAM = 4
 
 def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_rows``."""
-    return _launch(x, x.shape[1], num_rows, is_gated=False, ue8m0=ue8m0)
+    return _launch(x[None], x.shape[1], num_rows, is_gated=False, ue8m0=ue8m0)
 
 
 def quantize_gated_triton(gate_up: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_gated``."""
-    return _launch(gate_up, gate_up.shape[1] // 2, num_rows, is_gated=True, ue8m0=ue8m0)
+    return _launch(gate_up, gate_up.shape[2] // 2, num_rows, is_gated=True, ue8m0=ue8m0)
 
 
 def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool, ue8m0: bool) -> tuple[Tensor, Tensor]:
@@ -37,9 +38,11 @@ def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool, ue8m0: bo
                 x,
                 values,
                 scales,
-                len(x),
+                x.shape[1],
                 num_rows,
                 x.stride(0),
+                x.stride(1),
+                PARTS=len(x),
                 COLUMNS=columns,
                 IS_GATED=is_gated,
                 UE8M0=ue8m0,
@@ -49,6 +52,7 @@ def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool, ue8m0: bo
                 LARGEST=FP8_MAX,
                 SMALLEST_PEAK=SMALLEST_PEAK,
                 num_warps=4,
+                **launch_options(x.device),
             )
     return values, scales
 
@@ -60,7 +64,9 @@ def _quantize_kernel(
     scales,
     num_given,
     num_rows,
+    x_part,
     x_stride,
+    PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_GATED: tl.constexpr,
     UE8M0: tl.constexpr,
@@ -69,17 +75,21 @@ def _quantize_kernel(
     BLOCKS: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_PEAK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Some blocks of some rows. Rows behind the given ones are zeros."""
+    begin(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
     column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     source = x + row.to(tl.int64) * x_stride + column
     is_given = (row < num_given) & (column < COLUMNS)
-    number = tl.load(source, mask=is_given, other=0.0).to(tl.float32)
+    number = sum_parts(source, x_part, 0, is_given, PARTS)
     if IS_GATED:
-        number = number / (1.0 + tl.exp(-number))
-        number *= tl.load(source + COLUMNS, mask=is_given, other=0.0).to(tl.float32)
+        up = sum_parts(source, x_part, COLUMNS, is_given, PARTS)
+        if PARTS > 1:  # as a product that comes in one part is
+            number, up = number.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
+        number = number / (1.0 + tl.exp(-number)) * up
     rounded, scale = round_blocks(number, 2, LARGEST, SMALLEST_PEAK, UE8M0)
     target = values + row.to(tl.int64) * COLUMNS + column
     tl.store(target, rounded, mask=(row < num_rows) & (column < COLUMNS))
@@ -97,4 +107,19 @@ def round_blocks(
     scale = tl.div_rn(peak, LARGEST)
     if UE8M0:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.div_rn(number, tl.broadcast_to(scale, number.shape)).to(tl.float8e4nv), scale
+    # A rounded quotient and what it leaves give the quotient that a division rounds to, for fewer
+    # instructions: exact but for quotients that are 0 in fp8.
+    inverse = tl.div_rn(1.0, scale)
+    quotient = number * inverse
+    rest = tl.fma(-quotient, tl.broadcast_to(scale, number.shape), number)
+    quotient = tl.where(number == 0.0, number, tl.fma(rest, inverse, quotient))  # a zero keeps its sign
+    return quotient.to(tl.float8e4nv), scale
+
+
+@triton.jit
+def sum_parts(start, part_stride, at, mask, PARTS: tl.constexpr):
+    """float32: the numbers ``at`` of each part, added up in the parts' order."""
+    total = tl.load(start + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(start + part * part_stride + at, mask=mask, other=0.0).to(tl.float32)
+    return total

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.fp8 import FP8_MAX
+from kernels.triton_launch import begin, launch_options
 
 
 def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int) -> None:
@@ -49,6 +50,7 @@ def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int,
             BLOCK_TILES=triton.next_power_of_2(num_scales),
             BLOCK_TILE=triton.next_power_of_2(tile),
             BLOCK_REST=triton.next_power_of_2(max(1, dim - num_quantised)),
+            **launch_options(layer_pool.device),
         )
 
 
@@ -71,8 +73,10 @@ def store_kernel(
     BLOCK_TILES: tl.constexpr,
     BLOCK_TILE: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One row; ``float32_ptr`` and ``bfloat16_ptr`` are the pool again, in numbers of those types."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     byte_row = tl.load(slots_ptr + row) * row_stride
     values_row = values_ptr + row * values_stride

@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.rope.rotate`` on a GPU in one launch, in place of ten that are too small to fill it."""
+"""``kernels.rope`` on a GPU: each function in one launch, in place of ten that are too small to fill it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_launch import begin, launch_options
+
 HEADS_PER_PROGRAM = 16
+TOKENS_PER_PROGRAM = 4
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, out: Tensor) -> None:
@@ -38,7 +41,54 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, out: Tenso
             BLOCK_HEADS=heads,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
+            **launch_options(x.device),
         )
+
+
+def angles(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """See ``kernels.rope.angles``."""
+    num_tokens, half = len(positions), len(inv_freq)
+    cos, sin = torch.empty((2, num_tokens, half), dtype=torch.float32, device=positions.device)
+    if num_tokens:
+        with torch.cuda.device_of(positions):
+            angles_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
+                positions,
+                inv_freq,
+                cos,
+                sin,
+                num_tokens,
+                scaling,
+                HALF=half,
+                TOKENS=TOKENS_PER_PROGRAM,
+                BLOCK_HALF=triton.next_power_of_2(half),
+                num_warps=2,
+                **launch_options(positions.device),
+            )
+    return cos, sin
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def angles_kernel(
+    positions,
+    inv_freq,
+    cos,
+    sin,
+    num_tokens,
+    scaling,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    frequency = tl.load(inv_freq + pair, mask=pair < HALF, other=0.0)
+    begin(OVERLAPS)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    position = tl.load(positions + token, mask=token < num_tokens, other=0).to(tl.float32)
+    angle = position * frequency
+    mask = (token < num_tokens) & (pair < HALF)
+    tl.store(cos + token * HALF + pair, tl.cos(angle) * scaling, mask=mask)
+    tl.store(sin + token * HALF + pair, tl.sin(angle) * scaling, mask=mask)
 
 
 @triton.jit
@@ -60,8 +110,10 @@ def rotate_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """A token's next BLOCK_HEADS heads."""
+    begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     is_head = heads < num_heads

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, scales_shape
 from kernels.block_fp8 import DTYPE as FP8
-from kernels.block_linear import block_linear, gated_block_linear
+from kernels.block_linear import block_product, round_gated
+from kernels.fp8_rows import Activations, Rounding, round_rows
+from kernels.norms import add_parts
 
 
 class BlockLinear(torch.nn.Module):
@@ -34,11 +36,32 @@ class BlockLinear(torch.nn.Module):
         self.register_buffer("weight", torch.empty(shape, dtype=FP8))
         self.register_buffer("weight_scale_inv", torch.empty(scales_shape(*shape), dtype=torch.float32))
 
+    @property
+    def rounding(self) -> Rounding:
+        """Of the input."""
+        return Rounding(self.ue8m0)
+
+    def parts(self, x: Activations) -> Tensor:
+        """[parts, num_tokens, out_features], see ``kernels.block_linear``."""
+        rounded = x.rounded or round_rows(x.dense, self.rounding)
+        return block_product(rounded, x.num_tokens, x.dense.dtype, self.weight, self.weight_scale_inv)
+
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: [..., in_features]. See ``kernels.block_linear``."""
-        rows = x.reshape(-1, x.shape[-1])
-        result = block_linear(rows, self.weight, self.weight_scale_inv, ue8m0=self.ue8m0)
-        return result.view(*x.shape[:-1], -1)
+        """``x``: [..., in_features]"""
+        rows = Activations(x.reshape(-1, x.shape[-1]))
+        return add_parts(self.parts(rows)).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def parts_of(layer: Any, x: Activations) -> Tensor:
+    """[parts, num_tokens, out_features]: what a linear layer or gated MLP, in fp8 or not, makes of ``x``."""
+    result: Tensor = layer.parts(x) if isinstance(layer, BlockLinear | GatedMlp) else layer(x.dense)[None]
+    return result
+
+
+def rounding_of(*layers: Any) -> Rounding | None:
+    """How the common input of these layers is rounded; None where none of them is in fp8."""
+    roundings = [layer.rounding for layer in layers if isinstance(layer, BlockLinear | GatedMlp)]
+    return roundings[0] if roundings else None
 
 
 class JoinedLinears:
@@ -49,16 +72,20 @@ class JoinedLinears:
         self._rows: list[int] = [len(part.weight) for part in parts]  # type: ignore[arg-type]
         self._joined = _join(parts) if can_join(parts) else None
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The results of ``x`` [num_tokens, in_features], parts of one tensor maybe."""
-        if self._joined is None:
-            return tuple(part(x) for part in self._parts)
-        return torch.split(self._joined(x), self._rows, dim=-1)
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of the input; None where no layer is in fp8."""
+        return rounding_of(*self._parts)
 
-    def first(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> tuple[Tensor, ...]:
+        """The results, each [parts, num_tokens, out_features], sections of one tensor maybe."""
+        if self._joined is None:
+            return tuple(parts_of(part, x) for part in self._parts)
+        return torch.split(self._joined.parts(x), self._rows, dim=-1)
+
+    def first(self, x: Activations) -> Tensor:
         """The result of the first layer alone."""
-        result: Tensor = self._parts[0](x)
-        return result
+        return parts_of(self._parts[0], x)
 
 
 class GatedMlp(torch.nn.Module):
@@ -70,12 +97,21 @@ class GatedMlp(torch.nn.Module):
         self.gate_up = _join((mlp.gate_proj, mlp.up_proj))
         self.down_proj: BlockLinear = mlp.down_proj
 
+    @property
+    def rounding(self) -> Rounding:
+        """Of the input."""
+        return self.gate_up.rounding
+
+    def parts(self, x: Activations) -> Tensor:
+        """[parts, num_tokens, hidden_size], see ``kernels.block_linear``."""
+        down = self.down_proj
+        inner = round_gated(self.gate_up.parts(x), down.rounding)
+        return block_product(inner, x.num_tokens, x.dense.dtype, down.weight, down.weight_scale_inv)
+
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [..., hidden_size]"""
-        gate_up = self.gate_up(x.reshape(-1, x.shape[-1]))
-        down = self.down_proj
-        result = gated_block_linear(gate_up, down.weight, down.weight_scale_inv, ue8m0=down.ue8m0)
-        return result.view(x.shape)
+        rows = Activations(x.reshape(-1, x.shape[-1]))
+        return add_parts(self.parts(rows)).to(x.dtype).view(x.shape)
 
 
 def can_join(parts: Sequence[torch.nn.Module]) -> bool:

@@ -9,22 +9,28 @@ business of a ``KvAccess``; the model keeps no per-request state.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.block_linear import JoinedLinears, gated_mlp
-from hisparse_pd.model.expert_router import ExpertRouter
+from hisparse_pd.model.block_linear import JoinedLinears, parts_of, rounding_of
 from hisparse_pd.model.experts import RoutedExperts
+from hisparse_pd.model.feed_forward import FeedForward
 from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.vocabulary import CheckpointError
+from kernels.expert_choice import narrow_product
+from kernels.fp8_rows import Activations, Rounding, round_rows
 from kernels.hadamard import hadamard_matrix
-from kernels.rope import rotate
-from kernels.row_math import linear, matmul_heads, sigmoid, silu
+from kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
+from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
+from kernels.norms import add_norm, add_parts
+from kernels.row_math import sigmoid, silu
 
+_CHANGING_ANGLES = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the length."""
 _NO_DRAFT_LAYER = "this node runs no draft layer: num_draft_layers of its model is 0"
 
 
@@ -61,7 +67,7 @@ class DsaModel:
         self.ranks = ranks
         self._embed = hf_model.model.embed_tokens
         self._rotary = hf_model.model.rotary_emb
-        self._norm = _RmsNorm(hf_model.model.norm)
+        self._norm = _Norm(hf_model.model.norm)
         latent_eps = _latent_eps(spec, hf_model.config)
         is_silu = hf_model.config.hidden_act == "silu"
         self._lm_head = hf_model.lm_head
@@ -87,17 +93,19 @@ class DsaModel:
         return int(self._embed.weight.shape[1])
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor | None
+    ) -> Tensor:
         """Run new tokens through all layers.
 
         ``token_ids``, ``positions``: int64 [num_tokens], of any mix of requests, as ``kv`` knows them.
-        ``logit_rows``: int64 [n], tokens whose logits are wanted. Returns float32 [n, vocab_size].
+        ``logit_rows``: int64 [n], tokens whose logits are wanted; None: all. Returns float32 [n, vocab_size].
         """
         return self._forward(token_ids, positions, kv, logit_rows)[0]
 
     @torch.inference_mode()
     def forward_with_hidden(
-        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """``forward``, which also returns the hidden states behind the final norm, [num_tokens, hidden_size],
         as ``logits`` and ``draft`` take them."""
@@ -175,29 +183,29 @@ class DsaModel:
         token_ids: Tensor,
         positions: Tensor,
         kv: KvAccess,
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
         *,
         with_hidden: bool = False,
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
         """``forward_with_hidden``, which stops after each layer, so that several can be enqueued layer by
         layer. Without a draft layer the result has hidden states only ``with_hidden``."""
-        hidden = self._embed(token_ids)
+        hidden: Tensor = self._embed(token_ids)
+        added: list[Tensor] = []
         rotation = self._rotation(hidden, positions)
         selected: Tensor | None = None
         for layer in self._layers:
-            hidden, selected = layer.forward(hidden, rotation, kv, selected)
+            hidden, added, selected = layer.forward(hidden, added, rotation, kv, selected)
             yield
-        if self._draft_layer is None and not with_hidden:
-            return self.logits(self._norm(hidden[logit_rows])), None
-        hidden = self._norm(hidden)
-        return self.logits(hidden[logit_rows]), hidden
+        normed = self._norm(hidden, added)[1].dense
+        logits = self.logits(normed if logit_rows is None else normed[logit_rows])
+        return logits, normed if self._draft_layer is not None or with_hidden else None
 
     def _forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
         kv: KvAccess,
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
         *,
         with_hidden: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -210,68 +218,69 @@ class DsaModel:
                 return result
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> Rotation:
+        rotary = self._rotary
+        if hidden.is_cuda and rotary.rope_type not in _CHANGING_ANGLES:
+            from kernels.triton_rope import angles
+
+            return angles(positions, rotary.inv_freq, rotary.attention_scaling)
         in_float32 = hidden.new_empty(0, dtype=torch.float32)  # whatever the model's dtype is
         cos, sin = self._rotary(in_float32, positions[None])
         half = cos.shape[-1] // 2
         return cos[0, :, :half], sin[0, :, :half]
 
 
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each float32 [num_tokens, qk_rope_head_dim / 2]."""
-
-
 def _latent_eps(spec: ModelSpec, config: Any) -> float | None:
     return float(config.rms_norm_eps) if spec.family.has_configured_latent_eps else None
 
 
-class _RmsNorm:
-    """A norm of transformers' by torch's own function: one kernel on a GPU, where the module is eight."""
+class _Norm:
+    """A norm of transformers', with the sum in front of it, and the rounding that what follows wants."""
 
-    def __init__(self, module: Any, eps: float | None = None) -> None:
-        """``eps``: in place of the module's."""
+    def __init__(self, module: Any, rounding: Rounding | None = None) -> None:
         self._weight: Tensor = module.weight
-        self._eps: float = module.variance_epsilon if eps is None else eps
+        self._eps: float = module.variance_epsilon
+        self._rounding = rounding
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
+    def __call__(self, hidden: Tensor | None, added: Sequence[Tensor] = ()) -> tuple[Tensor, Activations]:
+        """See ``kernels.norms.add_norm``."""
+        return add_norm(hidden, added, self._weight, self._eps, self._rounding)
 
 
-class _GatedRmsNorm:
+class _GatedNorm:
     """A norm whose result opens a gate of low rank for itself, as A.X-K2 has it."""
 
-    def __init__(self, module: Any) -> None:
-        self._norm = _RmsNorm(module.norm)
+    def __init__(self, module: Any, rounding: Rounding | None) -> None:
+        self._norm = _Norm(module.norm)
         self._down, self._up = module.mlp.fc1, module.mlp.fc2
+        self._rounding = rounding
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._norm(x)
+    def __call__(self, hidden: Tensor | None, added: Sequence[Tensor] = ()) -> tuple[Tensor, Activations]:
+        """As of ``_Norm``."""
+        hidden, normed = self._norm(hidden, added)
+        y = normed.dense
         gate: Tensor = sigmoid(self._up(silu(self._down(y))).float())
-        return (y * gate).to(y.dtype)
+        gated = (y * gate).to(y.dtype)
+        return hidden, Activations(
+            gated, None if self._rounding is None else round_rows(gated, self._rounding)
+        )
 
 
-def _norm_of_hidden(module: Any) -> _RmsNorm | _GatedRmsNorm:
-    return _GatedRmsNorm(module) if hasattr(module, "mlp") else _RmsNorm(module)
+def _norm_of_hidden(module: Any, rounding: Rounding | None) -> _Norm | _GatedNorm:
+    return _GatedNorm(module, rounding) if hasattr(module, "mlp") else _Norm(module, rounding)
 
 
 class _Layer:
-    """One decoder layer: our attention, then transformers' MLP or MoE block with our router."""
+    """One decoder layer: attention, then an MLP or experts. What both add is added up by the next norm."""
 
     def __init__(
         self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, is_silu: bool
     ) -> None:
-        self._input_norm = _norm_of_hidden(module.input_layernorm)
         self._attention = _Attention(spec, number, module.self_attn, latent_eps)
-        self._post_attention_norm = _norm_of_hidden(module.post_attention_layernorm)
-        self._mlp = module.mlp
-        if hasattr(self._mlp, "gate"):
-            self._mlp.gate = ExpertRouter(self._mlp.gate, spec.family.score_outside_groups)
-        if is_silu and hasattr(self._mlp, "shared_experts"):
-            self._mlp.shared_experts = gated_mlp(self._mlp.shared_experts)
-        elif is_silu and hasattr(self._mlp, "gate_proj"):
-            self._mlp = gated_mlp(self._mlp)
-        for part in self._mlp.modules():
-            if is_silu and hasattr(part, "act_fn"):
-                part.act_fn = _Silu()
+        outside = spec.family.score_outside_groups
+        self._feed_forward = FeedForward(module.mlp, outside, is_silu=is_silu)
+        self._input_norm = _norm_of_hidden(module.input_layernorm, self._attention.rounding)
+        post_attention, rounding = module.post_attention_layernorm, self._feed_forward.rounding
+        self._post_attention_norm = _norm_of_hidden(post_attention, rounding)
 
     @property
     def num_heads(self) -> int:
@@ -280,31 +289,33 @@ class _Layer:
     @property
     def experts(self) -> Any:
         """The routed ones; None in a dense layer."""
-        return getattr(self._mlp, "experts", None)
+        return self._feed_forward.experts
 
     def forward_of_others(self, hidden: Tensor) -> None:
-        if isinstance(self.experts, RoutedExperts):
-            self.experts.forward_of_others(hidden, self._mlp.gate.top_k)
+        self._feed_forward.forward_of_others(hidden)
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | None,
+        added: Sequence[Tensor],
         rotation: Rotation,
         kv: KvAccess,
         selected: Tensor | None,
         *,
         runs_indexer: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """``selected``: by a layer or pass before this one; where there is no indexer to run, it holds."""
-        attended, selected = self._attention.forward(
-            self._input_norm(hidden), rotation, kv, selected, runs_indexer=runs_indexer
-        )
-        hidden = hidden + attended
-        return hidden + self._mlp(self._post_attention_norm(hidden)), selected
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Hidden states are the sum of ``hidden`` and what is ``added`` (``kernels.norms``), before the layer
+        and behind it. ``selected``: by a layer or pass before this one; where there is no indexer to run, it
+        holds.
+        """
+        hidden, x = self._input_norm(hidden, added)
+        attended, selected = self._attention.forward(x, rotation, kv, selected, runs_indexer=runs_indexer)
+        hidden, x = self._post_attention_norm(hidden, [attended])
+        return hidden, self._feed_forward(x), selected
 
-    def write(self, hidden: Tensor, rotation: Rotation, kv: KvAccess) -> None:
+    def write(self, added: Sequence[Tensor], rotation: Rotation, kv: KvAccess) -> None:
         """What ``forward`` writes, and nothing else of it."""
-        self._attention.write(self._input_norm(hidden), rotation, kv)
+        self._attention.write(self._input_norm(None, added)[1], rotation, kv)
 
 
 class _DraftLayer:
@@ -318,11 +329,11 @@ class _DraftLayer:
     def __init__(self, spec: ModelSpec, hf_model: Any, latent_eps: float | None, is_silu: bool) -> None:
         module = hf_model.model.layers[spec.num_layers]
         self._embed = getattr(module, "embed_tokens", hf_model.model.embed_tokens)
-        self._embed_norm = _RmsNorm(module.enorm)
-        self._hidden_norm = _RmsNorm(module.hnorm)
+        self._embed_norm = _Norm(module.enorm)
+        self._hidden_norm = _Norm(module.hnorm)
         self._join = module.eh_proj
         self._layer = _Layer(spec, spec.num_layers, module, latent_eps, is_silu)
-        self._norm = _RmsNorm(module.shared_head.norm)
+        self._norm = _Norm(module.shared_head.norm)
         self._lm_head = getattr(module.shared_head, "head", hf_model.lm_head)
 
     def forward_of_others(self, hidden: Tensor) -> None:
@@ -337,24 +348,22 @@ class _DraftLayer:
         logit_rows: Tensor,
         selected: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        joined = self._joined(token_ids, hidden)
-        hidden, _ = self._layer.forward(joined, rotation, kv, selected, runs_indexer=selected is None)
-        hidden = self._norm(hidden)
-        logits: Tensor = self._lm_head(hidden[logit_rows])
-        return logits.float(), hidden
+        joined = [self._joined(token_ids, hidden)]
+        hidden, added, _ = self._layer.forward(
+            None, joined, rotation, kv, selected, runs_indexer=selected is None
+        )
+        normed = self._norm(hidden, added)[1].dense
+        logits: Tensor = self._lm_head(normed[logit_rows])
+        return logits.float(), normed
 
     def write(self, token_ids: Tensor, hidden: Tensor, rotation: Rotation, kv: KvAccess) -> None:
-        self._layer.write(self._joined(token_ids, hidden), rotation, kv)
+        self._layer.write([self._joined(token_ids, hidden)], rotation, kv)
 
     def _joined(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        embedded = self._embed_norm(self._embed(token_ids))
-        joined: Tensor = self._join(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
-        return joined
-
-
-class _Silu(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return silu(x)
+        """[parts, num_tokens, hidden_size]"""
+        embedded = self._embed_norm(self._embed(token_ids))[1].dense
+        both = torch.cat((embedded, self._hidden_norm(hidden)[1].dense), dim=-1)
+        return parts_of(self._join, Activations(both))
 
 
 class _Attention:
@@ -364,15 +373,18 @@ class _Attention:
         self._number = number
         self._group = spec.index_group_of_layer[number]
         self.num_heads: int = module.num_heads
-        self._head_dims: list[int] = [module.qk_nope_head_dim, module.qk_rope_head_dim]
-        self._latent_dims: list[int] = [module.kv_lora_rank, module.qk_rope_head_dim]
         self._scale: float = module.scaling
         indexer = module.indexer
         keys = [] if indexer is None else [indexer.wk]
         self._of_hidden = JoinedLinears([module.q_a_proj, *keys, module.kv_a_proj_with_mqa])
         self._queries = _GatedQueries(module) if hasattr(module, "q_gate_proj") else _Queries(module)
-        self._q_a_norm = _RmsNorm(module.q_a_layernorm, latent_eps)
-        self._kv_a_norm = _RmsNorm(module.kv_a_layernorm, latent_eps)
+        q_norm, kv_norm = module.q_a_layernorm, module.kv_a_layernorm
+        self._norms = LatentNorms(
+            q_norm.weight,
+            q_norm.variance_epsilon if latent_eps is None else latent_eps,
+            kv_norm.weight,
+            kv_norm.variance_epsilon if latent_eps is None else latent_eps,
+        )
         self._o_proj = module.o_proj
         up = module.kv_b_proj.weight.view(self.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
@@ -380,49 +392,53 @@ class _Attention:
         self._value_up = up[:, module.qk_nope_head_dim :].transpose(1, 2).contiguous()
         self._indexer = None if indexer is None else _Indexer(spec, indexer)
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of the input; None where nothing takes it so."""
+        return self._of_hidden.rounding
+
     def forward(
-        self, x: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
+        self, x: Activations, rotation: Rotation, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
     ) -> tuple[Tensor, Tensor]:
-        num_tokens = x.shape[0]
+        """What to add to the hidden states, [parts, num_tokens, hidden_size], and what was selected."""
         indexer = self._indexer if runs_indexer else None
         q_a, *index_keys, kv_a = self._of_hidden(x)
-        q_resid = self._q_a_norm(q_a)
-        q, gate, index_queries = self._queries(q_resid, q_a, with_index=indexer is not None)
-        q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
-        item = self._item(kv_a, rotation)
-        if indexer is None or index_queries is None:
-            kv.write(self._number, item, None)
-        else:
-            q_index, keys, weights = indexer.finish(x, index_queries, index_keys[0], rotation)
-            kv.write(self._number, item, keys)
-            selected = kv.select(self._group, q_index, weights)
+        latents = finish_latents(
+            q_a,
+            kv_a,
+            self._norms,
+            rotation,
+            self._queries.rounding,
+            index_keys=None if indexer is None else index_keys[0],
+            vectors=None if indexer is None else indexer.vectors,
+            head_weights=None if indexer is None else indexer.head_weights(x),
+        )
+        kv.write(self._number, latents.item, latents.index_keys)
+        q, gate, queries = self._queries(latents.q, q_a, with_index=indexer is not None)
+        if indexer is not None and queries is not None and latents.head_weights is not None:
+            q_index = index_queries(queries, indexer.vectors, rotation, x.dense.dtype)
+            selected = kv.select(self._group, q_index, latents.head_weights)
         if selected is None:
             raise CheckpointError(
                 f"layer {self._number} shares an index, but no layer before it has an indexer"
             )
-        # As long as an item; both parts are written in place.
-        q = x.new_empty((num_tokens, self.num_heads, item.shape[1]))
-        latent_dim = self._latent_dims[0]
-        matmul_heads(q_nope, self._key_up, out=q[..., :latent_dim])
-        rotate(q_rope, *rotation, is_interleaved=True, out=q[..., latent_dim:])
-        attended = kv.attend(self._number, q, selected, self._scale)
-        values = x.new_empty((num_tokens, self.num_heads, self._value_up.shape[2]))
-        matmul_heads(attended, self._value_up, out=values)
-        if gate is not None:
-            values = (values * sigmoid(gate.float())).to(values.dtype)
-        output: Tensor = self._o_proj(values.flatten(1))
-        return output, selected
+        attended = kv.attend(self._number, latent_queries(q, self._key_up, rotation), selected, self._scale)
+        values = lift_values(attended, self._value_up, gate, rounding_of(self._o_proj))
+        return parts_of(self._o_proj, values), selected
 
-    def write(self, x: Tensor, rotation: Rotation, kv: KvAccess) -> None:
+    def write(self, x: Activations, rotation: Rotation, kv: KvAccess) -> None:
         """What ``forward`` writes, and nothing else of it."""
-        _, *index_keys, kv_a = self._of_hidden(x)
-        keys = None if self._indexer is None else self._indexer.finish_keys(index_keys[0], rotation)
-        kv.write(self._number, self._item(kv_a, rotation), keys)
-
-    def _item(self, kv_a: Tensor, rotation: Rotation) -> Tensor:
-        latent, k_rope = torch.split(kv_a, self._latent_dims, dim=-1)
-        k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
-        return torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
+        q_a, *index_keys, kv_a = self._of_hidden(x)
+        latents = finish_latents(
+            q_a,
+            kv_a,
+            self._norms,
+            rotation,
+            None,
+            index_keys=None if self._indexer is None else index_keys[0],
+            vectors=None if self._indexer is None else self._indexer.vectors,
+        )
+        kv.write(self._number, latents.item, latents.index_keys)
 
 
 class _Queries:
@@ -433,11 +449,17 @@ class _Queries:
         self._linears = JoinedLinears([module.q_b_proj, *queries])
         self._num_heads: int = module.num_heads
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of the latent query behind its norm."""
+        return self._linears.rounding
+
     def __call__(
-        self, normed: Tensor, raw: Tensor, *, with_index: bool
+        self, normed: Activations, raw: Tensor, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of the latent query [num_tokens, q_lora_rank] behind its norm and before it: queries [num_tokens,
-        num_heads, head_dim]; a gate of each head's values, or None; and ``with_index`` what wq_b makes."""
+        """Of the latent query [num_tokens, q_lora_rank] behind its norm and, in parts, before it: queries
+        [parts, num_tokens, num_heads, head_dim]; a gate of each head's values, so too, or None; and
+        ``with_index`` what wq_b makes, [parts, num_tokens, columns]."""
         q, *index_queries = self._linears(normed) if with_index else [self._linears.first(normed)]
         return _of_heads(q, self._num_heads), None, next(iter(index_queries), None)
 
@@ -451,48 +473,38 @@ class _GatedQueries:
         self._num_heads: int = module.num_heads
         self._parts: list[int] = [module.qk_head_dim, module.v_head_dim]
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of the latent query behind its norm."""
+        return rounding_of(self._index_queries)
+
     def __call__(
-        self, normed: Tensor, raw: Tensor, *, with_index: bool
+        self, normed: Activations, raw: Tensor, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        both = self._projection(torch.cat((normed, raw), dim=-1))
-        q, gate = torch.split(_of_heads(both, self._num_heads), self._parts, dim=-1)
-        return q, gate, self._index_queries(normed) if with_index else None
+        both = torch.cat((normed.dense, add_parts(raw).to(normed.dense.dtype)), dim=-1)
+        made = _of_heads(parts_of(self._projection, Activations(both)), self._num_heads)
+        q, gate = torch.split(made, self._parts, dim=-1)
+        return q, gate, parts_of(self._index_queries, normed) if with_index else None
 
 
 def _of_heads(x: Tensor, num_heads: int) -> Tensor:
-    return x.view(x.shape[0], num_heads, -1)
+    return x.view(*x.shape[:2], num_heads, -1)
 
 
 class _Indexer:
     """The lightning indexer's side of the projections; the scoring itself is ``kernels.indexer``."""
 
     def __init__(self, spec: ModelSpec, module: Any) -> None:
-        self._num_heads: int = module.n_heads
         norm = module.k_norm
-        self._k_norm = norm.weight.float(), norm.bias.float(), norm.eps
-        self._weights_proj = module.weights_proj
-        self._is_interleaved = spec.family.interleaves_index_rope
-        self._hadamard: Tensor | None = None
+        hadamard = None
         if spec.index_rotation:
-            self._hadamard = hadamard_matrix(spec.index_head_dim, spec.dtype, norm.weight.device)
+            hadamard = hadamard_matrix(spec.index_head_dim, spec.dtype, norm.weight.device)
+        is_interleaved = spec.family.interleaves_index_rope
+        self.vectors = IndexVectors(
+            norm.weight.float(), norm.bias.float(), norm.eps, is_interleaved, hadamard
+        )
+        self._head_matrix: Tensor = module.weights_proj.weight
 
-    def finish(
-        self, x: Tensor, queries: Tensor, keys: Tensor, rotation: Rotation
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the hidden states and what wq_b and wk made: queries [num_tokens, heads, dim], keys [num_tokens,
-        dim] and float32 head weights [num_tokens, heads]. For keys in fp8 both are rotated
-        (``kernels.hadamard``).
-        """
-        queries = queries.view(x.shape[0], self._num_heads, -1)
-        queries = rotate(queries, *rotation, is_interleaved=self._is_interleaved)
-        if self._hadamard is not None:
-            queries = linear(queries, self._hadamard)
-        weights = self._weights_proj(x.float()) * self._num_heads**-0.5
-        return queries, self.finish_keys(keys, rotation), weights
-
-    def finish_keys(self, keys: Tensor, rotation: Rotation) -> Tensor:
-        """Of what wk made: keys [num_tokens, dim], as ``finish`` returns them."""
-        wide = torch.nn.functional.layer_norm(keys.float(), keys.shape[1:], *self._k_norm)
-        keys = wide.to(keys.dtype)[:, None]
-        keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]
-        return keys if self._hadamard is None else linear(keys, self._hadamard)
+    def head_weights(self, x: Activations) -> Tensor:
+        """float32 [parts, num_tokens, heads], see ``kernels.latents``."""
+        return narrow_product(x.dense, self._head_matrix)

@@ -18,6 +18,7 @@ from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
 from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.experts import run_experts
+from kernels.fp8_rows import Activations
 
 
 class RoutedExperts(torch.nn.Module):
@@ -51,29 +52,39 @@ class RoutedExperts(torch.nn.Module):
         ``hidden``: [num_tokens, hidden_size]; ``expert_ids``, ``weights``: [num_tokens, top_k]. All ranks
         make this call, for equally many tokens or for up to ``step_tokens``.
         """
+        return self.parts(Activations(hidden), expert_ids, weights).sum(dim=0)
+
+    def parts(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """The same before it is added up, [parts, num_tokens, hidden_size]."""
         if self._ranks is None:
-            return self._compute(hidden, expert_ids, weights).sum(dim=1)
-        num_tokens = len(hidden)
+            return _parts(self._compute(x, expert_ids, weights))
+        hidden, num_tokens = x.dense, x.num_tokens
         num_padding = max(self._ranks.step_tokens - num_tokens, 0)
         if num_padding:
-            hidden, weights = (pad(x, (0, 0, 0, num_padding)) for x in (hidden, weights))
+            hidden, weights = (pad(part, (0, 0, 0, num_padding)) for part in (hidden, weights))
             expert_ids = pad(expert_ids, (0, 0, 0, num_padding), value=self._num_experts)  # of nobody
         rows = self._ranks.gather(_pack(hidden, expert_ids, weights))
-        added = self._compute(*_unpack(rows, expert_ids.shape[1], hidden.dtype))
+        hidden, expert_ids, weights = _unpack(rows, expert_ids.shape[1], hidden.dtype)
+        added = self._compute(Activations(hidden), expert_ids, weights)
         if hidden.dtype == torch.float32:
             # Each of the values to be added up is one rank's, and zero elsewhere. So nothing is rounded, and
             # what follows is what one rank alone computes, for top_k times as much to send.
-            return self._ranks.sum_own(added)[:num_tokens].sum(dim=1)
-        return self._ranks.sum_own(added.sum(dim=1))[:num_tokens]
+            return _parts(self._ranks.sum_own(added)[:num_tokens])
+        return self._ranks.sum_own(added.sum(dim=1))[None, :num_tokens]
 
     def forward_of_others(self, like: Tensor, top_k: int) -> None:
         """Take part in the call of the other ranks without a token. ``like``: [0, hidden_size]."""
         self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
 
-    def _compute(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        is_rounded = rounds(hidden, self.gate_up)
+    def _compute(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        is_rounded = rounds(x.dense, self.gate_up)
         routing = Routing.plan(expert_ids, weights, self._num_experts, is_rounded=is_rounded)
-        return run_experts(hidden, routing, self.gate_up, self.down, self.experts.start)
+        return run_experts(x.dense, routing, self.gate_up, self.down, self.experts.start, x.rounded)
+
+
+def _parts(added: Tensor) -> Tensor:
+    """Of [num_tokens, top_k, hidden_size]; a GPU adds them up where it adds them to the hidden states."""
+    return added.transpose(0, 1) if added.is_cuda else added.sum(dim=1)[None]
 
 
 def _pack(hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

@@ -9,8 +9,17 @@ from torch.nn.functional import silu
 
 from hisparse_pd.model.block_linear import BlockLinear, JoinedLinears
 from kernels.block_fp8 import BLOCK, dequantize, quantize
-from kernels.block_linear import block_linear, gated_block_linear
-from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
+from kernels.block_linear import block_linear, block_product, round_gated
+from kernels.fp8_rows import (
+    FEW_ROWS,
+    Activations,
+    Rounding,
+    dequantize_rows,
+    quantize_gated,
+    quantize_rows,
+    round_rows,
+)
+from kernels.norms import add_parts
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu
@@ -44,7 +53,7 @@ def test_gated_rows_are_rounded_once(ue8m0: bool) -> None:
     x = draw(300, 16, 2 * 1096)[0]
     gate, up = x.float().chunk(2, dim=1)
     expected = silu(gate) * up
-    values, scales = quantize_gated(x, 8, ue8m0=ue8m0)
+    values, scales = quantize_gated(x[None], 8, ue8m0=ue8m0)
     assert bool((scales.log2() % 1 == 0).all()) == ue8m0
     found = dequantize_rows(values, scales)
     assert torch.all(found[300:] == 0)
@@ -74,19 +83,21 @@ def test_is_the_product_of_what_was_rounded(num_tokens: int, shape: tuple[int, i
     assert torch.all((found.double() - exact).norm(dim=1) <= 0.05 * exact.norm(dim=1))
 
 
-def test_a_gated_product_is_that_of_what_was_rounded() -> None:
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_gated_product_is_that_of_what_was_rounded(parts: int) -> None:
     _, values, scales = draw(1, 7168, 2048)
-    gate_up = draw(5, 16, 4096)[0]
-    rounded = dequantize_rows(*quantize_gated(gate_up)).double()
+    gate_up = torch.stack([draw(5, 16, 4096)[0].roll(part) for part in range(parts)])
+    gate_up = gate_up.float() if parts > 1 else gate_up
+    rounded = dequantize_rows(*quantize_gated(add_parts(gate_up).bfloat16()[None])).double()
     expected = rounded @ dequantize(values, scales, torch.float32).double().t()
-    found = gated_block_linear(gate_up, values, scales)
-    assert (found - expected).norm() <= 2**-8 * expected.norm()
+    found = block_product(round_gated(gate_up, Rounding()), 5, torch.bfloat16, values, scales)
+    assert (found.sum(dim=0) - expected).norm() <= 2**-8 * expected.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_tokens", [16, 64, 700])
 def test_a_row_does_not_depend_on_the_rows_beside_it(num_tokens: int, shape: tuple[int, int]) -> None:
-    """Bit for bit, among as many rows; other numbers of rows may add up in another order."""
+    """Bit for bit, among as many rows; other numbers of many rows may add up in another order."""
     x, values, scales = draw(num_tokens, *shape)
     among_others = block_linear(x, values, scales)
     other = draw(num_tokens, *shape)[0].flip(0).roll(1, 1)
@@ -94,6 +105,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(num_tokens: int, shape: tup
     assert torch.equal(block_linear(other, values, scales)[3], among_others[3])
     alone = block_linear(x[3:4], values, scales)[0]
     torch.testing.assert_close(alone, among_others[3], rtol=2**-7, atol=float(alone.abs().max()) * 2**-9)
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_is_the_same_among_any_few_rows(shape: tuple[int, int]) -> None:
+    x, values, scales = draw(FEW_ROWS, *shape)
+
+    def product(rows: Tensor) -> Tensor:
+        return block_product(round_rows(rows, Rounding()), len(rows), torch.bfloat16, values, scales)
+
+    among_all = product(x)
+    for num_rows in (1, 2, 3, 16, 17, 33, 63, FEW_ROWS - 1):
+        for first in (0, FEW_ROWS - num_rows):
+            rows = slice(first, first + num_rows)
+            assert torch.equal(product(x[rows]), among_all[:, rows]), (num_rows, first)
 
 
 def test_layers_that_are_joined_compute_what_each_does_alone() -> None:
@@ -107,15 +133,16 @@ def test_layers_that_are_joined_compute_what_each_does_alone() -> None:
     alone = [part(hidden) for part in parts]
     joined = JoinedLinears(parts)
     assert joined._joined is not None
-    for found, expected in zip(joined(hidden), alone, strict=True):
+    for found, expected in zip(joined(Activations(hidden)), alone, strict=True):
         tolerance = float(expected.abs().max()) * 2**-9
-        torch.testing.assert_close(found, expected, rtol=2**-7, atol=tolerance)
+        result = add_parts(found).to(expected.dtype)
+        torch.testing.assert_close(result, expected, rtol=2**-7, atol=tolerance)
 
 
 def test_no_rows() -> None:
     x, values, scales = draw(1, 256, 384)
     assert block_linear(x[:0], values, scales).shape == (0, 256)
-    assert gated_block_linear(x[:0].repeat(1, 2), values, scales).shape == (0, 256)
+    assert round_gated(x[None, :0], Rounding()).values.shape == (0, 192)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 200])

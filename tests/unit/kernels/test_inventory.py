@@ -27,7 +27,7 @@ def test_a_gpus_kernels_come_with_their_releases(monkeypatch: pytest.MonkeyPatch
     assert line.startswith(
         f"torch {torch.__version__}; attention flashmla_kv by sglang-kernel 0.4.5 (auto on cuda); "
     )
-    assert "routed experts ours, triton 3.6.0; dense products torch's, fp8 by scaled_mm" in line
+    assert "ours, triton 3.6.0; dense products torch's, fp8 by scaled_mm, of few rows ours" in line
     fallback = TorchAttention(FP8, "auto on cuda; not flashmla_kv: sgl_kernel.flash_mla cannot be imported")
     line = kernels_in_use(gpu, fallback, has_own_experts=False, has_fp8_matrices=False)
     assert f"attention torch by torch {torch.__version__} (auto on cuda; not flashmla_kv: " in line

@@ -20,7 +20,9 @@ from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.attention import TorchAttention
+from kernels.fp8_rows import Activations
 from kernels.hadamard import hadamard_matrix
+from kernels.latents import finish_latents
 from kernels.rope import rotate
 from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import write_fp8_checkpoint
@@ -202,8 +204,10 @@ def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
     theirs = load_oracle(tmp_path).model.layers[1].self_attn
     x = torch.full((1, 64), 1e-3)
     expected = x * (x.pow(2).mean() + eps).rsqrt()
-    for norm in (attention._q_a_norm, attention._kv_a_norm, theirs.q_a_layernorm, theirs.kv_a_layernorm):
-        torch.testing.assert_close(norm(x), expected)
+    kv_a, no_turn = torch.cat((x, x.new_zeros(1, 16)), dim=1), (torch.ones(1, 8), torch.zeros(1, 8))
+    ours = finish_latents(x[None], kv_a[None], attention._norms, no_turn, None)
+    for normed in (ours.q.dense, ours.item[:, :64], theirs.q_a_layernorm(x), theirs.kv_a_layernorm(x)):
+        torch.testing.assert_close(normed, expected)
 
 
 @torch.inference_mode()
@@ -228,17 +232,25 @@ def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_mode
         tables.append((cos, sin))
         return rotate(x, cos, sin, **options)
 
-    monkeypatch.setattr("hisparse_pd.model.dsa.rotate", spy)
+    monkeypatch.setattr("kernels.latents.rotate", spy)
+    monkeypatch.setattr("kernels.latent_vectors.rotate", spy)
     for ranks in (None, RankStandIn(0, 1)):  # the two ways to read a checkpoint
         tiny_model = load_model(tmp_path, spec, ranks=ranks)
-        indexer = tiny_model._layers[2]._attention._indexer
+        attention = tiny_model._layers[2]._attention
+        indexer = attention._indexer
         assert indexer is not None
         x, projected = torch.randn(3, 128).bfloat16(), torch.randn(3, 32).bfloat16()
-        queries = torch.randn(3, 32 * indexer._num_heads).bfloat16()
         no_turn = (torch.ones(3, 8), torch.zeros(3, 8))
-        _, keys, head_weights = indexer.finish(x, queries, projected, no_turn)
-        exact = x.double() @ head_matrix.double().t() * indexer._num_heads**-0.5
-        torch.testing.assert_close(head_weights.double(), exact, rtol=1e-5, atol=1e-6)  # bfloat16 has 4e-3
+        q_a, index_keys, kv_a = attention._of_hidden(Activations(x))
+        latents = finish_latents(
+            q_a, kv_a, attention._norms, no_turn, None, index_keys=index_keys, vectors=indexer.vectors,
+            head_weights=indexer.head_weights(Activations(x)),
+        )  # fmt: skip
+        assert latents.head_weights is not None
+        exact = x.double() @ head_matrix.double().t() * len(head_matrix) ** -0.5
+        weights = latents.head_weights.double()
+        torch.testing.assert_close(weights, exact, rtol=1e-5, atol=1e-6)  # bfloat16 has 4e-3
+        keys = indexer.vectors.finish_keys(projected, no_turn)
         wide = projected.float()
         expected = torch.nn.functional.layer_norm(wide, (32,), norm_weight, torch.zeros(32), 1e-6)
         torch.testing.assert_close(keys, expected.bfloat16(), rtol=0, atol=0)

@@ -37,7 +37,7 @@ def test_chooses_and_weighs_as_transformers_does() -> None:
     models = [pair(*sizes) for sizes in ((6, 2, 1, 1), (16, 4, 4, 2), (16, 3, 4, 4))]
     models += [pair(*sizes, axk2=True) for sizes in ((6, 2, None, None), (16, 2, 4, 2), (16, 3, 4, 4))]
     for theirs, ours in models:
-        (_, their_weights, their_ids), (_, weights, ids) = theirs(hidden), ours(hidden)
+        (_, their_weights, their_ids), (weights, ids) = theirs(hidden), ours(hidden)
         num_experts = len(theirs.weight)
         by_expert = torch.zeros(50, num_experts).scatter(1, ids, weights)
         torch.testing.assert_close(
@@ -50,9 +50,9 @@ def test_chooses_and_weighs_as_transformers_does() -> None:
 def test_of_equal_scores_the_lowest_experts_and_groups() -> None:
     for num_tokens in (1, 3, 40):
         _, router = pair(16, 3, 4, 2)
-        router._bias.zero_()
-        _, _, ids = router(torch.zeros(num_tokens, 24))
+        router.choice.bias.zero_()
+        _, ids = router(torch.zeros(num_tokens, 24))
         assert ids.tolist() == [[0, 1, 2]] * num_tokens
-        router._bias[8:] = 1.0  # the last two groups
-        _, _, ids = router(torch.zeros(num_tokens, 24))
+        router.choice.bias[8:] = 1.0  # the last two groups
+        _, ids = router(torch.zeros(num_tokens, 24))
         assert ids.tolist() == [[8, 9, 10]] * num_tokens

@@ -273,5 +273,5 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
 def test_a_rank_that_is_alone_loads_experts_as_transformers_has_them(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "v32")
     model = load_model(tmp_path, load_spec(tmp_path))
-    assert "Experts" in type(model._layers[-1]._mlp.experts).__name__
-    assert isinstance(model._layers[-1]._mlp.experts, RoutedExperts) == (fewest_rows() > 1)
+    assert "Experts" in type(model._layers[-1].experts).__name__
+    assert isinstance(model._layers[-1].experts, RoutedExperts) == (fewest_rows() > 1)

@@ -1,0 +1,82 @@
+"""Which experts a token goes to: those of the best scores, of equal ones the lowest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.norms import add_parts
+from kernels.row_math import linear, sigmoid
+from kernels.selection import ranked_topk
+
+FEW_TOKENS: Final = 256
+"""Up to so many on a GPU our own kernel makes narrow products, of which a row's bits depend on it alone."""
+
+
+def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix.T`` as float32 products, in parts: float32 [parts, num_tokens, outputs].
+
+    ``x``: [num_tokens, columns]; ``matrix``: [outputs, columns], of few outputs; both of any float dtype.
+    """
+    if x.device.type == "cuda" and len(x) <= FEW_TOKENS:
+        from kernels.triton_routing import narrow_parts
+
+        return narrow_parts(x, matrix)
+    return linear(x.float(), matrix.float())[None]
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """How experts are chosen: by the sigmoid of their logits and ``bias``, float32 [num_experts].
+
+    Of ``num_groups`` groups of neighbours the ``num_chosen_groups`` are open whose two best experts have the
+    largest sums; in the others ``score_outside`` stands for every score. Weights are the sigmoids, divided by
+    their sum if it ``normalizes``, times ``scale``.
+    """
+
+    bias: Tensor
+    top_k: int
+    num_groups: int
+    num_chosen_groups: int
+    normalizes: bool
+    scale: float
+    score_outside: float = float("-inf")
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, float32, and ids, int64, [num_tokens, top_k]; one launch on a GPU.
+
+        ``logits``: float32 [parts, num_tokens, num_experts].
+        """
+        if logits.device.type == "cuda":
+            from kernels.triton_routing import choose_triton
+
+            return choose_triton(
+                logits,
+                self.bias,
+                self.top_k,
+                num_groups=self.num_groups,
+                num_chosen_groups=self.num_chosen_groups,
+                normalizes=self.normalizes,
+                scale=self.scale,
+                score_outside=self.score_outside,
+            )
+        scores = sigmoid(add_parts(logits))
+        choice = scores + self.bias
+        if self.num_chosen_groups < self.num_groups:
+            choice = self._in_best_groups(choice)
+        ids = ranked_topk(choice, self.top_k)[1]
+        weights = scores.gather(1, ids)
+        if self.normalizes:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return weights * self.scale, ids
+
+    def _in_best_groups(self, choice: Tensor) -> Tensor:
+        """``choice`` in the groups whose two best experts have the largest sums."""
+        grouped = choice.view(len(choice), self.num_groups, -1)
+        groups = ranked_topk(grouped.topk(2, dim=2).values.sum(dim=2), self.num_chosen_groups)[1]
+        is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device)
+        is_chosen.scatter_(1, groups, True)
+        return grouped.masked_fill(~is_chosen[:, :, None], self.score_outside).view_as(choice)

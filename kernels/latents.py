@@ -1,0 +1,109 @@
+"""What is between the projections and attention: norms of latents, rotations, the matrices of the heads.
+
+Results of projections come in parts, [parts, num_tokens, columns], which are added up in their order
+(``kernels.block_linear``). On a GPU each function is one launch for few tokens, and few launches for many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.block_fp8 import BLOCK
+from kernels.fp8_rows import Activations, Rounding, are_few, round_rows
+from kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
+from kernels.norms import add_parts
+from kernels.rope import rotate
+from kernels.row_math import matmul_heads, sigmoid
+
+
+def finish_latents(
+    q_a: Tensor,
+    kv_a: Tensor,
+    norms: LatentNorms,
+    rotation: Rotation,
+    rounding: Rounding | None,
+    *,
+    index_keys: Tensor | None = None,
+    vectors: IndexVectors | None = None,
+    head_weights: Tensor | None = None,
+) -> Latents:
+    """The latents of what the first projections made.
+
+    With an indexer: ``index_keys``, ``vectors`` and, unless only keys are wanted, ``head_weights``, float32
+    before they are scaled by the number of heads ** -0.5. ``rounding``: of the query latent.
+    """
+    dtype = norms.kv_weight.dtype
+    if q_a.device.type == "cuda":
+        from kernels.triton_latents import finish_latents_triton
+
+        return finish_latents_triton(q_a, kv_a, norms, rotation, rounding, index_keys, vectors, head_weights)
+    size = len(norms.kv_weight)
+    normed = torch.nn.functional.rms_norm(
+        add_parts(q_a).to(dtype), norms.q_weight.shape, norms.q_weight, norms.q_eps
+    )
+    latent, k_rope = add_parts(kv_a).to(dtype).tensor_split([size], dim=-1)
+    latent = torch.nn.functional.rms_norm(latent, (size,), norms.kv_weight, norms.kv_eps)
+    k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
+    keys = weights = None
+    if index_keys is not None and vectors is not None:
+        keys = vectors.finish_keys(add_parts(index_keys).to(dtype), rotation)
+    if head_weights is not None:
+        weights = add_parts(head_weights) * head_weights.shape[2] ** -0.5
+    q = Activations(normed, None if rounding is None else round_rows(normed, rounding))
+    return Latents(q, torch.cat((latent, k_rope), dim=-1), keys, weights)
+
+
+def latent_queries(q: Tensor, key_up: Tensor, rotation: Rotation) -> Tensor:
+    """[num_tokens, heads, latent_dim + rope_dim]: each head's query moved into the latent space, and its
+    rotated part.
+
+    ``q``: [parts, num_tokens, heads, nope_dim + rope_dim]; ``key_up``: [heads, nope_dim, latent_dim].
+    """
+    heads, nope_dim, latent_dim = key_up.shape
+    num_tokens = q.shape[1]
+    rope_dim = q.shape[3] - nope_dim
+    out = torch.empty((num_tokens, heads, latent_dim + rope_dim), dtype=key_up.dtype, device=q.device)
+    if are_few(num_tokens, q.device) and key_up.dtype == torch.bfloat16:
+        from kernels.triton_heads import latent_queries_triton
+
+        latent_queries_triton(q, key_up, *rotation, out)
+        return out
+    q_nope, q_rope = add_parts(q).to(key_up.dtype).tensor_split([nope_dim], dim=-1)
+    matmul_heads(q_nope, key_up, out=out[..., :latent_dim])
+    rotate(q_rope, *rotation, is_interleaved=True, out=out[..., latent_dim:])
+    return out
+
+
+def index_queries(queries: Tensor, vectors: IndexVectors, rotation: Rotation, dtype: torch.dtype) -> Tensor:
+    """[num_tokens, heads, dim] of ``queries`` [parts, num_tokens, heads * dim]."""
+    dim = len(vectors.key_weight)
+    if queries.device.type == "cuda":
+        from kernels.triton_heads import index_queries_triton
+
+        return index_queries_triton(queries, dim, vectors, rotation, dtype)
+    by_head = add_parts(queries).to(dtype).view(queries.shape[1], -1, dim)
+    return vectors.turn(by_head, rotation)
+
+
+def lift_values(
+    attended: Tensor, value_up: Tensor, gate: Tensor | None, rounding: Rounding | None
+) -> Activations:
+    """Each head's product of ``attended`` [num_tokens, heads, latent_dim] by ``value_up`` [heads, latent_dim,
+    value_dim], side by side: [num_tokens, heads * value_dim].
+
+    ``gate``: [parts, num_tokens, heads, value_dim]; its sigmoid multiplies the values.
+    """
+    num_tokens, (heads, _, value_dim) = len(attended), value_up.shape
+    takes = value_up.dtype == torch.bfloat16 and (rounding is None or value_dim % BLOCK == 0)
+    if takes and are_few(num_tokens, attended.device):
+        from kernels.triton_heads import lift_values_triton
+
+        return lift_values_triton(attended, value_up, gate, rounding)
+    values = torch.empty((num_tokens, heads, value_dim), dtype=attended.dtype, device=attended.device)
+    matmul_heads(attended, value_up, out=values)
+    if gate is not None:
+        opening = sigmoid(add_parts(gate).to(values.dtype).float())
+        values = (values * opening).to(values.dtype)
+    dense = values.flatten(1)
+    return Activations(dense, None if rounding is None else round_rows(dense, rounding))

@@ -1,0 +1,45 @@
+"""The norm between two blocks of a layer, with what stands around it: sums before it, rounding behind it.
+
+What a block adds to the hidden states comes in parts, [parts, num_tokens, size]: of a product that was cut
+into parts of its columns, or of several experts. They are added up in their order. On a GPU it is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.fp8_rows import Activations, Rounding, round_rows
+
+
+def add_parts(parts: Tensor) -> Tensor:
+    """[num_tokens, size] of [parts, num_tokens, size], in its dtype and in the parts' order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def add_norm(
+    hidden: Tensor | None, added: Sequence[Tensor], weight: Tensor, eps: float, rounding: Rounding | None
+) -> tuple[Tensor, Activations]:
+    """The sum of ``hidden`` and all that is ``added``, and its RMS norm, with ``rounding`` also rounded.
+
+    ``hidden``: [num_tokens, size], of the model's dtype, which is ``weight``'s; None: zeros. ``added``: parts
+    of up to two blocks, of that dtype or float32.
+    """
+    tokens_of = added[0][0] if hidden is None else hidden
+    if tokens_of.device.type == "cuda":
+        from kernels.triton_norms import add_norm_triton
+
+        return add_norm_triton(hidden, added, weight, eps, rounding)
+    if added:
+        total = add_parts(added[0])
+        for parts in added[1:]:
+            total = total + add_parts(parts)
+        hidden = total if hidden is None else hidden + total
+    assert hidden is not None
+    normed = torch.nn.functional.rms_norm(hidden, weight.shape, weight, eps)
+    return hidden, Activations(normed, None if rounding is None else round_rows(normed, rounding))

@@ -1,0 +1,271 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""``kernels.latents.finish_latents`` on a GPU: a few programs a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from kernels.fp8 import FP8_MAX
+from kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
+from kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
+from kernels.triton_fp8 import round_blocks, sum_parts
+from kernels.triton_launch import begin, launch_options
+
+
+def finish_latents_triton(
+    q_a: Tensor,
+    kv_a: Tensor,
+    norms: LatentNorms,
+    rotation: Rotation,
+    rounding: Rounding | None,
+    index_keys: Tensor | None,
+    vectors: IndexVectors | None,
+    head_weights: Tensor | None,
+) -> Latents:
+    """See ``kernels.latents.finish_latents``."""
+    _, num_tokens, q_rank = q_a.shape
+    device, dtype = q_a.device, norms.kv_weight.dtype
+    latent, item_dim = len(norms.kv_weight), kv_a.shape[2]
+    multiple = row_multiple(num_tokens, device)
+    num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
+    q_blocks = triton.cdiv(q_rank, BLOCK)
+    item = torch.empty((num_tokens, item_dim), dtype=dtype, device=device)
+    dense = torch.empty((num_tokens, q_rank), dtype=dtype, device=device)
+    rounded = None
+    if rounding is not None:
+        values = torch.empty((num_rows, q_rank), dtype=DTYPE, device=device)
+        rounded = Rounded(values, torch.empty((q_blocks, num_rows), dtype=torch.float32, device=device))
+    keys = weights = None
+    if index_keys is not None:
+        keys = torch.empty((num_tokens, index_keys.shape[2]), dtype=dtype, device=device)
+    if head_weights is not None:
+        weights = torch.empty(head_weights.shape[1:], dtype=torch.float32, device=device)
+    nothing = item[None]  # in the place of what is not there
+    key_parts = nothing if index_keys is None else index_keys
+    head_parts = nothing if head_weights is None else head_weights
+    key_norm = (item, item, 0.0)
+    if vectors is not None:
+        key_norm = vectors.key_weight, vectors.key_bias, vectors.key_eps
+    hadamard = None if vectors is None else vectors.hadamard
+    cos, sin = rotation
+    if num_rows:
+        with torch.cuda.device_of(q_a):
+            finish_latents_kernel[(num_rows, 4)](
+                q_a,
+                kv_a,
+                key_parts,
+                head_parts,
+                norms.q_weight,
+                norms.kv_weight,
+                *key_norm[:2],
+                cos,
+                sin,
+                item if hadamard is None else hadamard,
+                dense,
+                item if rounded is None else rounded.values,
+                item if rounded is None else rounded.scales,
+                item,
+                item if keys is None else keys,
+                item if weights is None else weights,
+                num_tokens,
+                num_rows,
+                *q_a.stride()[:2],
+                *kv_a.stride()[:2],
+                *key_parts.stride()[:2],
+                *head_parts.stride()[:2],
+                cos.stride(0),
+                sin.stride(0),
+                norms.q_eps,
+                norms.kv_eps,
+                key_norm[2],
+                head_parts.shape[2] ** -0.5,
+                Q_RANK=q_rank,
+                LATENT=latent,
+                ROPE=item_dim - latent,
+                KEY_DIM=0 if keys is None else keys.shape[1],
+                HEADS=0 if weights is None else weights.shape[1],
+                Q_PARTS=len(q_a),
+                KV_PARTS=len(kv_a),
+                KEY_PARTS=len(key_parts),
+                HEAD_PARTS=len(head_parts),
+                IS_INTERLEAVED=vectors is not None and vectors.is_interleaved,
+                SPREADS=hadamard is not None,
+                ROUNDS=rounding is not None,
+                UE8M0=rounding is not None and rounding.ue8m0,
+                BLOCK=BLOCK,
+                Q_BLOCKS=triton.next_power_of_2(q_blocks),
+                BLOCK_LATENT=triton.next_power_of_2(latent),
+                BLOCK_HALF=triton.next_power_of_2((item_dim - latent) // 2),
+                BLOCK_KEY=triton.next_power_of_2(key_parts.shape[2]),
+                BLOCK_HEADS=triton.next_power_of_2(head_parts.shape[2]),
+                LARGEST=FP8_MAX,
+                SMALLEST_PEAK=SMALLEST_PEAK,
+                num_warps=4,
+                **launch_options(device),
+            )
+    return Latents(Activations(dense, rounded), item, keys, weights)
+
+
+@triton.jit
+def rotated(
+    source,
+    part_stride,
+    cos,
+    sin,
+    mask,
+    pair,
+    HALF: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Both halves of rotated vectors, rounded to ``dtype``; ``pair``: which of the pairs."""
+    if IS_INTERLEAVED:
+        a = sum_parts(source, part_stride, 2 * pair, mask, PARTS)
+        b = sum_parts(source, part_stride, 2 * pair + 1, mask, PARTS)
+    else:
+        a = sum_parts(source, part_stride, pair, mask, PARTS)
+        b = sum_parts(source, part_stride, HALF + pair, mask, PARTS)
+    a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def finish_latents_kernel(
+    q_a,
+    kv_a,
+    keys,
+    head_parts,
+    q_weight,
+    kv_weight,
+    key_weight,
+    key_bias,
+    cos,
+    sin,
+    hadamard,
+    q_resid,
+    values,
+    scales,
+    item,
+    key_out,
+    heads_out,
+    num_tokens,
+    num_rows,
+    q_part,
+    q_stride,
+    kv_part,
+    kv_stride,
+    key_part,
+    key_stride,
+    head_part,
+    head_stride,
+    cos_stride,
+    sin_stride,
+    q_eps,
+    kv_eps,
+    key_eps,
+    head_scale,
+    Q_RANK: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    Q_PARTS: tl.constexpr,
+    KV_PARTS: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    SPREADS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    UE8M0: tl.constexpr,
+    BLOCK: tl.constexpr,
+    Q_BLOCKS: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_PEAK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One token, and of it by the program: the query latent, the KV item, the index key, the head weights."""
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    of_what = tl.program_id(1)
+    dtype: tl.constexpr = item.dtype.element_ty
+    if of_what == 0:
+        block = tl.arange(0, Q_BLOCKS)[:, None]
+        at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        is_there = at < Q_RANK
+        is_given = is_there & (row < num_tokens)
+        normed = normed_row(q_a + row * q_stride, q_part, at, is_given, q_weight, is_there,
+                            q_eps, Q_RANK, Q_PARTS, dtype)  # fmt: skip
+        if ROUNDS:
+            rounded, scale = round_blocks(normed.to(tl.float32), 1, LARGEST, SMALLEST_PEAK, UE8M0)
+            tl.store(values + row * Q_RANK + at, rounded, mask=is_there)
+            tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < Q_RANK)
+        tl.store(q_resid + row * Q_RANK + at, normed, mask=is_there & (row < num_tokens))
+        return
+    if row >= num_tokens:
+        return
+    pair = tl.arange(0, BLOCK_HALF)
+    is_pair = pair < ROPE // 2
+    c = tl.load(cos + row * cos_stride + pair, mask=is_pair, other=0.0)
+    s = tl.load(sin + row * sin_stride + pair, mask=is_pair, other=0.0)
+    if of_what == 1:
+        at = tl.arange(0, BLOCK_LATENT)
+        latent = normed_row(kv_a + row * kv_stride, kv_part, at, at < LATENT, kv_weight, at < LATENT, kv_eps,
+                            LATENT, KV_PARTS, dtype)  # fmt: skip
+        first, second = rotated(kv_a + row * kv_stride + LATENT, kv_part, c, s, is_pair, pair, ROPE // 2,
+                                KV_PARTS, True, dtype)  # fmt: skip
+        target = item + row * (LATENT + ROPE)
+        tl.store(target + at, latent, mask=at < LATENT)
+        tl.store(target + LATENT + pair, first, mask=is_pair)
+        tl.store(target + LATENT + ROPE // 2 + pair, second, mask=is_pair)
+    elif of_what == 2:
+        if KEY_DIM > 0:
+            at = tl.arange(0, BLOCK_KEY)
+            is_there = at < KEY_DIM
+            source = keys + row * key_stride
+            x = sum_parts(source, key_part, at, is_there, KEY_PARTS).to(dtype).to(tl.float32)
+            mean = tl.sum(x) / KEY_DIM
+            away = tl.where(is_there, x - mean, 0.0)
+            factor = tl.rsqrt(tl.sum(away * away) / KEY_DIM + key_eps)
+            normed = away * factor * tl.load(key_weight + at, mask=is_there, other=0.0)
+            normed = (normed + tl.load(key_bias + at, mask=is_there, other=0.0)).to(dtype)
+            target = key_out + row * KEY_DIM
+            tl.store(target + at, normed, mask=is_there)
+            tl.debug_barrier()
+            first, second = rotated(target, 0, c, s, is_pair, pair, ROPE // 2, 1, IS_INTERLEAVED, dtype)
+            tl.debug_barrier()
+            tl.store(target + pair, first, mask=is_pair)
+            tl.store(target + ROPE // 2 + pair, second, mask=is_pair)
+            if SPREADS:
+                tl.debug_barrier()
+                column = at[:, None]
+                is_element = is_there[:, None] & is_there[None, :]
+                matrix = tl.load(hadamard + column * KEY_DIM + at[None, :], mask=is_element, other=0.0)
+                key = tl.load(target + at, mask=is_there, other=0.0).to(tl.float32)
+                spread = tl.sum(key[:, None] * matrix.to(tl.float32), axis=0)
+                tl.debug_barrier()
+                tl.store(target + at, spread, mask=is_there)
+    elif HEADS > 0:
+        head = tl.arange(0, BLOCK_HEADS)
+        total = sum_parts(head_parts + row * head_stride, head_part, head, head < HEADS, HEAD_PARTS)
+        tl.store(heads_out + row * HEADS + head, total * head_scale, mask=head < HEADS)
+
+
+@triton.jit
+def normed_row(
+    source, part_stride, at, is_given, weight, is_weight, eps, SIZE: tl.constexpr, PARTS: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """A row's RMS norm: of the sum of its parts, rounded to ``dtype``."""
+    x = sum_parts(source, part_stride, at, is_given, PARTS).to(dtype).to(tl.float32)
+    factor = tl.load(weight + at, mask=is_weight, other=0.0).to(tl.float32)
+    return (x * tl.rsqrt(tl.sum(x * x) / SIZE + eps) * factor).to(dtype)

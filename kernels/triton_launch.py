@@ -1,0 +1,52 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""How small Triton kernels follow each other: the next one takes its place on the GPU, and fetches weights
+into the L2 cache, while the one in front still runs.
+
+A kernel that is launched so (``launch_options``) begins with ``begin``, before it reads or writes anything
+but weights: it lets the next kernel come and waits for the end of the one in front, hence of all before that.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from kernels.cuda_launch import HOPPER
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels can come early there; interpreted ones cannot."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Of a kernel that has the constant ``OVERLAPS`` and begins with ``begin``."""
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps(device) else {"OVERLAPS": False}
+
+
+@triton.jit
+def begin(OVERLAPS: tl.constexpr):
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(addresses, OVERLAPS: tl.constexpr):
+    """Bring the cache lines at ``addresses``, of weights, into the L2 cache."""
+    if OVERLAPS:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [addresses],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -1,0 +1,296 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""The choice of experts for few tokens: logits, choice and ``Routing.plan``, a launch each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_fp8 import sum_parts
+from kernels.triton_launch import begin, launch_options, prefetch
+
+PART_BYTES: Final = 1024
+"""Of a matrix' row, of which a program of ``narrow_parts`` takes a part."""
+STEP_BYTES: Final = 256
+LINE_BYTES: Final = 128
+BLOCK_OUTPUTS: Final = 32
+TILE_TOKENS: Final = (16, 32, 64)
+CHUNK_ROWS: Final = 8
+"""Rows that a program of ``plan_triton`` sorts."""
+
+
+def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
+    """See ``kernels.expert_choice.narrow_product``."""
+    num_tokens, columns = x.shape
+    outputs = matrix.shape[0]
+    part = PART_BYTES // matrix.itemsize
+    parts = triton.cdiv(columns, part)
+    out = torch.empty((parts, num_tokens, outputs), dtype=torch.float32, device=x.device)
+    tile = next((tile for tile in TILE_TOKENS if tile >= num_tokens), TILE_TOKENS[-1])
+    if num_tokens:
+        with torch.cuda.device_of(x):
+            narrow_kernel[(triton.cdiv(outputs, BLOCK_OUTPUTS), parts, triton.cdiv(num_tokens, tile))](
+                x,
+                matrix,
+                out,
+                num_tokens,
+                x.stride(0),
+                OUTPUTS=outputs,
+                COLUMNS=columns,
+                PART=part,
+                STEP=STEP_BYTES // matrix.itemsize,
+                LINE=LINE_BYTES // matrix.itemsize,
+                TILE=tile,
+                BLOCK_OUTPUTS=BLOCK_OUTPUTS,
+                num_warps=4,
+                **launch_options(x.device),
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def narrow_kernel(
+    x,
+    matrix,
+    out,
+    num_tokens,
+    x_stride,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    STEP: tl.constexpr,
+    LINE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Some outputs of a tile of tokens, from a part of the columns.
+
+    A float32 matrix meets bfloat16 tokens as the sum of three in bfloat16, which it is exactly.
+    """
+    n = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    part = tl.program_id(1)
+    is_n = (n < OUTPUTS)[:, None]
+    of_rows = matrix + n[:, None] * COLUMNS
+    if OVERLAPS:
+        line = part * PART + tl.arange(0, PART // LINE) * LINE
+        prefetch(of_rows + tl.minimum(line, COLUMNS - 1)[None, :], OVERLAPS)
+    begin(OVERLAPS)
+    m = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    is_token = (m < num_tokens)[None, :]
+    of_tokens = x + m.to(tl.int64)[None, :] * x_stride
+    total = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
+    for start in tl.static_range(0, PART, STEP):
+        k = part * PART + start + tl.arange(0, STEP)
+        weights = tl.load(of_rows + k[None, :], mask=is_n & (k < COLUMNS)[None, :], other=0.0)
+        tokens = tl.load(of_tokens + k[:, None], mask=is_token & (k < COLUMNS)[:, None], other=0.0)
+        if weights.dtype == tokens.dtype:
+            total = tl.dot(weights, tokens, total, input_precision="ieee")
+        elif tokens.dtype == tl.float32:
+            total = tl.dot(weights.to(tl.float32), tokens, total, input_precision="ieee")
+        else:
+            most = weights.to(tokens.dtype)
+            rest = weights - most.to(tl.float32)
+            more = rest.to(tokens.dtype)
+            least = (rest - more.to(tl.float32)).to(tokens.dtype)
+            total = tl.dot(most, tokens, tl.dot(more, tokens, tl.dot(least, tokens, total)))
+    target = out + (part * num_tokens + m)[None, :] * OUTPUTS + n[:, None]
+    tl.store(target, total, mask=is_token & (n < OUTPUTS)[:, None])
+
+
+def choose_triton(
+    logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    *,
+    num_groups: int,
+    num_chosen_groups: int,
+    normalizes: bool,
+    scale: float,
+    score_outside: float,
+) -> tuple[Tensor, Tensor]:
+    """See ``kernels.expert_choice``; the best comes first."""
+    parts, num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits.device)
+    if num_tokens:
+        size = num_experts // num_groups
+        with torch.cuda.device_of(logits):
+            choose_kernel[(num_tokens,)](
+                logits,
+                bias,
+                weights,
+                ids,
+                logits.stride(0),
+                scale,
+                score_outside,
+                EXPERTS=num_experts,
+                PARTS=parts,
+                TOP_K=top_k,
+                GROUP=size,
+                GROUPS=num_groups,
+                CHOSEN_GROUPS=num_chosen_groups,
+                NORMALIZES=normalizes,
+                BLOCK_GROUP=triton.next_power_of_2(size),
+                BLOCK_GROUPS=triton.next_power_of_2(num_groups),
+                BLOCK_K=triton.next_power_of_2(top_k),
+                num_warps=1,
+                **launch_options(logits.device),
+            )
+    return weights, ids
+
+
+NOTHING: tl.constexpr = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def order_key(number, index):
+    """int64, ordered as ``number``, with NaN above all; of equal ones the lowest ``index`` is above."""
+    number = tl.where(number == 0.0, 0.0, number).to(tl.float32)  # -0.0 is equal to it
+    bits = number.to(tl.int32, bitcast=True)
+    bits = tl.where(number == number, bits, 0x7FFFFFFF)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def choose_kernel(
+    logits,
+    bias,
+    weights,
+    ids,
+    part_stride,
+    scale,
+    score_outside,
+    EXPERTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """One token. Whatever the logits are, ids are different experts."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_GROUPS)
+    within = tl.arange(0, BLOCK_GROUP)[None, :]
+    expert = group[:, None] * GROUP + within
+    is_expert = (group < GROUPS)[:, None] & (within < GROUP)
+    offset = tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
+    begin(OVERLAPS)
+    logit = sum_parts(logits + token * EXPERTS, part_stride, expert, is_expert, PARTS)
+    score = 1.0 / (1.0 + tl.exp(-logit))
+    choice = score + offset
+    key = tl.where(is_expert, order_key(choice, expert), NOTHING)
+    if CHOSEN_GROUPS < GROUPS:
+        best = tl.max(key, axis=1)
+        second = tl.max(tl.where(key == best[:, None], NOTHING, key), axis=1)
+        first_choice = tl.sum(tl.where(key == best[:, None], choice, 0.0), axis=1)
+        second_choice = tl.sum(tl.where(key == second[:, None], choice, 0.0), axis=1)
+        group_key = tl.where(group < GROUPS, order_key(first_choice + second_choice, group), NOTHING)
+        is_open = group < 0
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            largest = tl.max(group_key, axis=0)
+            is_open = is_open | (group_key == largest)
+            group_key = tl.where(group_key == largest, NOTHING, group_key)
+        outside = tl.where(is_expert, order_key(score_outside, expert), NOTHING)
+        key = tl.where(is_open[:, None], key, outside)
+    k = tl.arange(0, BLOCK_K)
+    chosen_ids = tl.zeros((BLOCK_K,), dtype=tl.int32)
+    chosen_scores = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for number in tl.static_range(TOP_K):
+        largest = tl.max(tl.max(key, axis=1), axis=0)
+        value = tl.sum(tl.sum(tl.where(key == largest, score, 0.0), axis=1), axis=0)
+        chosen_ids = tl.where(k == number, 0x7FFFFFFF - (largest & 0x7FFFFFFF).to(tl.int32), chosen_ids)
+        chosen_scores = tl.where(k == number, value, chosen_scores)
+        key = tl.where(key == largest, NOTHING, key)
+    if NORMALIZES:
+        chosen_scores = tl.div_rn(chosen_scores, tl.sum(chosen_scores, axis=0) + 1e-20)
+    at = token * TOP_K + k
+    tl.store(weights + at, chosen_scores * scale, mask=k < TOP_K)
+    tl.store(ids + at, chosen_ids.to(tl.int64), mask=k < TOP_K)
+
+
+def plan_triton(
+    expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``order``, ``starts``, ``tile_starts`` and ``tile_experts`` of a ``Routing``, for few rows of
+    ``expert_ids``, int [num_tokens, top_k], contiguous: each program holds all. ``num_tiles``: the most that
+    there can be.
+    """
+    num_rows = expert_ids.numel()
+    device = expert_ids.device
+    sizes = (num_rows, num_experts + 1, num_experts + 1, num_tiles)
+    order, starts, tile_starts, tile_experts = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in sizes
+    )
+    with torch.cuda.device_of(expert_ids):
+        plan_kernel[(triton.cdiv(num_rows, CHUNK_ROWS),)](
+            expert_ids,
+            order,
+            starts,
+            tile_starts,
+            tile_experts,
+            num_rows,
+            num_tiles,
+            EXPERTS=num_experts,
+            TILE_ROWS=tile_rows,
+            CHUNK=CHUNK_ROWS,
+            BLOCK_ROWS=triton.next_power_of_2(num_rows),
+            BLOCK_EXPERTS=triton.next_power_of_2(num_experts + 1),
+            BLOCK_TILES=triton.next_power_of_2(num_tiles + 1),
+            num_warps=4,
+            **launch_options(device),
+        )
+    return order, starts, tile_starts, tile_experts
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+def plan_kernel(
+    ids,
+    order,
+    starts,
+    tile_starts,
+    tile_experts,
+    num_rows,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Where a few rows stand in the order of experts; the first program also counts."""
+    begin(OVERLAPS)
+    rows = tl.arange(0, BLOCK_ROWS)
+    of_rows = tl.load(ids + rows, mask=rows < num_rows, other=EXPERTS + 1).to(tl.int32)
+    own = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    of_own = tl.load(ids + own, mask=own < num_rows, other=EXPERTS + 1).to(tl.int32)
+    is_before = (of_rows[None, :] < of_own[:, None]) | (
+        (of_rows[None, :] == of_own[:, None]) & (rows[None, :] < own[:, None])
+    )
+    place = tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(order + place, own, mask=own < num_rows)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, BLOCK_EXPERTS)
+        counts = tl.histogram(tl.minimum(of_rows, BLOCK_EXPERTS - 1), BLOCK_EXPERTS)
+        counts = tl.where(expert < EXPERTS, counts, 0)
+        tl.store(starts + expert, tl.cumsum(counts, axis=0) - counts, mask=expert <= EXPERTS)
+        tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+        ends = tl.cumsum(tiles, axis=0)
+        tl.store(tile_starts + expert, ends - tiles, mask=expert <= EXPERTS)
+        tile = tl.arange(0, BLOCK_TILES)
+        is_end = expert < EXPERTS
+        ended = tl.histogram(tl.minimum(ends, BLOCK_TILES - 1), BLOCK_TILES, mask=is_end)
+        tl.store(tile_experts + tile, tl.cumsum(ended, axis=0), mask=tile < num_tiles)

@@ -1,0 +1,62 @@
+"""Sums, norms and roundings in one launch, against the same in torch, step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.fp8_rows import Rounding, quantize_rows
+from kernels.norms import add_norm
+from tests.gpu.support import DEVICE, needs_gpu, no_waiting
+
+pytestmark = needs_gpu
+
+ROWS = [1, 3, 16, 17, 63, 200]
+
+
+def draw(*shape: int) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+    return torch.randn(shape, device=DEVICE, generator=generator)
+
+
+@pytest.mark.parametrize("rounding", [None, Rounding(), Rounding(ue8m0=True)])
+@pytest.mark.parametrize("size", [7168, 136])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_adds_norms_and_rounds(num_rows: int, size: int, rounding: Rounding | None) -> None:
+    hidden, weight = draw(num_rows, size).bfloat16(), draw(size).bfloat16()
+    of_product, of_experts = draw(4, num_rows, size), draw(num_rows, 3, size).bfloat16().transpose(0, 1)
+    for before, added in ((hidden, []), (hidden, [of_product]), (hidden, [of_product, of_experts]),
+                          (None, [of_experts])):  # fmt: skip
+        with no_waiting():
+            sums, normed = add_norm(before, added, weight, 1e-6, rounding)
+        expected = torch.zeros_like(hidden, dtype=torch.float64) if before is None else before.double()
+        expected = expected + sum(parts.double().sum(dim=0) for parts in added)
+        torch.testing.assert_close(sums.double(), expected, rtol=2**-8, atol=2**-20)
+        wide = torch.nn.functional.rms_norm(sums.double(), (size,), weight.double(), 1e-6)
+        torch.testing.assert_close(normed.dense.double(), wide, rtol=2**-8, atol=2**-20)
+        if rounding is not None:
+            assert normed.rounded is not None
+            values, scales = quantize_rows(normed.dense.cpu(), 1, ue8m0=rounding.ue8m0)
+            assert torch.equal(normed.rounded.scales[:, :num_rows].cpu(), scales)
+            found = normed.rounded.values.cpu()
+            assert torch.equal(found[:num_rows].view(torch.uint8), values.view(torch.uint8))
+            assert not found[num_rows:].float().any()
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
+    hidden, weight, added = draw(63, 7168).to(dtype), draw(7168).to(dtype), draw(4, 63, 7168)
+    sums, normed = add_norm(hidden, [added], weight, 1e-6, None)
+    for row in (0, 20, 62):
+        rows = slice(row, row + 1)
+        alone, normed_alone = add_norm(hidden[rows], [added[:, rows]], weight, 1e-6, None)
+        assert torch.equal(alone, sums[rows])
+        assert torch.equal(normed_alone.dense, normed.dense[rows])
+
+
+def test_no_rows() -> None:
+    weight = draw(256).bfloat16()
+    sums, normed = add_norm(draw(0, 256).bfloat16(), [draw(2, 0, 256)], weight, 1e-6, Rounding())
+    assert sums.shape == normed.dense.shape == (0, 256)
