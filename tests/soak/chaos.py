@@ -42,6 +42,8 @@ class Chaos:
     num_ranks: int = 1
     events: Counter[str] = field(default_factory=Counter)
     process_groups: set[int] = field(default_factory=set)
+    blackouts: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when, by the monotonic clock, no decode node lived."""
 
     def __post_init__(self) -> None:
         self._spared: Sequence[Service] = ()
@@ -93,10 +95,13 @@ class Chaos:
     def _kill_two(self, node: Service) -> None:
         others = [other for other in self.nodes if other is not node and other not in self.survivors]
         other = self.random.choice(others)
+        killed_at = time.monotonic()
         for victim in (node, other):
             self._note("kill -9", victim)
             victim.kill()
         self._start(node, other)
+        if is_decode(node) and is_decode(other):
+            self.blackouts.append((killed_at, time.monotonic()))
 
     def _stop_and_wake(self, node: Service) -> None:
         """As long as a short hiccup, or past all patience: the whole node, its front, or one engine."""
@@ -143,6 +148,10 @@ class Chaos:
 
     def _note(self, event: str, node: Service) -> None:
         self.events[f"{event}: {node.name}"] += 1
+
+
+def is_decode(node: Service) -> bool:
+    return node.arguments[0] == "decode"
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:

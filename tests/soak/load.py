@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,15 @@ class Violation(Exception):
 
 
 @dataclass
+class LostStream:
+    """One that had begun and ended in an error. Times are of the monotonic clock."""
+
+    began_at: float
+    ended_at: float
+    error: str
+
+
+@dataclass
 class Load:
     """``expected``: the tokens of each prompt, for the longest request."""
 
@@ -49,6 +59,7 @@ class Load:
     errors: Counter[str] = field(default_factory=Counter)
     """Messages of errors without their numbers and addresses."""
     violations: list[str] = field(default_factory=list)
+    lost_streams: list[LostStream] = field(default_factory=list)
     num_tokens: int = 0
     num_storms: int = 0
 
@@ -125,6 +136,7 @@ class Load:
 
     async def _streamed(self, body: Json) -> tuple[str, list[int]]:
         tokens: list[int] = []
+        began_at = time.monotonic()
         async with self._http.stream("POST", f"{self.url}/generate", json=body) as answer:
             if answer.status_code != 200:
                 return self._error(answer.status_code, json.loads(await answer.aread())), []
@@ -134,6 +146,8 @@ class Load:
                 if line.startswith("data: "):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
+                        message = event["error"]["message"]
+                        self.lost_streams.append(LostStream(began_at, time.monotonic(), message))
                         return self._error(None, event), tokens
                     tokens = event["output_ids"]
         raise Violation(f"a stream ended after {len(tokens)} tokens without a word")

@@ -3,7 +3,8 @@
 Two prefill nodes, whose transport also fails by itself, two decode nodes with canaries in their free slots,
 a router, and clients that leave in storms, while nodes are killed, stopped and started again. Prefill node 0
 comes back on the same control port, prefill node 1 on another, and all of them in new sessions. Every request
-ends in the right tokens or in a clear error; in the end every pool is whole, every canary lives, and no
+ends in the right tokens or in a clear error, and no stream that has begun ends in an error unless both decode
+nodes were dead at once. In the end every pool is whole, every canary lives, and no
 process, shared memory, temporary file or listening socket is left.
 
 Every process's memory, descriptors and threads are recorded. From the fifth minute on one node of each kind
@@ -128,6 +129,8 @@ def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
         "tokens": load.num_tokens,
         "abort_storms": load.num_storms,
         "errors": dict(load.errors.most_common()),
+        "lost_streams": lost_beside_a_living_node(load, chaos),
+        "blackouts": len(chaos.blackouts),
         "events": dict(sorted(chaos.events.items())),
         "transport_faults": dict(sorted(Counter((tmp_path / "faults").read_text().splitlines()).items())),
         "canaries": canaries,
@@ -141,6 +144,7 @@ def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
     REPORT.with_suffix(".resources.json").write_text(json.dumps(recorder.series()) + "\n")
     print(json.dumps(summary, indent=1))
     assert load.violations == []
+    assert summary["lost_streams"] == []
     assert canaries["findings"] == []
     assert canaries["bytes_checked"] > 0
     assert not any(left.values()), left
@@ -230,6 +234,15 @@ async def soak(
         load.stop()
         await asyncio.gather(clients, storms)
     return load
+
+
+def lost_beside_a_living_node(load: Load, chaos: Chaos) -> list[str]:
+    """The errors of streams that were lost although a decode node lived all the time."""
+    return [
+        stream.error
+        for stream in load.lost_streams
+        if not any(start < stream.ended_at and stream.began_at < end for start, end in chaos.blackouts)
+    ]
 
 
 def serves_again(nodes: Deployment, expected: dict[Prompt, list[int]]) -> None:
