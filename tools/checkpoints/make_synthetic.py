@@ -30,6 +30,9 @@ shrinks. Prompts of random ids should be drawn from the whole vocabulary: a toke
 with three drafts 0.75 gives 2.7 tokens a step, 0.9 gives 3.4. The words stand in a circle, and behind that
 share of them the model says the next of the circle, whatever came before; the layer knows the circle too, and
 of what the model says behind other words next to nothing.
+
+``--published MODEL_TYPE`` writes no weights, but what ``--load-format dummy`` needs: a whole model's
+configuration, by transformers' defaults for that type (``axk2``: A.X-K2-Light), and a tokenizer of its size.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hisparse_pd.model.families import FAMILIES
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer, write_config
 from tools.checkpoints.quantize_fp8 import QUANTIZATION, is_quantized, quantized
 
@@ -151,7 +155,7 @@ def write_synthetic(
     if stale := sorted(out_dir.glob("*.safetensors")):
         raise ValueError(f"{stale[0]} exists already; give an empty directory, or remove the old checkpoint")
     write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
-    _write_tokenizer(out_dir, shape)
+    _write_tokenizer(out_dir, shape.vocab_size, shape.context_length)
 
     maker = _Maker(shape, seed, torch.device(device))
     weight_map: dict[str, str] = {}
@@ -171,6 +175,17 @@ def write_synthetic(
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     return num_bytes
+
+
+def write_published(out_dir: Path, model_type: str) -> None:
+    """Write transformers' default configuration of ``model_type``, in bfloat16, and a tokenizer of its size
+    to ``out_dir``, made when missing; no weights.
+    """
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    written = write_config(out_dir, config | {"dtype": "bfloat16"})
+    _write_tokenizer(out_dir, written["vocab_size"], written["max_position_embeddings"])
 
 
 def _config(shape: SyntheticShape) -> dict[str, Any]:
@@ -338,7 +353,7 @@ class _Maker:
         return drawn
 
 
-def _write_tokenizer(out_dir: Path, shape: SyntheticShape) -> None:
+def _write_tokenizer(out_dir: Path, vocab_size: int, context_length: int) -> None:
     """Byte-level: the bytes, then words of two or more printable characters, then the special tokens.
 
     Word ``j`` is an earlier token and one character more: a character itself below 64, else word j / 64 - 64.
@@ -347,7 +362,7 @@ def _write_tokenizer(out_dir: Path, shape: SyntheticShape) -> None:
 
     shown = byte_characters()
     characters = [shown[ord(character)] for character in _WORD_CHARACTERS]
-    num_words = shape.vocab_size - NUM_BYTES - len(SPECIAL_TOKENS)
+    num_words = vocab_size - NUM_BYTES - len(SPECIAL_TOKENS)
     words: list[str] = []
     merges: list[tuple[str, str]] = []
     for number in range(num_words):
@@ -358,7 +373,7 @@ def _write_tokenizer(out_dir: Path, shape: SyntheticShape) -> None:
     vocab = {token: token_id for token_id, token in enumerate((*shown, *words))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    save_tokenizer(tokenizer, out_dir, shape.context_length)
+    save_tokenizer(tokenizer, out_dir, context_length)
 
 
 OPTIONS = {
@@ -395,10 +410,19 @@ def main(arguments: list[str] | None = None) -> None:
         value = getattr(default, field)
         kind = float if value is None else type(value)
         parser.add_argument(f"--{option}", dest=field, type=kind, default=value, help=about)
+    parser.add_argument(
+        "--published",
+        choices=tuple(FAMILIES),
+        help="only configuration and tokenizer, at the sizes that transformers has for this model type",
+    )
     parser.add_argument("--fp8", action="store_true", help="matrices in fp8 with scales of blocks")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--device", default="cpu", help="where the weights are drawn; they differ by device")
     options = parser.parse_args(arguments)
+    if options.published:
+        write_published(options.out, options.published)
+        print(f"wrote configuration and tokenizer of {options.published} to {options.out}")
+        return
     started = time.monotonic()
     try:
         shape = SyntheticShape(**{field: getattr(options, field) for field, _ in OPTIONS.values()})
