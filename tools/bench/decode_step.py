@@ -37,8 +37,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -99,8 +99,10 @@ KINDS = {
     "top-k": "^topk$",
     "collectives": "nccl",
     "attention": "flash_|sparse_attn|attend_kernel|combine_kernel|get_mla_metadata",
+    "experts": "^_product_kernel|choose_kernel|narrow_kernel|plan_kernel",
+    "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",
 }
-"""What kernels' names match; what matches none is "the rest": projections, experts, sampling."""
+"""What kernels' names match; what matches none is "the rest": norms, rounding, sampling."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +114,47 @@ class Prefilled:
     """The same in main memory."""
     index: Tensor
     hints: Tensor
+    hints_at: Mapping[int, Tensor]
+    """Those of prompts that are the beginning of this one, by their tokens."""
     tokens_a_second: float
+
+    def up_to(self, context: int) -> Prefilled:
+        """Of the prompt's beginning; for one of the ``cuts`` of ``prefill``, or the whole."""
+        return replace(
+            self,
+            kv=self.kv[:, :context],
+            kv_host=self.kv_host[:, :context],
+            index=self.index[:, :context],
+            hints=self.hints_at[context],
+        )
 
 
 def prefill(
-    spec: ModelSpec, model: DsaModel, settings: DecodeSettings, chunk: int, context: int
+    spec: ModelSpec,
+    model: DsaModel,
+    settings: DecodeSettings,
+    chunk: int,
+    context: int,
+    cuts: Collection[int] = (),
+    num_passes: int = 2,
 ) -> Prefilled:
-    """Chunk by chunk, as the prefill node does; the rate is of a second pass, when all is compiled."""
+    """Chunk by chunk, as the prefill node does; the rate is of the last pass: in a second all is compiled.
+
+    ``cuts``: where else a prompt may end, multiples of ``chunk``.
+    """
     device = model.device
     memory = PrefillMemory(spec, num_slots=round_up(context, PAGE_SIZE), num_aux_slots=1, device=device)
     kernels = PromptRunner(model, memory, PAGE_SIZE, settings.attention_backend, chunk).kernels
     tokens = random_tokens(spec, context)
     pages = torch.arange(round_up(context, PAGE_SIZE) // PAGE_SIZE, device=device)
-    hints = torch.empty(0)
+    hints: dict[int, Tensor] = {}
     secs = 0.0
-    for _ in range(2):
+    for _ in range(num_passes):
         synchronize(device)
         started = time.perf_counter()
         for start in range(0, context, chunk):
             stop = min(start + chunk, context)
-            request = PagedRequest(pages, start, stop - start, want_hint=stop == context)
+            request = PagedRequest(pages, start, stop - start, want_hint=stop in (*cuts, context))
             kv = PagedKv(spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels)
             inputs = tokens[start:stop].to(device), kv.positions, kv, kv.last_rows
             if spec.num_draft_layers:
@@ -141,11 +164,11 @@ def prefill(
             else:
                 model.forward(*inputs)
             if kv.hints[0] is not None:
-                hints = kv.hints[0].cpu()
+                hints[stop] = kv.hints[0].cpu()
         synchronize(device)
         secs = time.perf_counter() - started
     kv_all = memory.kv[:, :context]
-    return Prefilled(kv_all, kv_all.cpu(), memory.index[:, :context], hints, context / secs)
+    return Prefilled(kv_all, kv_all.cpu(), memory.index[:, :context], hints[context], hints, context / secs)
 
 
 def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
@@ -187,6 +210,42 @@ def make_hot_buffers(
     )
 
 
+def slots_of_one(
+    spec: ModelSpec, settings: DecodeSettings, mode: Mode, context: int, num_steps: int
+) -> SlotCounts:
+    """What a request takes for its prompt and four times ``num_steps`` steps. Raises DecodeSettingsError."""
+    num_new = settings.speculative_num_steps + 1
+    life = context + 4 * num_steps * num_new + 1 + num_new
+    is_hisparse = mode is Mode.HISPARSE
+    capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
+    if 0 < capacity < min(full_buffer(num_new - 1, spec.index_topk), life):
+        raise DecodeSettingsError(
+            f"--buffer {capacity}: the positions of a step with {num_new - 1} drafts may select "
+            f"more; give {full_buffer(num_new - 1, spec.index_topk)}"
+        )
+    return SlotCounts(
+        host=life if is_hisparse else 0,
+        device=capacity or life,
+        index=life,
+        lookup=life if is_hisparse else 0,
+        aux=0,
+        req_row=1,
+    )
+
+
+def slots_of_all(need: SlotCounts, batch: int) -> SlotCounts:
+    """Of the pools for ``batch`` requests that take ``need`` each, in whole pages."""
+    host = max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch)
+    return SlotCounts(
+        host=host,
+        device=round_up(need.device, PAGE_SIZE) * batch,
+        index=round_up(need.index, PAGE_SIZE) * batch,
+        lookup=LOOKUPS_PER_HOST_TOKEN * host,
+        aux=1,
+        req_row=batch,
+    )
+
+
 class Bench:
     """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
 
@@ -205,34 +264,11 @@ class Bench:
         used.mark("before")
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
         self._num_new = settings.speculative_num_steps + 1
-        life = context + 4 * num_steps * self._num_new + 1 + self._num_new
         self._spec, self._prompt, self._sampling, self._grammar = spec, prompt, sampling, grammar
-        is_hisparse = mode is Mode.HISPARSE
-        capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
-        if 0 < capacity < min(full_buffer(self._num_new - 1, spec.index_topk), life):
-            raise DecodeSettingsError(
-                f"--buffer {capacity}: the positions of a step with {self._num_new - 1} drafts may select "
-                f"more; give {full_buffer(self._num_new - 1, spec.index_topk)}"
-            )
-        need = SlotCounts(
-            host=life if is_hisparse else 0,
-            device=capacity or life,
-            index=life,
-            lookup=life if is_hisparse else 0,
-            aux=0,
-            req_row=1,
-        )
-        pools = Pools(
-            SlotCounts(
-                host=max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
-                device=round_up(need.device, PAGE_SIZE) * batch,
-                index=round_up(life, PAGE_SIZE) * batch,
-                lookup=LOOKUPS_PER_HOST_TOKEN * max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
-                aux=1,
-                req_row=batch,
-            ),
-            PAGE_SIZE,
-        )
+        self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
+        need = slots_of_one(spec, settings, mode, context, num_steps)
+        life, capacity = need.index, need.device if mode is Mode.HISPARSE else 0
+        pools = Pools(slots_of_all(need, batch), PAGE_SIZE)
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
         used.mark("pools")
         self.hot_buffers = make_hot_buffers(spec, settings, self.memory, pools, max(self._num_new, capacity))
@@ -314,7 +350,9 @@ class Bench:
         )
         if self._grammar is not None:
             request.matcher = self._grammar.matcher(ignore_eos=True)
-        request.output_token_ids.append(int(random_tokens(self._spec, number + 1)[-1]))
+        # Of their own on every rank, too, so that all ranks' tokens choose their experts.
+        newest = random_tokens(self._spec, self._first_number + number + 1)[-1]
+        request.output_token_ids.append(int(newest))
         holding, prompt = request.owned, self._prompt
         if mode is Mode.HISPARSE:
             first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
@@ -413,8 +451,13 @@ def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", type=Path, required=True)
-    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
     parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
+    add_node_options(parser)
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Those of ``add_shared_options`` that say how a node runs, whatever its model and prompts."""
+    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument("--micro-batch-min-bs", type=int, help="as the decode node's; 0: never")

@@ -41,6 +41,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -177,13 +178,13 @@ def write_synthetic(
     return num_bytes
 
 
-def write_published(out_dir: Path, model_type: str) -> None:
-    """Write transformers' default configuration of ``model_type``, in bfloat16, and a tokenizer of its size
-    to ``out_dir``, made when missing; no weights.
+def write_published(out_dir: Path, model_type: str, **changes: Any) -> None:
+    """Write transformers' default configuration of ``model_type``, in bfloat16 and with ``changes``, and a
+    tokenizer of its size to ``out_dir``, made when missing; no weights.
     """
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[model_type]().to_dict()
+    config = CONFIG_MAPPING[model_type](**changes).to_dict()
     written = write_config(out_dir, config | {"dtype": "bfloat16"})
     _write_tokenizer(out_dir, written["vocab_size"], written["max_position_embeddings"])
 
@@ -199,6 +200,21 @@ def _config(shape: SyntheticShape) -> dict[str, Any]:
         **{_CONFIG_NAMES.get(name, name): value for name, value in sizes.items()},
         **draft,
     }
+
+
+def shared_query(normal: Callable[[int], Tensor], head_dim: int, rope_dim: int, norm: float) -> Tensor:
+    """What all tokens' indexer queries have in common: [head_dim], of that ``norm``. ``normal`` draws.
+
+    RoPE comes first and pairs element i with i + half; pair i turns by theta ** (-i / half) a token.
+    """
+    half = rope_dim // 2
+    drawn = normal(rope_dim)
+    angles = _ROPE_THETA ** (-torch.arange(half, device=drawn.device) / half)
+    drifting = drawn * (2 * math.pi / angles >= MIN_PERIOD).repeat(2)
+    lasting = normal(head_dim - rope_dim)
+    parts = [part / part.norm().clamp_min(1e-9) for part in (drifting, lasting)]
+    shared = torch.cat(parts)
+    return shared.mul_(norm / float(shared.norm()))
 
 
 class _Maker:
@@ -297,7 +313,10 @@ class _Maker:
         own = math.sqrt(shape.jitter * num_pairs / shape.index_head_dim)
         heads = self._matrix(num_pairs * shape.index_head_dim, shape.q_lora_rank, own)
         heads = heads.view(num_pairs, shape.index_head_dim, shape.q_lora_rank)
-        heads[:, :, 0] = self._shared_query() / SHARED_QUERY
+        shared = shared_query(
+            self._normal, shape.index_head_dim, shape.qk_rope_head_dim, math.sqrt(1 - shape.jitter)
+        )
+        heads[:, :, 0] = shared / SHARED_QUERY
         signs = torch.tensor([1.0, -1.0], device=self._device)
         wq_b = (heads[:, None] * signs[None, :, None, None]).reshape(-1, shape.q_lora_rank)
         head_weights = torch.zeros((shape.index_n_heads, shape.hidden_size), device=self._device)
@@ -310,21 +329,6 @@ class _Maker:
             "weights_proj.weight": head_weights,
         }
         return {f"self_attn.indexer.{name}": value for name, value in weights.items()}
-
-    def _shared_query(self) -> Tensor:
-        """What all tokens' indexer queries have in common, [index_head_dim], of squared norm 1 - jitter.
-
-        RoPE comes first and pairs element i with i + half; pair i turns by theta ** (-i / half) a token.
-        """
-        shape = self._shape
-        half = shape.qk_rope_head_dim // 2
-        angles = _ROPE_THETA ** (-torch.arange(half, device=self._device) / half)
-        is_slow = (2 * math.pi / angles >= MIN_PERIOD).repeat(2)
-        drifting = self._normal(2 * half) * is_slow
-        lasting = self._normal(shape.index_head_dim - 2 * half)
-        parts = [part / part.norm().clamp_min(1e-9) for part in (drifting, lasting)]
-        shared = torch.cat(parts)
-        return shared.mul_(math.sqrt(1 - shape.jitter) / float(shared.norm()))
 
     def _mlp(self, prefix: str, width: int) -> dict[str, Tensor]:
         return {

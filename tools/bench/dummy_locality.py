@@ -1,0 +1,99 @@
+"""Dummy weights whose selections have locality, so that hits in a hot buffer are a setting.
+
+Selections of weights drawn at random have next to none. As in ``tools.checkpoints.make_synthetic``, a
+constant channel of the hidden state gives every indexer query a part that all tokens share, and the other
+part is jitter. The shared part's size is a norm's weight, which can be set between two measurements.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.model import loader
+from hisparse_pd.model.dummy_weights import draw
+from hisparse_pd.model.spec import ModelSpec
+from kernels.block_fp8 import DTYPE as FP8
+from tools.checkpoints.make_synthetic import CONSTANT, SHARED_QUERY, shared_query
+
+LAYER_GAIN = 0.02
+"""Of what layers add to the hidden state, so that 61 of them leave the constant's share as it is."""
+
+
+class DummyLocality:
+    """Of one model."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self.num_bytes = 0
+        """Of all weights drawn, by their shapes."""
+        self._latent_norms: list[Tensor] = []
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Models loaded within, with dummy weights, get what locality needs."""
+        with patch.object(loader, "draw", self._draw):
+            yield
+
+    def set_jitter(self, jitter: float) -> None:
+        """``jitter``: what the newest token alone decides of the variance of indexer scores, a share above 0
+        and below 1. 1 - jitter is the correlation of consecutive scores.
+        """
+        num_pairs = self._spec.index_num_heads // 2
+        own = self._spec.index_head_dim / num_pairs  # squared norm of the own part of the pairs' mean
+        for weight in self._latent_norms:
+            weight[0] = math.sqrt(own * (1 - jitter) / jitter) / SHARED_QUERY
+
+    def _draw(self, name: str, target: Tensor) -> None:
+        draw(name, target)
+        self.num_bytes += target.nbytes
+        is_scale = name.endswith(loader.SCALES)
+        match name.split(".")[-2]:
+            case "o_proj" | "down_proj" if is_scale or target.dtype != FP8:
+                target.mul_(LAYER_GAIN)
+            case "embed_tokens":
+                target.mul_(math.sqrt(target.shape[1]))
+                target[:, 0] = CONSTANT
+            case "eh_proj":
+                target[0] = 0
+                target[0, 0] = 1
+            case "q_a_proj" if not is_scale:
+                self._put(target[0], torch.zeros(target.shape[1]))
+                self._put(target[0, :1], self._in_units(target, torch.tensor([SHARED_QUERY / CONSTANT])))
+            case "q_a_layernorm":
+                self._latent_norms.append(target)
+            case "wq_b" if not is_scale:
+                self._put_shared_queries(name, target)
+            case "weights_proj":
+                signs = torch.tensor([1.0, -1.0]).repeat(len(target) // 2)
+                target.zero_()
+                self._put(target[:, 0], signs / CONSTANT)
+
+    def _put_shared_queries(self, name: str, target: Tensor) -> None:
+        """Heads come in pairs of opposite sign, as in ``make_synthetic``."""
+        spec, generator = self._spec, torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        shared = shared_query(
+            lambda size: torch.randn(size, generator=generator),
+            spec.index_head_dim,
+            spec.qk_rope_head_dim,
+            norm=1.0,
+        )
+        pairs = target.view(-1, 2, spec.index_head_dim, target.shape[1])
+        for first, second in pairs:
+            self._put(first[:, 0], self._in_units(target, shared))
+            self._put(second, -first.float())
+
+    @staticmethod
+    def _in_units(target: Tensor, values: Tensor) -> Tensor:
+        """What is stored for ``values``: matrices in fp8 have scales of that size."""
+        return values * math.sqrt(target.shape[1]) if target.dtype == FP8 else values
+
+    @staticmethod
+    def _put(target: Tensor, values: Tensor) -> None:
+        target.copy_(values.to(target.device).to(target.dtype))

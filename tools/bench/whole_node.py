@@ -1,0 +1,296 @@
+"""A whole decode node on its GPUs in one call: memory, links, collectives and steps of a model of full size.
+
+    python -m tools.bench.whole_node [--layers 61] [--seconds 570] [--out STEM]
+
+Takes as many ranks as there are GPUs, and DeepSeek-V3.2's published sizes with dummy weights in fp8 and an
+MTP layer; ``--layers 30`` is what four GPUs hold, ``--model-path`` takes another model's sizes, or keeps
+these for nodes that are to serve them. First come the links, each alone and all at once, the ranks'
+agreement, the load and collectives by tokens a rank; then one prompt's prefill, and the steps of
+``tools.bench.decode_step``, the most valuable cells first: those whose settings stand first in ``--batch``,
+``--context``, ``--jitter``, ``--drafts`` and ``--modes``. The JSON is written after every cell, and the call
+ends by its own clock, whatever hangs.
+
+A batch that does not fit becomes the largest that does, by a decode node's plan for the GPU and by the main
+memory that there is for all ranks. Dummy weights accept no drafts, so that tokens a second "as accepted"
+count with what drafts have brought elsewhere. Hits are what ``--jitter`` makes of them, and are measured.
+Milliseconds are the first rank's; a step's parts are those of ``decode_step``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from decode_node.drafting import full_buffer
+from hisparse_pd.bench.facts import OUT
+from hisparse_pd.bench.report import REPORT_WIDTH, make_console, table_of, write_json
+from hisparse_pd.memory.device import DeviceMemory, use_device
+from hisparse_pd.memory.free import free_memory
+from hisparse_pd.memory.machine import Machine
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.rank_group import RankGroup
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import MAX_DRAFTS, Mode, RankPlace
+from tools.bench.decode_step import (
+    KINDS,
+    Prefilled,
+    add_node_options,
+    load_shared_spec,
+    make_settings,
+    measure,
+    prefill,
+    shared_report,
+    slots_of_all,
+    slots_of_one,
+)
+from tools.bench.dummy_locality import DummyLocality
+from tools.bench.exchange import measure_agreement, measure_collectives, measure_links
+from tools.bench.step_memory import MemoryByPart, planned_pools, show
+from tools.checkpoints.make_synthetic import write_published
+from tools.checkpoints.quantize_fp8 import QUANTIZATION
+
+ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}
+"""Tokens of a step by drafts, as docs/operations.md counts."""
+EXPECTED_LAYER_MS = {
+    32768: ((24, 64, 128), (0.96, 1.42, 2.17)),
+    65536: ((24, 64, 128), (1.08, 1.84, 2.95)),
+}
+"""By context: requests a rank of eight, and what a layer takes by the arithmetic of docs/operations.md."""
+MAIN_MEMORY_SHARE = 0.9
+GRACE_SECS = 5.0
+"""That ranks have to end by themselves, before they are ended."""
+
+
+def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All there are to measure, by their value: those first whose settings stand first in their options."""
+    options = {name: getattr(arguments, name) for name in ("batch", "context", "jitter", "drafts", "modes")}
+    found = []
+    for places in product(*(range(len(values)) for values in options.values())):
+        cell = {name: values[i] for (name, values), i in zip(options.items(), places, strict=True)}
+        if cell["modes"] == "hisparse" or cell["jitter"] == arguments.jitter[0]:  # dense steps have no hits
+            found.append((sum(places), cell))
+    return [cell for _, cell in sorted(found, key=lambda item: item[0])]
+
+
+def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.device) -> int:
+    """Of at most the cell's requests, by what is free now; 0: not even one fits."""
+    free_gb = DeviceMemory.read(device).free_bytes / 1e9 if device.type == "cuda" else float("inf")
+    free = free_memory(Machine())
+    host_gb = float("inf") if free is None else MAIN_MEMORY_SHARE * free.num_bytes / 1e9
+    for batch in range(cell.batch, 0, -1):
+        settings = make_settings(cell, batch, cell.drafts)
+        need = slots_of_one(spec, settings, Mode(cell.modes), cell.context, cell.steps)
+        totals = slots_of_all(need, batch)
+        of_host = cell.dp_size * totals.host * spec.num_kv_layers * spec.item_bytes / 1e9
+        if sum(planned_pools(settings, spec, totals).values()) <= free_gb and of_host <= host_gb:
+            return batch
+    return 0
+
+
+def beside(row: dict[str, Any], context: int, num_ranks: int, num_layers: int) -> dict[str, Any]:
+    """What a node's users ask for, and what docs/operations.md counts for them where it does."""
+    batch, drafts = row["batch"], row["num_drafts"]
+    accepted = ACCEPTED.get(drafts)
+    of_user = None if accepted is None else 1e3 * accepted / row["step_ms"]
+    requests, layer_ms = EXPECTED_LAYER_MS.get(context, ((), ()))
+    is_counted = row["mode"] == "hisparse" and num_ranks == 8 and drafts == 0 and bool(requests)
+    is_counted = is_counted and requests[0] <= batch <= requests[-1]
+    expected_ms = num_layers * float(np.interp(batch, requests, layer_ms)) if is_counted else None
+    return {
+        "as_accepted_a_user": of_user,
+        "as_accepted_a_gpu": of_user and batch * of_user,
+        "as_accepted_node": of_user and num_ranks * batch * of_user,
+        "expected_a_gpu": expected_ms and 1e3 * batch / expected_ms,
+    }
+
+
+def measure_cells(
+    arguments: argparse.Namespace,
+    spec: ModelSpec,
+    model: Any,
+    locality: DummyLocality,
+    prompt: Prefilled,
+    ranks: RankGroup,
+) -> Iterator[dict[str, Any]]:
+    """All ranks go through the same cells, and what one has no room or no time for, none does: a cell is left
+    out where the quickest that was as large took longer than is left."""
+    done: set[tuple[Any, ...]] = set()
+    secs_by_tokens: list[tuple[int, float]] = []
+    for cell in cells(arguments):
+        buffer = max(arguments.buffer, full_buffer(cell["drafts"], spec.index_topk))
+        of_cell = argparse.Namespace(**{**vars(arguments), **cell, "buffer": buffer})
+        gc.collect()
+        ranks.agree(0)  # all have given back what the cell before took
+        batch = min(most for (most,) in ranks.agree(largest_batch(spec, of_cell, model.device)))
+        num_tokens = batch * cell["context"]
+        as_large = [secs for tokens, secs in secs_by_tokens if tokens >= num_tokens]
+        expected_secs = min(as_large, default=max((secs for _, secs in secs_by_tokens), default=0.0))
+        has_time = time.monotonic() + expected_secs < arguments.ends_at
+        key = (batch, *(cell[name] for name in ("context", "jitter", "drafts", "modes")))
+        if batch == 0 or key in done or (0,) in ranks.agree(int(has_time)):
+            continue
+        done.add(key)
+        started = time.monotonic()
+        locality.set_jitter(cell["jitter"])
+        of_prompt = prompt.up_to(cell["context"])
+        row = measure(spec, model, of_cell, of_prompt, Mode(cell["modes"]), batch, cell["drafts"], None)
+        secs = time.monotonic() - started
+        secs_by_tokens.append((num_tokens, secs))
+        asked = {"asked": cell["batch"], "context": cell["context"], "jitter": cell["jitter"], "secs": secs}
+        yield {**asked, **row, **beside(row, cell["context"], ranks.size, spec.num_layers)}
+
+
+def run(arguments: argparse.Namespace, place: RankPlace) -> None:
+    """One rank."""
+    console = Console(width=REPORT_WIDTH, quiet=place.rank > 0)
+    settings = DecodeSettings(
+        model_path=arguments.model_path, device=arguments.device, dp_size=place.size
+    ).of_rank(place.rank)
+    arguments.device = settings.device
+    use_device(arguments.device)
+    device = torch.device(arguments.device)
+    spec = load_shared_spec(arguments, max(arguments.drafts))
+    ranks = RankGroup(place, device, agree_secs=300.0, forward_secs=300.0)
+    report = {**shared_report(arguments, spec), "num_ranks": place.size, "rows": []}
+
+    def keep(**found: Any) -> None:
+        report.update(found)
+        if place.rank == 0:
+            write_json(arguments.out.with_suffix(".json"), report)
+
+    keep(links=measure_links(ranks, device, arguments.link_bytes))
+    keep(agreement=measure_agreement(ranks))
+    used = MemoryByPart(device)
+    used.mark("CUDA and collectives")
+    locality = DummyLocality(spec)
+    started = time.monotonic()
+    with locality.drawing():
+        model = load_model(arguments.model_path, spec, arguments.device, ranks)
+    ranks.meet("loaded")
+    used.mark("weights")
+    keep(load_secs=time.monotonic() - started, memory_gb=used.gb, planned_weights_gb=locality.num_bytes / 1e9)
+    keep(collectives=measure_collectives(ranks, device, model.hidden_size, arguments.collectives))
+    locality.set_jitter(arguments.jitter[0])
+    longest, cuts = max(arguments.context), arguments.context
+    prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, longest, cuts, num_passes=1)
+    keep(prefill_tokens_a_second=prompt.tokens_a_second, prefill_ends_at=time.monotonic() - started)
+    for row in measure_cells(arguments, spec, model, locality, prompt, ranks):
+        report["rows"].append(row)
+        keep()
+        console.print(
+            f"{row['mode']} {row['batch']}, {row['context']} tokens, jitter {row['jitter']}, "
+            f"{row['num_drafts']} drafts: {row['step_ms']:.3f} ms; {row['secs']:.1f} s",
+            highlight=False,
+        )
+    ranks.leave()
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    title = f"{report['num_ranks']} ranks, {report['num_layers']} layers, {report['device']}: "
+    for name in ("links", "collectives"):
+        console.print(table_of(title + name, report.get(name, [])))
+    for name in ("agreement", "load_secs", "memory_gb", "planned_weights_gb", "prefill_tokens_a_second"):
+        console.print(f"{name}: {report.get(name)}", highlight=False)
+    names = ("mode", "batch", "context", "num_drafts", "hit_rate", "step_ms", "tokens_a_step", "swap_in_gb_s")
+    users = ("as_accepted_a_user", "as_accepted_a_gpu", "as_accepted_node", "expected_a_gpu")
+    kinds = (*KINDS, "the rest") if any(row["gpu_ms"] for row in report["rows"]) else ()
+    lines = [
+        {name: row[name] for name in (*names, *users)} | {kind: row["gpu_ms"].get(kind) for kind in kinds}
+        for row in report["rows"]
+    ]
+    console.print(table_of(title + "steps, ms, and tokens a second", lines))
+    for row in report["rows"]:
+        if row["memory_gb"]:
+            console.print(f"{row['mode']} {row['batch']}: GB {show(row['memory_gb'], row['planned_gb'])}")
+
+
+def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:
+    """At most until then; those that are left are ended, also when one of them fails: they wait for it.
+
+    Returns whether one has failed.
+    """
+    running = list(processes)
+    while running and not any(process.exitcode for process in processes):
+        left_secs = until - time.monotonic()
+        if left_secs <= 0:
+            break
+        wait([process.sentinel for process in running], left_secs)
+        running = [process for process in running if process.is_alive()]
+    has_failed = any(process.exitcode for process in processes)
+    for process in processes:
+        process.kill()
+        process.join()
+    return has_failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model-path", type=Path, help="whose config.json to take; written if it has none")
+    add_node_options(parser)
+    parser.set_defaults(
+        load_format="dummy", kv_cache_dtype="fp8_e4m3", chunk=2048, modes=["hisparse", "dense"]
+    )
+    parser.set_defaults(micro_batch_min_bs=0, penalties=False, no_graphs=False)
+    parser.add_argument(
+        "--layers", type=int, default=61, help="of DeepSeek-V3.2, where --model-path has no model"
+    )
+    parser.add_argument("--dp-size", type=int, default=torch.cuda.device_count() or 2, help="ranks")
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 8, 1, 32, 16], help="requests a rank")
+    parser.add_argument("--context", type=int, nargs="+", default=[32768, 65536], help="multiples of --chunk")
+    parser.add_argument(
+        "--jitter", type=float, nargs="+", default=[0.1, 0.27], help="90%% and 67%% hits at 32k"
+    )
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3, 1], choices=range(MAX_DRAFTS + 1))
+    parser.add_argument(
+        "--collectives", type=int, nargs="+", default=[1, 8, 32, 64, 128, 2048], help="tokens"
+    )
+    parser.add_argument("--link-bytes", type=int, default=1 << 30, help="of a copy")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=570.0, help="that all may take")
+    parser.add_argument("--out", type=Path, default=OUT / "whole_node", help="JSON, without suffix")
+    arguments = parser.parse_args(argv)
+    if uneven := [context for context in arguments.context if context % arguments.chunk]:
+        parser.error(f"--context {uneven[0]} is no multiple of --chunk {arguments.chunk}")
+    arguments.ends_at = started + arguments.seconds - GRACE_SECS
+    written = arguments.out.with_suffix(".json")
+    written.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        arguments.model_path = arguments.model_path or Path(directory) / "model"
+        if not (arguments.model_path / "config.json").exists():
+            write_published(
+                arguments.model_path,
+                "deepseek_v32",
+                num_hidden_layers=arguments.layers,
+                num_nextn_predict_layers=1,
+                quantization_config=QUANTIZATION,
+            )
+        size = arguments.dp_size
+        places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
+        processes = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
+        for process in processes:
+            process.start()
+        has_failed = wait_for(processes, started + arguments.seconds)
+    if written.exists():
+        print_report(json.loads(written.read_text()), make_console())
+    return int(has_failed or not written.exists())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
