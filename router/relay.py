@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ class Relay:
     """Sends requests to pairs, up to ``max_retries`` times again.
 
     ``on_retry`` is told each time which node failed with the request; None: one could not be reached.
+    ``check`` asks a node for its health and tells the pool.
     ``passes_authorization``: the client's key is for the nodes, not for the router.
     ``resume_timeout_secs``: a request whose decode node was lost looks for another pair for so long.
     """
@@ -65,6 +66,7 @@ class Relay:
         on_retry: Callable[[Node | None], None] = lambda blamed: None,
         on_resume: Callable[[str, float], None] = lambda reason, secs: None,
         *,
+        check: Callable[[Node], Awaitable[None]],
         max_retries: int = 1,
         passes_authorization: bool = True,
         resume_timeout_secs: float = 0.0,
@@ -74,6 +76,7 @@ class Relay:
         self.calls = calls
         self.on_retry = on_retry
         self.on_resume = on_resume
+        self.check = check
         self.max_retries = max_retries
         self.resume_timeout_secs = resume_timeout_secs
         self.journals = journals or JournalBudget(0)
@@ -206,7 +209,7 @@ class _Passage:
         """Of the first pair that gives one. Raises RouterError."""
         while True:
             try:
-                pair = self._pick()
+                pair = await self._pick()
             except RouterError as error:
                 if self._resume is None or self._resume.is_late:
                     raise
@@ -226,10 +229,12 @@ class _Passage:
             if self._resume is not None:
                 await self._resume.pause()
 
-    def _pick(self) -> Pair:
+    async def _pick(self) -> Pair:
         excluded = self._excluded
         if self._resume is not None and not self._pool.has(self._kinds, excluded):
-            excluded = set()  # it may be back
+            # They may be back. What the last round of checks found is older than the loss.
+            await asyncio.gather(*map(self._relay.check, excluded))
+            excluded = set()
         return self._pool.pick(excluded, self._body.prompt, self._kinds)
 
     async def _ask(self, pair: Pair) -> Answer:

@@ -103,11 +103,19 @@ class _Router:
         journals = JournalBudget(settings.journal_bytes)
         self.metrics = RouterMetrics(self.pool, journals)
         calls = NodeCalls.of(settings)
+        self._watch = HealthWatch(
+            self.pool,
+            calls,
+            interval_secs=settings.health_interval_secs,
+            timeout_secs=HEALTH_TIMEOUT_SECS,
+            with_load=settings.policy != "round_robin",
+        )
         self.relay = Relay(
             self.pool,
             calls,
             on_retry=self.metrics.count_retry,
             on_resume=self.metrics.count_resume,
+            check=self._watch.check,
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
             resume_timeout_secs=settings.resume_timeout_secs,
@@ -119,13 +127,6 @@ class _Router:
             f"{socket.gethostname()}:{settings.port}",
             self.metrics.count_spans,
             follows=False,
-        )
-        self._watch = HealthWatch(
-            self.pool,
-            calls,
-            interval_secs=settings.health_interval_secs,
-            timeout_secs=HEALTH_TIMEOUT_SECS,
-            with_load=settings.policy != "round_robin",
         )
         self._status = StatusBoard(self.pool, drain, calls, self.metrics, settings.policy)
         fleet = Fleet(self.pool, calls)

@@ -109,6 +109,30 @@ async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third() -> Non
         assert "router_truncated_answers_total 1.0" in await pair.metrics()
 
 
+async def test_a_lost_node_has_the_stream_again_once_it_is_healthy() -> None:
+    """Nobody else is there. What stands before the node takes connections for it meanwhile, and cuts them."""
+
+    async def dies(node: FakeNode, send: Send) -> None:
+        node.healthy = False
+        await LOST(node, send)
+
+    async def is_back(node: FakeNode, send: Send) -> None:
+        if not node.healthy:
+            raise CutConnection
+        await GOES_ON(node, send)
+
+    async with cluster(decode=at_first(dies, is_back), resume_timeout_secs=30) as pair:
+        asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
+
+        async def is_found_dead() -> bool:
+            return (await pair.client.get("/health")).status_code == 503
+
+        await eventually(is_found_dead)
+        pair.decode[0].healthy = True
+        assert (await asking).text == SHOWN
+        assert len(pair.decode[0].requests) == 2
+
+
 NOT_READY = says(b'{"error": {"message": "not yet"}}', 503)
 
 
