@@ -1,15 +1,15 @@
 """Streams whose decode node is lost go on at the other one, and say what they would have said (I5).
 
-Losses are connections that are cut behind every twentieth line of the journal, and nodes that are killed or
-told to leave. Steps verify drafts, so that a line may be of several tokens.
+Losses are connections that are cut behind every twentieth line of the journal, and nodes that are killed,
+stopped or told to leave. Steps verify drafts, so that a line may be of several tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.nodes import NodeKind
 from tests.integration.cutting_proxy import CuttingProxy
 from tests.integration.harness import (
     REQUEST_TIMEOUT_SECS,
@@ -25,12 +26,14 @@ from tests.integration.harness import (
     Service,
     at_once,
     decode_service,
+    is_idle,
     prefill_service,
     router_service,
     running,
     wait_until,
 )
 from tests.integration.stream_events import said_in
+from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.I5
 
@@ -137,6 +140,36 @@ CASES: dict[str, tuple[str, Json]] = {
 }
 
 
+class Stream:
+    """A streamed answer of ``path`` that is read piece by piece."""
+
+    def __init__(self, path: str, answer: httpx.Response) -> None:
+        self.answer = answer
+        self._path = path
+        self._pieces = answer.iter_text()
+        self._text = ""
+
+    def read(self, num_events: int) -> None:
+        """Until there are so many more."""
+        target = self._text.count("data: ") + num_events
+        while self._text.count("data: ") < target:
+            self._text += next(self._pieces)
+        assert "[DONE]" not in self._text, "the stream is over"
+
+    def said(self) -> Any:
+        """All that it says, once it has ended."""
+        self._text += "".join(self._pieces)
+        return said_in(self._path, self._text)
+
+
+@contextlib.contextmanager
+def reading(url: str, path: str, body: Json) -> Iterator[Stream]:
+    body = {**body, "stream": True}
+    with httpx.stream("POST", f"{url}{path}", json=body, timeout=REQUEST_TIMEOUT_SECS) as answer:
+        assert answer.status_code == 200, answer.read()
+        yield Stream(path, answer)
+
+
 @dataclass
 class Cut:
     nodes: Deployment
@@ -158,21 +191,40 @@ class Cut:
         return sum(proxy.num_cuts for proxy in self.proxies)
 
     def said(self, path: str, body: Json) -> Any:
-        url = f"{self.nodes.url}{path}"
-        answer = httpx.post(url, json={**body, "stream": True}, timeout=REQUEST_TIMEOUT_SECS)
-        assert answer.status_code == 200, answer.text
-        return said_in(path, answer.text)
+        with reading(self.nodes.url, path, body) as stream:
+            return stream.said()
+
+    def node_of(self, stream: Stream) -> tuple[Service, Service]:
+        """The decode node at which a stream began, and the other one."""
+        urls = [proxy.url for proxy in self.proxies]
+        here = urls.index(stream.answer.headers[NodeKind.DECODE.header])
+        return self.nodes.decode[here], self.nodes.decode[1 - here]
+
+    def num_resumes(self, reason: str) -> float:
+        return self.nodes.router.metrics().get(f'hisparse_pd:router_resumes_total{{reason="{reason}"}}', 0.0)
+
+    def start_again(self, *nodes: Service) -> None:
+        """Until the router knows that all are there."""
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.wait_healthy()
+        wait_until(self._is_whole, "the router finds all nodes healthy")
+
+    def _is_whole(self) -> bool:
+        told = httpx.get(f"{self.nodes.url}/health", timeout=5).json()["nodes"]
+        return all(node["healthy"] for node in told)
 
 
 @pytest.fixture(scope="module")
 def cut(
     drafting_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cut]:
-    """Two decode nodes, each behind a proxy, and a prefill node."""
+    """Two decode nodes, each behind a proxy, and two prefill nodes."""
     directory = tmp_path_factory.mktemp("resume")
     checkpoint = shutil.copytree(drafting_checkpoint("v32"), directory / "model")
     (checkpoint / "chat_template.jinja").unlink(missing_ok=True)  # its chats may then have tools
-    prefill = [prefill_service(checkpoint, directory, "prefill")]
+    prefill = [prefill_service(checkpoint, directory, f"prefill-{number}") for number in range(2)]
     options = ["--device-buffer-size", "200", "--speculative-num-steps", "3"]
     decode = [decode_service(checkpoint, directory, f"decode-{number}", options) for number in range(2)]
     with running([*prefill, *decode]), contextlib.ExitStack() as stack:
@@ -248,26 +300,84 @@ def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
     assert [answer.json()["output_ids"] for answer in answers] == [expected] * 2
 
 
-def test_a_node_that_is_told_to_leave_is_gone_in_seconds(cut: Cut) -> None:
-    node = cut.nodes.decode[0]
-    before = cut.nodes.router.metrics()['hisparse_pd:router_resumes_total{reason="moved"}']
+ENDLESS = CASES["completions-penalized"][1] | {"max_tokens": 7000}
+"""It takes longer than anything that a test does meanwhile."""
+MANY_TOKENS = CASES["completions-penalized"][1] | {"max_tokens": 800}
 
-    def drain() -> None:
-        started = time.monotonic()
-        httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
-        assert node.process is not None
-        assert node.process.wait(30) == 0
-        assert time.monotonic() - started < 20
 
-    lose(cut, node, drain)
-    assert cut.nodes.router.metrics()['hisparse_pd:router_resumes_total{reason="moved"}'] > before
-    node.start()
-    node.wait_healthy()
+def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) -> None:
+    with reading(cut.nodes.url, COMPLETIONS, ENDLESS) as stream:
+        stream.read(1)
+        node, other = cut.node_of(stream)
+
+        def leave() -> None:
+            httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
+            assert node.process is not None
+            assert node.process.wait(WAIT_SECS) == 0
+
+        before = cut.num_resumes("moved")
+        lose(cut, node, leave)
+        assert cut.num_resumes("moved") > before
+        wait_until(
+            lambda: other.metrics()["hisparse_pd:num_running_reqs"] == 1, "the endless stream alone goes on"
+        )
+    cut.start_again(node)
+
+
+@pytest.mark.slow
+def test_a_prefill_node_and_a_decode_node_that_are_killed_at_once(cut: Cut) -> None:
+    prefill, decode = cut.nodes.prefill[0], cut.nodes.decode[0]
+
+    def kill_both() -> None:
+        prefill.signal_group(signal.SIGKILL)
+        decode.kill()
+        prefill.kill()
+
+    lose(cut, decode, kill_both)
+    cut.start_again(prefill, decode)
+
+
+@pytest.mark.slow
+def test_both_nodes_are_killed_one_after_the_other(cut: Cut) -> None:
+    """The stream goes on at the second one, and then at the first one, which is back."""
+    undisturbed = cut.said(COMPLETIONS, MANY_TOKENS)
+    before = cut.num_resumes("lost")
+    with reading(cut.nodes.url, COMPLETIONS, MANY_TOKENS) as stream:
+        stream.read(20)
+        first, second = cut.node_of(stream)
+        first.kill()
+        wait_until(lambda: cut.num_resumes("lost") == before + 1, "the stream goes on at the second node")
+        stream.read(20)
+        second.signal_group(signal.SIGSTOP)  # so that the stream is not over before the first one is back
+        first.start()
+        first.wait_healthy()
+        second.kill()
+        assert stream.said() == undisturbed
+    assert cut.num_resumes("lost") == before + 2
+    cut.start_again(second)
+
+
+@pytest.mark.slow
+def test_a_node_that_stands_still_is_lost_after_its_silence(cut: Cut, tmp_path: Path) -> None:
+    """What it says when it wakes up is not shown. This router waits for a shorter time than others do."""
+    nodes = cut.nodes
+    router = router_service(nodes.prefill, cut.proxies, tmp_path, ["--request-timeout-secs", "4"])
+    undisturbed = cut.said(COMPLETIONS, MANY_TOKENS)
+    with running([router]), reading(router.url, COMPLETIONS, MANY_TOKENS) as stream:
+        stream.read(20)
+        node, _ = cut.node_of(stream)
+        node.signal_group(signal.SIGSTOP)
+        try:
+            resumed = 'hisparse_pd:router_resumes_total{reason="lost"}'
+            wait_until(lambda: router.metrics().get(resumed), "the stream goes on at the other node")
+        finally:
+            node.signal_group(signal.SIGCONT)
+        assert stream.said() == undisturbed
+    wait_until(lambda: is_idle(node), "what woke up is given up")
 
 
 def test_a_node_that_is_killed(cut: Cut) -> None:
     """The last test: it stays away."""
-    killed, other = cut.nodes.decode
-    wait_until(lambda: httpx.get(f"{cut.nodes.url}/health", timeout=5).json()["nodes"][1]["healthy"], "both")
-    lose(cut, killed, killed.kill)
+    node, other = cut.nodes.decode
+    lose(cut, node, node.kill)
     assert other.is_healthy()
