@@ -178,14 +178,14 @@ def write_synthetic(
     return num_bytes
 
 
-def write_published(out_dir: Path, model_type: str, **changes: Any) -> None:
+def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **changes: Any) -> None:
     """Write transformers' default configuration of ``model_type``, in bfloat16 and with ``changes``, and a
-    tokenizer of its size to ``out_dir``, made when missing; no weights.
+    tokenizer of its size to ``out_dir``, made when missing; no weights. ``in_fp8``: as ``write_synthetic``'s.
     """
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[model_type](**changes).to_dict()
-    written = write_config(out_dir, config | {"dtype": "bfloat16"})
+    config = CONFIG_MAPPING[model_type](**changes).to_dict() | {"dtype": "bfloat16"}
+    written = write_config(out_dir, config | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
     _write_tokenizer(out_dir, written["vocab_size"], written["max_position_embeddings"])
 
 
@@ -424,7 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="where the weights are drawn; they differ by device")
     options = parser.parse_args(arguments)
     if options.published:
-        write_published(options.out, options.published)
+        write_published(options.out, options.published, in_fp8=options.fp8)
         print(f"wrote configuration and tokenizer of {options.published} to {options.out}")
         return
     started = time.monotonic()
