@@ -32,7 +32,7 @@ from tests.integration.harness import (
     running,
     wait_until,
 )
-from tests.integration.stream_events import said_in
+from tests.stream_events import said_in
 from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.I5

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hisparse_pd.api.schemas import Endpoint
-from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
-from tests.unit.api.scripted_engine import deliver, say
-from tests.unit.api.support import BODY, NATIVE, Node, parse, serving
+from tests.stream_events import said_in
+from tests.unit.api.scripted_engine import deliver, say, stops_after
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -75,6 +77,39 @@ async def test_a_stream_goes_on_behind_its_records(tmp_path: Path, num_records: 
         bounds = (sampling.max_new_tokens, sampling.min_new_tokens, sampling.num_resumed_tokens)
         assert bounds == (8 - num_tokens, max(0, 7 - num_tokens), num_tokens)
         assert sampling.seed == 5
+
+
+MARKUP = "<think>hm</think>Yes.<tool_call>write<arg_key>text</arg_key><arg_value>one</arg_value></tool_call>"
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
+FUNCTION = {"name": "write", "parameters": PARAMETERS}
+WITH_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "tools": [{"type": "function", "function": FUNCTION}]},
+    "/v1/messages": {"messages": MESSAGES, "tools": [{"name": "write", "input_schema": PARAMETERS}]},
+    "/v1/responses": {"input": "hi", "tools": [{"type": "function", **FUNCTION}]},
+}
+
+
+@pytest.mark.usefixtures("codec")
+@pytest.mark.parametrize("path", WITH_TOOLS)
+async def test_the_cut_may_lie_within_any_markup(tmp_path: Path, path: str) -> None:
+    """Records are of a few characters each, so that ``</think>`` and all parts of a call are cut."""
+
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        return stops_after(MARKUP[generate.sampling.num_resumed_tokens :], per_message=4)(generate)
+
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {**WITH_TOOLS[path], **ROOM, limit: 160, "stream": True, "journal": HEAD}
+    async with serving(script, tmp_path) as node:
+        whole = units((await node.post(path, **body)).text)
+        records = [record for _, record in whole if isinstance(record, list)]
+        undisturbed = said_in(path, "".join(events for events, _ in whole))
+        assert len(records) > 1
+        assert "hm" in json.dumps(undisturbed)
+        assert "think>" not in json.dumps(undisturbed)
+        for number in range(1, len(records)):
+            rest = units((await node.post(path, **body, journal_records=[records[:number]])).text)
+            text = "".join(events for events, _ in [*whole[:number], *rest])
+            assert said_in(path, text) == undisturbed, records[:number]
 
 
 async def test_both_nodes_have_the_same_prompt_of_each_sample(tmp_path: Path) -> None:
