@@ -129,8 +129,9 @@ class HotBuffers:
 
     def _go_through(self, request: Request) -> None:
         """Verify all items of a dense request once, in its pages."""
-        slots = slots_tensor(request.extents(PoolKind.DEVICE))[: request.num_kv_tokens].to(self.device)
-        positions = torch.arange(len(slots), device=self.device)
+        positions = torch.arange(request.num_kv_tokens, device=self.device)
+        page_ids = self.state.page_table[request.req_row, positions // self.page_size].long()
+        slots = page_ids * self.page_size + positions % self.page_size
         check_in_place(
             self.state,
             request.req_row,

@@ -249,7 +249,7 @@ class NodeSettings(_Settings):
     verify_rows: bool = Field(
         True,
         description="keep a check of each KV item, and end a request whose attention would read an item that "
-        "is not the one that was written; on a CPU",
+        "is not the one that was written",
     )
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
 

@@ -35,6 +35,7 @@ from kernels.cuda_launch import (
 from kernels.hot_state import HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.reference import Pools, WarmUp
+from kernels.row_check import ReadAt
 
 MAIN_SOURCE = "swap_in.cu"
 
@@ -72,6 +73,7 @@ MAX_SLICES_IN_PLACE = 2
 """Blocks of a request up to which they stay on their multiprocessors from launch to launch."""
 COPY_THREADS = 256
 COPY_BLOCKS_PER_SM = 4
+CHECK_BLOCKS_PER_SM = 8
 FILL_BLOCKS = 12
 """Multiprocessors that warming a row up takes from the steps beside it; so few fill PCIe already."""
 ANY_PAGE_SIZE = 64
@@ -104,22 +106,34 @@ _REQUESTS = _struct(
     seq_lens=_POINTER, req_rows=_POINTER, num_real_reqs=_POINTER, num_reqs=_INT, seq_lens_are_64=_INT,
     req_rows_are_64=_INT, num_new=_INT,
 )  # fmt: skip
-_PLAN = _struct(src_host_slots=_POINTER, dst_device_slots=_POINTER, num_misses=_POINTER)
-_SWAP_IN = _struct(
-    tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pool=_POOL, selected=_POINTER, out=_POINTER,
-    num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT,
-    num_selected=_INT, num_units=_INT, num_slices=_INT, slice_reciprocal=_INT, stride=_INT, slice_len=_INT,
-    layer=_INT, hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT, keeps_place=_INT,
+_PLAN = _struct(
+    src_host_slots=_POINTER, dst_device_slots=_POINTER, req_rows=_POINTER, positions=_POINTER,
+    num_misses=_POINTER,
 )  # fmt: skip
-_COPY = _struct(plan=_PLAN, pool=_POOL, layer=_INT, padding=_INT)
+_CHECKS = _struct(
+    row_checks=_POINTER, index_pages=_POINTER, wrong_rows=_POINTER, error_flags=_POINTER, num_slots=_LONG,
+    max_pages=_INT, read_at=_INT,
+)  # fmt: skip
+_SWAP_IN = _struct(
+    tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pool=_POOL, checks=_CHECKS, selected=_POINTER,
+    out=_POINTER, num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT,
+    left_per_block=_INT, num_selected=_INT, num_units=_INT, num_slices=_INT, slice_reciprocal=_INT,
+    stride=_INT, slice_len=_INT, layer=_INT, hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT,
+    spreads=_INT, keeps_place=_INT,
+)  # fmt: skip
+_COPY = _struct(plan=_PLAN, pool=_POOL, checks=_CHECKS, layer=_INT, padding=_INT)
 _FILL = _struct(
-    tables=_TABLES, pool=_POOL, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
+    tables=_TABLES, pool=_POOL, checks=_CHECKS, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
     lookup_pages=_POINTER, index_pages=_POINTER, capacity=_POINTER, group_lookup_slots=_LONG,
     group_entries=_LONG, row=_INT, num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT,
     num_layers=_INT, num_groups=_INT, max_warm=_INT, num_hints=_INT,
 )  # fmt: skip
 _BACKUP = _struct(
     tables=_TABLES, requests=_REQUESTS, pool=_POOL, num_newest=_POINTER, num_layers=_INT, padding=_INT
+)  # fmt: skip
+_CHECK_ROWS = _struct(
+    pool=_POOL, slots=_POINTER, positions=_POINTER, out_slots=_POINTER, out=_POINTER, layer_out=_LONG,
+    num_items=_LONG, first_layer=_INT, padding=_INT,
 )  # fmt: skip
 _NEWEST_SLOTS = _struct(tables=_TABLES, requests=_REQUESTS, out=_POINTER)
 
@@ -156,6 +170,8 @@ def swap_in(
         for name, dtype, shape in (
             ("src_host_slots", torch.int64, (None,)),
             ("dst_device_slots", torch.int64, (None,)),
+            ("req_rows", torch.int32, (None,)),
+            ("positions", torch.int32, (None,)),
             ("num_misses", torch.int32, (1,)),
         ):
             tensor = getattr(miss_plan, name)
@@ -187,6 +203,8 @@ def swap_in(
     if pools is not None and is_wide and pools[1].shape[2] <= MAX_EARLY_ITEM_BYTES:
         parameters["max_early"] = MAX_EARLY
         parameters["reads_ahead"] = split.slice_len <= MAX_READ_AHEAD and num_new == 1
+    if pools is not None:
+        parameters["checks"] = _checks(state, ReadAt.SWAP_IN)
     parameters["selected"] = selected.data_ptr()
     parameters["out"] = out.data_ptr()
     parameters["num_launches"] = workspace.num_launches.data_ptr()
@@ -207,7 +225,9 @@ def swap_in(
     launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
 
-def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools, max_blocks: int | None = None) -> None:
+def replay_misses(
+    miss_plan: MissPlan, layer: int, pools: Pools, max_blocks: int | None, state: HotBufferState | None
+) -> None:
     """See ``kernels.swap_in.replay_misses``."""
     if miss_plan.max_misses == 0:
         return
@@ -216,7 +236,11 @@ def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools, max_blocks: int
     parameters["plan"] = _plan(miss_plan)
     parameters["pool"] = pool = _pool(pools)
     parameters["layer"] = layer
-    kernel = _kernel("copy_planned", only_wide_items=_is_wide(pool))
+    page_size = ANY_PAGE_SIZE
+    if state is not None and state.row_checks is not None:
+        page_size = state.page_size
+        parameters["checks"] = _checks(state, ReadAt.SWAP_IN)
+    kernel = _kernel("copy_planned", only_wide_items=_is_wide(pool), page_size=page_size)
     if max_blocks is not None and max_blocks < num_multiprocessors(device):
         _launch_copies(kernel, device, parameters, max_blocks)
     else:
@@ -251,6 +275,7 @@ def start_row(
     parameters = np.zeros((), _FILL)
     parameters["tables"] = _tables(state, 0)
     parameters["pool"] = pool = _pool(pools)
+    parameters["checks"] = _checks(state, ReadAt.START)
     parameters["staged"] = staged.data_ptr()
     for name in ("hot_slots", "host_pages", "lookup_pages", "index_pages", "capacity"):
         parameters[name] = getattr(state, name)[row].data_ptr()
@@ -293,6 +318,28 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
         COPY_THREADS,
         parameters,
     )
+
+
+def row_checks(
+    pool: Tensor, slots: Tensor, positions: Tensor, first_layer: int, out: Tensor, out_slots: Tensor | None
+) -> None:
+    """Fill ``out``, int32 [num_layers, n], or of it ``out_slots`` (int64 [n]); see ``kernels.row_check``. One
+    launch.
+    """
+    device, num_items, num_layers = slots.device, slots.shape[0], pool.shape[0]
+    parameters = np.zeros((), _CHECK_ROWS)
+    parameters["pool"] = of_pool = _one_pool(pool)
+    parameters["slots"] = slots.data_ptr()
+    parameters["positions"] = positions.data_ptr()
+    parameters["out_slots"] = 0 if out_slots is None else out_slots.data_ptr()
+    parameters["out"] = out.data_ptr()
+    parameters["layer_out"] = out.stride(0)
+    parameters["num_items"] = num_items
+    parameters["first_layer"] = first_layer
+    most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(device)
+    num_blocks = min(-(-num_items // (COPY_THREADS // 32)), most_blocks)
+    kernel = _kernel("check_rows", only_wide_items=_is_wide(of_pool))
+    launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=num_layers)
 
 
 def newest_slots(requests: StepRequests, out: Tensor) -> None:
@@ -396,11 +443,11 @@ class _Workspace:
         )
 
     def left(self, num_copies: int) -> Tensor:
-        """int64 [>= num_copies, 2]: room for copies that blocks leave for later."""
+        """int32 [>= num_copies, 4]: room for copies that blocks leave for later."""
         if not self._left or self._left[-1].shape[0] < num_copies:
             _refuse_in_capture("a batch larger than any before")
             device = self.rounds.device
-            self._left.append(torch.zeros((num_copies, 2), dtype=torch.int64, device=device))
+            self._left.append(torch.zeros((num_copies, 4), dtype=torch.int32, device=device))
             torch.cuda.synchronize(device)
         return self._left[-1]
 
@@ -471,7 +518,18 @@ def _requests(requests: StepRequests) -> tuple[int, ...]:
 
 
 def _plan(plan: MissPlan) -> tuple[int, ...]:
-    return (plan.src_host_slots.data_ptr(), plan.dst_device_slots.data_ptr(), plan.num_misses.data_ptr())
+    tensors = (plan.src_host_slots, plan.dst_device_slots, plan.req_rows, plan.positions, plan.num_misses)
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def _checks(state: HotBufferState, read_at: ReadAt) -> npt.NDArray[Any]:
+    """A _CHECKS; all zero when items are not verified."""
+    result = np.zeros((), _CHECKS)
+    if state.row_checks is not None:
+        tensors = (state.row_checks, state.index_pages, state.wrong_rows, state.error_flags)
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        result[()] = (*addresses, state.row_checks.shape[1], state.max_pages, read_at)
+    return result
 
 
 def _pool(pools: Pools | None) -> npt.NDArray[Any]:
@@ -484,6 +542,17 @@ def _pool(pools: Pools | None) -> npt.NDArray[Any]:
         item_bytes = dev.shape[2]
         vector_bytes = math.gcd(16, item_bytes, host_address, dev.data_ptr(), *strides)
         result[()] = (host_address, dev.data_ptr(), *strides, item_bytes, vector_bytes)
+    return result
+
+
+def _one_pool(pool: Tensor) -> npt.NDArray[Any]:
+    """A _POOL with a part for the device only: ``pool``, which may be in the memory of the host."""
+    result = np.zeros((), _POOL)
+    address = pool.data_ptr() if pool.device.type == "cuda" else _mapped_address("pool", pool)
+    item_bytes = pool.shape[2]
+    result["dev"], result["item_bytes"] = address, item_bytes
+    result["dev_layer_bytes"], result["dev_slot_bytes"] = pool.stride(0), pool.stride(1)
+    result["vector_bytes"] = math.gcd(16, item_bytes, address, pool.stride(0), pool.stride(1))
     return result
 
 

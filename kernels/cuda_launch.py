@@ -50,6 +50,7 @@ def launch(
     parameters: npt.NDArray[Any],
     shared_bytes: int = 0,
     cluster_size: int = 1,
+    num_blocks_y: int = 1,
 ) -> None:
     """One launch on torch's current stream. Its blocks may take their places while the kernel in front still
     runs, where the GPU can do that; they wait for its end before they read anything.
@@ -58,6 +59,7 @@ def launch(
     """
     driver = _driver()
     config = _config(device, num_blocks, num_threads, shared_bytes, cluster_size)
+    config.gridDimY = num_blocks_y
     addresses = np.array([parameters.ctypes.data], dtype=np.uint64)
     with torch.cuda.device(device):
         (error,) = driver.cuLaunchKernelEx(config, kernel.kernel.ptr, addresses.ctypes.data, 0)

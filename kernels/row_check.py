@@ -102,9 +102,10 @@ def check_in_place(
     expected = row_checks[first_layer : first_layer + num_layers, check_slots]
     actual = row_checks_of(pool, slots, positions, first_layer)
     is_wrong = ((expected != actual) & is_there).flatten()
-    first = is_wrong.int().argmax()
+    # One index in a dimension of its own: a tensor without dimensions is read on the host to index another.
+    first = is_wrong.int().argmax(dim=0, keepdim=True)
     number = first % slots.shape[0]
-    record = torch.stack(
+    record = torch.cat(
         (
             torch.full_like(first, read_at),
             first_layer + first // slots.shape[0],
@@ -149,6 +150,11 @@ def _compute(
         if tensor is not None:
             check_tensor(name, tensor, dtypes=(torch.int64,), shape=shape, device=device)
     if slots.shape[0] == 0:
+        return
+    if device.type == "cuda":
+        from kernels import cuda
+
+        cuda.row_checks(pool, slots, positions, first_layer, out, out_slots)
         return
     where = slice(None) if out_slots is None else out_slots
     for layer in range(pool.shape[0]):

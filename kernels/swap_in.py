@@ -145,7 +145,7 @@ def replay_misses(
     if max_blocks is not None:
         check_at_least("max_blocks", max_blocks, 1)
     if (cuda := _cuda_kernels("replay_misses", miss_plan.num_misses.device)) is not None:
-        cuda.replay_misses(miss_plan, layer, pools, max_blocks)
+        cuda.replay_misses(miss_plan, layer, pools, max_blocks, state)
         return
     num_misses = int(miss_plan.num_misses)
     copies = reference.Copies(
@@ -201,6 +201,8 @@ class RowStart:
         state.check_pages("index_pages", 0, index_pages)
         most_tokens = min(state.max_context, host_pages.shape[0] * state.page_size)
         check_range("num_tokens", num_tokens, 0, most_tokens + 1)
+        if state.row_checks is not None:
+            check_at_least("number of index_pages", index_pages.shape[0], -(-num_tokens // state.page_size))
         if len(layers_of_group) != state.num_groups:
             raise KernelArgumentError(
                 f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"

@@ -93,8 +93,6 @@ def run_engine_process(
                 load_format=settings.load_format,
                 has_row_checks=settings.verify_rows,
             )
-            if settings.verify_rows and not spec.has_row_checks:
-                log.warning("KV rows are not verified: kernels that do so are there for the CPU only")
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = choose_transport(spec)
             if place.size > 1:

@@ -171,8 +171,7 @@ def load_spec(
     ``dtype``. ``indexer_cache_dtype``: "auto" is ``kv_cache_dtype``. ``context_length``: 0 is the model's
     own, and it cannot be more. ``num_draft_layers``: 0 or 1; None is 1 for a checkpoint with an MTP layer, of
     which several may be in it: the first is used. ``load_format``: "auto", or DUMMY for a configuration whose
-    weights are drawn, of which no file is needed. ``has_row_checks``: as the spec's, on a CPU; on a GPU there
-    are none. Raises CheckpointError.
+    weights are drawn, of which no file is needed. ``has_row_checks``: as the spec's. Raises CheckpointError.
     """
     path = Path(model_path)
     config = _read_config(path)
@@ -218,7 +217,7 @@ def load_spec(
         shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),
         scales_are_ue8m0=(config.get("quantization_config") or {}).get("scale_fmt") == UE8M0,
         weights_are_dummy=is_dummy,
-        has_row_checks=has_row_checks and device == "cpu",
+        has_row_checks=has_row_checks,
     )
 
 

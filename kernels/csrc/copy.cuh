@@ -1,6 +1,7 @@
 // Items from one memory to another, one warp an item.
 #pragma once
 #include "params.cuh"
+#include "row_check.cuh"
 
 #ifndef ONLY_WIDE_ITEMS
 #define ONLY_WIDE_ITEMS 0                // all addresses allow 16-byte vectors
@@ -43,29 +44,54 @@ struct InFlight {
             if (i >= 0 && i < num_vectors) reinterpret_cast<Vector*>(dst)[i] = v[k];
         }
     }
+    // This lane's part of the item's check.
+    __device__ __forceinline__ u32 check_parts(int num_vectors, int first) const {
+        u32 sum = 0;
+#pragma unroll
+        for (int k = 0; k < NUM; ++k) {
+            const int i = first + k * WARP;
+            if (i >= 0 && i < num_vectors) sum += check_part(v[k], i);
+        }
+        return sum;
+    }
+};
+
+// An item on its way through one warp: read from src, stored at dst if there is one, its check added up if there is one
+// expected or nothing is stored.
+struct Passed {
+    u32 expected, sum_of_lane;
 };
 
 template <typename Vector, int NUM>
-__device__ __forceinline__ void copy_vectors(const u8* src, u8* dst, int num_bytes, int lane) {
+__device__ __forceinline__ Passed pass_vectors(
+    const u8* src, u8* dst, int num_bytes, const Expected& expected, int lane) {
     const int num_vectors = num_bytes / static_cast<int>(sizeof(Vector));
     InFlight<Vector, NUM> round;
+    Passed passed = {0, 0};
+    int first = round.first_vector(src, lane);
+    round.load(src, num_vectors, first);
+    passed.expected = expected.load();
 #pragma unroll 1
-    for (int first = round.first_vector(src, lane); first < num_vectors; first += WARP * NUM) {
+    while (true) {
+        if (dst != nullptr) round.store(dst, num_vectors, first);
+        if (dst == nullptr || expected.is_there()) passed.sum_of_lane += round.check_parts(num_vectors, first);
+        first += WARP * NUM;
+        if (first >= num_vectors) return passed;
         round.load(src, num_vectors, first);
-        round.store(dst, num_vectors, first);
     }
 }
 
-__device__ __forceinline__ void copy_item(const u8* src, u8* dst, int num_bytes, int vector_bytes, int lane) {
+__device__ __forceinline__ Passed pass_item(
+    const u8* src, u8* dst, const Pool& pool, const Expected& expected, int lane) {
 #if ONLY_WIDE_ITEMS
-    copy_vectors<uint4, 4>(src, dst, num_bytes, lane);
+    return pass_vectors<uint4, 4>(src, dst, pool.item_bytes, expected, lane);
 #else
-    switch (vector_bytes) {
-        case 16: copy_vectors<uint4, 4>(src, dst, num_bytes, lane); break;
-        case 8: copy_vectors<u64, 4>(src, dst, num_bytes, lane); break;
-        case 4: copy_vectors<u32, 4>(src, dst, num_bytes, lane); break;
-        case 2: copy_vectors<u16, 8>(src, dst, num_bytes, lane); break;
-        default: copy_vectors<u8, 8>(src, dst, num_bytes, lane);
+    switch (pool.vector_bytes) {
+        case 16: return pass_vectors<uint4, 4>(src, dst, pool.item_bytes, expected, lane);
+        case 8: return pass_vectors<u64, 4>(src, dst, pool.item_bytes, expected, lane);
+        case 4: return pass_vectors<u32, 4>(src, dst, pool.item_bytes, expected, lane);
+        case 2: return pass_vectors<u16, 8>(src, dst, pool.item_bytes, expected, lane);
+        default: return pass_vectors<u8, 8>(src, dst, pool.item_bytes, expected, lane);
     }
 #endif
 }
@@ -77,10 +103,13 @@ __device__ __forceinline__ u8* device_item(const Pool& pool, int layer, i64 slot
     return pool.dev + layer * pool.dev_layer_bytes + slot * pool.dev_slot_bytes;
 }
 
-// Host to device.
-__device__ __forceinline__ void fetch_item(const Pool& pool, int layer, const Copy& copy, int lane) {
-    copy_item(host_item(pool, layer, copy.src_host_slot), device_item(pool, layer, copy.dst_device_slot),
-              pool.item_bytes, pool.vector_bytes, lane);
+// Host to device. index_pages: of the copy's row
+__device__ __forceinline__ void fetch_item(
+    const Pool& pool, const RowChecks& checks, int layer, const Copy& copy, const int* index_pages, int lane) {
+    const Expected expected = Expected::of(checks, layer, index_pages, copy.position);
+    const Passed passed = pass_item(host_item(pool, layer, copy.src_host_slot),
+                                    device_item(pool, layer, copy.dst_device_slot), pool, expected, lane);
+    if (expected.is_there()) verify(checks, layer, copy, passed.expected, passed.sum_of_lane, lane);
 }
 
 // The same in two parts, for what can be asked for before its place is known: an item that is one round from any
@@ -93,15 +122,18 @@ __device__ __forceinline__ void begin_fetch(
     early.load(src, pool.item_bytes / static_cast<int>(sizeof(uint4)), early.first_vector(src, lane));
 }
 __device__ __forceinline__ void finish_fetch(
-    const Pool& pool, int layer, const Copy& copy, int lane, const EarlyItem& early) {
+    const Pool& pool, const RowChecks& checks, int layer, const Copy& copy, u32 expected, int lane,
+    const EarlyItem& early) {
     const u8* src = host_item(pool, layer, copy.src_host_slot);
-    early.store(device_item(pool, layer, copy.dst_device_slot),
-                pool.item_bytes / static_cast<int>(sizeof(uint4)), early.first_vector(src, lane));
+    const int num_vectors = pool.item_bytes / static_cast<int>(sizeof(uint4)), first = early.first_vector(src, lane);
+    early.store(device_item(pool, layer, copy.dst_device_slot), num_vectors, first);
+    if (checks.row_checks != nullptr)
+        verify(checks, layer, copy, expected, early.check_parts(num_vectors, first), lane);
 }
 
 // Device to host.
 __device__ __forceinline__ void back_up_item(
     const Pool& pool, int layer, i64 src_device_slot, i64 dst_host_slot, int lane) {
-    copy_item(device_item(pool, layer, src_device_slot), host_item(pool, layer, dst_host_slot), pool.item_bytes,
-              pool.vector_bytes, lane);
+    pass_item(device_item(pool, layer, src_device_slot), host_item(pool, layer, dst_host_slot), pool,
+              {nullptr, 0, 0}, lane);
 }

@@ -17,7 +17,7 @@ typedef long long i64;
 constexpr int ABSENT = -1;       // no position, no hot_index, no slot
 constexpr int CLAIMED = -2;      // lookup_to_hot of a miss whose entry is being chosen, inside one launch only
 constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
-constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4;
+constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4, WRONG_ROW = 8;
 constexpr int WARP = 32;
 static_assert(MAX_NEW <= WARP && MAX_NEW <= PAGE_SIZE, "one thread of a warp each, in two pages at most");
 constexpr int MAX_BLOCKS = 160;  // of one swap_in
@@ -48,6 +48,18 @@ struct Tables {
     int num_rows, max_context, max_capacity, max_pages;
 };
 
+// What the check of each item has to be, and where a wrong one is noted (kernels/row_check.py).
+struct RowChecks {
+    const int* row_checks;       // [num_layers][num_slots], or null: items are not verified
+    const int* index_pages;      // [num_rows][max_pages]
+    int* wrong_rows;             // [num_rows][NUM_WRONG_ROW_FIELDS]
+    int* error_flags;            // [num_rows]
+    i64 num_slots;
+    int max_pages;
+    int read_at;                 // what is noted
+};
+constexpr int NUM_WRONG_ROW_FIELDS = 6;
+
 // The batch; padding requests come last.
 struct Requests {
     const void* seq_lens;        // [num_reqs] int32 or int64
@@ -65,11 +77,14 @@ __device__ __forceinline__ int num_new_of(const Requests& requests) { return MAX
 struct Plan {
     i64* src_host_slots;         // [max_misses], or null: not asked for
     i64* dst_device_slots;       // [max_misses]
+    int* req_rows;               // [max_misses]
+    int* positions;              // [max_misses]
     int* num_misses;             // [1]
 };
 
-struct Copy {
-    i64 src_host_slot, dst_device_slot;
+struct alignas(16) Copy {
+    int src_host_slot, dst_device_slot;
+    int position, row;           // whose item it is
 };
 
 // How the blocks of one launch meet. A workspace holds two rounds, used in turn: a launch clears the round of the next
@@ -97,6 +112,7 @@ struct SwapInParams {
     Requests requests;
     Plan plan;
     Pool pool;
+    RowChecks checks;
     const int* selected;         // [num_reqs][num_selected]
     int* out;                    // [num_reqs][num_selected]
     u32* num_launches;           // [1]; its lowest bit chooses the round
@@ -121,6 +137,7 @@ struct SwapInParams {
 struct CopyParams {
     Plan plan;
     Pool pool;
+    RowChecks checks;
     int layer;
     int padding;
 };
@@ -135,6 +152,7 @@ struct FilledLayer {
 struct FillParams {
     Tables tables;               // of the first group
     Pool pool;
+    RowChecks checks;
     const int* staged;
     int* hot_slots;              // the row's own part of the tables that swap-ins only read
     int* host_pages;
@@ -156,6 +174,17 @@ struct BackupParams {
     const int* num_newest;       // [num_reqs], or null: one each
     int num_layers;
     int padding;
+};
+
+// Checks of items of one pool, the device's part of `pool`, in each of its layers.
+struct CheckRowsParams {
+    Pool pool;
+    const i64* slots;            // [num_items]
+    const i64* positions;        // [num_items]
+    const i64* out_slots;        // [num_items], or null: item i goes to i
+    int* out;                    // [num_layers][layer_out]
+    i64 layer_out, num_items;
+    int first_layer, padding;
 };
 
 struct NewestSlotsParams {

@@ -34,6 +34,7 @@ struct Mailbox {
     int unit;                            // ABSENT: nothing to plan
     int num_early;                       // items to fetch, if not more than max_early
     int host_slots[MAX_EARLY];
+    int positions[MAX_EARLY];
     int device_slots[MAX_EARLY];         // ABSENT: has no place, or another block fetches it
 
     static __device__ __forceinline__ void post(int& to, int value) { atomicExch(&to, value); }
@@ -138,6 +139,7 @@ __device__ __forceinline__ bool look_up(
             const int number = atomicAdd(&s.mail.num_early, 1);
             if (number >= max_early) continue;
             Mailbox::post(s.mail.host_slots[number], host_slot_of(r, mine.position[k]));
+            Mailbox::post(s.mail.positions[number], mine.position[k]);
             Mailbox::post(s.mail.device_slots[number], ABSENT);
             mine.early[k] = number;
         }
@@ -209,6 +211,7 @@ __device__ __forceinline__ void claim_misses(
             if (!reads_ahead && mine.miss[k] < max_early) {
                 mine.early[k] = mine.miss[k];
                 Mailbox::post(s.mail.host_slots[mine.miss[k]], host_slot_of(r, mine.position[k]));
+                Mailbox::post(s.mail.positions[mine.miss[k]], mine.position[k]);
                 Mailbox::post(s.mail.device_slots[mine.miss[k]], ABSENT);
             }
         }

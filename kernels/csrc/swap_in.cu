@@ -136,6 +136,8 @@ __device__ __forceinline__ void place_misses(
         if (records) {
             p.plan.src_host_slots[s.plan_start + mine.miss[k]] = host_slot_of(r, mine.position[k]);
             p.plan.dst_device_slots[s.plan_start + mine.miss[k]] = dst;
+            p.plan.req_rows[s.plan_start + mine.miss[k]] = r.row;
+            p.plan.positions[s.plan_start + mine.miss[k]] = mine.position[k];
         }
         if (mine.early[k] != ABSENT) Mailbox::post(s.mail.device_slots[mine.early[k]], dst);
         else in_bucket[k] = atomicAdd(&s.buckets[mine.position[k] >> bucket_shift], 1);
@@ -162,7 +164,7 @@ __device__ __forceinline__ void place_misses(
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
         if (mine.miss[k] != ABSENT && mine.early[k] == ABSENT)
             left[s.buckets[mine.position[k] >> bucket_shift] + in_bucket[k]] =
-                {host_slot_of(r, mine.position[k]), dst_device_slot[k]};
+                {host_slot_of(r, mine.position[k]), dst_device_slot[k], mine.position[k], r.row};
     Planning::wait();
     b.num_left += s.num_left;
     if (is_last && !b.has_arrived) arrive(p, round, b);
@@ -299,9 +301,9 @@ __device__ __forceinline__ void copy_left(const SwapInParams& p, Schedule& sched
                 if (block + stride < MAX_BLOCKS && schedule.surplus_start[block + stride] <= number) block += stride;
             i = schedule.share + number - schedule.surplus_start[block];
         }
-        const longlong2 copy =
-            __ldcg(reinterpret_cast<const longlong2*>(p.left + static_cast<i64>(block) * p.left_per_block + i));
-        fetch_item(p.pool, p.layer, {copy.x, copy.y}, lane);
+        const int4 copy =
+            __ldcg(reinterpret_cast<const int4*>(p.left + static_cast<i64>(block) * p.left_per_block + i));
+        fetch_item(p.pool, p.checks, p.layer, {copy.x, copy.y, copy.z, copy.w}, index_pages_of(p.checks, copy.w), lane);
     }
 }
 
@@ -497,31 +499,44 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
         EarlyKnown::wait();
         const int unit = Mailbox::read(mail.unit, b.lane);
         if (unit == ABSENT) return;
-        const bool is_last = request_of(p, unit) + (turn + 1) * p.stride >= num_reqs;
+        const u32 req = request_of(p, unit) + turn * p.stride;
+        const bool is_last = req + p.stride >= num_reqs;
         const int num_early = min(Mailbox::read(mail.num_early, b.lane), p.max_early);
         EarlyItem items[ITEMS_PER_FETCHER];
-        int host_slots[ITEMS_PER_FETCHER];
+        Copy copies[ITEMS_PER_FETCHER];
+        u32 expected[ITEMS_PER_FETCHER];
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
             const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
             if (number >= num_early) continue;
-            host_slots[k] = Mailbox::read(mail.host_slots[number], b.lane);
-            begin_fetch(p.pool, p.layer, host_slots[k], b.lane, items[k]);
+            copies[k].src_host_slot = Mailbox::read(mail.host_slots[number], b.lane);
+            begin_fetch(p.pool, p.layer, copies[k].src_host_slot, b.lane, items[k]);
+        }
+        if (p.checks.row_checks != nullptr && num_early > 0) {
+            const int row = load_integer(p.requests.req_rows, p.requests.req_rows_are_64, req);
+            const int* index_pages = index_pages_of(p.checks, row);
+#pragma unroll
+            for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
+                const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
+                if (number >= num_early) continue;
+                copies[k].row = row;
+                copies[k].position = Mailbox::read(mail.positions[number], b.lane);
+                expected[k] = Expected::of(p.checks, p.layer, index_pages, copies[k].position).load();
+            }
         }
         if (is_last && !records) arrive_alone(p, round, b);
         EarlyPlaced::wait();
         if (is_last && records) arrive_alone(p, round, b);
-        int device_slots[ITEMS_PER_FETCHER];
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
             const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
-            device_slots[k] = number < num_early ? Mailbox::read(mail.device_slots[number], b.lane) : ABSENT;
+            copies[k].dst_device_slot = number < num_early ? Mailbox::read(mail.device_slots[number], b.lane) : ABSENT;
         }
         if (!is_last) EarlyDone::arrive();
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k)
-            if (device_slots[k] != ABSENT)
-                finish_fetch(p.pool, p.layer, {host_slots[k], device_slots[k]}, b.lane, items[k]);
+            if (copies[k].dst_device_slot != ABSENT)
+                finish_fetch(p.pool, p.checks, p.layer, copies[k], expected[k], b.lane, items[k]);
         if (is_last) return;
     }
 }
@@ -590,8 +605,28 @@ extern "C" __global__ void copy_planned(const __grid_constant__ CopyParams p) {
     const i64 num_misses = *p.plan.num_misses;
     const i64 begin = num_misses * blockIdx.x / gridDim.x, end = num_misses * (blockIdx.x + 1) / gridDim.x;
 #pragma unroll 1
-    for (i64 i = begin + threadIdx.x / WARP; i < end; i += num_warps_of_block)
-        fetch_item(p.pool, p.layer, {p.plan.src_host_slots[i], p.plan.dst_device_slots[i]}, lane);
+    for (i64 i = begin + threadIdx.x / WARP; i < end; i += num_warps_of_block) {
+        Copy copy = {static_cast<int>(p.plan.src_host_slots[i]), static_cast<int>(p.plan.dst_device_slots[i]), 0, 0};
+        if (p.checks.row_checks != nullptr) copy.position = p.plan.positions[i], copy.row = p.plan.req_rows[i];
+        fetch_item(p.pool, p.checks, p.layer, copy, index_pages_of(p.checks, copy.row), lane);
+    }
+}
+
+// grid: [any, num_layers]; one warp an item.
+extern "C" __global__ void check_rows(const __grid_constant__ CheckRowsParams p) {
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
+    const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP, layer = blockIdx.y;
+    const i64 num_warps = static_cast<i64>(gridDim.x) * num_warps_of_block;
+    const i64 first = static_cast<i64>(blockIdx.x) * num_warps_of_block + threadIdx.x / WARP;
+#pragma unroll 1
+    for (i64 i = first; i < p.num_items; i += num_warps) {
+        const i64 position = p.positions[i], out_slot = p.out_slots == nullptr ? i : p.out_slots[i];
+        const u8* item = device_item(p.pool, layer, p.slots[i]);
+        const Passed passed = pass_item(item, nullptr, p.pool, {nullptr, 0, 0}, lane);
+        const u32 check = row_check(passed.sum_of_lane, p.first_layer + layer, position);
+        if (lane == 0) p.out[layer * p.layer_out + out_slot] = check;
+    }
 }
 
 // grid: any; one warp an item and layer. The row is empty, and its swap-ins come later: nothing here has to be in order.
@@ -634,7 +669,8 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
             p.tables.hot_to_lookup[of_row + entry] = lookup_slot;
             p.tables.stamps[of_row + entry] = 0;
         }
-        fetch_item(p.pool, filled.layer, {host_slot, hot_slots[entry]}, lane);
+        // The row's part of the table is only being written.
+        fetch_item(p.pool, p.checks, filled.layer, {host_slot, hot_slots[entry], position, p.row}, index_pages, lane);
     }
 }
 

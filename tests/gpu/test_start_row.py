@@ -100,7 +100,9 @@ def test_slices_fill_a_row_as_one_call_does_without_a_wait() -> None:
 @pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
 def test_admission_and_end_do_not_wait_for_steps_in_flight(mode: Mode) -> None:
     """While a kernel of another stream keeps the GPU busy, a request is admitted and grows; another ends."""
-    spec = make_spec(num_layers=3, index_group_of_layer=(0, 1, 1), context_length=2000, index_topk=64)
+    spec = make_spec(
+        num_layers=3, index_group_of_layer=(0, 1, 1), context_length=2000, index_topk=64, has_row_checks=True
+    )
     pools = Pools(SlotCounts(host=4096, device=4096, index=4096, lookup=8192, aux=2, req_row=4), 64)
     memory = DecodeMemory(spec, pools.totals, 64, torch.device(DEVICE))
     hot = HotBuffers(spec, memory, num_rows=4, num_lookup_slots=8192, max_capacity=256, page_size=64)

@@ -94,6 +94,7 @@ GRAMMAR = "start: %json " + json.dumps(
 )
 KINDS = {
     "swap-in": "swap_in|copy_planned",
+    "row checks": "check_rows",
     "backup": "backup_newest|newest_slots",
     "indexer logits": "_logits_kernel",
     "top-k": "^topk$",
@@ -113,6 +114,8 @@ class Prefilled:
     kv_host: Tensor
     """The same in main memory."""
     index: Tensor
+    row_checks: Tensor | None
+    """int32 [num_layers, context], on the device, where rows are verified."""
     hints: Tensor
     hints_at: Mapping[int, Tensor]
     """Those of prompts that are the beginning of this one, by their tokens."""
@@ -125,6 +128,7 @@ class Prefilled:
             kv=self.kv[:, :context],
             kv_host=self.kv_host[:, :context],
             index=self.index[:, :context],
+            row_checks=None if self.row_checks is None else self.row_checks[:, :context],
             hints=self.hints_at[context],
         )
 
@@ -155,7 +159,9 @@ def prefill(
         for start in range(0, context, chunk):
             stop = min(start + chunk, context)
             request = PagedRequest(pages, start, stop - start, want_hint=stop in (*cuts, context))
-            kv = PagedKv(spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels)
+            kv = PagedKv(
+                spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels, memory.row_checks
+            )
             inputs = tokens[start:stop].to(device), kv.positions, kv, kv.last_rows
             if spec.num_draft_layers:
                 _, hidden = model.forward_with_hidden(*inputs)
@@ -168,7 +174,15 @@ def prefill(
         synchronize(device)
         secs = time.perf_counter() - started
     kv_all = memory.kv[:, :context]
-    return Prefilled(kv_all, kv_all.cpu(), memory.index[:, :context], hints[context], hints, context / secs)
+    return Prefilled(
+        kv_all,
+        kv_all.cpu(),
+        memory.index[:, :context],
+        None if memory.row_checks is None else memory.row_checks[:, :context],
+        hints[context],
+        hints,
+        context / secs,
+    )
 
 
 def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
@@ -363,6 +377,8 @@ class Bench:
             self.memory.k_dev[:, slots] = prompt.kv
         index_slots = slots_tensor(holding[PoolKind.INDEX])[:context].to(self.memory.index.device)
         self.memory.index[:, index_slots] = prompt.index
+        if self.memory.row_checks is not None and prompt.row_checks is not None:
+            self.memory.row_checks[:, index_slots] = prompt.row_checks
         self.hot_buffers.start(request)
         self.hot_buffers.fill_at_once(request)
         return request
@@ -469,7 +485,9 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
 
 
-def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpec:
+def load_shared_spec(
+    arguments: argparse.Namespace, num_drafts: int, has_row_checks: bool = False
+) -> ModelSpec:
     return load_spec(
         arguments.model_path,
         arguments.dtype,
@@ -478,7 +496,7 @@ def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpe
         indexer_cache_dtype=arguments.indexer_cache_dtype,
         num_draft_layers=int(num_drafts > 0),
         load_format=arguments.load_format,
-        has_row_checks=False,  # items are put where they are without checks
+        has_row_checks=has_row_checks,
     )
 
 
@@ -552,6 +570,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
     parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
     parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
     arguments = parser.parse_args(argv)
@@ -579,7 +598,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         .device
     )
     use_device(arguments.device)
-    spec = load_shared_spec(arguments, max(arguments.speculative_num_steps))
+    spec = load_shared_spec(arguments, max(arguments.speculative_num_steps), arguments.verify_rows)
     ranks = None
     if place.size > 1:
         ranks = RankGroup(place, torch.device(arguments.device), agree_secs=300.0, forward_secs=300.0)
@@ -596,6 +615,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         "item_bytes": spec.item_bytes,
         "index_format": spec.index_format,
         "penalties": arguments.penalties,
+        "verifies_rows": spec.has_row_checks,
         "weights_are_fp8": spec.weights_are_fp8,
         "dp_size": place.size,
         "load_secs": load_secs,

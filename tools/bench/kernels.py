@@ -5,6 +5,7 @@
     python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16]
     python -m tools.bench.kernels linear [--tokens 1 16 64 128 512 4096]
     python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
+    python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
 Calls with other inputs each, so that no call finds its own in the L2 cache, are captured in one CUDA graph
 that is replayed between two events: us = time / calls, the median of the replays.
@@ -14,7 +15,8 @@ products. indexer: logits and top-k, one decode query a request at the end of it
 pages. The floor is one reading of the keys at the highest rate seen in this run, of a copy of 1 GiB or of a
 sum over it. experts: routed experts, tokens choose at random; TB/s of the chosen experts' weights. linear:
 linear layers in bfloat16 and in fp8, whose time has the rounding of the activations in it. swap-in:
-``tools/bench/swap_in.py`` says how.
+``tools/bench/swap_in.py`` says how. row-checks: the pass over a dense request's items once they have landed,
+in pages at random places, with the GB/s of items; and the checks of as many new items of one layer.
 
 Writes out/kernels_NAME.json.
 """
@@ -40,8 +42,10 @@ from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
 from kernels.block_linear import ROW_MULTIPLE, block_linear
 from kernels.fp8_rows import quantize_rows
+from kernels.hot_state import HotBufferState
 from kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from kernels.paged_indexer import IndexerScratch
+from kernels.row_check import ReadAt, check_in_place, row_checks_of, store_row_checks
 from kernels.selection import select_topk
 from tools.bench.gpu_timing import graph_us, timed_us
 from tools.bench.swap_in import add_options, swap_ins
@@ -229,6 +233,48 @@ def linear_layers(options: argparse.Namespace) -> Cells:
             }
 
 
+def row_checks(options: argparse.Namespace) -> Cells:
+    for item_bytes in options.item:
+        for context in options.context:
+            num_pages = -(-context // PAGE_SIZE)
+            shape = (options.layers, num_pages * PAGE_SIZE, item_bytes)
+            pool = torch.randint(0, 256, shape, dtype=torch.uint8, device=HOME)
+            checks = torch.zeros(shape[:2], dtype=torch.int32, device=HOME)
+            state = HotBufferState.create(1, 1, context, 1, PAGE_SIZE, PAGE_SIZE, HOME, row_checks=checks)
+            positions = torch.arange(context, device=HOME)
+            pages = torch.randperm(num_pages, device=HOME)
+            state.set_index_pages(0, 0, pages)
+            slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+            for layer in range(options.layers):
+                store_row_checks(checks, slots, pool, slots, positions, layer)
+            is_there = torch.ones_like(positions, dtype=torch.bool)
+            landed = partial(check_in_place, state, 0, pool, slots, positions, is_there, read_at=ReadAt.START)
+            checked = graph_us([partial(row_checks_of, pool, slots, positions)])
+            passed = graph_us([landed])
+            if int(state.error_flags[0]):
+                raise RuntimeError("a row that is right was found to be wrong")
+            yield {
+                "item_bytes": item_bytes,
+                "context": context,
+                "landed_us": passed,
+                "landed_gb_s": item_bytes * context * options.layers / passed["median"] / 1e3,
+                "checked_us": checked,
+                "checked_gb_s": item_bytes * context * options.layers / checked["median"] / 1e3,
+                "stored_us": graph_us(
+                    [
+                        partial(store_row_checks, checks, slots, pool, slots, positions, layer)
+                        for layer in range(options.layers)
+                    ]
+                ),
+                "one_stored_us": graph_us(
+                    [
+                        partial(store_row_checks, checks, slots[:1], pool, slots[:1], positions[:1], layer)
+                        for layer in range(options.layers)
+                    ]
+                ),
+            }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True)
@@ -254,6 +300,11 @@ def main() -> None:
     own = names.add_parser("swap-in")
     add_options(own)
     own.set_defaults(measure=swap_ins)
+    own = names.add_parser("row-checks")
+    own.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072])
+    own.add_argument("--item", type=int, nargs="+", default=[1152, 656], help="bytes")
+    own.add_argument("--layers", type=int, default=61)
+    own.set_defaults(measure=row_checks)
     for own in names.choices.values():
         own.add_argument("--out", type=Path, help="default: out/kernels_NAME.json")
     options = parser.parse_args()

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.bench.facts import spread
-from kernels.hot_state import HITS, MISSES, HotBufferState, StepRequests
+from kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState, StepRequests
+from kernels.row_check import row_checks_of
 from kernels.swap_in import swap_in
 from tools.bench.gpu_timing import timed_us
 
@@ -50,6 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, nargs="+", default=[1], choices=range(1, MOST_NEW + 1))
     parser.add_argument("--union", type=float, default=1.9, help="of four drafted selections, over one's")
     parser.add_argument("--repeat", type=int, default=1, help="times that a cell is built and measured")
+    parser.add_argument("--verify-rows", action="store_true", help="compare the row check of each item")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -70,7 +72,7 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for max_new, num_new in kinds:
                     cell = {"item_bytes": item_bytes, "batch": batch, "miss_percent": miss_percent}
                     cell |= {"max_new": max_new, "num_new": num_new}
-                    cell |= measure(host, tokens, max_new, num_new, options.repeat)
+                    cell |= measure(host, tokens, max_new, num_new, options)
                     yield cell | {"copy_gb_s": peak, "of_copy": f"{cell['gb_s'] / peak['median']:.0%}"}
 
 
@@ -155,8 +157,9 @@ class Cell:
     """
 
     def __init__(
-        self, host: Tensor, batch: int, context: int, capacity: int, device: str, max_new: int = 1
-    ) -> None:
+        self, host: Tensor, batch: int, context: int, capacity: int, device: str, max_new: int = 1,
+        verifies: bool = False,
+    ) -> None:  # fmt: skip
         _, num_slots, item_bytes = host.shape
         self.host = host
         # Zeroed, so that recycled memory cannot hold the bytes that a call should have brought.
@@ -165,13 +168,18 @@ class Cell:
         self.host_slots_each = pages_each * PAGE_SIZE
         if batch * self.host_slots_each > num_slots:
             raise ValueError(f"{batch} requests of {context} tokens do not fit in {num_slots} host slots")
+        checks = None
+        if verifies:
+            slots = torch.arange(batch * self.host_slots_each, device=device)
+            checks = row_checks_of(host, slots, slots % self.host_slots_each)
         self.state = HotBufferState.create(
-            1, batch, context, capacity, PAGE_SIZE, batch * self.host_slots_each, device, max_new
+            1, batch, context, capacity, PAGE_SIZE, batch * self.host_slots_each, device, max_new, checks
         )
         hot_slots = torch.arange(batch * capacity).view(batch, capacity)
         host_pages = torch.arange(batch * pages_each).view(batch, pages_each)
         for row in range(batch):
             self.state.assign_row(row, hot_slots[row], host_pages[row], host_pages[row])
+            self.state.set_index_pages(row, 0, host_pages[row])
         self.rows = torch.arange(batch, dtype=torch.int32, device=device)
         self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
         self.batch = batch
@@ -196,6 +204,8 @@ class Cell:
         Not for selections with the newest position, whose bytes a model would have written.
         """
         num_new = selected.shape[0] // self.batch
+        if flags := int(self.state.error_flags.max()):
+            raise RuntimeError(f"swap-ins reported {HotBufferError(flags)!r}")
         for i in range(selected.shape[0]):
             row = i // num_new
             slots = selected[i].cpu().long() + row * self.host_slots_each
@@ -208,7 +218,9 @@ class Cell:
         return counters
 
 
-def measure(host: Tensor, tokens: Tensor, max_new: int, num_new: int, num_repeats: int) -> dict[str, Any]:
+def measure(
+    host: Tensor, tokens: Tensor, max_new: int, num_new: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU."""
     num_tokens, batch, _ = tokens.shape
     has_drafts = num_tokens == NUM_DRAFTED_TOKENS
@@ -219,8 +231,8 @@ def measure(host: Tensor, tokens: Tensor, max_new: int, num_new: int, num_repeat
     seq_lens = torch.full((batch,), CONTEXT, dtype=torch.int32, device="cuda")
     out = torch.empty_like(calls[0])
     graph_us = []
-    for _ in range(num_repeats):
-        cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new)
+    for _ in range(options.repeat):
+        cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
         cell.prepare(calls[0], seq_lens, out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -233,7 +245,7 @@ def measure(host: Tensor, tokens: Tensor, max_new: int, num_new: int, num_repeat
         counted = cell.counted()
         cell.verify(calls[-1], out)
         del graph, cell
-    cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new)
+    cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
     single_us = [timed_us(lambda call=call: cell.call(call, seq_lens, out)) for call in calls]
     repeats = spread(graph_us)
     us, misses = repeats["median"], counted[MISSES]

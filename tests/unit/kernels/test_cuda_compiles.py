@@ -13,13 +13,15 @@ import pytest
 from kernels import cuda, topk
 from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
 
-ENTRIES = {"swap_in", "copy_planned", "fill_row", "backup_newest", "newest_slots"}
+ENTRIES = {"swap_in", "copy_planned", "check_rows", "fill_row", "backup_newest", "newest_slots"}
 PARAMETERS = {
     "SwapInParams": cuda._SWAP_IN,
     "CopyParams": cuda._COPY,
     "FillParams": cuda._FILL,
     "BackupParams": cuda._BACKUP,
     "NewestSlotsParams": cuda._NEWEST_SLOTS,
+    "CheckRowsParams": cuda._CHECK_ROWS,
+    "RowChecks": cuda._CHECKS,
     "Pool": cuda._POOL,
     "Tables": cuda._TABLES,
     "Requests": cuda._REQUESTS,

@@ -1,0 +1,148 @@
+"""Row checks on a GPU: the numbers of the CPU, however items lie, and every wrong row is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.hot_state import HotBufferError, HotBufferState
+from kernels.row_check import (
+    ReadAt,
+    check_in_place,
+    reference_checks,
+    row_checks_of,
+    store_row_checks,
+    wrong_row,
+)
+from tests.gpu.history import ONE_LAYER, History
+from tests.gpu.pools import PLAIN, Layout, Pool
+from tests.gpu.support import DEVICE, needs_gpu, no_waiting
+
+pytestmark = [*needs_gpu, pytest.mark.I3]
+
+SIZES = [1, 2, 3, 4, 6, 7, 8, 9, 15, 16, 24, 576, 640, 656, 1152, 1153, 2304, 4608]
+
+
+def filled(layout: Layout, shape: tuple[int, int, int], where: str) -> Tensor:
+    pool = Pool(layout, shape, "cpu" if where == "pinned" else DEVICE, where == "pinned").items
+    generator = torch.Generator().manual_seed(shape[2])
+    pool.copy_(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+    return pool
+
+
+def expected_checks(pool: Tensor, slots: Tensor, positions: Tensor, first_layer: int = 0) -> Tensor:
+    items = pool.cpu()[:, slots.cpu()].contiguous()
+    checks = [reference_checks(of, first_layer + i, positions.cpu()) for i, of in enumerate(items)]
+    return torch.stack(checks)
+
+
+@pytest.mark.parametrize("where", ["device", "pinned"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PLAIN,
+        Layout(is_slot_major=True),
+        Layout(gap=16),
+        Layout(gap=8, offset=8),
+        Layout(is_slot_major=True, gap=5, offset=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("item_bytes", SIZES)
+def test_same_numbers_as_on_the_cpu(item_bytes: int, layout: Layout, where: str) -> None:
+    pool = filled(layout, (3, 400, item_bytes), where)
+    slots = torch.randint(400, (1000,), device=DEVICE)
+    positions = torch.randint(1 << 22, (1000,), device=DEVICE)
+    found = row_checks_of(pool, slots, positions, first_layer=58)
+    assert torch.equal(found.cpu(), expected_checks(pool, slots, positions, 58))
+
+
+@pytest.mark.parametrize("num_items", [1, 7, 8, 9, 31, 100_003])
+def test_stored_where_they_belong_in_a_graph_too(num_items: int) -> None:
+    pool = filled(PLAIN, (2, num_items + 5, 656), "device")
+    slots = torch.randperm(num_items + 5, device=DEVICE)[:num_items]
+    check_slots = torch.randperm(num_items + 9, device=DEVICE)[:num_items]
+    positions = torch.arange(num_items, device=DEVICE) % 5000
+    row_checks = torch.full((2, num_items + 9), 3, dtype=torch.int32, device=DEVICE)
+    expected = row_checks.clone()
+    expected[1, check_slots] = expected_checks(pool, slots, positions)[1].to(DEVICE)
+    arguments = (check_slots, pool, slots, positions, 1)
+    store_row_checks(row_checks, *arguments)
+    assert torch.equal(row_checks, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store_row_checks(row_checks, *arguments)
+    pool[1, :, 655] ^= 1
+    expected[1, check_slots] = expected_checks(pool, slots, positions)[1].to(DEVICE)
+    graph.replay()
+    assert torch.equal(row_checks, expected)
+
+
+@pytest.mark.parametrize("item_bytes", [656, 1152, 9])
+def test_every_flipped_bit_is_seen(item_bytes: int) -> None:
+    bits = torch.arange(8 * item_bytes)
+    item = torch.randint(0, 256, (item_bytes,), dtype=torch.uint8)
+    flipped = item.repeat(8 * item_bytes + 1, 1)
+    flipped[bits, bits // 8] ^= (1 << bits % 8).to(torch.uint8)
+    slots = torch.arange(8 * item_bytes + 1, device=DEVICE)
+    found = row_checks_of(flipped[None].to(DEVICE), slots, torch.full_like(slots, 77))[0]
+    assert bool((found[:-1] != found[-1]).all())
+
+
+def test_rows_in_place_without_a_wait() -> None:
+    pool = filled(PLAIN, (2, 200, 656), "device")
+    row_checks = torch.zeros((2, 192), dtype=torch.int32, device=DEVICE)
+    state = HotBufferState.create(1, 3, 160, 6, 16, 160, DEVICE, row_checks=row_checks)
+    state.set_index_pages(1, 0, torch.tensor([2, 0, 11, 1, 7]))
+    positions = torch.arange(75, device=DEVICE)
+    slots = torch.randperm(200, device=DEVICE)[:75]
+    is_there = positions != 40
+    at = state.index_pages[1, positions // 16].long() * 16 + positions % 16
+    for layer in (0, 1):
+        store_row_checks(row_checks, at, pool, slots, positions, layer)
+
+    def go_through() -> HotBufferError:
+        with no_waiting():
+            check_in_place(state, 1, pool, slots, positions, is_there, read_at=ReadAt.START)
+        return HotBufferError(int(state.error_flags[1]))
+
+    assert go_through() == HotBufferError.NONE
+    pool[1, slots[40], 3] ^= 4
+    assert go_through() == HotBufferError.NONE, "position 40 does not count"
+    expected = int(row_checks[1, at[41]]) & 0xFFFFFFFF
+    pool[1, slots[41], 655] ^= 128
+    pool[1, slots[42], 0] ^= 1
+    assert go_through() == HotBufferError.WRONG_ROW
+    actual = int(expected_checks(pool, slots, positions)[1, 41]) & 0xFFFFFFFF
+    found = wrong_row(state, 1)
+    assert found == (ReadAt.START, 1, 41, int(slots[41]), expected, actual, False)
+    assert state.error_flags.tolist() == [0, HotBufferError.WRONG_ROW, 0]
+
+
+@pytest.mark.parametrize("item_bytes", [656, 1152, 24, 9, 7, 4608])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_new": 3, "capacities": (75, 90, 120)}, {"copy_blocks": 2}],
+    ids=["plain", "drafts", "planned"],
+)
+def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
+    """And no others. Which of several is found first may differ from the CPU; what is said of it may not."""
+    history = History(item_bytes, item_bytes, wrong_rows=1.0, has_dense=False, **options)
+    history.run(80)
+    assert history.num_found > 5
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "top_k", "num_steps"), [(1, 700, 30), (3, 200, 30), (40, 100, 10), (140, 300, 4)]
+)
+def test_wrong_rows_are_found_in_each_batch_size(num_rows: int, top_k: int, num_steps: int) -> None:
+    """Fetched early or late, by the block that missed them or by others."""
+    history = History(
+        num_rows, 656, num_rows=num_rows, top_k=top_k, max_context=3 * top_k, wrong_rows=1.0,
+        has_dense=False, capacities=(top_k + 1, top_k + 40), group_layers=ONE_LAYER, churns=(0.5, 1.0),
+    )  # fmt: skip
+    history.run(num_steps, num_started=num_rows)
+    assert history.num_found > 0
