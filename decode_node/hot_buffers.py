@@ -21,9 +21,9 @@ from decode_node.request import Request
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import Mode
-from kernels.hot_state import ABSENT, HotBufferState
+from kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from kernels.miss_plan import MissPlan
-from kernels.row_check import ReadAt, WrongRow, check_in_place, wrong_row
+from kernels.row_check import WrongRow, check_in_place, wrong_row
 from kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20

@@ -49,7 +49,8 @@ from hisparse_pd.vocabulary import (
     Mode,
     TokenLogprob,
 )
-from kernels.row_check import ReadAt, WrongRow
+from kernels.hot_state import ReadAt
+from kernels.row_check import WrongRow
 from protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,

@@ -32,10 +32,9 @@ from kernels.cuda_launch import (
     num_multiprocessors,
     translation_unit,
 )
-from kernels.hot_state import HotBufferState, StepRequests
+from kernels.hot_state import HotBufferState, ReadAt, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.reference import Pools, WarmUp
-from kernels.row_check import ReadAt
 
 MAIN_SOURCE = "swap_in.cu"
 

@@ -71,11 +71,21 @@ class HotBufferError(IntFlag):
     the first of them. Nothing that was made of it may be used."""
 
 
+class ReadAt(IntEnum):
+    """Where a row was read: what ``WrongRowField.READ_AT`` holds."""
+
+    START = 0
+    """A row of the tables was filled: a hot buffer was warmed up, or dense pages were gone through once."""
+    SWAP_IN = 1
+    SCRUB = 2
+    """In place, where it lay hot."""
+
+
 class WrongRowField(IntEnum):
     """Columns of ``wrong_rows``."""
 
     READ_AT = 0
-    """A ``row_check.ReadAt``."""
+    """A ``ReadAt``."""
     LAYER = 1
     POSITION = 2
     SLOT = 3

@@ -24,10 +24,11 @@ from kernels.hot_state import (
     MISSES,
     HotBufferError,
     HotBufferState,
+    ReadAt,
     StepRequests,
     ring_entries,
 )
-from kernels.row_check import ReadAt, reference_checks
+from kernels.reference_check import reference_checks
 
 Pools: TypeAlias = tuple[Tensor, Tensor]
 """Host and device, uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows."""

@@ -12,30 +12,14 @@ memory too; nothing here synchronises.
 
 from __future__ import annotations
 
-import functools
-from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.checks import check_pool, check_range, check_tensor
-from kernels.hot_state import HotBufferError, HotBufferState, WrongRowField
-
-WORD_FACTOR: Final = 0x9E3779B1
-PLACE_FACTOR: Final = 0x85EBCA6B
-POSITION_BITS: Final = 22
-"""Positions below this power of two, in 512 layers, have numbers of their own. As in csrc/row_check.cuh."""
-
-
-class ReadAt(IntEnum):
-    """Where a row was read: what ``WrongRowField.READ_AT`` holds."""
-
-    START = 0
-    """A row of the tables was filled: a hot buffer was warmed up, or dense pages were gone through once."""
-    SWAP_IN = 1
-    SCRUB = 2
-    """In place, where it lay hot."""
+from kernels.hot_state import HotBufferError, HotBufferState, ReadAt, WrongRowField
+from kernels.reference_check import reference_checks
 
 
 class WrongRow(NamedTuple):
@@ -159,26 +143,3 @@ def _compute(
     where = slice(None) if out_slots is None else out_slots
     for layer in range(pool.shape[0]):
         out[layer, where] = reference_checks(pool[layer][slots], first_layer + layer, positions)
-
-
-def reference_checks(rows: Tensor, layer: int, positions: Tensor) -> Tensor:
-    """Checks, int32 [n], of the items ``rows``, uint8 [n, item_bytes], in torch; products wrap around."""
-    num_bytes = rows.shape[1]
-    padded = torch.nn.functional.pad(rows, (0, -num_bytes % 4))
-    words = padded.contiguous().view(torch.int32)
-    sums = (words * _word_factors(words.shape[1], rows.device)).sum(dim=1, dtype=torch.int32)
-    place = ((layer << POSITION_BITS) + positions) * 2 + 1
-    return sums + _wrapped(place * PLACE_FACTOR)
-
-
-@functools.cache
-def _word_factors(num_words: int, device: torch.device) -> Tensor:
-    """int32 [num_words]: odd, and each another one."""
-    mixed = (torch.arange(1, num_words + 1) * WORD_FACTOR) & 0xFFFFFFFF
-    return _wrapped(mixed ^ (mixed >> 15) | 1).to(device)
-
-
-def _wrapped(values: Tensor) -> Tensor:
-    """The low 32 bits of int64 ``values``, as int32."""
-    low = values & 0xFFFFFFFF
-    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.checks import KernelArgumentError, check_at_least, check_pool, check_range, check_tensor
-from kernels.hot_state import INTEGERS, MAX_LOOKUP_SLOTS, HotBufferState, StepRequests, check_page_ids
+from kernels.hot_state import INTEGERS, MAX_LOOKUP_SLOTS, HotBufferState, ReadAt, StepRequests, check_page_ids
 from kernels.miss_plan import MissPlan
-from kernels.row_check import ReadAt
 
 
 class KernelUnavailableError(RuntimeError):

@@ -19,7 +19,8 @@ from torch import Tensor
 from kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.reference import newest_slots as expected_newest_slots
-from kernels.row_check import reference_checks, wrong_row
+from kernels.reference_check import reference_checks
+from kernels.row_check import wrong_row
 from kernels.swap_in import (
     RowStart,
     backup_newest,

@@ -8,15 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.hot_state import HotBufferError, HotBufferState
-from kernels.row_check import (
-    ReadAt,
-    check_in_place,
-    reference_checks,
-    row_checks_of,
-    store_row_checks,
-    wrong_row,
-)
+from kernels.hot_state import HotBufferError, HotBufferState, ReadAt
+from kernels.reference_check import reference_checks
+from kernels.row_check import check_in_place, row_checks_of, store_row_checks, wrong_row
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.pools import PLAIN, Layout, Pool
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting

@@ -42,10 +42,10 @@ from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
 from kernels.block_linear import ROW_MULTIPLE, block_linear
 from kernels.fp8_rows import quantize_rows
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, ReadAt
 from kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from kernels.paged_indexer import IndexerScratch
-from kernels.row_check import ReadAt, check_in_place, row_checks_of, store_row_checks
+from kernels.row_check import check_in_place, row_checks_of, store_row_checks
 from kernels.selection import select_topk
 from tools.bench.gpu_timing import graph_us, timed_us
 from tools.bench.swap_in import add_options, swap_ins

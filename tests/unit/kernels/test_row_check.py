@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import HotBufferError, HotBufferState
-from kernels.row_check import (
-    ReadAt,
-    check_in_place,
-    reference_checks,
-    row_checks_of,
-    store_row_checks,
-    wrong_row,
-)
+from kernels.hot_state import HotBufferError, HotBufferState, ReadAt
+from kernels.reference_check import reference_checks
+from kernels.row_check import check_in_place, row_checks_of, store_row_checks, wrong_row
 
 SIZES = [1, 2, 3, 4, 9, 656, 1152, 2304]
 PAGE_SIZE, ROW = 4, 1
