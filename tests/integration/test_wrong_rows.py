@@ -18,7 +18,6 @@ import pytest
 from hisparse_pd.model.spec import load_spec
 from hisparse_pd.vocabulary import KV_ROW_CORRUPT
 from tests.integration.harness import (
-    DEVICE,
     Service,
     decode_service,
     engine_pids,
@@ -69,7 +68,6 @@ def ask(url: str, prompt: Sequence[int], hisparse: bool) -> httpx.Response:
 
 
 @pytest.mark.I9
-@pytest.mark.skipif(DEVICE != "cpu", reason="nodes on a GPU do not verify rows")
 @pytest.mark.timeout(300)
 def test_bits_that_flip_in_the_host_pool(tied_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Before, during and after: six hisparse requests at a time, with what they leave held between them."""
