@@ -24,7 +24,7 @@ from hisparse_pd.vocabulary import CheckpointError
 from kernels.expert_choice import narrow_product
 from kernels.fp8_rows import Activations, Rounding, round_rows
 from kernels.hadamard import hadamard_matrix
-from kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
+from kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
 from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
 from kernels.norms import add_norm, add_parts
 from kernels.row_math import sigmoid, silu
@@ -402,18 +402,7 @@ class _Attention:
     ) -> tuple[Tensor, Tensor]:
         """What to add to the hidden states, [parts, num_tokens, hidden_size], and what was selected."""
         indexer = self._indexer if runs_indexer else None
-        q_a, *index_keys, kv_a = self._of_hidden(x)
-        latents = finish_latents(
-            q_a,
-            kv_a,
-            self._norms,
-            rotation,
-            self._queries.rounding,
-            index_keys=None if indexer is None else index_keys[0],
-            vectors=None if indexer is None else indexer.vectors,
-            head_weights=None if indexer is None else indexer.head_weights(x),
-        )
-        kv.write(self._number, latents.item, latents.index_keys)
+        q_a, latents = self._write(x, rotation, kv, indexer, asks=True)
         q, gate, queries = self._queries(latents.q, q_a, with_index=indexer is not None)
         if indexer is not None and queries is not None and latents.head_weights is not None:
             q_index = index_queries(queries, indexer.vectors, rotation, x.dense.dtype)
@@ -428,17 +417,28 @@ class _Attention:
 
     def write(self, x: Activations, rotation: Rotation, kv: KvAccess) -> None:
         """What ``forward`` writes, and nothing else of it."""
+        self._write(x, rotation, kv, self._indexer, asks=False)
+
+    def _write(
+        self, x: Activations, rotation: Rotation, kv: KvAccess, indexer: _Indexer | None, *, asks: bool
+    ) -> tuple[Tensor, Latents]:
+        """Write the items and, with ``indexer``, its keys. Returns the raw query latent, and what was made.
+
+        ``asks``: queries follow, so that their latent is rounded and head weights are wanted.
+        """
         q_a, *index_keys, kv_a = self._of_hidden(x)
         latents = finish_latents(
             q_a,
             kv_a,
             self._norms,
             rotation,
-            None,
-            index_keys=None if self._indexer is None else index_keys[0],
-            vectors=None if self._indexer is None else self._indexer.vectors,
+            self._queries.rounding if asks else None,
+            index_keys=None if indexer is None else index_keys[0],
+            vectors=None if indexer is None else indexer.vectors,
+            head_weights=indexer.head_weights(x) if asks and indexer is not None else None,
         )
         kv.write(self._number, latents.item, latents.index_keys)
+        return q_a, latents
 
 
 class _Queries:
