@@ -10,7 +10,7 @@ fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,16 @@ def load_model(
     device: torch.device | str = "cpu",
     ranks: RankGroup | None = None,
     on_progress: Progress = lambda done, total: None,
+    draw_weight: Callable[[str, Tensor], None] = draw,
 ) -> DsaModel:
     """Load the weights in ``spec.dtype`` onto ``device``, of the routed experts those that are this rank's.
 
-    ``on_progress`` is called by the calling thread. Raises CheckpointError when weights are missing, or
-    cannot be used there.
+    ``on_progress`` is called by the calling thread. ``draw_weight`` fills each tensor of dummy weights, by
+    its name. Raises CheckpointError when weights are missing, or cannot be used there.
     """
     path, on = Path(model_path), _with_index(device)
     _check_device(spec, on)
-    loader = _Loader(path, spec, on, ranks, keeps_fp8=keeps_fp8(spec, on))
+    loader = _Loader(path, spec, on, ranks, keeps_fp8=keeps_fp8(spec, on), draw_weight=draw_weight)
     return DsaModel(spec, loader.load(on_progress), ranks)
 
 
@@ -131,6 +132,7 @@ class _Loader:
         ranks: RankGroup | None,
         *,
         keeps_fp8: bool = False,
+        draw_weight: Callable[[str, Tensor], None] = draw,
     ) -> None:
         self._path = path
         self._spec = spec
@@ -138,6 +140,7 @@ class _Loader:
         self._ranks = ranks
         self._needs_own_experts = ranks is not None or spec.weights_are_fp8
         self._keeps_fp8 = keeps_fp8
+        self._draw_weight = draw_weight
         self._placements: list[Placement] = []
 
     def load(self, on_progress: Progress = lambda done, total: None) -> Any:
@@ -246,7 +249,7 @@ class _Loader:
     def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
         """``target`` is to get the tensor, as the model computes with it."""
         if self._spec.weights_are_dummy:
-            draw(name, target)
+            self._draw_weight(name, target)
             return
         stored = self._find(files, name, target.shape)
         scales = None
@@ -283,9 +286,9 @@ class _Loader:
         """A matrix is to come to where it belongs as it is, with its scales."""
         target = matrices.values[expert, number]
         if self._spec.weights_are_dummy:
-            draw(name, target)
+            self._draw_weight(name, target)
             if matrices.scales is not None:
-                draw(name + SCALES, matrices.scales[expert, number])
+                self._draw_weight(name + SCALES, matrices.scales[expert, number])
             return
         stored = self._find(files, name, target.shape)
         if stored.dtype != target.dtype and FP8 in (stored.dtype, target.dtype):

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from hisparse_pd.model import loader
 from hisparse_pd.model.dummy_weights import draw
+from hisparse_pd.model.loader import SCALES
 from hisparse_pd.model.spec import ModelSpec
 from kernels.block_fp8 import DTYPE as FP8
 from tools.checkpoints.make_synthetic import CONSTANT, SHARED_QUERY, shared_query
@@ -35,12 +32,6 @@ class DummyLocality:
         """Of all weights drawn, by their shapes."""
         self._latent_norms: list[Tensor] = []
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Models loaded within, with dummy weights, get what locality needs."""
-        with patch.object(loader, "draw", self._draw):
-            yield
-
     def set_jitter(self, jitter: float) -> None:
         """``jitter``: what the newest token alone decides of the variance of indexer scores, a share above 0
         and below 1. 1 - jitter is the correlation of consecutive scores.
@@ -50,10 +41,11 @@ class DummyLocality:
         for weight in self._latent_norms:
             weight[0] = math.sqrt(own * (1 - jitter) / jitter) / SHARED_QUERY
 
-    def _draw(self, name: str, target: Tensor) -> None:
+    def draw_weight(self, name: str, target: Tensor) -> None:
+        """For ``load_model``: dummy weights with what locality needs."""
         draw(name, target)
         self.num_bytes += target.nbytes
-        is_scale = name.endswith(loader.SCALES)
+        is_scale = name.endswith(SCALES)
         match name.split(".")[-2]:
             case "o_proj" | "down_proj" if is_scale or target.dtype != FP8:
                 target.mul_(LAYER_GAIN)

@@ -180,8 +180,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     used.mark("CUDA and collectives")
     locality = DummyLocality(spec)
     started = time.monotonic()
-    with locality.drawing():
-        model = load_model(arguments.model_path, spec, arguments.device, ranks)
+    model = load_model(arguments.model_path, spec, arguments.device, ranks, draw_weight=locality.draw_weight)
     ranks.meet("loaded")
     used.mark("weights")
     keep(load_secs=time.monotonic() - started, memory_gb=used.gb, planned_weights_gb=locality.num_bytes / 1e9)

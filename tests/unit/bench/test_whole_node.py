@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse_pd.model import loader
 from hisparse_pd.model.spec import load_spec
 from kernels.block_fp8 import DTYPE as FP8
 from tools.bench import whole_node
@@ -44,8 +43,7 @@ def test_queries_share_a_part_and_heads_come_in_pairs_in_fp8(tiny_checkpoint: Ca
     columns = 2 * spec.index_head_dim
     locality = DummyLocality(spec)
     heads = torch.empty((spec.index_num_heads * spec.index_head_dim, columns), dtype=FP8)
-    with locality.drawing():
-        loader.draw("model.layers.0.self_attn.indexer.wq_b.weight", heads)
+    locality.draw_weight("model.layers.0.self_attn.indexer.wq_b.weight", heads)
     pairs = heads.float().view(-1, 2, spec.index_head_dim, columns)
     assert torch.equal(pairs[:, 0], -pairs[:, 1])
     assert not torch.equal(pairs[0, 0], pairs[1, 0])
