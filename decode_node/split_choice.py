@@ -115,7 +115,7 @@ class TrialRequests:
         state.stamps[:, : self._num_reqs].masked_fill_(is_lost, ABSENT)
 
     def end(self) -> None:
-        """Empty the rows, and forget that their noise is not what any row check vouches for."""
+        """Empty the rows. That clears what row checks reported of them, too: their items were noise."""
         if not self.fits:
             return
         self._inputs.num_real.zero_()

@@ -157,9 +157,15 @@ class Cell:
     """
 
     def __init__(
-        self, host: Tensor, batch: int, context: int, capacity: int, device: str, max_new: int = 1,
+        self,
+        host: Tensor,
+        batch: int,
+        context: int,
+        capacity: int,
+        device: str,
+        max_new: int = 1,
         verifies: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         _, num_slots, item_bytes = host.shape
         self.host = host
         # Zeroed, so that recycled memory cannot hold the bytes that a call should have brought.
