@@ -16,16 +16,12 @@ how often its guesses are right is a setting of ``tools/checkpoints/make_synthet
 request gets of a step, "misses" those of a token; the other columns are of a step. A hot buffer that cannot
 hold what all positions of a step may select is refused.
 
-``--penalties`` gives every request presence, frequency and repetition penalties and 300 biases, with the
-prompt counted: what a step is longer then is their cost.
-
 ``--grammar`` takes the steps of each line once more with all requests bound to a grammar, JSON that does not
 end: what masks cost is the difference. It needs the checkpoint's tokenizer, and means most with a vocabulary
 of a real model's size (``tools/checkpoints/make_synthetic.py --vocab 129280``).
 
-With ``--dp-size N`` as many ranks take the steps together, each with a batch of its own; what is printed is
-the first one's, its tokens a second of all. On a GPU a line a row says what each part takes of its memory in
-GB, and in brackets what a decode node plans for it.
+On a GPU a line a row says what each part takes of its memory in GB, and in brackets what a decode node plans
+for it. Steps that several ranks take together are measured by ``tools.bench.whole_node``.
 """
 
 from __future__ import annotations
@@ -34,13 +30,11 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +56,16 @@ from hisparse_pd.memory.device import use_device
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, round_up
 from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, RankPlace, SamplingParams, pack_logit_bias
+from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams
 from prefill_node.compute import PromptRunner
 from prefill_node.memory import PrefillMemory
 from protocol.messages import Room
 from tools.bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
 
 PAGE_SIZE = 64
-NUM_BIASES = 300
 GRAMMAR = "start: %json " + json.dumps(
     {
         "type": "array",
@@ -191,37 +183,12 @@ def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
     return torch.randint(quarter, 3 * quarter, (num_tokens,), generator=torch.Generator().manual_seed(1))
 
 
-def penalties(spec: ModelSpec) -> dict[str, Any]:
-    biased = random_tokens(spec, 4 * NUM_BIASES).unique()[:NUM_BIASES].tolist()
-    return {
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "repetition_penalty": 1.1,
-        "logit_bias": pack_logit_bias([(token_id, 1.0) for token_id in biased]),
-    }
-
-
 class _Settings(DecodeSettings):
     """Those of a decode node that captures the graph of one batch, the measured one."""
 
     @property
     def graph_batches(self) -> list[int]:
         return [] if self.cuda_graph_max_bs == 0 else [self.max_running_requests]
-
-
-def make_hot_buffers(
-    spec: ModelSpec, settings: DecodeSettings, memory: DecodeMemory, pools: Pools, max_capacity: int
-) -> HotBuffers:
-    """A row of the tables for each request that may run."""
-    return HotBuffers(
-        spec,
-        memory,
-        num_rows=settings.max_running_requests,
-        num_lookup_slots=pools.totals.lookup,
-        max_capacity=max_capacity,
-        page_size=PAGE_SIZE,
-        max_new=settings.speculative_num_steps + 1,
-    )
 
 
 def slots_of_one(
@@ -271,21 +238,28 @@ class Bench:
         prompt: Prefilled,
         mode: Mode,
         num_steps: int,
-        sampling: Mapping[str, Any],
         grammar: Grammar | None,
     ) -> None:
         used = MemoryByPart(model.device)
         used.mark("before")
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
         self._num_new = settings.speculative_num_steps + 1
-        self._spec, self._prompt, self._sampling, self._grammar = spec, prompt, sampling, grammar
+        self._spec, self._prompt, self._grammar = spec, prompt, grammar
         self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
         need = slots_of_one(spec, settings, mode, context, num_steps)
         life, capacity = need.index, need.device if mode is Mode.HISPARSE else 0
         pools = Pools(slots_of_all(need, batch), PAGE_SIZE)
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
         used.mark("pools")
-        self.hot_buffers = make_hot_buffers(spec, settings, self.memory, pools, max(self._num_new, capacity))
+        self.hot_buffers = HotBuffers(
+            spec,
+            self.memory,
+            num_rows=batch,
+            num_lookup_slots=pools.totals.lookup,
+            max_capacity=max(self._num_new, capacity),
+            page_size=PAGE_SIZE,
+            max_new=self._num_new,
+        )
         used.mark("tables")
         self.runner: DeviceRunner = make_runner(settings, model, self.hot_buffers)
         used.mark("graphs and workspaces")
@@ -349,7 +323,6 @@ class Bench:
                 temperature=0.0,
                 ignore_eos=True,
                 grammar=GRAMMAR if self._grammar else "",
-                **self._sampling,
             ),
             flag=HisparseFlag.TRUE,
             peer=PeerAddress("", 0),
@@ -360,7 +333,6 @@ class Bench:
             reserved_tokens=life,
             hot_capacity=need.device if mode is Mode.HISPARSE else 0,
             admitted_seq=number,
-            prompt_token_ids=random_tokens(self._spec, context).unique().int().numpy(),
         )
         if self._grammar is not None:
             request.matcher = self._grammar.matcher(ignore_eos=True)
@@ -395,8 +367,7 @@ def measure(
     grammar: Grammar | None,
 ) -> dict[str, Any]:
     settings = make_settings(arguments, batch, num_drafts)
-    sampling = penalties(spec) if arguments.penalties else {}
-    bench = Bench(spec, model, settings, prompt, mode, arguments.steps, sampling, grammar)
+    bench = Bench(spec, model, settings, prompt, mode, arguments.steps, grammar)
     try:
         bench.run(max(2, arguments.steps // 4))
         before, tokens_before = bench.totals, bench.num_tokens
@@ -407,6 +378,7 @@ def measure(
         kinds, longest = by_kind(bench, arguments.steps) if model.device.type == "cuda" else ({}, [])
     finally:
         bench.memory.close()
+    num_ranks = 1 if model.ranks is None else model.ranks.size
     step_ms = 1e3 * secs / arguments.steps
     miss_bytes = misses / arguments.steps * bench.hot_buffers.bytes_per_miss
     swap_in_ms = kinds.get("swap-in", 0.0)
@@ -417,7 +389,7 @@ def measure(
         "has_grammar": grammar is not None,
         "step_ms": step_ms,
         "tokens_a_step": num_tokens / arguments.steps / batch,
-        "tokens_a_second": arguments.dp_size * num_tokens / secs,
+        "tokens_a_second": num_ranks * num_tokens / secs,
         "misses_a_token": misses / num_tokens,
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "mb_a_step": miss_bytes / 1e6,
@@ -450,29 +422,19 @@ def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[
 
 
 def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0) -> DecodeSettings:
+    names = ("model_path", "device", "dtype", "kv_cache_dtype", "indexer_cache_dtype", "attention_backend")
     return _Settings(
-        **shared_settings(arguments),
+        **{name: getattr(arguments, name) for name in (*names, "micro_batch_min_bs", "load_format")},
+        device_buffer_size=arguments.buffer,
+        page_size=PAGE_SIZE,
         max_running_requests=batch,
         cuda_graph_max_bs=0 if arguments.no_graphs else None,
         speculative_num_steps=num_drafts,
     )
 
 
-def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options of ``add_shared_options`` say of a decode node."""
-    names = ("model_path", "device", "dtype", "kv_cache_dtype", "indexer_cache_dtype", "attention_backend")
-    own = {name: getattr(arguments, name) for name in (*names, "micro_batch_min_bs", "load_format")}
-    return own | {"device_buffer_size": arguments.buffer, "page_size": PAGE_SIZE}
-
-
-def add_shared_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-path", type=Path, required=True)
-    parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
-    add_node_options(parser)
-
-
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Those of ``add_shared_options`` that say how a node runs, whatever its model and prompts."""
+    """Those that say how a node runs, whatever its model and prompts."""
     parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
@@ -559,53 +521,28 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_shared_options(parser)
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
+    add_node_options(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--max-dense", type=int, default=16, help="largest batch that is measured dense")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument(
         "--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(MAX_DRAFTS + 1)
     )
-    parser.add_argument("--penalties", action="store_true", help="of every request")
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
-    parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
     parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as directory:
-        places = [
-            RankPlace(rank, arguments.dp_size, f"{directory}/ranks") for rank in range(arguments.dp_size)
-        ]
-        if arguments.dp_size == 1:
-            run(arguments, places[0])
-            return 0
-        ranks = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
-
-
-def run(arguments: argparse.Namespace, place: RankPlace) -> None:
-    """One rank."""
-    console = Console(width=190, quiet=place.rank > 0)
-    arguments.device = (
-        DecodeSettings(model_path=arguments.model_path, device=arguments.device, dp_size=place.size)
-        .of_rank(place.rank)
-        .device
-    )
+    console = Console(width=190)
     use_device(arguments.device)
     spec = load_shared_spec(arguments, max(arguments.speculative_num_steps), arguments.verify_rows)
-    ranks = None
-    if place.size > 1:
-        ranks = RankGroup(place, torch.device(arguments.device), agree_secs=300.0, forward_secs=300.0)
     used = MemoryByPart(torch.device(arguments.device))
-    used.mark("CUDA and collectives")
+    used.mark("CUDA")
     started = time.perf_counter()
-    model = load_model(arguments.model_path, spec, arguments.device, ranks)
+    model = load_model(arguments.model_path, spec, arguments.device)
     load_secs = time.perf_counter() - started
     used.mark("weights")
     prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
@@ -614,15 +551,11 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         "kv_format": spec.kv_format,
         "item_bytes": spec.item_bytes,
         "index_format": spec.index_format,
-        "penalties": arguments.penalties,
         "verifies_rows": spec.has_row_checks,
         "weights_are_fp8": spec.weights_are_fp8,
-        "dp_size": place.size,
         "load_secs": load_secs,
         "memory_gb": used.gb,
-        "planned_weights_gb": None
-        if spec.weights_are_dummy
-        else planned_weights(arguments.model_path, place.size),
+        "planned_weights_gb": None if spec.weights_are_dummy else planned_weights(arguments.model_path),
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }
@@ -644,11 +577,9 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
                 )
                 for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
                     console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
-    if place.rank == 0:
-        print_report(report, console)
-        write_json(arguments.out.with_suffix(".json"), report)
-    if ranks is not None:
-        ranks.leave()
+    print_report(report, console)
+    write_json(arguments.out.with_suffix(".json"), report)
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from hisparse_pd.model.spec import ModelSpec, weight_files
 from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings
 
-EXPERTS = ".mlp.experts."
-"""In the names of what ranks share out."""
 RESERVE = ("graphs and workspaces", "steps")
 """The parts that a node's reserve for activations is for; its runner's counts of tokens are in them too."""
 
@@ -37,16 +35,14 @@ class MemoryByPart:
         self._used_bytes = used_bytes
 
 
-def planned_weights(model_path: Path, num_ranks: int) -> float:
-    """GB of a rank: an even share of the routed experts and all of the rest, as the checkpoint has them."""
-    num_bytes = 0.0
+def planned_weights(model_path: Path) -> float:
+    """GB of a checkpoint's weights."""
+    num_bytes = 0
     for path in weight_files(model_path):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, stored in header.items():
-            if name != "__metadata__":
-                start, end = stored["data_offsets"]
-                num_bytes += (end - start) / (num_ranks if EXPERTS in name else 1)
+        ranges = (stored["data_offsets"] for name, stored in header.items() if name != "__metadata__")
+        num_bytes += sum(end - start for start, end in ranges)
     return num_bytes / 1e9
 
 

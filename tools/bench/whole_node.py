@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(
         load_format="dummy", kv_cache_dtype="fp8_e4m3", chunk=2048, modes=["hisparse", "dense"]
     )
-    parser.set_defaults(micro_batch_min_bs=0, penalties=False, no_graphs=False)
+    parser.set_defaults(micro_batch_min_bs=0, no_graphs=False)
     parser.add_argument(
         "--layers", type=int, default=61, help="of DeepSeek-V3.2, where --model-path has no model"
     )
