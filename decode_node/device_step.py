@@ -10,7 +10,7 @@ slots at the ends of the pools and is ignored by every kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -134,14 +134,21 @@ class DeviceStep:
         """int64 [num_rows], ``num_new - first_row`` rows for each request."""
         return self._rows.positions
 
-    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+    def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
         """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
         memory, rows = self._memory, self._rows
-        self._kernels.kv_format.store(memory.k_dev[layer], rows.device_slots, kv)
-        if memory.row_checks is not None:
-            store_row_checks(
-                memory.row_checks, rows.index_slots, memory.k_dev, rows.device_slots, rows.positions, layer
-            )
+        if kv is not None:
+            kv_layer = self._spec.kv_layer_of_layer[layer]
+            self._kernels.kv_format.store(memory.k_dev[kv_layer], rows.device_slots, kv)
+            if memory.row_checks is not None:
+                store_row_checks(
+                    memory.row_checks,
+                    rows.index_slots,
+                    memory.k_dev,
+                    rows.device_slots,
+                    rows.positions,
+                    kv_layer,
+                )
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
             self._kernels.index_format.store(memory.index[group], rows.index_slots, index_keys)
@@ -179,31 +186,46 @@ class DeviceStep:
 
     def attend_at(self, layer: int, q: Tensor, device_slots: Tensor, scale: float) -> Tensor:
         """``attend`` to the layer's items at ``device_slots``, int32 [rows of q, n], -1 for none."""
-        return self._kernels.attention.attend(q, self._memory.k_dev[layer], device_slots, scale)
+        items = self._memory.k_dev[self._spec.kv_layer_of_layer[layer]]
+        return self._kernels.attention.attend(q, items, device_slots, scale)
 
     def _swap_in(self, layer: int, positions: Tensor) -> None:
         """Bring the layer's items of ``positions`` to ``_device_slots``."""
-        memory = self._memory
+        filled = self._spec.kv_layers_filled_at[layer]
         group = self._spec.index_group_of_layer[layer]
-        layers = self._spec.layers_of_group[group]
-        if layer != layers[0]:
-            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, state=self._requests.state)
+        if layer != self._spec.layers_of_group[group][0]:
+            self._replay_misses(filled)
             return
+        memory, hot_group = self._memory, self._spec.hot_group_of_index_group[group]
+        is_replayed = len(self._spec.kv_layers_of_hot_group[hot_group]) > 1
         if self._first_row:
             positions = self._of_all_new(positions)
         device_slots = swap_in(
             positions,
             self._requests,
-            group=group,
-            layer=layer,
+            group=hot_group,
+            layer=filled[0],
             k_host=memory.k_host,
             k_dev=memory.k_dev,
-            miss_plan=self._miss_plan if len(layers) > 1 else None,
+            miss_plan=self._miss_plan if is_replayed else None,
         )
+        self._replay_misses(filled[1:])
         if self._first_row:
             device_slots = device_slots.view(-1, self._num_new, device_slots.shape[1])
             device_slots = device_slots[:, self._first_row :].flatten(0, 1).contiguous()
         self._device_slots = device_slots
+
+    def _replay_misses(self, kv_layers: Sequence[int], max_blocks: int | None = None) -> None:
+        memory = self._memory
+        for kv_layer in kv_layers:
+            replay_misses(
+                self._miss_plan,
+                kv_layer,
+                memory.k_host,
+                memory.k_dev,
+                max_blocks=max_blocks,
+                state=self._requests.state,
+            )
 
     def _of_all_new(self, positions: Tensor) -> Tensor:
         """``positions`` with rows that select nothing where this forward has no rows of new positions."""
@@ -214,22 +236,16 @@ class DeviceStep:
 
     def _swap_in_beside_others(self, layer: int, positions: Tensor, order: MicroBatchOrder) -> None:
         """The same in two launches, so that one that only waits for PCIe can run beside others' kernels."""
-        memory = self._memory
         group = self._spec.index_group_of_layer[layer]
         if layer == self._spec.layers_of_group[group][0]:
+            hot_group = self._spec.hot_group_of_index_group[group]
             with order.planning.next():
                 self._device_slots = plan_misses(
-                    positions, self._requests, group=group, miss_plan=self._miss_plan
+                    positions, self._requests, group=hot_group, miss_plan=self._miss_plan
                 )
-        with order.copying():
-            replay_misses(
-                self._miss_plan,
-                layer,
-                memory.k_host,
-                memory.k_dev,
-                max_blocks=order.copy_blocks,
-                state=self._requests.state,
-            )
+        if filled := self._spec.kv_layers_filled_at[layer]:
+            with order.copying():
+                self._replay_misses(filled, order.copy_blocks)
 
     def write_draft_kv(self, model: DsaModel, token_ids: Tensor, hidden: Tensor) -> None:
         """Of a step without drafts: the draft layer's KV of its new positions, behind which ``token_ids``

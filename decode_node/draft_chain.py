@@ -28,7 +28,7 @@ class SharedSelection:
         self.selected = first.device_slots[newest_rows]
         """int32 [num_reqs, index_topk]: not positions but their device slots."""
 
-    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+    def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
         """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:

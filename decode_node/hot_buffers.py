@@ -50,7 +50,7 @@ class HotBuffers:
         self.page_size = page_size
         self.device = memory.k_dev.device
         self.state = HotBufferState.create(
-            spec.num_index_groups,
+            spec.num_hot_groups,
             num_rows,
             spec.context_length,
             max_capacity,
@@ -101,11 +101,11 @@ class HotBuffers:
 
     @property
     def bytes_per_miss(self) -> float:
-        """What one miss brings from the host: its item in each layer that shares the selection.
+        """What one miss brings from the host: its item in each KV layer of its hot group.
 
-        The mean where not every indexer serves equally many layers.
+        The mean where not all hot groups have equally many.
         """
-        return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_index_groups
+        return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
 
     def start(self, request: Request) -> None:
         """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up.
@@ -143,25 +143,21 @@ class HotBuffers:
         )
 
     def check_hot(self, request: Request, group: int) -> None:
-        """Verify, on the device and in stream order, what the hot buffer of a request holds of one group: its
-        tokens that stand, in all of the group's layers. The next row results say what was found."""
+        """Verify, on the device and in stream order, what the hot buffer of a request holds of one hot group:
+        its tokens that stand, in all of the group's layers. The next row results say what was found."""
         state, row = self.state, request.req_row
         lookup_slots = state.hot_to_lookup[group, row].long()
         page_ids, pages = state.lookup_pages[row].long().sort()
         at = torch.searchsorted(page_ids, lookup_slots // self.page_size).clamp_(max=len(page_ids) - 1)
         positions = pages[at] * self.page_size + lookup_slots % self.page_size
         is_there = (lookup_slots >= 0) & (positions < request.num_kv_tokens)
-        layers = self.spec.layers_of_group[group]
-        check_in_place(
-            state,
-            row,
-            self.memory.k_dev[layers[0] : layers[-1] + 1],
-            torch.where(is_there, state.hot_slots[row].long(), 0),
-            torch.where(is_there, positions, 0),
-            is_there,
-            read_at=ReadAt.SCRUB,
-            first_layer=layers[0],
-        )
+        slots = torch.where(is_there, state.hot_slots[row].long(), 0)
+        positions = torch.where(is_there, positions, 0)
+        for layer in self.spec.kv_layers_of_hot_group[group]:
+            items = self.memory.k_dev[layer : layer + 1]
+            check_in_place(
+                state, row, items, slots, positions, is_there, read_at=ReadAt.SCRUB, first_layer=layer
+            )
 
     def go_on(self) -> dict[int, Exception]:
         """The next slices of rows that are being filled, once those before are over: one, or where many are
@@ -244,10 +240,16 @@ class HotBuffers:
             index_pages=self._pages(request, PoolKind.INDEX),
             num_tokens=request.num_kv_tokens,
             hints=hints,
-            layers_of_group=self.spec.layers_of_group,
+            layers_of_group=self.spec.kv_layers_of_hot_group,
             k_host=self.memory.k_host,
             k_dev=self.memory.k_dev,
         )
+
+    def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        """What to warm each hot group with: of ``hint``, [num_index_groups, index_topk], its groups' rows by
+        turns, the most useful positions first."""
+        hot_groups = np.array(self.spec.hot_group_of_index_group)
+        return [hint[hot_groups == group].T.ravel() for group in range(self.spec.num_hot_groups)]
 
     def grow(self, request: Request) -> None:
         """Enter the pages that a running request was just given, which no step in flight looks at.

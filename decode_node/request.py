@@ -167,7 +167,7 @@ class Request:
     num_accepted: int = 0
     """Of the drafts that were verified."""
     hot_positions: list[NDArray[np.int32]] | None = None
-    """Per index group, what a new hot buffer is to be warmed with, most useful first."""
+    """Per hot group, what a new hot buffer is to be warmed with, most useful first."""
     num_cached_tokens: int = 0
     transfer_bytes: int = 0
     transfer_secs: float = 0.0

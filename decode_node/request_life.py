@@ -281,7 +281,8 @@ class RequestLife:
         request.num_cached_tokens = message.num_cached_tokens
         request.transfer_bytes = message.num_bytes
         request.transfer_secs = message.transfer_secs
-        request.hot_positions = None if record.hint is None else list(record.hint)
+        if record.hint is not None:
+            request.hot_positions = self.hot_buffers.by_hot_group(record.hint)
         request.prefill_times = message.times
         request.phases.end(now)
         self.requests.start(request)

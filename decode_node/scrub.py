@@ -47,7 +47,7 @@ class Scrubber:
             return
         turn = self._num_steps // STEPS_BETWEEN
         request = hisparse[turn % len(hisparse)]
-        self._hot_buffers.check_hot(request, turn // len(hisparse) % self._hot_buffers.spec.num_index_groups)
+        self._hot_buffers.check_hot(request, turn // len(hisparse) % self._hot_buffers.spec.num_hot_groups)
 
     def when_idle(self) -> None:
         """Verify the next stretch of what is held. Waits for the device."""

@@ -178,7 +178,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     looked up by lookup slot: 4 bytes a group each, which for two a token of the host pool is 6% of its
     indexer keys in fp8.
     """
-    num_groups, num_rows = spec.num_index_groups, settings.max_running_requests
+    num_groups, num_rows = spec.num_hot_groups, settings.max_running_requests
     num_new = settings.speculative_num_steps + 1
     max_pages = -(-spec.context_length // settings.page_size)
     capacity = max_hot_capacity(settings, spec)

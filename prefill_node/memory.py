@@ -32,7 +32,7 @@ class PrefillMemory:
     def __init__(
         self, spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device | str
     ) -> None:
-        self._index_group_of_layer = spec.index_group_of_layer
+        self._of_layers = spec.kv_layer_of_layer, spec.index_group_of_layer
         self._index_topk = spec.index_topk
         kv_shape, index_shape, aux_shape = _shapes(spec, num_slots, num_aux_slots)
         self.row_checks: Tensor | None = None
@@ -67,7 +67,7 @@ class PrefillMemory:
             _layered(self.kv),
             _layered(self.index),
             _layered(self.aux[None]),
-            self._index_group_of_layer,
+            *self._of_layers,
             None if self.row_checks is None else _layered(self.row_checks[:, :, None].view(torch.uint8)),
         )
 

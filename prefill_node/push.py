@@ -48,20 +48,30 @@ link busy all the same: a quarter of a pool of 40 GB takes a second at 10 GB/s."
 class SourceRegions:
     """This node's registered memory. ``aux`` is one layer with a slot per room that owns pages.
 
-    ``index_group_of_layer``: for each layer of ``kv`` the layer of ``index`` that it reads, whose keys are
-    written together with the KV of the first such layer. ``row_checks``: with the slots and layers of ``kv``;
-    None: this node computes none.
+    ``kv_layer_of_layer`` and ``index_group_of_layer``: for each layer of the model, in whose order they are
+    written, the layers of ``kv`` and ``index`` that it reads; the first one that reads a layer writes it.
+    ``row_checks``: with the slots and layers of ``kv``; None: this node computes none.
     """
 
     kv: RegionView
     index: RegionView
     aux: RegionView
+    kv_layer_of_layer: tuple[int, ...]
     index_group_of_layer: tuple[int, ...]
     row_checks: RegionView | None = None
 
-    def num_index_layers(self, num_layers: int) -> int:
-        """Layers of ``index`` that are written once the first ``num_layers`` layers of ``kv`` are."""
-        return self.index_group_of_layer[num_layers - 1] + 1 if num_layers else 0
+    def num_written(self, num_layers: int) -> tuple[int, int]:
+        """Layers of ``kv`` and of ``index`` that are written once the model's first ``num_layers`` are."""
+        kv_layers, index_groups = (
+            of_layer[:num_layers] for of_layer in (self.kv_layer_of_layer, self.index_group_of_layer)
+        )
+        return max(kv_layers, default=-1) + 1, max(index_groups, default=-1) + 1
+
+    def num_layers_until(self, num_kv: int, num_index: int) -> int:
+        """Layers of the model after which so many of ``kv`` and ``index`` are written."""
+        return (
+            max(self.kv_layer_of_layer.index(num_kv - 1), self.index_group_of_layer.index(num_index - 1)) + 1
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +91,8 @@ class ChunkPush:
     layer_bytes: int
     """Bytes of KV in one layer."""
     num_layers: int
-    """Layers that the decode node takes: all but the draft layer when it does not draft."""
+    """Layers of the model behind which all is written that the decode node takes: without the draft layer's
+    when it does not draft."""
     num_layers_written: int = 0
     num_layers_submitted: int = 0
 
@@ -147,7 +158,8 @@ class Pusher:
         kv.check()
         index.check()
         layer_bytes = (stop - start) * self._source.kv.item_bytes
-        return ChunkPush(record, start, stop, kv, index, row_checks, layer_bytes, kv.dst.num_layers)
+        num_layers = self._source.num_layers_until(kv.dst.num_layers, index.dst.num_layers)
+        return ChunkPush(record, start, stop, kv, index, row_checks, layer_bytes, num_layers)
 
     def num_bytes(self, num_tokens: int) -> int:
         """All that is sent of so many positions."""
@@ -170,7 +182,7 @@ class Pusher:
         ``ready``: see ``WriteBatch``; it must cover the layers before, too. Raises ValueError for a layer out
         of order: what lies before it would be sent unwritten.
         """
-        num_layers = self._source.kv.num_layers
+        num_layers = len(self._source.kv_layer_of_layer)
         for push in pushes:
             if layer != push.num_layers_written:
                 raise ValueError(
@@ -206,9 +218,13 @@ class Pusher:
 
     def _is_due(self, push: ChunkPush) -> bool:
         """Whether the layers that wait are to leave before the chunk's last one is written."""
-        num_waiting = push.num_layers_written - push.num_layers_submitted
+        written, submitted = (
+            self._source.num_written(num_layers)[0]
+            for num_layers in (push.num_layers_written, push.num_layers_submitted)
+        )
         return (
-            num_waiting * push.layer_bytes >= self._min_batch_bytes
+            written > submitted
+            and (written - submitted) * push.layer_bytes >= self._min_batch_bytes
             and self._sender.num_pending(push.record.room) < MAX_PENDING_BATCHES
         )
 
@@ -216,13 +232,10 @@ class Pusher:
         first = push.num_layers_submitted
         if first == stop or push.start == push.stop:
             return
-        source = self._source
-        parts = [
-            push.kv.of_layers(first, stop),
-            push.index.of_layers(source.num_index_layers(first), source.num_index_layers(stop)),
-        ]
+        (first_kv, first_index), (stop_kv, stop_index) = map(self._source.num_written, (first, stop))
+        parts = [push.kv.of_layers(first_kv, stop_kv), push.index.of_layers(first_index, stop_index)]
         if push.row_checks is not None:
-            parts.append(push.row_checks.of_layers(first, stop))
+            parts.append(push.row_checks.of_layers(first_kv, stop_kv))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
         self._submit(push.record, tag, parts, ready)
         push.num_layers_submitted = stop

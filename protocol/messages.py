@@ -89,7 +89,8 @@ class Geometry(Struct, frozen=True, array_like=True):
     """What both nodes must agree on. ``page_size`` alone may differ, and then only for hisparse rooms.
 
     ``sampling_defaults``: as SamplingDefaults writes them. The prefill node draws an answer's first token.
-    ``num_draft_layers``: layers behind ``num_layers``, each with an indexer, whose KV a decode node takes and
+    ``num_layers``: of the model, those that have KV; some may attend to an earlier one's.
+    ``num_draft_layers``: layers behind them, each with an indexer, whose KV a decode node takes and
     a prefill node computes; one that takes none gets none. ``index_rotation``: by what indexer keys were
     rotated before they were rounded; "" for keys as the model has them. ``has_row_checks``: whether the node
     takes, or computes, a check of each item; one that takes none gets none.

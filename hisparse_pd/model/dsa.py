@@ -37,9 +37,9 @@ _NO_DRAFT_LAYER = "this node runs no draft layer: num_draft_layers of its model 
 class KvAccess(Protocol):
     """Where a forward's keys are written and read; one object a forward, tokens in the forward's order."""
 
-    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        """Store the new tokens' items [num_tokens, item_dim] and, unless the layer shares an index, their
-        indexer keys [num_tokens, index_head_dim]."""
+    def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
+        """Store the new tokens' items [num_tokens, item_dim], unless the layer attends to another one's, and
+        their indexer keys [num_tokens, index_head_dim], unless it shares an index. Called for every layer."""
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         """Positions, int32 [num_tokens, index_topk], -1 for none, that each token attends to in this group.

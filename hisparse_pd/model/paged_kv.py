@@ -39,7 +39,7 @@ class PagedKv:
     num_slots], if there are any. After the forward ``hints[i]`` is int32
     [num_index_groups, index_topk], the hint of ``requests[i]``, or None when it was not wanted.
 
-    ``on_written(layer)`` is called in the forward, layer after layer, once the layer's rows in both pools are
+    ``on_written(layer)`` is called in the forward, layer after layer, once what it has in both pools is
     written: on the CPU the bytes are there, on a GPU the kernels that store them are in the current stream.
     """
 
@@ -98,11 +98,13 @@ class PagedKv:
             for request in requests
         ]
 
-    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        slots = self._new_slots
-        self._kernels.kv_format.store(self._device_pool[layer], slots, kv)
-        if self._row_checks is not None:
-            store_row_checks(self._row_checks, slots, self._device_pool, slots, self.positions, layer)
+    def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
+        slots, pool = self._new_slots, self._device_pool
+        if kv is not None:
+            kv_layer = self._spec.kv_layer_of_layer[layer]
+            self._kernels.kv_format.store(pool[kv_layer], slots, kv)
+            if self._row_checks is not None:
+                store_row_checks(self._row_checks, slots, pool, slots, self.positions, kv_layer)
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
             self._kernels.index_format.store(self._index_pool[group], slots, index_keys)
@@ -132,7 +134,8 @@ class PagedKv:
         # Shared-index layers attend to the very tensor of their group's first layer.
         if self._resolved is None or self._resolved[0] is not positions:
             self._resolved = (positions, self._slots(positions).int())
-        return self._kernels.attention.attend(q, self._device_pool[layer], self._resolved[1], scale)
+        items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
+        return self._kernels.attention.attend(q, items, self._resolved[1], scale)
 
     def _slots(self, positions: Tensor) -> Tensor:
         """Device slots, int64 [num_tokens, n], of ``positions`` of each token's request; -1 where -1."""

@@ -38,8 +38,8 @@ class ModelSpec:
     model_type: str
     num_layers: int
     index_group_of_layer: tuple[int, ...]
-    """Index group of each of ``num_kv_layers``: the same number for a layer with an indexer and the shared
-    layers behind it. The draft layer has the last group to itself.
+    """Index group of each layer, the draft layer among them: the same number for a layer with an indexer and
+    the shared layers behind it. The draft layer has the last group to itself.
     """
     num_heads: int
     kv_lora_rank: int
@@ -62,6 +62,8 @@ class ModelSpec:
     """Whether the checkpoint's matrices are in fp8 with scales of blocks (``kernels.block_fp8``)."""
     fingerprint: str
     """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
+    kv_source_layers: tuple[int, ...] = ()
+    """For each of ``num_layers``, the layer whose KV it attends to; empty: each one to KV of its own."""
     num_draft_layers: int = 0
     """1 when this node runs the model's MTP layer, as layer ``num_layers``; else 0."""
     shares_draft_selection: bool = False
@@ -77,10 +79,19 @@ class ModelSpec:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
+    @cached_property
+    def kv_layer_of_layer(self) -> tuple[int, ...]:
+        """The layer of the KV pools that each layer attends to, the draft layer among them. A layer that
+        attends to another one's KV has none in the pools."""
+        sources = self.kv_source_layers or tuple(range(self.num_layers))
+        owners = sorted(set(sources))
+        drafts = range(len(owners), len(owners) + self.num_draft_layers)
+        return (*(owners.index(source) for source in sources), *drafts)
+
     @property
     def num_kv_layers(self) -> int:
-        """Layers whose KV the pools hold: the model's, and the draft layer behind them."""
-        return self.num_layers + self.num_draft_layers
+        """Layers of the KV pools: those of the model that have KV, and the draft layer behind them."""
+        return max(self.kv_layer_of_layer) + 1
 
     @property
     def num_index_layers(self) -> int:
@@ -99,6 +110,49 @@ class ModelSpec:
             tuple(layer for layer, of in enumerate(self.index_group_of_layer) if of == group)
             for group in range(self.num_index_groups)
         )
+
+    @cached_property
+    def hot_group_of_index_group(self) -> tuple[int, ...]:
+        """Which tables of hot buffers serve each index group: those that attend to KV in common share them.
+
+        An entry is one slot in all of a hot group's KV layers, so that each of its index groups finds there
+        what another one brought.
+        """
+        labels = list(range(self.num_index_groups))
+        readers: dict[int, int] = {}
+        for kv_layer, group in zip(self.kv_layer_of_layer, self.index_group_of_layer, strict=True):
+            merged = {labels[group], labels[readers.setdefault(kv_layer, group)]}
+            labels = [min(merged) if label in merged else label for label in labels]
+        numbers = sorted(set(labels))
+        return tuple(numbers.index(label) for label in labels)
+
+    @property
+    def num_hot_groups(self) -> int:
+        return max(self.hot_group_of_index_group) + 1
+
+    @cached_property
+    def kv_layers_of_hot_group(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of the KV pools that each hot group's entries are slots of."""
+        layers: list[set[int]] = [set() for _ in range(self.num_hot_groups)]
+        for kv_layer, group in zip(self.kv_layer_of_layer, self.index_group_of_layer, strict=True):
+            layers[self.hot_group_of_index_group[group]].add(kv_layer)
+        return tuple(tuple(sorted(of_group)) for of_group in layers)
+
+    @cached_property
+    def kv_layers_filled_at(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer, the KV layers that get the misses of its index group's selection before it attends.
+
+        Each KV layer of the hot group gets them once: where a layer of the index group first attends to it,
+        and at the group's first layer where none does.
+        """
+        filled: list[tuple[int, ...]] = []
+        for group, layers in enumerate(self.layers_of_group):
+            read = [self.kv_layer_of_layer[layer] for layer in layers]
+            of_hot_group = self.kv_layers_of_hot_group[self.hot_group_of_index_group[group]]
+            unread = tuple(kv_layer for kv_layer in of_hot_group if kv_layer not in read)
+            filled.append((read[0], *unread))
+            filled += [(own,) if own not in read[:at] else () for at, own in enumerate(read) if at]
+        return tuple(filled)
 
     @property
     def item_dim(self) -> int:
@@ -140,7 +194,7 @@ class ModelSpec:
         return Geometry(
             model_fingerprint=self.fingerprint,
             dtype=self.kv_format,
-            num_layers=self.num_layers,
+            num_layers=self.num_kv_layers - self.num_draft_layers,
             num_index_layers=self.num_index_layers,
             item_bytes=self.item_bytes,
             index_item_bytes=self.index_item_bytes,

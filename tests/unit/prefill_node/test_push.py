@@ -84,7 +84,9 @@ class World:
         self.kv_dst, self.index_dst = np.zeros_like(self.kv), np.zeros_like(self.index)
         self.aux = np.full((1, 1, 8), 7, np.uint8)
         self.aux_dst = np.zeros_like(self.aux)
-        source = SourceRegions(view(self.kv), view(self.index), view(self.aux), GROUPS)
+        source = SourceRegions(
+            view(self.kv), view(self.index), view(self.aux), tuple(range(NUM_LAYERS)), GROUPS
+        )
         self.pusher = Pusher(self.sender, source, PAGE_SIZE, 60.0, self.min_batch_bytes)
         self.record = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
 

@@ -73,7 +73,7 @@ class Node:
             for name, shift in (("a", 51), ("b", 52))
         ]
         own = (source[kind] for kind in (RegionKind.KV_HOST, RegionKind.INDEX, RegionKind.AUX))
-        sources = SourceRegions(*own, (0,) * NUM_LAYERS)
+        sources = SourceRegions(*own, tuple(range(NUM_LAYERS)), (0,) * NUM_LAYERS)
         self.pusher = Pusher(self.sender, sources, PAGE_SIZE, TRANSFER_TIMEOUT_SECS)
         self.life = RoomLife(
             pusher=self.pusher,
