@@ -25,6 +25,8 @@ _MAX_JOURNAL_BYTES = MAX_BODY_BYTES - (1 << 20)
 """Of one request; what is sent to the next nodes is a body."""
 _BLOCK_BYTES = 1 << 16
 """Of records that a node decodes at a time."""
+_PIECE_BYTES = 1 << 10
+"""By which a journal grows; to ask for each record would cost as much as to keep it."""
 _LINE = b"\n" + MARK
 _PINGS = frozenset(PINGS.values())
 
@@ -50,8 +52,10 @@ class Journal:
     def __init__(self, num_body_bytes: int, budget: JournalBudget) -> None:
         self._budget = budget
         self._blocks: list[bytearray] = []
-        """Of records, with commas between them."""
+        """Of records, with a comma behind each."""
         self._num_bytes = 0
+        self._num_free = 0
+        """Of these, for further records."""
         self._head: dict[str, object] = {
             "id": secrets.token_hex(16),
             "created": int(time.time()),
@@ -69,7 +73,7 @@ class Journal:
     def fields(self, *, may_move: bool, num_resumes: int) -> Mapping[str, object]:
         """Of a body that says to the nodes with what to go on."""
         head = self._head | {"may_move": may_move, "num_resumes": num_resumes}
-        records = b",".join(b"[" + block + b"]" for block in self._blocks)
+        records = b",".join(b"[" + block[:-1] + b"]" for block in self._blocks)
         return {"journal": head, "journal_records": Raw(b"[" + records + b"]")}
 
     def next_leg(self) -> None:
@@ -78,17 +82,27 @@ class Journal:
 
     def add(self, record: bytes) -> None:
         self.num_records += 1
-        if not self._grow(len(record) + 1):
+        num_bytes = len(record) + 1
+        if self._num_free < num_bytes and not self._make_room(num_bytes):
             return
+        self._num_free -= num_bytes
+        block = self._blocks[-1]
+        block += record
+        block += b","
+
+    def _make_room(self, num_bytes: int) -> bool:
+        num_bytes = max(num_bytes, _PIECE_BYTES)
+        if not self._grow(num_bytes):
+            return False
+        self._num_free = num_bytes
         if not self._blocks or len(self._blocks[-1]) >= _BLOCK_BYTES:
-            self._blocks.append(bytearray(record))
-        else:
-            self._blocks[-1] += b"," + record
+            self._blocks.append(bytearray())
+        return True
 
     def close(self) -> None:
         """The stream is over. May be called again."""
         self._budget.num_bytes -= self._num_bytes
-        self._num_bytes = 0
+        self._num_bytes = self._num_free = 0
         self._blocks.clear()
         self.is_kept = False
 

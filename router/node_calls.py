@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -49,11 +50,14 @@ class NotTold(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The decode node's answer from its first byte on. ``chunks`` raises NodeFailed when it breaks off."""
+    """The decode node's answer from its first byte on.
+
+    ``read``: what comes next of the body, nothing at its end; it raises NodeFailed when the body breaks off.
+    """
 
     status: int
     headers: RawHeaders
-    chunks: AsyncIterator[bytes]
+    read: Callable[[], Awaitable[bytes]]
 
     @property
     def num_bytes(self) -> float:
@@ -65,10 +69,10 @@ class Answer:
     def is_journaled(self) -> bool:
         return (JOURNAL_HEADER, b"1") in self.headers
 
-    def without_journal(self, chunks: AsyncIterator[bytes]) -> Answer:
-        """The same for the client, with ``chunks`` from which the journal's lines are taken out."""
+    def without_journal(self, read: Callable[[], Awaitable[bytes]]) -> Answer:
+        """The same for the client, with a ``read`` that takes the journal's lines out."""
         headers = [header for header in self.headers if header[0] != JOURNAL_HEADER]
-        return replace(self, headers=headers, chunks=chunks)
+        return replace(self, headers=headers, read=read)
 
     @property
     def is_event_stream(self) -> bool:
@@ -107,7 +111,7 @@ class NodeCalls:
                 await call.connect(self._tls, timeout_secs)
                 await call.ask("GET", path, self._with_key(_HEADERS_TO_NODE))
                 body = bytearray()
-                async for chunk in call.chunks():
+                while chunk := await call.read():
                     body += chunk
                     if len(body) > MAX_TOLD_BYTES:
                         raise ConnectionError(f"more than {MAX_TOLD_BYTES} bytes")
@@ -161,13 +165,12 @@ class NodeCalls:
             raise _error_of(node, error, call) from error
         headers = _headers_to_client(call)
         headers += [(name.encode(), value.encode()) for name, value in added.items()]
-        return Answer(call.status, headers, self.raw_chunks(node, call))
+        return Answer(call.status, headers, partial(self.read, node, call))
 
-    async def raw_chunks(self, node: Node, call: Call) -> AsyncIterator[bytes]:
-        """Raises RouterError."""
+    async def read(self, node: Node, call: Call) -> bytes:
+        """What comes next of the body, nothing at its end. Raises RouterError."""
         try:
-            async for chunk in call.chunks():
-                yield chunk
+            return await call.read()
         except OSError as error:
             raise _error_of(node, error, call) from error
 
@@ -176,7 +179,7 @@ class NodeCalls:
         if call.status < 400:
             return NodeFailed(502, f"{node.name} answered with status {call.status}, expected 2xx")
         body = b""
-        async for chunk in self.raw_chunks(node, call):
+        while chunk := await self.read(node, call):
             body += chunk
             if len(body) > MAX_ERROR_BODY_BYTES:
                 return NodeFailed(

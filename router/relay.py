@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hisparse_pd.api.frame import PING_SECS
@@ -159,6 +160,8 @@ class _Passage:
         self._num_resumes = 0
         self._resume: _Resume | None = None
         """Of the pair that is looked for."""
+        self._read_node: Callable[[], Awaitable[bytes]]
+        """Of the answer that the client gets now, with the journal's lines."""
         self._journal: Journal | None = None
         if body.is_streamed and not body.is_prefill_only and relay.journals.max_bytes:
             self._journal = Journal(body.num_bytes, relay.journals)
@@ -166,9 +169,10 @@ class _Passage:
     async def open(self) -> Answer:
         """The answer once its first bytes are here. Raises RouterError."""
         answer = await self._answer()
-        if self._journal is not None and answer.is_journaled:
-            return answer.without_journal(self._chunks(self._journal, answer.chunks))
-        return answer
+        if self._journal is None or not answer.is_journaled:
+            return answer
+        self._read_node = answer.read
+        return answer.without_journal(partial(self._read, self._journal))
 
     async def close(self) -> None:
         if self._journal is not None:
@@ -180,30 +184,38 @@ class _Passage:
         if exchange is not None:
             await exchange.close()
 
-    async def _chunks(self, journal: Journal, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """What the client gets, from one node after the other. Raises RouterError."""
+    async def _read(self, journal: Journal) -> bytes:
+        """What the client gets next, from one node after the other. Raises RouterError."""
         while True:
-            error = NodeFailed(502, "the decode node ended the stream before its end")
-            leg = journal.leg
+            error = None
             try:
-                async for chunk in chunks:
-                    if shown := leg.feed(chunk):
-                        yield shown
-                error.last_words = leg.unshown
+                chunk = await self._read_node()
             except NodeFailed as failed:
-                error = failed
-            if journal.is_over:
-                return
-            assert self._exchange is not None
-            pair = self._exchange.pair
-            error.node_headers = pair.headers
-            await self._close_exchange()
-            self._note_lost(error, pair, is_moved=leg.is_moved)
-            journal.next_leg()
-            answer = await self._answer()
-            if not answer.is_journaled:
-                raise NodeFailed(502, "the next decode node keeps no journal of the stream; upgrade it")
-            chunks = answer.chunks
+                chunk, error = b"", failed
+            if chunk:
+                if shown := journal.leg.feed(chunk):
+                    return shown
+            elif journal.is_over:
+                return b""
+            else:
+                await self._go_on(journal, error)
+
+    async def _go_on(self, journal: Journal, error: NodeFailed | None) -> None:
+        """At another node: the one that had the stream is lost, or leaves. Raises RouterError."""
+        leg = journal.leg
+        if error is None:
+            error = NodeFailed(502, "the decode node ended the stream before its end")
+            error.last_words = leg.unshown
+        assert self._exchange is not None
+        pair = self._exchange.pair
+        error.node_headers = pair.headers
+        await self._close_exchange()
+        self._note_lost(error, pair, is_moved=leg.is_moved)
+        journal.next_leg()
+        answer = await self._answer()
+        if not answer.is_journaled:
+            raise NodeFailed(502, "the next decode node keeps no journal of the stream; upgrade it")
+        self._read_node = answer.read
 
     async def _answer(self) -> Answer:
         """Of the first pair that gives one. Raises RouterError."""
@@ -398,7 +410,7 @@ class _Exchange:
             call = await self._send(node, endpoint, content, headers, stack)
             if not call.is_success:
                 raise await self._calls.refusal(node, call)
-            async for _ in self._calls.raw_chunks(node, call):
+            while await self._calls.read(node, call):
                 pass  # the room is delivered when the body ends
 
     async def _open_decode(

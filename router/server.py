@@ -264,7 +264,7 @@ class _RelayEndpoint:
         num_left = answer.num_bytes
         try:
             async with self._router.drain.time_left(), self._reading_client() as reading:
-                async for chunk in answer.chunks:
+                while chunk := await answer.read():
                     tail = chunk[-2:] if len(chunk) > 1 else (tail + chunk)[-2:]
                     num_left -= len(chunk)
                     reading.begin()

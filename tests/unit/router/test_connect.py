@@ -58,7 +58,7 @@ async def chunks(
     with closing(Call(url, WAIT_SECS)) as call:
         await call.connect(trusted.trusting() if trusted else NO_TLS, connect_secs)
         await call.ask("GET", "/", [])
-        async for chunk in call.chunks():
+        while chunk := await call.read():
             yield chunk
 
 
@@ -210,3 +210,57 @@ def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
             await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
 
     asyncio.run(main())
+
+
+CONTENT = b"data: 1\n\ndata: \r\n0\r\n\r\n2\n\n" * 3
+OF_A_LENGTH = b"content-length: %d\r\n\r\n" % len(CONTENT) + CONTENT
+IN_CHUNKS = b"transfer-encoding: chunked\r\n\r\n" + b"".join(
+    b"%X%s\r\n%s\r\n" % (len(part), extension, part)
+    for part, extension in ((CONTENT[:1], b""), (CONTENT[1:60], b";a=b"), (CONTENT[60:], b""))
+)
+TO_ITS_END = b"\r\n" + CONTENT
+
+
+async def body_of(*pieces: bytes) -> bytes:
+    """Of the answer of a node that says this, piece by piece as it is read, and closes the connection."""
+
+    async def says(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(says, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return b"".join([chunk async for chunk in chunks(url)])
+
+
+@pytest.mark.parametrize("answer", [OF_A_LENGTH, IN_CHUNKS + b"0\r\nx-trailer: 1\r\n\r\n", TO_ITS_END])
+def test_a_body_may_be_cut_anywhere(answer: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\n"
+
+    async def main() -> None:
+        assert await body_of(head + answer) == CONTENT
+        assert await body_of(head, *(answer[at : at + 1] for at in range(len(answer)))) == CONTENT
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (OF_A_LENGTH[:-1], "the connection is closed"),
+        (IN_CHUNKS, "the connection is closed"),
+        (IN_CHUNKS[:-9], "the connection is closed"),
+        (IN_CHUNKS + b"no length" + bytes(5000), "begins no chunk"),
+        (
+            IN_CHUNKS.replace(b"\r\n\r\n1\r\n", b"\r\n\r\n" + b"0" * 30 + b"1\r\n") + bytes(5000),
+            "begins no chunk",
+        ),
+    ],
+)
+def test_a_body_that_is_broken_off_or_none_is_an_error(answer: bytes, expected: str) -> None:
+    with pytest.raises(ConnectionError, match=expected):
+        asyncio.run(body_of(b"HTTP/1.1 200 OK\r\n" + answer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -35,10 +35,17 @@ async def take_turns(num: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def chunks() -> AsyncIterator[bytes]:
-    yield b"ab"
-    yield b"cd"
-    await take_turns()
+def reading() -> Callable[[], Awaitable[bytes]]:
+    """Of an answer of two chunks."""
+    chunks = [b"ab", b"cd"]
+
+    async def read() -> bytes:
+        if chunks:
+            return chunks.pop(0)
+        await take_turns()
+        return b""
+
+    return read
 
 
 class SlowToClose:
@@ -51,7 +58,7 @@ class SlowToClose:
     async def open(self, *request: Any, span: None) -> Answer:
         stack: AsyncExitStack = request[-1]
         stack.push_async_callback(self._close)
-        return Answer(200, self._headers, chunks())
+        return Answer(200, self._headers, reading())
 
     async def _close(self) -> None:
         await take_turns()
