@@ -11,27 +11,20 @@ found by their state, by their prefill node, and by their deadline.
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import islice
-from typing import Final
-
-from msgspec.structs import replace
 
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
-from hisparse_pd.engine.messages import QuarantinedRun, SetAsidePage
+from hisparse_pd.engine.messages import QuarantinedRun
+from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prefix_tree import PrefixTree
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
-
-MAX_PAGES_SHOWN: Final = 256
-"""Of those that are set aside: they are told twice a second."""
 
 
 class DuplicateRoom(Exception):
@@ -44,8 +37,7 @@ class LiveRequests:
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
         self.held = PrefixTree(pools)
-        self.set_aside_pages: dict[tuple[PoolKind, int], SetAsidePage] = {}
-        """By pool and first slot. Nobody else gets one before an operator says so."""
+        self.set_aside = SetAside(pools, self.held)
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queue_changes = 0
         """Requests that have come to be WAITING, and that were so no more."""
@@ -258,25 +250,6 @@ class LiveRequests:
             keys = request.kept_keys(request.num_kv_tokens)
             self.held.hold(holding, keys, request.kv_pools, num_shared_pages)
         self.pools.release(holding)
-
-    def set_aside(self, kind: PoolKind, slot: int, error: str) -> None:
-        """A row at ``slot`` is wrong: nobody else is to use its page, nor a prefix that has it."""
-        start = self.pools.set_aside(kind, slot)
-        self.held.drop(kind, slot)
-        page = SetAsidePage(kind, start, self.pools.page_size, True, error, time.time())
-        self.set_aside_pages.setdefault((kind, start), page)
-
-    def take_back(self, kind: PoolKind, start: int) -> bool:
-        """The page is as good as any, says an operator. False when it was not set aside."""
-        self.set_aside_pages.pop((kind, start), None)
-        return self.pools.take_back(kind, start)
-
-    def pages_set_aside(self) -> tuple[SetAsidePage, ...]:
-        """The first MAX_PAGES_SHOWN: an operator who releases these sees others."""
-        return tuple(
-            replace(page, is_in_use=self.pools.is_condemned(*key))
-            for key, page in islice(self.set_aside_pages.items(), MAX_PAGES_SHOWN)
-        )
 
     def stuck(self, now: float) -> SlotCounts:
         """Slots that may never be free again: those in quarantine whose prefill node gives no sign of life,

@@ -127,7 +127,7 @@ class Metrics:
             step=step,
             trouble=requests.trouble(now),
             quarantine=requests.quarantined_runs(now),
-            set_aside=requests.pages_set_aside(),
+            set_aside=requests.set_aside.shown(),
             lanes=lanes,
             num_without_grammar=sum(request.run_stage is RunStage.AWAITS_GRAMMAR for request in all_running),
         )

@@ -34,6 +34,7 @@ from decode_node.prefill_peers import (
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
+from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.messages import FromEngine, Generate, RequestFailed, Tokens
 from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.model.sampling import finish_reason
@@ -50,7 +51,7 @@ from hisparse_pd.vocabulary import (
     TokenLogprob,
 )
 from kernels.hot_state import ReadAt
-from kernels.row_check import WrongRow
+from kernels.row_check import WrongItem, WrongRow
 from protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
@@ -495,36 +496,27 @@ class RequestLife:
         wrong = self.hot_buffers.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_prompt_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
-        place = wrong.slot, wrong.layer, wrong.position
-        error = self._wrong_row_found(kind, pool, *place, wrong.expected, wrong.actual)
+        error = self._wrong_item_found(kind, pool, wrong.item)
         if request.state is RequestState.RUNNING:
             self.fail(request, 500, error, now, KV_ROW_CORRUPT)
         else:
             request.is_sound = False
 
-    def held_row_is_wrong(
-        self, pool: PoolKind, slot: int, layer: int, position: int, expected: int, actual: int
-    ) -> None:
+    def held_row_is_wrong(self, pool: PoolKind, item: WrongItem) -> None:
         """The same of a row that no request reads."""
-        self._wrong_row_found("scrub", pool, slot, layer, position, expected, actual)
+        self._wrong_item_found("scrub", pool, item)
 
-    def _wrong_row_found(
-        self, kind: str, pool: PoolKind, slot: int, layer: int, position: int, expected: int, actual: int
-    ) -> str:
+    def _wrong_item_found(self, kind: str, pool: PoolKind, item: WrongItem) -> str:
         """Count it, and keep its page and the prefixes that have it from everybody. Returns what is wrong."""
-        error = (
-            f"the KV of layer {layer}, position {position}, in slot {slot} of the {pool} pool is not what "
-            f"was written ({kind}): its check is {actual:#010x}, expected {expected:#010x}; its page is set "
-            "aside, see /quarantine of the decode node"
-        )
+        error = wrong_item_error(kind, pool, item, "decode")
         log.error("%s", error)
         self.metrics.add("kv_rows_corrupt_total", kind=kind)
-        self.requests.set_aside(pool, slot, error)
+        self.requests.set_aside.add(pool, item.slot, error)
         return error
 
     def release_page(self, pool: PoolKind, start: int) -> None:
         """The operator says that a page which was set aside is good."""
-        found = self.requests.take_back(pool, start)
+        found = self.requests.set_aside.take_back(pool, start)
         log.warning("page at slot %d of the %s pool is good, says an operator (%s)", start, pool, found)
 
     def grammar_failed(self, request: Request, error: GrammarError | str, now: float) -> None:
@@ -573,7 +565,7 @@ def wrong_row_kind(wrong: WrongRow, num_prompt_tokens: int) -> str:
     """One of ``ROW_KINDS``, by where the row came from and where it was read."""
     if wrong.read_at is ReadAt.SCRUB:
         return "scrub"
-    if wrong.position >= num_prompt_tokens:
+    if wrong.item.position >= num_prompt_tokens:
         return "newest"
     return "landing" if wrong.read_at is ReadAt.START else "page-in"
 

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from decode_node.quarantine_routes import quarantine_routes
 from hisparse_pd.api.answering import streamed, whole_body
 from hisparse_pd.api.app import Front, Work, create_app
 from hisparse_pd.api.frame import Answer
 from hisparse_pd.api.models import json_response
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
+from hisparse_pd.api.quarantine_routes import quarantine_routes
 from hisparse_pd.api.requests import grouped
 from hisparse_pd.api.schemas import ApiRequest, Endpoint
 from hisparse_pd.api.timing import Timeline

@@ -22,17 +22,23 @@ from kernels.hot_state import HotBufferError, HotBufferState, ReadAt, WrongRowFi
 from kernels.reference_check import reference_checks
 
 
+class WrongItem(NamedTuple):
+    """An item that is not what was written: where it was found, and the two checks."""
+
+    layer: int
+    position: int
+    slot: int
+    expected: int
+    actual: int
+
+
 class WrongRow(NamedTuple):
     """The first row of a request that was not what was written, as ``wrong_row`` reads it."""
 
     read_at: ReadAt
-    layer: int
-    position: int
-    slot: int
-    """In the host pool, or in the device pool: see ``is_on_host``."""
-    expected: int
-    actual: int
+    item: WrongItem
     is_on_host: bool
+    """Whether the item's slot is one of the host pool, or of the device pool."""
 
 
 def row_checks_of(pool: Tensor, slots: Tensor, positions: Tensor, first_layer: int = 0) -> Tensor:
@@ -59,6 +65,23 @@ def store_row_checks(
     check_range("layer", layer, 0, pool.shape[0])
     only = slice(layer, layer + 1)
     _compute(pool[only], slots, positions, layer, row_checks[only], check_slots)
+
+
+def wrong_items(
+    pool: Tensor, slots: Tensor, row_checks: Tensor, check_slots: Tensor, positions: Tensor
+) -> list[WrongItem]:
+    """Of each slot the first layer whose item is not what ``row_checks`` vouch for at its check slot.
+
+    ``pool`` and ``row_checks``: of equally many layers; ``slots``, ``check_slots``, ``positions``: int64 [n]
+    on the device of the checks. Waits for the device. Raises KernelArgumentError.
+    """
+    actual, expected = row_checks_of(pool, slots, positions), row_checks[:, check_slots]
+    is_wrong = actual != expected
+    at = is_wrong.any(dim=0).nonzero()[:, 0]
+    layers = is_wrong[:, at].int().argmax(dim=0)
+    checks = (values[layers, at].long() & 0xFFFFFFFF for values in (expected, actual))
+    columns = (layers, positions[at], slots[at], *checks)
+    return [WrongItem(*values) for values in torch.stack(columns, dim=1).tolist()]
 
 
 def check_in_place(
@@ -110,13 +133,9 @@ def wrong_row(state: HotBufferState, row: int) -> WrongRow:
     values = state.wrong_rows[row].tolist()
     read_at = ReadAt(values[WrongRowField.READ_AT])
     is_on_host = read_at is not ReadAt.SCRUB and bool(state.capacity[row] > 0)
-    layer, position, slot = (
-        values[field] for field in (WrongRowField.LAYER, WrongRowField.POSITION, WrongRowField.SLOT)
-    )
-    expected, actual = (
-        values[field] & 0xFFFFFFFF for field in (WrongRowField.EXPECTED, WrongRowField.ACTUAL)
-    )
-    return WrongRow(read_at, layer, position, slot, expected, actual, is_on_host)
+    layer, position, slot, expected, actual = values[WrongRowField.LAYER : WrongRowField.ACTUAL + 1]
+    item = WrongItem(layer, position, slot, expected & 0xFFFFFFFF, actual & 0xFFFFFFFF)
+    return WrongRow(read_at, item, is_on_host)
 
 
 def _compute(

@@ -22,6 +22,7 @@ import torch
 
 from hisparse_pd import process
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.engine.held_rows import HeldRows
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import (
     Abort,
@@ -48,6 +49,7 @@ from hisparse_pd.memory.peer import GpuWriter
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.sampling import finish_reason
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.pools import PoolKind, Stage
 from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import FinishReason, RankPlace
 from prefill_node.compute import FirstToken, PromptRunner
@@ -203,10 +205,16 @@ class PrefillEngine:
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_front=self._front.send,
             tell_peer=self._tell_peer,
+            wrong_items=self._memory.wrong_items,
             room_timeout_secs=settings.room_timeout_secs,
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
+        self._cached_rows: HeldRows | None = None
+        if (row_checks := self._memory.row_checks) is not None:
+            found = partial(self._life.row_is_wrong, "scrub")
+            kv = {PoolKind.DEVICE: self._memory.kv}
+            self._cached_rows = HeldRows(self._life.prefixes, settings.page_size, kv, row_checks, found)
         if device.type == "cuda":
             started = time.monotonic()
             most_tokens = min(
@@ -260,6 +268,8 @@ class PrefillEngine:
             self._expire()
             did_work = self._step()
             is_idle = len(self._life.rooms) == 0
+            if is_idle and not did_work and self._cached_rows is not None:
+                self._cached_rows.verify_next()
             if self._settings.debug_checks or (is_idle and not was_idle):
                 self._life.check_integrity()
             was_idle = is_idle
@@ -308,7 +318,9 @@ class PrefillEngine:
                 self._life.abort_request(message.request_id, now_secs)
             case FlushCache():
                 self._life.prefixes.flush()
-            case ReleaseQuarantine() | ReleasePage():
+            case ReleasePage():
+                self._life.release_page(message.pool, message.start)
+            case ReleaseQuarantine():
                 pass  # Only a decode node has landing zones.
             case Shutdown():
                 self._is_stopping = True
@@ -386,13 +398,7 @@ class PrefillEngine:
         """One forward, of this rank's rooms or only of other ranks'; False when nobody has any to compute."""
         life = self._life
         life.follow_grammars(self._grammars, time.monotonic())
-        chunks = plan_step(
-            life.running(),
-            life.candidates(),
-            self._limits,
-            num_available_pages=life.num_available_pages,
-            num_aux_slots=life.pools.free.aux,
-        )
+        chunks = self._plan()
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         step = self._lockstep.agree(num_tokens, is_stopping=self._is_stopping)
         self._has_stopped = step.is_last
@@ -427,6 +433,21 @@ class PrefillEngine:
             if (first := computed.first_tokens.get(record.room)) is not None:
                 self._prompt_computed(record, first, now_secs)
         return True
+
+    def _plan(self) -> tuple[Chunk, ...]:
+        """The next forward's chunks. What they read again was verified: each new plan has fewer pages."""
+        life = self._life
+        while True:
+            life.fail_too_long(time.monotonic())
+            chunks = plan_step(
+                life.running(),
+                life.candidates(),
+                self._limits,
+                num_available_pages=life.num_available_pages,
+                num_aux_slots=life.pools.free.aux,
+            )
+            if not life.set_wrong_aside(chunks, time.monotonic()):
+                return chunks
 
     def _prompt_computed(self, record: RoomRecord, first: FirstToken, now_secs: float) -> None:
         if record.request is not None and record.is_prefill_only:
@@ -474,6 +495,7 @@ class PrefillEngine:
             "num_queue_reqs": float(num_waiting),
             "num_transfer_queue_reqs": float(num_sending),
             "token_usage": num_used_tokens / num_total_tokens,
+            "set_aside_tokens": float(life.pools.used(Stage.SET_ASIDE).device),
             'pool_used_tokens{pool="kv"}': float(num_used_tokens),
             'pool_total_tokens{pool="kv"}': float(num_total_tokens),
             "cache_hit_rate": counters.get("cached_tokens_total", 0.0) / num_prompt_tokens,
@@ -489,6 +511,7 @@ class PrefillEngine:
                 num_waiting,
                 num_used_tokens,
                 self._num_steps,
+                set_aside=life.set_aside.shown(),
                 lanes=lanes,
             )
         )

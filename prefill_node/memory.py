@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.extents import SlotArray
 from hisparse_pd.vocabulary import TokenLogprob
+from kernels.row_check import WrongItem, wrong_items
 from prefill_node.push import SourceRegions
 from transfer.aux_record import AuxLayout
 from transfer.engine import TransferEngine
 from transfer.plan import RegionView
 
 log = logging.getLogger(__name__)
+
+VERIFIED_AT_A_TIME = 1 << 16
+"""Token slots: their checks and those that they are compared with take 32 MB with 61 layers."""
 
 
 class PrefillMemory:
@@ -70,6 +75,19 @@ class PrefillMemory:
             *self._of_layers,
             None if self.row_checks is None else _layered(self.row_checks[:, :, None].view(torch.uint8)),
         )
+
+    def wrong_items(self, slots: SlotArray, positions: SlotArray) -> list[WrongItem]:
+        """Of the KV at ``slots``, int64 [n], which hold tokens of ``positions``, what is not as it was
+        written, a layer of each slot. Nothing where the node computes no checks. Waits for the device."""
+        found: list[WrongItem] = []
+        if self.row_checks is not None:
+            for start in range(0, len(slots), VERIFIED_AT_A_TIME):
+                at, places = (
+                    torch.from_numpy(each[start : start + VERIFIED_AT_A_TIME]).to(self.kv.device)
+                    for each in (slots, positions)
+                )
+                found += wrong_items(self.kv, at, self.row_checks, at, places)
+        return found
 
     def stage_aux(
         self, slot: int, room: int, first_token: int, logprob: TokenLogprob | None, hint: Tensor

@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
@@ -29,17 +30,19 @@ from hisparse_pd.engine.messages import (
     Tokens,
     unpack_token_ids,
 )
+from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.grammar.compiler import MAX_WAIT_SECS, Compiler
 from hisparse_pd.paging.allocator import PoolIntegrityError
-from hisparse_pd.paging.extents import extents_to_pages
+from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_pages
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prefix_tree import PrefixTree
 from hisparse_pd.paging.prompt_keys import PageKey, page_keys
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED, Mode
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED, KV_ROW_CORRUPT, Mode
+from kernels.row_check import WrongItem
 from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.registrations import Peer, why_not_landing
 from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
-from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
+from prefill_node.scheduler import Chunk, Running, StepLimits, Waiting, why_never
 from protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
@@ -75,6 +78,8 @@ _COUNTERS = (
     "kv_transfer_failures_total",
     "aborted_requests_total",
     "failed_requests_total",
+    'kv_rows_corrupt_total{kind="cached"}',
+    'kv_rows_corrupt_total{kind="scrub"}',
 )
 
 
@@ -100,10 +105,12 @@ class RoomLife:
         use_prefix_cache: bool,
         tell_front: Callable[[FromEngine], None],
         tell_peer: Callable[[Peer, ToDecode], None],
+        wrong_items: Callable[[SlotArray, SlotArray], list[WrongItem]] = lambda slots, positions: [],
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
     ) -> None:
-        """``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
+        """``wrong_items``: of slots with tokens of these positions those that are not what was written.
+        ``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
         ``grace_secs`` more, so that the decode node's error is what clients get."""
         self.rooms = RoomTable()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
@@ -115,6 +122,7 @@ class RoomLife:
         )
         self.prefixes = PrefixTree(self.pools)
         """What is cached of prompts that were computed."""
+        self.set_aside = SetAside(self.pools, self.prefixes)
         self._pusher = pusher
         self._limits = limits
         self._request_limits = request_limits
@@ -123,6 +131,7 @@ class RoomLife:
         self._grace_secs = grace_secs
         self._tell_front = tell_front
         self._tell_peer = tell_peer
+        self._wrong_items = wrong_items
 
     # --- the halves of a room ------------------------------------------------------------------------
 
@@ -350,6 +359,69 @@ class RoomLife:
     @property
     def num_available_pages(self) -> int:
         return (self.pools.free + self.prefixes.unused).device // self._limits.page_size
+
+    def set_wrong_aside(self, chunks: Sequence[Chunk], now_secs: float) -> bool:
+        """Whether a row that ``chunks`` would read again is wrong: of a cached prefix, or of earlier chunks.
+
+        Then the plan is to be made anew. Who was to begin with the prefix computes it; rooms that have such a
+        row among theirs have failed, and may do better at another prefill node, or here in another page.
+        """
+        again = [chunk for chunk in chunks if chunk.start]
+        if not again:
+            return False
+        is_known = np.zeros(self.pools.totals.device, np.bool_)
+        slots, positions = [], []
+        for chunk in again:
+            its_slots = self._slots_before(chunk)
+            its_positions = np.flatnonzero(~is_known[its_slots])
+            slots.append(its_slots[its_positions])
+            positions.append(its_positions)
+            is_known[its_slots] = True
+        errors = {
+            item.slot // self._limits.page_size: self.row_is_wrong("cached", PoolKind.DEVICE, item)
+            for item in self._wrong_items(np.concatenate(slots), np.concatenate(positions))
+        }
+        for record in list(self.rooms.in_state(RoomState.COMPUTING)) if errors else ():
+            error = next((errors[page_id] for page_id in record.page_ids if page_id in errors), None)
+            if error is not None:
+                self.fail(record, 502, f"room {record.room}: {error}", now_secs, code=KV_ROW_CORRUPT)
+        return bool(errors)
+
+    def _slots_before(self, chunk: Chunk) -> SlotArray:
+        """Where the tokens are that a chunk's own attend to: int64 [chunk.start], in order."""
+        record, page_size = self.rooms.live(chunk.room), self._limits.page_size
+        page_ids = record.page_ids
+        if chunk.admits and chunk.start:
+            found = self.prefixes.find(self._reusable_keys(record), _CACHED)
+            page_ids = (
+                [] if found is None else extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
+            )
+        return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
+
+    def row_is_wrong(self, kind: str, pool: PoolKind, item: WrongItem) -> str:
+        """A row is not what was written: nobody else uses its page, nor a prefix that has it. Returns what is
+        wrong. ``kind``: where it was found, see ``_COUNTERS``."""
+        error = wrong_item_error(kind, pool, item, "prefill")
+        log.error("%s", error)
+        self.counters[f'kv_rows_corrupt_total{{kind="{kind}"}}'] += 1
+        self.set_aside.add(pool, item.slot, error)
+        return error
+
+    def release_page(self, pool: PoolKind, start: int) -> None:
+        """The operator says that a page which was set aside is good."""
+        found = self.set_aside.take_back(pool, start)
+        log.warning("page at slot %d of the %s pool is good, says an operator (%s)", start, pool, found)
+
+    def fail_too_long(self, now_secs: float) -> None:
+        """End waiting rooms whose prompts do not fit beside the pages that are set aside."""
+        num_pages = self._limits.num_pages - len(self.set_aside)
+        for record in self.waiting() if self.set_aside else ():
+            why = why_never(record.num_prompt_tokens, replace(self._limits, num_pages=num_pages))
+            if why is not None:
+                error = (
+                    f"{why}; {len(self.set_aside)} pages are set aside, see /quarantine of the prefill node"
+                )
+                self.fail(record, 503, f"room {record.room}: {error}", now_secs)
 
     def admit(self, records: Sequence[RoomRecord], now_secs: float) -> None:
         """QUEUED -> COMPUTING for the rooms of a plan: all their pages, an aux slot; sends cached prefixes.
@@ -584,6 +656,7 @@ class RoomLife:
                 Stage.RUNNING: self.rooms.count(*_OWNING),
                 Stage.ENDING: self.rooms.count(RoomState.DRAINING),
                 Stage.HELD: len(self.prefixes),
+                Stage.SET_ASIDE: self.pools.num_set_aside,
             }
         )
         self.prefixes.check_integrity(record.prefix for record in self.rooms if record.prefix is not None)

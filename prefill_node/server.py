@@ -25,6 +25,7 @@ from hisparse_pd.api.models import json_response
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.prompt_scores import PromptLists, Scores, shown_lists, with_lists, write_lists
+from hisparse_pd.api.quarantine_routes import quarantine_routes
 from hisparse_pd.api.requests import grouped
 from hisparse_pd.api.schemas import ApiRequest, Endpoint
 from hisparse_pd.engine.messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
@@ -81,7 +82,9 @@ def create_prefill_app(front: Front) -> Starlette:
             return await _answer_alone(front, work)
         return await _prefill(front, work)
 
-    return create_app(front, prefill)
+    app = create_app(front, prefill)
+    app.router.routes += quarantine_routes(front.link)
+    return app
 
 
 def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:

@@ -91,7 +91,7 @@ class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
 
 
 class ReleasePage(Struct, frozen=True, tag="release_page"):
-    """An operator vouches for a page that was set aside. Ignored by a prefill node."""
+    """An operator vouches for a page that was set aside."""
 
     pool: PoolKind
     start: int
@@ -273,7 +273,7 @@ class QuarantinedRun(Struct, frozen=True):
 
 
 class SetAsidePage(Struct, frozen=True):
-    """A page that a decode node gives to nobody, because a row in it was not what was written."""
+    """A page that a node gives to nobody, because a row in it was not what was written."""
 
     pool: PoolKind
     """"host" or "device"."""

@@ -258,7 +258,7 @@ class History:
         flags = self.state.error_flags.cpu()
         wrong = [row for row in self.requests if flags[row] & HotBufferError.WRONG_ROW]
         for row in wrong:
-            request, found = self.requests[row], wrong_row(self.state, row)
+            request, found = self.requests[row], wrong_row(self.state, row).item
             layer, position = found.layer, found.position
             truth, host = request.truth[layer, position], self.host[layer, found.slot]
             assert found.slot == int(request.host_slots[position])

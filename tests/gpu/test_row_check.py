@@ -112,7 +112,7 @@ def test_rows_in_place_without_a_wait() -> None:
     assert go_through() == HotBufferError.WRONG_ROW
     actual = int(expected_checks(pool, slots, positions)[1, 41]) & 0xFFFFFFFF
     found = wrong_row(state, 1)
-    assert found == (ReadAt.START, 1, 41, int(slots[41]), expected, actual, False)
+    assert found == (ReadAt.START, (1, 41, int(slots[41]), expected, actual), False)
     assert state.error_flags.tolist() == [0, HotBufferError.WRONG_ROW, 0]
 
 

@@ -62,7 +62,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("hisparse_pd/tracing.py",),
     "torch.distributed": ("hisparse_pd/model/rank_group.py",),
     "torch": (
-        *("kernels/", "hisparse_pd/model/", "hisparse_pd/memory/", "hisparse_pd/engine/start.py"),
+        *("kernels/", "hisparse_pd/model/", "hisparse_pd/memory/"),
+        *("hisparse_pd/engine/start.py", "hisparse_pd/engine/held_rows.py"),
         *("prefill_node/", "decode_node/", "hisparse_pd/doctor/", "hisparse_pd/bench/", "tools/"),
     ),
 }

@@ -17,6 +17,7 @@ import torch
 
 from decode_node import scrub
 from decode_node.memory import slots_tensor
+from hisparse_pd.engine import held_rows
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind
@@ -68,9 +69,9 @@ def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
     shared_node.send(FlushCache())
     shared_node.turn_until(lambda: not requests.held)
     requests.check_integrity()
-    for pool, start in tuple(requests.set_aside_pages):
-        shared_node.send(ReleasePage(pool, start))
-    shared_node.turn_until(lambda: not requests.set_aside_pages)
+    for page in requests.set_aside.shown():
+        shared_node.send(ReleasePage(page.pool, page.start))
+    shared_node.turn_until(lambda: not requests.set_aside)
     assert requests.pools.free == requests.pools.totals
 
 
@@ -118,7 +119,7 @@ class Corruption:
             assert place in failure.error
             assert f"not what was written ({self._kind})" in failure.error
         start = slot // PAGE * PAGE
-        (page,) = node.engine.requests.pages_set_aside()
+        (page,) = node.engine.requests.set_aside.shown()
         assert (page.pool, page.start, page.num_slots) == (pool, start, PAGE)
         assert f"layer {layer}, position {position}" in page.error
 
@@ -267,7 +268,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
 @pytest.mark.I9
 @pytest.mark.parametrize("flag", [HISPARSE, DENSE])
 def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: HisparseFlag) -> None:
-    with patch.object(scrub, "STRETCH_BYTES", 1 << 14):
+    with patch.object(held_rows, "STRETCH_BYTES", 1 << 14):
         prompt = random_prompt(8, 90)
         ask(node, prompt, 30, flag)
         (prefix,) = node.engine.requests.held

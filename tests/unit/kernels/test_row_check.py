@@ -147,7 +147,7 @@ def test_rows_in_place() -> None:
     assert dense.go_through(dense.positions < 5) == HotBufferError.NONE, "position 5 does not count"
     assert dense.go_through() == HotBufferError.WRONG_ROW
     found = wrong_row(dense.state, ROW)
-    assert found == (ReadAt.START, 1, 5, 5, right, check(dense.pool[1, 5], 1, 5), False)
+    assert found == (ReadAt.START, (1, 5, 5, right, check(dense.pool[1, 5], 1, 5)), False)
     dense.pool[0, 12, 0] ^= 1
     assert dense.go_through() == HotBufferError.WRONG_ROW
     assert wrong_row(dense.state, ROW) == found, "the first one stays"

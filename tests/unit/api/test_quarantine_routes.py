@@ -8,8 +8,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from decode_node.quarantine_routes import quarantine_routes
 from hisparse_pd.api.app import json_response
+from hisparse_pd.api.quarantine_routes import quarantine_routes
 from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,

@@ -1,8 +1,8 @@
-"""The decode node's endpoints about slots that nobody gets: which and why, and the word that they are good.
+"""A node's endpoints about slots that nobody gets: which and why, and the word that they are good.
 
-A room that a prefill node was given keeps its slots until that run says that nothing of it is in flight, or
-is known to be over. A machine that vanishes does neither, and time proves nothing: somebody has to say it.
-Nor does anything but a test of the memory say that a page in which a row went wrong is good.
+On a decode node a room that a prefill node was given keeps its slots until that run says that nothing of it
+is in flight, or is known to be over. A machine that vanishes does neither, and time proves nothing: somebody
+has to say it. Nor does anything but a test of the memory say that a page in which a row went wrong is good.
 """
 
 from __future__ import annotations

@@ -1,0 +1,173 @@
+"""Rows of the prefill node's own pool that change before it reads them again: nothing is made of one.
+
+A prompt whose cached prefix has one is computed anew; one that has computed a part already is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from hisparse_pd.engine import held_rows
+from hisparse_pd.engine.held_rows import HeldRows
+from hisparse_pd.engine.messages import PrefillFinished, ReleasePage, RequestFailed
+from hisparse_pd.vocabulary import KV_ROW_CORRUPT
+from protocol.messages import Extent, RoomDone, RoomFailed
+from tests.unit.prefill_node.support import (
+    DecodePeer,
+    EngineThread,
+    decode_peer,
+    deliver,
+    engine_thread,
+    next_room,
+    prompt,
+    wait_for,
+)
+
+PAGE = 16
+
+
+@pytest.fixture
+def engine(engine: EngineThread) -> Iterator[EngineThread]:
+    """What a test set aside is taken back before the pools are asked to be whole."""
+    yield engine
+    engine.after_layer = lambda layer: None
+    engine.wait_until_idle()
+    for page in engine.life.set_aside.shown():
+        engine.send(ReleasePage(page.pool, page.start))
+    wait_for(lambda: not engine.life.set_aside, "the pages to be taken back")
+
+
+def flip(engine: EngineThread, room: int, position: int, layer: int = 1) -> int:
+    """A bit of a token's row. Returns its slot."""
+    slot = int(engine.slots(room, position + 1)[position])
+    engine.memory.kv[layer, slot, 7] ^= 4
+    return slot
+
+
+def num_found(engine: EngineThread, kind: str) -> float:
+    return engine.life.counters[f'kv_rows_corrupt_total{{kind="{kind}"}}']
+
+
+@pytest.mark.I9
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_a_prompt_whose_cached_prefix_is_damaged_is_computed_anew(
+    engine: EngineThread, peer: DecodePeer, num_chunks: int
+) -> None:
+    """And is right, as is what shares the beginning; the page serves nobody until an operator says so."""
+    tokens = prompt(1, 100)
+    others = [prompt(2, 60), tokens[:64] + prompt(3, 48 * num_chunks)]
+    rooms = [next_room() for _ in range(6)]
+    with patch.object(HeldRows, "verify_next"):  # which would find it first
+        deliver(engine, peer, rooms[0], tokens)
+        deliver(engine, peer, rooms[1], others[0])
+        before = num_found(engine, "cached")
+        slot = flip(engine, rooms[0], 37)
+        again = deliver(engine, peer, rooms[2], others[1])
+    assert again.num_cached_tokens == 0
+    assert num_found(engine, "cached") == before + 1
+    (page,) = engine.life.set_aside.shown()
+    assert (page.pool, page.start, page.is_in_use) == ("device", slot // PAGE * PAGE, False)
+    assert f"layer 1, position 37, in slot {slot} of the device pool" in page.error
+    assert deliver(engine, peer, rooms[3], tokens).num_cached_tokens == 64, "what was computed anew"
+    assert deliver(engine, peer, rooms[4], others[0]).num_cached_tokens == 48, "others are not concerned"
+    used = {page_id for room in rooms[2:5] for page_id in engine.page_ids[room]}
+    assert slot // PAGE not in used
+    stats = engine.next_stats()
+    assert stats.gauges["set_aside_tokens"] == PAGE
+    assert stats.set_aside == (page,)
+
+
+@pytest.mark.I9
+def test_a_row_of_an_earlier_chunk_ends_its_room_and_no_other(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens, other = prompt(4, 100), prompt(5, 40)
+    room, other_room = next_room(), next_room()
+
+    def damage(layer: int) -> None:
+        if layer == engine.spec.num_layers - 1 and room not in engine.computed:
+            flip(engine, room, 20)
+
+    engine.after_layer = damage
+    landing = {"kv": (Extent(512, 100),), "index": (Extent(512, 100),), "aux_slot": 1}
+    peer.bootstrap(room, len(tokens), **landing)
+    request_id = engine.generate(room, tokens)
+    deliver(engine, peer, other_room, other)
+    failure = engine.expect(RequestFailed)
+    assert (failure.request_id, failure.status, failure.code) == (request_id, 502, KV_ROW_CORRUPT)
+    assert "layer 1, position 20, in slot" in failure.error
+    told = peer.expect(RoomFailed)
+    assert (told.room, told.status) == (room, 502)
+    assert "see /quarantine of the prefill node" in told.error
+    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 0
+
+
+@pytest.mark.I9
+def test_rooms_that_have_begun_with_a_prefix_end_when_it_is_damaged(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """The one behind them in the queue, which was to begin with it too, computes it."""
+    begins = prompt(6, 64)
+    tokens, other = begins + prompt(7, 100), begins + prompt(8, 20)
+    first, room, other_room = (next_room() for _ in range(3))
+    with patch.object(HeldRows, "verify_next"):
+        deliver(engine, peer, first, [*begins, 9])
+
+        def damage(layer: int) -> None:
+            if layer == 0 and room not in engine.computed:
+                flip(engine, first, 50)
+                landing = {"kv": (Extent(0, 84),), "index": (Extent(0, 84),)}
+                peer.bootstrap(other_room, len(other), **landing)
+                engine.generate(other_room, other)
+                engine.wait_for_message("front")
+                engine.wait_for_message("control")
+
+        engine.after_layer = damage
+        peer.bootstrap(room, len(tokens), kv=(Extent(512, 164),), index=(Extent(512, 164),), aux_slot=1)
+        engine.generate(room, tokens)
+        assert engine.expect(RequestFailed).code == KV_ROW_CORRUPT
+        finished = engine.expect(PrefillFinished)
+    assert peer.expect(RoomDone).room == other_room
+    assert finished.num_cached_tokens == 0
+    assert engine.computed[other_room][0][0] == 0
+
+
+@pytest.mark.I9
+def test_idle_time_goes_through_what_is_cached(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens, room = prompt(9, 100), next_room()
+    with patch.object(held_rows, "STRETCH_BYTES", 1 << 14):
+        deliver(engine, peer, room, tokens)
+        before = num_found(engine, "scrub")
+        slot = flip(engine, room, 70)
+        wait_for(lambda: len(engine.life.set_aside) == 1, "the scrub to find it")
+    assert num_found(engine, "scrub") == before + 1
+    (page,) = engine.life.set_aside.shown()
+    assert page.start == slot // PAGE * PAGE
+    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 0
+
+
+@pytest.mark.I8
+def test_a_prompt_that_does_not_fit_beside_pages_that_are_set_aside(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Is told so at once, also when it waits already; others are served."""
+    with (
+        engine_thread(tiny_checkpoint("glm"), tmp_path / "front", kv_pool_tokens=8 * PAGE) as engine,
+        decode_peer(engine) as peer,
+        patch.object(HeldRows, "verify_next"),
+    ):
+        peer.register()
+        tokens = prompt(10, 60)
+        room = next_room()
+        deliver(engine, peer, room, tokens)
+        flip(engine, room, 20)
+        deliver(engine, peer, next_room(), tokens)
+        peer.bootstrap(room := next_room(), 8 * PAGE)
+        engine.generate(room, prompt(12, 8 * PAGE))
+        failure = engine.expect(RequestFailed, lambda failed: failed.request_id == f"request-{room}")
+        assert failure.status == 503
+        assert "the KV pool has 7 (112 tokens)" in failure.error
+        assert "1 pages are set aside, see /quarantine of the prefill node" in failure.error
+        deliver(engine, peer, next_room(), prompt(13, 7 * PAGE))
