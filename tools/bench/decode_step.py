@@ -3,22 +3,19 @@
     python -m tools.bench.decode_step --model-path DIR [--batch 1 8 32 128] [--context 32768] [--out STEM]
         [--speculative-num-steps 0 1 2 3] [--grammar]
 
-One prompt of ``--context`` random tokens is prefilled by the prefill node's code (its rate stands below the
-table); every request of a batch gets a copy of that KV, in host slots of its own or in dense pages, and a
-first token of its own. Then the decode node's runner takes ``--steps`` steps after some that are not timed:
-by the clock around all of them, and, in as many steps again, by kernel with torch's profiler. "swap-in" is
-the kernel of that name with its replays; its bytes are the misses that it counted. Of a step in micro-batches
-kernels overlap, and their times do not add up; a copy's has in it how long it waited for its plan, and so its
-GB/s are the least that it can have been. On a CPU it runs, too, and then says how the host's code does.
+One prompt of ``--context`` random tokens is prefilled by the prefill node's code; every request of a batch
+gets a copy of that KV, in host slots of its own or in dense pages, and a first token of its own. Then the
+decode node's runner takes ``--steps`` steps after some that are not timed: by the clock around all of them,
+and, in as many steps again, by kernel with torch's profiler. "swap-in" is the kernel of that name with its
+replays; its bytes are the misses that it counted. Of a step in micro-batches kernels overlap, and their times
+do not add up. On a CPU it runs, too, and then says how the host's code does.
 
-``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer;
-how often its guesses are right is a setting of ``tools/checkpoints/make_synthetic.py``. "tokens" are what a
-request gets of a step, "misses" those of a token; the other columns are of a step. A hot buffer that cannot
-hold what all positions of a step may select is refused.
+``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer.
+"tokens" are what a request gets of a step, "misses" those of a token; the other columns are of a step.
 
 ``--grammar`` takes the steps of each line once more with all requests bound to a grammar, JSON that does not
-end: what masks cost is the difference. It needs the checkpoint's tokenizer, and means most with a vocabulary
-of a real model's size (``tools/checkpoints/make_synthetic.py --vocab 129280``).
+end: what masks cost is the difference. It means most with a vocabulary of a real model's size
+(``tools/checkpoints/make_synthetic.py --vocab 129280``).
 
 On a GPU a line a row says what each part takes of its memory in GB, and in brackets what a decode node plans
 for it. Steps that several ranks take together are measured by ``tools.bench.whole_node``.

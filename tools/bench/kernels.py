@@ -10,13 +10,13 @@
 Calls with other inputs each, so that no call finds its own in the L2 cache, are captured in one CUDA graph
 that is replayed between two events: us = time / calls, the median of the replays.
 
-attention: sparse attention of each backend, slots scattered over a pool of a million; TFLOP/s of both
-products. indexer: logits and top-k, one decode query a request at the end of its context, keys in scattered
-pages. The floor is one reading of the keys at the highest rate seen in this run, of a copy of 1 GiB or of a
-sum over it. experts: routed experts, tokens choose at random; TB/s of the chosen experts' weights. linear:
-linear layers in bfloat16 and in fp8, whose time has the rounding of the activations in it. swap-in:
-``tools/bench/swap_in.py`` says how. row-checks: the pass over a dense request's items once they have landed,
-in pages at random places, with the GB/s of items; and the checks of as many new items of one layer.
+- attention: sparse attention of each backend, slots scattered over a pool of a million.
+- indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is one reading of
+  the keys at the highest rate seen in this run, of a copy of 1 GiB or of a sum over it.
+- experts: routed experts, tokens choose at random; TB/s of the chosen experts' weights.
+- linear: linear layers in bfloat16 and in fp8, the rounding of the activations included.
+- swap-in: as ``tools/bench/swap_in.py`` says.
+- row-checks: the pass over a dense request's items, in pages at random places, and the checks of new items.
 
 Writes out/kernels_NAME.json.
 """

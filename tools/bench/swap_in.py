@@ -1,12 +1,10 @@
 """Swap-in on one GPU: us a call by batch, item, share of misses and new positions of a request.
 
-Every request's rows lie together in an 8 GiB pinned pool, and its hot buffer is empty at first. Calls of the
-first tokens run alone; the others are captured in one CUDA graph that is replayed once between two events: us
-per call = time / calls. It is captured before the first ones run, and nothing is allocated or freed from then
-on: when memory comes or goes (torch frees what it can when a capture begins) the GPU forgets its translations
-of host addresses, which the first calls have loaded. With ``--repeat N`` a cell is built and measured N
-times; what returned slots hold is compared with the pool each time. Single calls are timed by events too,
-each behind a wait that hides the launch from the clock.
+Every request's rows lie together in an 8 GiB pinned pool, and its hot buffer is empty at first. The calls
+behind the first tokens' are captured in one CUDA graph, which is replayed once between two events: us per
+call = time / calls. Nothing is allocated or freed between the capture and the replay: the GPU would forget
+its translations of host addresses, which the first calls have loaded. With ``--repeat N`` a cell is built and
+measured N times; what returned slots hold is compared with the pool each time. Single calls are timed too.
 
 With ``--new 1 2 3 4`` a step runs so many positions of a request, each number over the same tokens'
 selections. All drafts count as accepted, so each number misses the same positions in all, and one column says

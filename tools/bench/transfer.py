@@ -1,14 +1,14 @@
-"""How fast is the transfer? Plan time, and bytes per second of the sender against Mooncake's own best.
+"""How fast is the transfer? Bytes per second of the sender against Mooncake's own best.
 
     python -m tools.bench.transfer [--quick] [--out DIR]
 
 The peer is a process of its own on loopback. "Sender" is the product path from slots to completion: plan,
-descriptors, queue, write. "Mooncake's best" is the fastest raw batch write of the same number of bytes,
-found by a search over descriptor sizes and numbers of threads in the same run. "Same descriptors" is
-Mooncake alone with the descriptors of the plan: what the landing zone costs, whoever sends. All are measured
-in turns, after a write whose bytes are checked in the peer. "Shared memory" is the product path over the lane
-of two nodes of one machine. "Of best" is the median over the turns of the
-sender's rate divided by that of Mooncake's best in the same turn, because a shared machine drifts.
+descriptors, queue, write. "Mooncake's best" is the fastest raw batch write of the same number of bytes, found
+by a search over descriptor sizes and numbers of threads in the same run. "Same descriptors" is Mooncake alone
+with the descriptors of the plan. "Shared memory" is the product path over the lane of two nodes of one
+machine. All are measured in turns, after a write whose bytes are checked in the peer. "Of best" is the median
+over the turns of the sender's rate divided by that of Mooncake's best in the same turn, because a shared
+machine drifts.
 """
 
 from __future__ import annotations
@@ -37,25 +37,18 @@ from hisparse_pd.bench.facts import OUT, ROOT, run_facts, spread
 from hisparse_pd.bench.report import make_console, table_of, write_json
 from hisparse_pd.memory.host import allocate_host
 from hisparse_pd.paging.allocator import ExtentAllocator
-from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
+from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_slots
 from protocol.lane import LaneOffer
-from protocol.messages import MAX_EXTENTS, Room
+from protocol.messages import Room
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
 from transfer.lane import Lanes
 from transfer.lane_host import LaneHost, SharedMemory
-from transfer.plan import (
-    Descriptors,
-    LayerWrites,
-    RegionView,
-    SlicedWrites,
-    descriptors,
-    plan_writes,
-)
+from transfer.plan import Descriptors, LayerWrites, RegionView, SlicedWrites, descriptors, plan_writes
 from transfer.sender import Sender, WriteBatch
 
 PAGE_SIZE = 64
 ITEM_BYTES = {"bf16": 1152, "fp8": 656}
-ZONES = ("fresh", "fragmented", "shuffled")
+ZONES = ("fresh", "fragmented")
 WAIT_SECS = 120.0
 SHARED = "shared memory"
 """In place of a session."""
@@ -64,25 +57,19 @@ SEED = 20261121
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """How much is measured. ``zone_secs``: on a busy machine, repetitions past the second are given up after
+    this long."""
 
-    ``layers``: fewer for shuffled zones, where each layer takes a second. ``zone_secs``: on a busy machine,
-    repetitions past the second are given up after this long.
-    """
-
-    plan_tokens: int = 1_000_000
-    plan_repetitions: int = 15
     tokens: int = 32_768
-    layers: tuple[int, ...] = (4, 4, 1)
-    repetitions: tuple[int, ...] = (21, 9, 3)
-    """Of each kind of zone, as ``layers``."""
+    layers: int = 4
+    repetitions: int = 15
     raw_sizes: tuple[int, ...] = (128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 1 << 30)
     raw_threads: tuple[int, ...] = (1, 2)
     finalists: int = 3
     zone_secs: float = 4.0
 
 
-QUICK = Scale(65_536, 3, 2048, (2, 2, 1), (3, 3, 2), (256 << 10, 1 << 20), (1,), 1, 1.0)
+QUICK = Scale(2048, 2, 3, (256 << 10, 1 << 20), (1,), 1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -97,58 +84,17 @@ class Zone:
 
 
 def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
-    """A request of ``num_tokens`` in pools of ``num_slots``: empty, fragmented, or random slots."""
+    """A request of ``num_tokens`` in pools of ``num_slots``, which are empty, or fragmented into pages."""
     rng = np.random.default_rng(SEED)
     num_pages = -(-num_tokens // PAGE_SIZE)
     if kind == "fresh":
         return Zone(np.arange(num_pages), np.arange(num_tokens))
     page_ids = rng.permutation(num_slots // PAGE_SIZE)[:num_pages]
-    if kind == "shuffled":
-        return Zone(page_ids, rng.permutation(num_slots)[:num_tokens])
     allocator = ExtentAllocator(num_slots, PAGE_SIZE)
     pages = [allocator.allocate(PAGE_SIZE) for _ in range(num_slots // PAGE_SIZE)]
     for page in rng.permutation(len(pages))[: num_pages + num_pages // 8]:
         allocator.free(pages[page])
     return Zone(page_ids, extents_to_slots(allocator.allocate(num_tokens))[:num_tokens])
-
-
-# --- planning ------------------------------------------------------------------------------------------
-
-
-def measure_planning(scale: Scale) -> list[dict[str, Any]]:
-    """Seconds from pages and landing zone to the descriptors of one layer, for a very long prompt."""
-    num_slots = 2 * (scale.plan_tokens // PAGE_SIZE + 1) * PAGE_SIZE
-    region = RegionView(1 << 30, num_slots * 1152, 1, num_slots, 1152)
-    cases = []
-    for kind in ZONES:
-        zone = make_zone(kind, scale.plan_tokens, num_slots)
-        extents = slots_to_extents(zone.dst_slots)
-        # more extents than a message can carry: such a zone would be known as slots
-        landing = extents if len(extents) <= MAX_EXTENTS else None
-        cases.append((kind, zone, landing))
-
-    def plan(zone: Zone, landing: tuple[Any, ...] | None) -> int:
-        dst_slots = zone.dst_slots if landing is None else extents_to_slots(landing)
-        return int(descriptors(plan_writes(zone.src_slots(), dst_slots), region, region, [0]).lengths.size)
-
-    secs: dict[str, list[float]] = {kind: [] for kind in ZONES}
-    for repetition in range(scale.plan_repetitions + 2):
-        for kind, zone, landing in cases:
-            elapsed = timed(partial(plan, zone, landing))
-            if repetition >= 2:
-                secs[kind].append(elapsed)
-    return [
-        {
-            "zone": kind,
-            "num_tokens": scale.plan_tokens,
-            "num_descriptors": plan(zone, landing),
-            "ms": spread([1e3 * value for value in secs[kind]]),
-        }
-        for kind, zone, landing in cases
-    ]
-
-
-# --- the wire ------------------------------------------------------------------------------------------
 
 
 class Link:
@@ -263,10 +209,6 @@ def run_peer(num_bytes: int) -> None:
     os._exit(0)  # Mooncake's own way out takes a second
 
 
-def plan_zone(zone: Zone, src: RegionView, dst: RegionView) -> Descriptors:
-    return descriptors(plan_writes(zone.src_slots(), zone.dst_slots), src, dst, range(src.num_layers))
-
-
 def contiguous(link: Link, num_bytes: int, size: int) -> Descriptors:
     """``num_bytes`` in descriptors of ``size`` bytes, contiguous on both sides."""
     offsets = np.arange(0, num_bytes, size, dtype=np.int64)
@@ -277,7 +219,7 @@ def contiguous(link: Link, num_bytes: int, size: int) -> Descriptors:
 
 def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, Any]:
     """GB/s of the sender and of Mooncake into one kind of zone."""
-    item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers[ZONES.index(kind)]
+    item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers
     num_slots = 2 * scale.tokens
     zone = make_zone(kind, scale.tokens, num_slots)
     src, dst = (
@@ -286,7 +228,7 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
     )
     for session in ("", SHARED):
         check_landed(link, zone, src, dst, session)
-    writes = plan_zone(zone, src, dst)
+    writes = descriptors(plan_writes(zone.src_slots(), zone.dst_slots), src, dst, range(num_layers))
     num_bytes = writes.num_bytes
 
     raw: dict[str, Callable[[], None]] = {
@@ -304,7 +246,7 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
         "same descriptors": partial(link.write_raw, writes),
         **{name: raw[name] for name in finalists},
     }
-    rates = measure_in_turns(runs, scale.repetitions[ZONES.index(kind)], num_bytes, max_secs=scale.zone_secs)
+    rates = measure_in_turns(runs, scale.repetitions, num_bytes, max_secs=scale.zone_secs)
     best = max(finalists, key=lambda name: statistics.median(rates[name]))
     side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates[best], strict=True)]
     return {
@@ -372,14 +314,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     started = time.monotonic()
     scale = QUICK if options.quick else Scale()
     report: dict[str, Any] = {"facts": run_facts(), "scale": asdict(scale)}
-    report["planning"] = measure_planning(scale)
-    num_bytes = max(scale.layers) * 2 * scale.tokens * max(ITEM_BYTES.values())
+    num_bytes = scale.layers * 2 * scale.tokens * max(ITEM_BYTES.values())
     with open_link(num_bytes) as link:
         report["wire"] = [measure_zone(link, dtype, kind, scale) for kind in ZONES for dtype in ITEM_BYTES]
     report["total_secs"] = time.monotonic() - started
 
     console = make_console()
-    console.print(table_of("Expansion and planning of one layer", report["planning"]))
     console.print(table_of("Wire, GB/s", report["wire"]))
     write_json(options.out / "transfer.json", report)
     console.print(f"{report['total_secs']:.0f} s; wrote transfer.json to {options.out}")

@@ -4,13 +4,11 @@
     python -m tools.checkpoints.make_synthetic --out DIR --layers 5 --experts 256 --hidden 7168 \
         --expert-size 2048 --experts-per-token 8 --fp8 --device cuda  # DeepSeek-V3.2's own layers, 12 GB each
 
-A token's KV, the indexer keys, the heads and the top-k are DeepSeek-V3.2's own, so what crosses the network
-and PCIe and what the attention kernels do is, for each layer, what the real model asks for. Depth, hidden
-width, experts and vocabulary are small, so that it is written in seconds and fits beside large pools. Its
-text means nothing: random words of letters, never the end of the sequence.
+A token's KV, the indexer keys, the heads and the top-k are DeepSeek-V3.2's own; depth, hidden width, experts
+and vocabulary are small. Its text is random words of letters, never the end of the sequence.
 
-Selections have locality by construction, not by training. Hidden channel 0 is a constant that no layer
-writes to, and gives every indexer query a part that all tokens share. A position's score has three parts:
+Selections have locality by construction: hidden channel 0 is a constant that no layer writes to, and gives
+every indexer query a part that all tokens share. A position's score has three parts:
 
 - a *lasting* one, over key dimensions without RoPE: positions that score high whatever the newest token is;
 - a *drifting* one, over the slow RoPE pairs: a fixed query against keys of random phase, so that a score
@@ -18,18 +16,15 @@ writes to, and gives every indexer query a part that all tokens share. A positio
 - *jitter*, which depends on the newest token alone. Its share of the variance is ``--jitter``; the other two
   halve the rest. 1 - jitter is thus the correlation of two consecutive steps' scores.
 
-So the overlap of consecutive selections is a setting, not a finding: a hit rate measured with this
-checkpoint says how the service behaves at that hit rate, and nothing about a trained model's. The default is
-tuned to the 44% that were published for consecutive steps of DeepSeek-V3.2 (arXiv:2604.22312): of a selection
-of 2048 in a context of 32768 tokens, the first layer finds that much again in the next step, and a quarter
-after 300 steps; exact LRU finds 71% in a hot buffer of 4096. ``--jitter 0.1`` gives 66%, 0.03 gives 80%.
-Shorter contexts share more; deeper layers a little less, because the constant's share of the hidden state
-shrinks. Prompts of random ids should be drawn from the whole vocabulary: a token's key repeats with it.
+So a hit rate measured with this checkpoint says how the service behaves at that hit rate, and nothing about a
+trained model's. The default makes the overlap of 44% that was published for consecutive steps of
+DeepSeek-V3.2 (arXiv:2604.22312) in the first layer, at 32,768 tokens; ``--jitter 0.1`` makes 66%, 0.03 makes
+80%. Shorter contexts share more, deeper layers a little less. Prompts of random ids should be drawn from the
+whole vocabulary: a token's key repeats with it.
 
-``--draft SHARE`` adds an MTP layer of whose guesses that share is right, the first as the third of a chain:
-with three drafts 0.75 gives 2.7 tokens a step, 0.9 gives 3.4. The words stand in a circle, and behind that
-share of them the model says the next of the circle, whatever came before; the layer knows the circle too, and
-of what the model says behind other words next to nothing.
+``--draft SHARE`` adds an MTP layer of whose guesses that share is right, the first as the third of a chain.
+The words stand in a circle, and behind that share of them the model says the next of the circle, whatever
+came before; the layer knows the circle too, and of what the model says behind other words next to nothing.
 
 ``--published MODEL_TYPE`` writes no weights, but what ``--load-format dummy`` needs: a whole model's
 configuration, by transformers' defaults for that type (``axk2``: A.X-K2-Light), and a tokenizer of its size.

@@ -59,18 +59,15 @@ DENSE_DIM = 192
 NORM_RANK = 16
 
 
-@dataclass(frozen=True)
-class _Scales:
-    """Gains of the generated weights; tuned so that both implementations agree with a wide margin."""
-
-    constant: float = 3.0
-    query: float = 6.0
-    head_noise: float = 0.15
-    attention_out: float = 1.5
-    mlp_in: float = 1.0
-    expert_out: float = 0.25
-    mlp_out: float = 0.5
-    logits: float = 4.0
+# Gains of the generated weights, tuned so that both implementations agree with a wide margin.
+CONSTANT = 3.0
+QUERY_GAIN = 6.0
+HEAD_NOISE = 0.15
+"""Of each head's own part of the queries, over what the heads have in common."""
+ATTENTION_OUT_GAIN = 1.5
+EXPERT_OUT_GAIN = 0.25
+MLP_OUT_GAIN = 0.5
+LOGITS_GAIN = 4.0
 
 
 def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = None) -> None:
@@ -142,9 +139,8 @@ class _Directions:
 class _Maker:
     """Draws the weights of one checkpoint in a fixed order."""
 
-    def __init__(self, seed: int, scales: _Scales) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = np.random.RandomState(seed)
-        self._scales = scales
         self._directions: _Directions
         self._group_layers_left = 0
         self._keeps_channels = False
@@ -178,11 +174,10 @@ class _Maker:
 
     def ends(self) -> dict[str, Array]:
         """Embedding, final norm and LM head."""
-        scales = self._scales
         embedding = self._random.standard_normal((VOCAB_SIZE, HIDDEN))
-        embedding[:, 0] = scales.constant
-        head = self.from_hidden(VOCAB_SIZE, scales.logits)
-        head[:, 0] = _letter_preference() * scales.logits / scales.constant
+        embedding[:, 0] = CONSTANT
+        head = self.from_hidden(VOCAB_SIZE, LOGITS_GAIN)
+        head[:, 0] = _letter_preference() * LOGITS_GAIN / CONSTANT
         return {
             "model.embed_tokens.weight": embedding,
             "model.norm.weight": np.ones(HIDDEN),
@@ -207,7 +202,7 @@ class _Maker:
         self._group_layers_left = num_layers
         half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
         shared_key = self.matrix(SHARED, KV_LORA)
-        common_query = self.matrix(SHARED + ROPE, Q_LORA, self._scales.query)
+        common_query = self.matrix(SHARED + ROPE, Q_LORA, QUERY_GAIN)
         if num_layers > 1:
             shared_key[:, half_latent:] = 0
             common_query[:, half_query:] = 0
@@ -223,7 +218,7 @@ class _Maker:
         )
 
     def attention(self, variant: str, has_indexer: bool) -> dict[str, Array]:
-        scales, directions = self._scales, self._directions
+        directions = self._directions
         self._group_layers_left -= 1
         self._keeps_channels = self._group_layers_left > 0
         shared_key, common_nope = directions.shared_key, directions.common_nope
@@ -231,9 +226,9 @@ class _Maker:
         q_b, kv_b = [], []
         for _ in range(NUM_HEADS):
             q_b += [
-                common_nope + self.matrix(SHARED, Q_LORA, scales.query * scales.head_noise),
-                self.matrix(NOPE - SHARED, Q_LORA, scales.query * scales.head_noise),
-                common_rope + self.matrix(ROPE, Q_LORA, scales.query * scales.head_noise),
+                common_nope + self.matrix(SHARED, Q_LORA, QUERY_GAIN * HEAD_NOISE),
+                self.matrix(NOPE - SHARED, Q_LORA, QUERY_GAIN * HEAD_NOISE),
+                common_rope + self.matrix(ROPE, Q_LORA, QUERY_GAIN * HEAD_NOISE),
             ]
             if variant == "axk2":  # behind each head's query the gate of its values
                 q_b.append(self.matrix(V_DIM, Q_LORA))
@@ -248,7 +243,7 @@ class _Maker:
             "kv_a_proj_with_mqa.weight": np.concatenate((directions.latent, directions.k_rope)),
             "kv_a_layernorm.weight": np.ones(KV_LORA),
             "kv_b_proj.weight": np.concatenate(kv_b),
-            "o_proj.weight": self.to_hidden(NUM_HEADS * V_DIM, scales.attention_out),
+            "o_proj.weight": self.to_hidden(NUM_HEADS * V_DIM, ATTENTION_OUT_GAIN),
         }
         if has_indexer:
             # DeepSeek's indexer pairs RoPE element i with i + half, attention and GLM's indexer i with i + 1.
@@ -258,10 +253,10 @@ class _Maker:
                 sign = 1 if head % 2 == 0 else -1
                 signs.append(sign)
                 query = np.concatenate((common_rope[order], common_nope))
-                noise = self.matrix(INDEX_DIM, Q_LORA, scales.query * scales.head_noise / 2)
+                noise = self.matrix(INDEX_DIM, Q_LORA, QUERY_GAIN * HEAD_NOISE / 2)
                 wq_b.append(sign * (query + noise))
             head_weights = self.from_hidden(INDEX_HEADS, 0.1)
-            head_weights[:, 0] = np.array(signs) / scales.constant
+            head_weights[:, 0] = np.array(signs) / CONSTANT
             weights |= {
                 "indexer.wq_b.weight": np.concatenate(wq_b),
                 "indexer.wk.weight": np.concatenate(
@@ -284,22 +279,20 @@ class _Maker:
         }
 
     def mlp(self, prefix: str, width: int, gain: float) -> dict[str, Array]:
-        scales = self._scales
         return {
-            f"{prefix}.gate_proj.weight": self.from_hidden(width, scales.mlp_in),
-            f"{prefix}.up_proj.weight": self.from_hidden(width, scales.mlp_in),
+            f"{prefix}.gate_proj.weight": self.from_hidden(width),
+            f"{prefix}.up_proj.weight": self.from_hidden(width),
             f"{prefix}.down_proj.weight": self.to_hidden(width, gain),
         }
 
     def moe(self) -> dict[str, Array]:
-        scales = self._scales
         weights: dict[str, Array] = {
             "mlp.gate.weight": self.from_hidden(NUM_EXPERTS, 2.0),
             "mlp.gate.e_score_correction_bias": np.zeros(NUM_EXPERTS),
         }
         for expert in range(NUM_EXPERTS):
-            weights |= self.mlp(f"mlp.experts.{expert}", EXPERT_DIM, scales.expert_out)
-        return weights | self.mlp("mlp.shared_experts", 2 * EXPERT_DIM, scales.mlp_out)
+            weights |= self.mlp(f"mlp.experts.{expert}", EXPERT_DIM, EXPERT_OUT_GAIN)
+        return weights | self.mlp("mlp.shared_experts", 2 * EXPERT_DIM, MLP_OUT_GAIN)
 
 
 _SEEDS = {"v32": 16, "glm": 27, "axk2": 17}
@@ -309,8 +302,7 @@ _SEEDS = {"v32": 16, "glm": 27, "axk2": 17}
 def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain: float | None) -> None:
     from safetensors.numpy import save_file
 
-    scales = _Scales()
-    maker = _Maker(_SEEDS[variant], scales)
+    maker = _Maker(_SEEDS[variant])
     weights = maker.ends()
     indexer_types = config.get("indexer_types", ["full"] * NUM_LAYERS)
     starts = [number for number in range(NUM_LAYERS) if indexer_types[number] == "full"]
@@ -320,7 +312,7 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
             maker.begin_group(group_sizes[number])
         layer = maker.attention(variant, number in group_sizes)
         is_dense = number < config["first_k_dense_replace"]
-        layer |= maker.mlp("mlp", DENSE_DIM, scales.mlp_out) if is_dense else maker.moe()
+        layer |= maker.mlp("mlp", DENSE_DIM, MLP_OUT_GAIN) if is_dense else maker.moe()
         has_gates = variant == "axk2"
         layer |= maker.norm("input_layernorm", has_gates)
         layer |= maker.norm("post_attention_layernorm", has_gates and not is_dense)

@@ -15,16 +15,12 @@ def test_the_quick_run_reports_every_zone(tmp_path: Path) -> None:
         timeout=120,
     )
     assert finished.returncode == 0, finished.stderr
-    for title in ("Expansion and planning", "Wire, GB/s"):
-        assert title in finished.stdout
+    assert "Wire, GB/s" in finished.stdout
 
     report = json.loads((tmp_path / "transfer.json").read_text())
     assert {"commit", "cpu", "num_cpus", "date", "command", "mooncake"} <= set(report["facts"])
-    zones = ["fresh", "fragmented", "shuffled"]
-    assert [row["zone"] for row in report["planning"]] == zones
-    assert report["planning"][0]["num_descriptors"] == 1
     assert [(row["zone"], row["item_bytes"]) for row in report["wire"]] == [
-        (zone, item_bytes) for zone in zones for item_bytes in (1152, 656)
+        (zone, item_bytes) for zone in ("fresh", "fragmented") for item_bytes in (1152, 656)
     ]
     for row in report["wire"]:
         assert row["num_bytes"] == row["num_tokens"] * row["item_bytes"] * row["num_layers"]
