@@ -1,8 +1,7 @@
 """Owns what is held of the prompts that one plan admits, and what of that the plan has taken already. Pure.
 
-To share a prefix takes what of it nobody uses so far, which counts as free before and not after. And what
-those that run use now is not free when they have ended: whoever counts on that has to be asked
-(``reserve.py``).
+Pages of a prefix that nobody uses count as free until somebody shares them. What running requests use of one
+that is shared is not free when they have ended, which ``reserve.py`` has to know.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The model's view of the pools in one decode forward, dense and hisparse together: the new positions of each
 request, which are its newest token's and its drafts'. To the model each of them is a row of its own.
 
-All of it is device work: what a CUDA graph can capture, and nothing that reads the host.
-
-Everything about the batch that changes from step to step (rows, lengths, how many requests are real) is in
-tensors with fixed addresses. Requests from ``num_real_reqs`` on are padding, which writes to the scratch
-slots at the ends of the pools and is ignored by every kernel.
+All of it is device work that a CUDA graph can capture. Everything about the batch that changes from step to
+step (rows, lengths, how many requests are real) is in tensors with fixed addresses. Requests from
+``num_real_reqs`` on are padding, which writes to the scratch slots at the ends of the pools.
 """
 
 from __future__ import annotations
@@ -248,11 +246,9 @@ class DeviceStep:
                 self._replay_misses(filled, order.copy_blocks)
 
     def write_draft_kv(self, model: DsaModel, token_ids: Tensor, hidden: Tensor) -> None:
-        """Of a step without drafts: the draft layer's KV of its new positions, behind which ``token_ids``
-        (int64 [num_reqs]) were drawn, also to the host. ``hidden``: of the model's forward.
-
-        The layer selects nothing meanwhile; its hot buffers learn where the new positions are all the same.
-        """
+        """Of a step without drafts: write the draft layer's KV of its new positions, behind which
+        ``token_ids`` (int64 [num_reqs]) were drawn, also to the host. ``hidden``: of the model's forward. The
+        layer selects nothing; its hot buffers learn where the new positions are."""
         model.write_draft_kv(token_ids, hidden, self.positions, self)
         nothing = (len(token_ids), self._spec.index_topk)
         selected = torch.full(nothing, ABSENT, dtype=torch.int32, device=token_ids.device)

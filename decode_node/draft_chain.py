@@ -1,8 +1,7 @@
 """The drafts of a step: the draft layer's first guess for each request, and those that follow from it.
 
-Some draft layers were trained to share (``index_share_for_mtp_iteration``, GLM-5.2): behind its first guess a
-request's drafts attend to what that one selected, and to nothing that drafts have made. The first guess's row
-is that of the newest token, so all of it is KV of the model's own hidden states.
+Some draft layers were trained to share (``index_share_for_mtp_iteration``, GLM-5.2): a request's later drafts
+attend to what its first guess selected, and to nothing that drafts have made.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Decides how many drafts a step verifies: the number that has brought most tokens a second. Pure.
 
-Verifying costs time in every step, and more of it the larger the batch is; what it brings depends on the
-text. Both are measured: seconds of a step by size of the batch and number of drafts, and for each place in
-the chain of drafts how often one was right when those before it were. Numbers that were not tried yet at a
-size of batch are tried first, and the neighbours of the best one again from time to time. What a place was
-worth is forgotten while no step tries it, and nobody knows better than at first: so text that had no use for
-drafts does not rule for good, and a trial counts for more than what was long before it. None of this changes
-a token, only when it comes.
+Measured are the seconds of a step by size of the batch and number of drafts, and for each place in the chain
+of drafts how often one was right when those before it were. Numbers that were not tried yet at a size of
+batch are tried first, and the neighbours of the best one again from time to time. What a place was worth is
+forgotten while no step tries it, so that text that had no use for drafts does not rule for good. None of this
+changes a token, only when it comes.
 """
 
 from __future__ import annotations
@@ -151,11 +149,8 @@ class DraftTimer:
         self._last_at = 0.0
 
     def turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
-        """A turn with a step of ``num_reqs`` requests, 0 for none, is over.
-
-        A step may be read a turn after its launch: what counts is the time between the ends of two turns
-        with steps alike.
-        """
+        """A turn with a step of ``num_reqs`` requests, 0 for none, is over. A step may be read a turn after
+        its launch: what counts is the time between the ends of two turns with steps alike."""
         kind = (num_reqs, num_drafts) if num_reqs else None
         if kind is not None and kind == self._last:
             self._choice.took(num_reqs, num_drafts, now - self._last_at)

@@ -1,9 +1,8 @@
 """The decode engine's process: wires the parts together and turns the loop.
 
 One turn is receive → plan → launch → commit: take in what the front and the prefill nodes sent, let the
-scheduler decide, and let the line of steps (``step_line.py``) run one forward over the running batch and hand
-out its tokens. Everything here runs in one thread; look-ups of prefill nodes and the transport's writes into
-the registered pools run beside it.
+scheduler decide, and let the line of steps (``step_line.py``) run one forward and hand out its tokens. All of
+it runs in one thread; look-ups of prefill nodes and writes into the registered pools run beside it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The device work of decode steps: the model over the new positions of all requests, and what follows from
 the draws. On a GPU both are CUDA graphs, of the next larger number of requests.
 
-A step without drafts has one new position of each request; what follows is that the draft layer, if there is
-one, learns of it. A step that verifies drafts has more, and what follows is acceptance, backup and the next
-drafts. What the step after needs of them stays on the device too (``DeviceRows``).
+A step without drafts has one new position of each request; then the draft layer, if there is one, learns of
+it. A step that verifies drafts has more, and then come acceptance, backup and the next drafts. What the step
+after needs of them stays on the device too (``DeviceRows``).
 """
 
 from __future__ import annotations
@@ -118,11 +118,8 @@ class Forwards:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture graphs of each size, largest first, so that they can share their memory.
-
-        All requests are padding meanwhile. Each is run once before, for what kernels allocate or compile on
-        their first launch.
-        """
+        """Capture graphs of each size, largest first, so that they can share their memory. All requests are
+        padding meanwhile. Each is run once before, for what kernels allocate or compile."""
         started = time.monotonic()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -108,11 +108,9 @@ class HotBuffers:
         return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
 
     def start(self, request: Request) -> None:
-        """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up.
-
-        A slice in a turn of the engine's loop (``go_on``), so that no step of others waits for more of PCIe
-        than that. On a GPU it runs beside their steps. ``is_ready`` says when all is over.
-        """
+        """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up: a slice in a
+        turn of the engine's loop (``go_on``), on a GPU beside the steps of others. ``is_ready`` says when all
+        is over."""
         if request.mode is Mode.DENSE:
             with self._beside_steps(request.req_row, is_first=True):
                 pages, index_pages = (
@@ -252,10 +250,8 @@ class HotBuffers:
         return [hint[hot_groups == group].T.ravel() for group in range(self.spec.num_hot_groups)]
 
     def grow(self, request: Request) -> None:
-        """Enter the pages that a running request was just given, which no step in flight looks at.
-
-        Waits for nothing. The row may still be being filled: that writes the same ids, or none.
-        """
+        """Enter the pages that a running request was just given, which no step in flight looks at. The row
+        may still be being filled: that writes the same ids, or none."""
         row = request.req_row
         if request.mode is Mode.DENSE:
             self.state.set_pages(row, 0, self._pages(request, PoolKind.DEVICE))
@@ -280,10 +276,7 @@ class HotBuffers:
         self.release(request)
 
     def release(self, request: Request) -> None:
-        """Add the row's counters to the request's and empty it; a row that was never filled is empty.
-
-        They are those that the last step that was read found: to read them here would be to wait for others.
-        """
+        """Add the row's counters, as of the last step that was read, to the request's, and empty the row."""
         row = request.req_row
         self.stop_filling(request)
         self._wait_until_filled(row)  # which reads host slots that are about to be given up

@@ -1,11 +1,10 @@
 """Owns the books: which requests are live, in which state, and which slots each of them owns.
 
-The books are a layer of their own because they are pure: plans, and every order of moves, are tested without
-memory, tables or sockets. Only ``request_life.py`` makes moves, and does the rest of each around the call.
-Every way out of the node ends in ``release``: it decides whether slots are free at once or quarantined.
+The books are pure, so that every order of moves is tested without memory, tables or sockets. Only
+``request_life.py`` makes moves, and does the rest of each around the call. Every way out ends in ``release``,
+which decides whether slots are free at once or quarantined.
 
-Thousands may wait. What is asked for in every turn of the engine's loop costs no more for that: requests are
-found by their state, by their prefill node, and by their deadline.
+Thousands may wait: requests are found by state, prefill node and deadline without a look at all of them.
 """
 
 from __future__ import annotations
@@ -225,9 +224,8 @@ class LiveRequests:
     def release(self, request: Request, now: float) -> None:
         """To ENDED, from any state but RUNNING: the one release path.
 
-        What a LANDING request's prefill node may still write to goes to quarantine; who knows that nothing is
-        in flight tells the quarantine. Everything else is free at once, or held: all whole pages of a sound
-        request. Pages that it shares stay where they are.
+        What a LANDING request's prefill node may still write to goes to quarantine. Everything else is free
+        at once, or held: all whole pages of a sound request. Pages that it shares stay where they are.
         """
         was_landing = request.state is RequestState.LANDING
         if request.state is not RequestState.ENDING:

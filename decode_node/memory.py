@@ -14,13 +14,12 @@ Remote writes land at any time in slots of landing and quarantined rooms, and no
 
 Without ``has_row_checks`` of the spec there are no row checks.
 
-The device and the index pool have one more page than the allocators know of, at their end: the scratch page.
-Padding of a batch writes there, so that a captured CUDA graph needs no branch for it.
+The device and the index pool have one more page than the allocators know of, at their end: the scratch page,
+where padding of a batch writes.
 
-When it is shared, main memory is of memfds, which prefill nodes of this machine map (``transfer/lane.py``).
-
-With a GPU the host pool and the aux slots are pinned, and the order of the end is fixed: the transport lets
-go of the memory first, then CUDA (``close``), then it is unmapped.
+Main memory may be of memfds, which prefill nodes of this machine map (``transfer/lane.py``). With a GPU the
+host pool and the aux slots are pinned; in the end the transport lets go of the memory first, then CUDA
+(``close``), then it is unmapped.
 """
 
 from __future__ import annotations
@@ -48,12 +47,9 @@ log = logging.getLogger(__name__)
 
 
 class DecodeMemory:
-    """The tensors of all pools, allocated and registered once.
-
-    ``totals``: the slots that allocators hand out, whole pages in the device and the index pool.
-    ``pinning``: CUDA's when not given. ``shared``: other processes can map what is main memory. Raises
-    HostMemoryError.
-    """
+    """The tensors of all pools. ``totals``: the slots that allocators hand out, whole pages in the device and
+    the index pool. ``pinning``: CUDA's when not given. ``shared``: other processes can map what is main
+    memory. Raises HostMemoryError."""
 
     def __init__(
         self,
@@ -123,10 +119,8 @@ class DecodeMemory:
         return tuple(shared)
 
     def close(self) -> None:
-        """Let go of main memory. The transport must have unregistered it, and no step may be in flight.
-
-        May be called again. The pools are empty tensors afterwards.
-        """
+        """Let go of main memory, which leaves empty tensors. The transport must have unregistered it, and no
+        step may be in flight. May be called again."""
         self.k_host = self.k_host[:, :0].clone()
         self.aux = self.aux[:0].clone()
         self._by_kind.clear()

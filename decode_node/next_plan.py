@@ -1,7 +1,6 @@
 """Asks the scheduler for the next plan, and remembers when it had none for anybody who waits. Pure.
 
-Who runs may need slots in any step. For who waits to be admitted something has to change, so that a queue
-that cannot move costs a turn of the engine's loop nothing.
+A queue that could not move is looked at again when something has changed, and costs nothing until then.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class NextPlan:
         return plan
 
     def _situation(self, stuck: SlotCounts) -> tuple[int, Request | None, SlotCounts, int]:
-        """All that the queue's way on depends on. Whoever does not fit beside stuck slots is overtaken, so
-        that then the first in the queue does not stand for the others."""
+        """All that the queue's way on depends on: its first request, and beside stuck slots, where those that
+        do not fit are overtaken, every one."""
         requests = self._requests
         first = next(requests.waiting(), None)
         num_moves = requests.num_queue_changes if stuck != SlotCounts() else 0

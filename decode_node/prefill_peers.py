@@ -1,12 +1,11 @@
 """Owns the connections to prefill nodes: found, registered with, heard of, lost, and found again.
 
-A peer is named by its bootstrap endpoint. What is known of it is only ever as old as its last answer: no
-failure is remembered beyond the next attempt, and a node that comes back, as the same run or another, on
-the same control port or another, is found again through its bootstrap endpoint (``discovery.py``).
+A peer is named by its bootstrap endpoint, and found through it again whenever it comes back, as the same run
+or another, on the same control port or another (``discovery.py``).
 
-A peer is alive while ZMQ keeps its connection, however long it computes. Behind a connection that was lost it
-has the time of a registration to come back with its rooms, and its endpoint is asked meanwhile whether it is
-gone. An engine that hangs, for which ZMQ goes on answering, leaves heartbeats unanswered, which are messages.
+A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has the
+time of a registration to come back with its rooms, and its endpoint is asked meanwhile whether it is gone. An
+engine that hangs leaves heartbeats unanswered, which are messages, although ZMQ goes on answering.
 
 ``poll`` never waits and reports what happened as events, oldest first.
 """
@@ -98,9 +97,7 @@ class InstanceGone:
 @dataclass(frozen=True)
 class WriterGone:
     """The run ``instance_id`` wrote through shared memory alone, and has let go of it: nothing more lands.
-
-    Its rooms were reported lost before.
-    """
+    Its rooms were reported lost before."""
 
     instance_id: str
 
@@ -155,10 +152,8 @@ class _Peer:
 
 @dataclass
 class PrefillPeers:
-    """All prefill nodes that this engine knows, for one thread. Times are of ``time.monotonic``.
-
-    Of a prefill node of several ranks each is a peer of its own.
-    """
+    """All prefill nodes that this engine knows, each rank a peer of its own, for one thread. Times are of
+    ``time.monotonic``."""
 
     node_id: str
     session: str

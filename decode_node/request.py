@@ -203,10 +203,7 @@ class Request:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV exists once the request has run, steps in flight left out.
-
-        All but the newest output token.
-        """
+        """Tokens whose KV exists, steps in flight left out: all but the newest output token."""
         return self.num_prompt_tokens + len(self.output_token_ids) - 1
 
     @property
@@ -295,28 +292,20 @@ class Request:
         return RunStage.READY if self.has_slots_for_next else RunStage.SITS_OUT
 
     def take_drafts(self, max_drafts: int) -> list[int]:
-        """The drafts that its next step verifies, ``max_drafts`` at most; the step after has others.
-
-        None for positions behind the last token that was asked for.
-        """
+        """The drafts that its next step verifies, ``max_drafts`` at most, and none behind the last token that
+        was asked for; the step after has others."""
         drafts, self.draft_token_ids = self.draft_token_ids, []
         num_left = self.sampling.max_new_tokens - self.next_index
         return drafts[: max(0, min(max_drafts, num_left - 1))]
 
     @property
     def may_leave_pages(self) -> bool:
-        """Whether it may go on as hisparse, its device pages for others.
-
-        Not when it shares some, which others would go on to use.
-        """
+        """Whether it may go on as hisparse, its device pages for others: unless it shares some."""
         return self.mode is Mode.DENSE and self.prefix is None
 
     @property
     def may_share(self) -> bool:
-        """Whether others may use the pages of its prompt while it runs.
-
-        So they may when all is there, unless it may have to leave its pages.
-        """
+        """Whether others may use the pages of its prompt while it runs: unless it may have to leave them."""
         return self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
 
     @property

@@ -1,8 +1,8 @@
 """Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
 
-This is the one place of every move. Each handler does its three parts together: the books
-(``LiveRequests``), the memory and tables (``HotBuffers``), and the word to the front or the prefill node.
-Nothing here waits: a request that ends in the middle of a step is ENDING until that is over.
+Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
+(``HotBuffers``), and the word to the front or the prefill node. Nothing here waits: a request that ends in
+the middle of a step is ENDING until that is over.
 """
 
 from __future__ import annotations
@@ -417,11 +417,8 @@ class RequestLife:
     def _on_device(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
     ) -> bool:
-        """Do to a running request's memory and tables what its move needs. False when it failed and ended.
-
-        A hint that does not fit, or no memory, is one request's affair; the others find those slots free, as
-        their plan wants them.
-        """
+        """Do to a running request's memory and tables what its move needs. False when it failed and ended,
+        with its slots free for the others, as their plan wants them."""
         try:
             action(request)
         except Exception as error:

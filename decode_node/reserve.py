@@ -1,20 +1,16 @@
 """Whether everybody who was admitted can still end, when all get the most that they may ask for. Pure.
 
-Requests get slots step by step, and together they may ask for more than there is. Nothing that was computed
-is given up for that: who gets no slots sits steps out and keeps what it has. So that nobody waits for ever,
-slots are granted only while there is an order in which everybody can end, one after the other, with what is
-free and what those before it leave (the banker's algorithm, for the host, the device, the index and the
-lookup pool together):
+Requests get slots step by step, and together they may ask for more than there is. So slots are granted only
+while there is an order in which everybody can end, one after the other, with what is free and what those
+before it leave (the banker's algorithm, for the host, the device, the index and the lookup pool together):
 
-- The first in the order can have all that it lacks from what is free, so it never sits out. When it ends,
-  the next is the first. Nobody new is admitted while somebody sits out, so everybody gets there, the oldest
-  too.
+- The first in the order never sits out. When it ends, the next is the first; nobody new is admitted while
+  somebody sits out, so everybody gets there.
 - A dense request can end in two ways: in device pages, or in a hot buffer and host slots for its whole life.
   One that shares pages ends in device pages.
-- Shared pages are free when the last of those that use them has ended, and not before.
+- Shared pages are free when the last of those that use them has ended.
 - A request whose KV is on its way comes last, and nobody counts on what it holds: when its prefill node
-  vanishes, its slots may never be free again, and what it shares is in use meanwhile. Slots in quarantine
-  are not free, and nobody counts on them either.
+  vanishes, its slots may never be free again. Nobody counts on slots in quarantine either.
 """
 
 from __future__ import annotations

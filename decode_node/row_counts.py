@@ -1,8 +1,8 @@
 """Owns the counts of tokens by req_row: which request a row's are of, and how much of its output is in them.
 
-A request is counted up to the newest token when a step is launched. What the host has read it counts from
-there; a token that is still in flight, from where the step before left it on the device. So a row that was
-another request's, or that a request comes back to, needs no word from those who move requests.
+A request is counted up to its newest token when a step is launched: from the host what it has read, from the
+device a token that is still in flight. So a row that changes its request needs no word from those who move
+requests.
 """
 
 from __future__ import annotations

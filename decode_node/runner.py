@@ -1,10 +1,9 @@
 """Runs decode steps: fills their inputs, launches their device work, draws their tokens and reads them.
 
-A GPU is one step behind: a step's input tokens may still be on the device (the last step's, which nobody has
-read yet), and the host reads tokens, counters and error flags in one copy. So is, after a step that verifies
-drafts, how long a sequence is. What a grammar lets a request draw depends on the last step's tokens: the
-forward is launched before they are read, and the draws are enqueued when they have been, while the device
-works. On a CPU, where a step is over when it is launched, each is read first.
+On a GPU a step's input tokens, and after a step with drafts the lengths, may still be on the device: those of
+the last step, which nobody has read yet. The host reads tokens, counters and error flags in one copy. What a
+grammar lets a request draw depends on the last step's tokens: the forward is launched before they are read,
+and the draws are enqueued when they have been. On a CPU each step is read before the next.
 
 A batch with many hisparse requests runs as micro-batches, which have no drafts.
 """
@@ -171,10 +170,8 @@ class DeviceRunner:
         buffers: StepBuffers,
     ) -> Sampled:
         """Put what the requests ask for in the likeliest tokens' place, at the positions that can count:
-        ``rows``, of each the request's number in the batch and its own in the request.
-
-        Behind the graph and not in it: how many rows are drawn, and how, changes from step to step.
-        """
+        ``rows``, of each the request's number in the batch and its own in the request. How many are drawn,
+        and how, changes from step to step: so this is behind the graph and not in it."""
         device, num_new = forward.logits.device, forward.num_new
         where: slice | Tensor = slice(len(batch))
         if num_new > 1:
@@ -239,9 +236,8 @@ class Launched:
 
     @torch.inference_mode()
     def draw(self) -> None:
-        """Enqueue the draws, and what follows from them, unless that was done at the launch: where somebody
-        has a grammar, what it allows depends on the tokens of the step before. Raises what sampling raises.
-        """
+        """Enqueue the draws, and what follows from them, unless that was done at the launch, as it is where
+        nobody has a grammar. Raises what sampling raises."""
         if self.is_drawn:
             return
         try:

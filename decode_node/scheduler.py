@@ -2,26 +2,21 @@
 
 ``plan_step`` looks at counts of free slots and at requests, and changes nothing. Its rules:
 
-- A request is admitted with the slots of its prompt and ``growth_tokens`` more, and gets as many again each
-  time before the step that needs them, in all pools alike. Of a prompt whose beginning is held it needs those
-  behind that. A grant, to whomever, leaves everybody a way to their end (``reserve.py``). Who cannot be
-  granted more sits steps out: nothing that was computed is given up.
-- Growth comes before admission, and nobody is admitted while somebody sits out.
-- Admission is in order of arrival and strict: when the first in the queue does not fit, nobody overtakes it.
-  Whoever runs ends within its max_new_tokens, so the first in the queue always gets its turn. Slots of an
-  unresolved quarantine may never come back: whoever does not fit beside them holds nobody up until they do.
+- A request is admitted with the slots of its prompt, behind what is held of it, and ``growth_tokens`` more,
+  and gets as many again before the step that needs them. A grant leaves everybody a way to their end
+  (``reserve.py``). Who cannot be granted more sits steps out: nothing that was computed is given up.
+- Growth comes before admission, and nobody is admitted while somebody sits out. A page for every request that
+  will grow is kept out of admissions.
+- Admission is in order of arrival: when the first in the queue does not fit, nobody overtakes it, unless it
+  is only beside slots of an unresolved quarantine, which may never come back.
 - ``auto`` is dense, with the pages of its whole life, while that is comfortable, hisparse otherwise, and
-  dense again when hisparse lacks host slots and the pages are there: they would serve nobody while the queue
-  stands.
+  dense again when hisparse lacks host slots and the pages are there.
 - A dense request whose next page cannot be had gives its pages up for a hot buffer, if the host has slots
-  for it. A landing zone of a repeated batch cannot be given up for a while.
-- While the first in the queue lacks nothing but device slots for a hot buffer, hot buffers larger than they
-  have to be shrink to their minimum, latest admitted first. They get their full size back when nobody waits
-  and ``AUTO_DENSE_MARGIN`` of the device pool stays free, so that they do not shrink again at once.
-- Where steps verify drafts, slots for these come with the others when they are there. A request that has a
-  slot for its newest token waits for no more.
-- A page for every request that will grow is kept out of admissions, so that nobody sits out because of
-  these.
+  for it.
+- While the first in the queue lacks only device slots for a hot buffer, larger ones than necessary shrink to
+  their minimum, latest admitted first. They get their full size back when nobody waits and
+  ``AUTO_DENSE_MARGIN`` of the device pool stays free.
+- Slots for drafts come with the others when they are there; nobody waits for them.
 """
 
 from __future__ import annotations
@@ -192,11 +187,9 @@ def plan_step(
     stuck: SlotCounts,
     held: PrefixTree,
 ) -> StepPlan:
-    """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible.
-
+    """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible;
     None: nobody could be admitted last time, and nothing has changed. ``stuck``: slots that may never be free
-    again. ``free``: with what of ``held`` nobody uses.
-    """
+    again. ``free``: with what of ``held`` nobody uses."""
     beginnings = Beginnings(held, landing, limits.page_size)
     planner = _Planner(limits, free, running, landing, stuck, beginnings)
     planner.grow()
@@ -291,21 +284,16 @@ class _Planner:
         return place.claim
 
     def _lengths(self, request: Request) -> Iterator[int]:
-        """Positions that a request should get slots for, those that it has included; the first choice first.
-
-        Those that only drafts need, it gets with the others, or not.
-        """
+        """Positions that a request should get slots for, those that it has included; the first choice
+        first."""
         with_growth = min(request.next_seq_len - 1 + self.limits.growth_tokens, request.life_tokens)
         yield max(with_growth, self._with_drafts(request))
         if not request.has_slots_for_next:
             yield request.next_seq_len
 
     def _with_drafts(self, request: Request) -> int:
-        """Positions of the request's next step, and those before them.
-
-        With drafts one more: then the step after has a slot for its newest token even if all of them are
-        right, and can be launched before anybody knows.
-        """
+        """Positions of the request's next step, and those before them. With drafts one more, for the step
+        after, which is launched before anybody knows how many are right."""
         behind = self.limits.max_drafts + 1 if self.limits.max_drafts else 0
         return min(request.next_seq_len + behind, self.limits.max_context)
 

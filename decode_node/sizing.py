@@ -23,8 +23,7 @@ DEFAULT_BUFFER = 4096
 such a one, and of one twice as large."""
 
 AUX_SLOTS_PER_ROW = 4
-"""More than one, because a quarantined room keeps its aux slot and frees its req_row: so often may a prefill
-node vanish with as many rooms as can be in a batch, less one, before somebody has to say that it is gone."""
+"""More than one, because a quarantined room keeps its aux slot and frees its req_row."""
 
 LOOKUPS_PER_HOST_TOKEN = 2
 """Lookup slots for each host slot: requests that share host pages look each up for themselves, so what all of
@@ -172,12 +171,7 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
 
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Of ``HotBufferState`` and the miss plans.
-
-    What grows with the context is four page ids a page and row. Where positions are in the hot buffers is
-    looked up by lookup slot: 4 bytes a group each, which for two a token of the host pool is 6% of its
-    indexer keys in fp8.
-    """
+    """Of ``HotBufferState`` and the miss plans. Only four page ids a page and row grow with the context."""
     num_groups, num_rows = spec.num_hot_groups, settings.max_running_requests
     num_new = settings.speculative_num_steps + 1
     max_pages = -(-spec.context_length // settings.page_size)

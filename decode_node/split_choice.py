@@ -38,11 +38,8 @@ def fewest_to_split(
     sizes: Sequence[int], measure: Callable[[int], tuple[float, float] | None]
 ) -> tuple[int | None, dict[int, tuple[float, float]]]:
     """The smallest of ``sizes`` from which on each is faster as micro-batches, None if the largest is not;
-    and what was measured.
-
-    ``measure``: seconds of a whole step and of one in micro-batches; None for a size that cannot come. Asked
-    from the largest size down, until one is not faster.
-    """
+    and what was measured. ``measure``: seconds of a whole step and of one in micro-batches; None for a size
+    that cannot come."""
     fewest, measured = None, {}
     for size in sorted((size for size in sizes if size >= MIN_REQS), reverse=True):
         secs = measure(size)

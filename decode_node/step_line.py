@@ -1,7 +1,7 @@
 """Owns the step in flight: who gets a token next, and when what was launched is drawn and read.
 
-A step is launched before the one behind it in the line is read, as far as that may be (``may_follow``); what
-it draws under grammars is enqueued when that has been. So at most one step is in flight between two turns.
+A step is launched before the one before it is read, where that may be (``may_follow``); what it draws under
+grammars is enqueued when that has been. So at most one step is in flight between two turns.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ class StepLine:
 
     def take(self, *, is_stopping: bool) -> bool:
         """Launch the next step of the node, if anybody has one, and read the one before. False when all ranks
-        are stopping: there is none any more.
-
-        Raises torch.AcceleratorError when the device is lost, and anything when other ranks are in the step.
-        """
+        are stopping. Raises torch.AcceleratorError when the device is lost, and anything when other ranks are
+        in the step."""
         self._lifecycle.fill_rows(time.monotonic())
         batch = self._next_batch()
         step = self._lockstep.agree(
@@ -120,10 +118,7 @@ class StepLine:
         return self._draft_choice.choose(len(batch), most)
 
     def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
-        """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.
-
-        Raises torch.AcceleratorError when the device is lost, and anything when other ranks are in the step.
-        """
+        """Enqueue one step. What goes wrong in it ends the requests of this batch. Raises as ``take``."""
         if step.num_tokens == 0:
             return None
         self.num_launched += 1
@@ -143,11 +138,8 @@ class StepLine:
         return launched
 
     def _draw(self, launched: Launched) -> None:
-        """What was left of a step's launch until the one before was read; then the end of those whose
-        grammars cannot say what may come. What goes wrong ends the requests of this batch and nothing else.
-
-        Raises as ``_launch``.
-        """
+        """Enqueue the draws, once the step before was read, and end those whose grammars cannot say what may
+        come. What goes wrong ends the requests of this batch. Raises as ``take``."""
         try:
             launched.draw()
         except torch.AcceleratorError:
@@ -167,11 +159,8 @@ class StepLine:
                 self._lifecycle.grammar_failed(request, request.matcher.error, time.monotonic())
 
     def _commit(self, launched: Launched) -> None:
-        """Hand out the tokens of a step, and end the requests for which they are the last.
-
-        The step after it may be in flight. A request that ends now is in that one for nothing, and owns what
-        it has until that one is read.
-        """
+        """Hand out the tokens of a step, and end the requests for which they are the last. One that is in the
+        next step already owns what it has until that is read."""
         for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
             request.leave_step(most_drafts)
         try:

@@ -2,8 +2,7 @@
 forwards.
 
 The model's MTP layer, when the node runs it, comes last: the row of a prompt's last token needs the first one
-that was drawn. Where pages of another prompt are used again, their last row saw that prompt's next token,
-which costs a decode node a guess, and no token.
+that was drawn.
 """
 
 from __future__ import annotations
@@ -80,12 +79,9 @@ class PromptRunner:
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
     ) -> Computed:
-        """Compute the chunks.
-
-        ``on_written`` is called while it computes, layer after layer, or not at all. When this returns, the
-        bytes of all layers are in memory: the transport may read them. Raises whatever the model or
-        ``on_written`` raises, out of memory included; then the chunks count as not computed.
-        """
+        """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called while it
+        computes, layer after layer. Raises whatever the model or ``on_written`` raises, out of memory
+        included; then the chunks count as not computed."""
         is_whole = [chunk.stop == record.num_prompt_tokens for record, chunk in batch]
         kv = PagedKv(
             self._model.spec,
@@ -141,12 +137,9 @@ class PromptRunner:
         )
 
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
-        """Run forwards of many sizes up to ``most_tokens``: kernels are compiled on their first launch, for
-        tens of seconds on a fresh machine, and requests, decode nodes and other ranks would wait for it.
-
-        To be called before anything is in ``memory``. Other ranks run their own meanwhile. ``on_size`` is
-        called before each forward.
-        """
+        """Run forwards of many sizes up to ``most_tokens``, before anything is in ``memory``: kernels are
+        compiled on their first launch, for tens of seconds. Other ranks run their own meanwhile. ``on_size``
+        is called before each forward."""
         ranks, device, vocab_size = self._model.ranks, self._model.device, self._model.spec.vocab_size
         powers = [1 << exponent for exponent in range(most_tokens.bit_length())]
         sizes = {most_tokens, *powers, *(power + 1 for power in powers)}
@@ -266,10 +259,7 @@ def _first_masks(records: Sequence[RoomRecord], vocab_size: int, device: torch.d
 
 
 def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callable[[int], None] | None:
-    """What the KV access is to call with each layer that it wrote.
-
-    On a GPU the bytes are not there yet at that time: the layer goes with an event to wait for.
-    """
+    """What the KV access is to call with each layer that it wrote: on a GPU with an event to wait for."""
     if on_written is None:
         return None
     if device.type == "cpu":
@@ -291,10 +281,8 @@ def _sampling(record: RoomRecord) -> SamplingParams:
 
 
 def _counts(whole: Sequence[RoomRecord], logits: Tensor) -> CountedRows | None:
-    """Of prompts without output, for those first tokens that depend on more than logits [num_whole, vocab].
-
-    Made for this forward: no other draws for these rooms.
-    """
+    """Counts of the prompts' tokens, for those first tokens that depend on more than logits [num_whole,
+    vocab]; None where none does."""
     changing = [record for record in whole if _sampling(record).changes_logits]
     if not changing:
         return None

@@ -1,11 +1,9 @@
 """The engine process of the prefill node: the loop receive -> plan -> forward -> commit, and its wiring.
 
-One thread does everything but the writes, which the sender's threads do while the next layers compute. So
-messages are read, peers are answered and statistics are sent between forwards, and how often is bounded by
-``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs``, after which the
-front and the decode nodes give this run up. Silence of a peer is judged after its messages were read, so that
-a long forward here is no silence of it, and counts once ZMQ has closed its connection, so that a long step
-there is not either.
+One thread does everything but the writes, which the sender's threads do while the next layers compute. So a
+forward of one chunk must take well under ``health_timeout_secs``, after which the front and the decode nodes
+give this run up. Silence of a peer is judged after its messages were read, and counts once ZMQ has closed its
+connection, so that neither a long forward here nor a long step there is taken for one.
 """
 
 from __future__ import annotations

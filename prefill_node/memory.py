@@ -1,8 +1,5 @@
 """The prefill node's memory: owns the tensors of the KV pool, the index pool, the row checks and the aux
-staging.
-
-All are registered with the transport for as long as the engine lives, because rooms send from them in
-place.
+staging, which are registered with the transport because rooms send from them in place.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """Pushes a room's bytes to its landing zone: owns nothing but the plans of the chunks in the forward.
 
-Page ids become token slots, token slots and extents become runs that are contiguous on both sides. That is
-planned once a chunk. Batches then carry whole layers of it, KV, indexer keys and row checks together, each as
-soon as the forward has written it: a layer leaves while the next one computes. Runs become addresses only
-when the sender writes them, slice by slice: a cached prefix is one batch of gigabytes, and costs no more than
-its runs.
+Page ids and extents become runs of token slots that are contiguous on both sides, once a chunk. Batches then
+carry whole layers of it, KV, indexer keys and row checks together, while the next layers compute. Runs become
+addresses only when the sender writes them, slice by slice, so that a cached prefix of gigabytes is one batch.
 The aux record is a batch of its own, submitted last: the sender keeps a room's batches in order and starts
 none behind a failed one.
 
 A layer waits while what is there makes no batch of ``MIN_BATCH_BYTES``, and while the room has
 ``MAX_PENDING_BATCHES`` in the sender; it then leaves with a later one, at the latest with the chunk's last.
-So the forward's thread works in proportion to the bytes, however short the prompts are; a room has no more
-batches pending than that and one for each of its chunks, the cached prefix and the aux record; and a
-transport that is slower than the model gets fewer and larger batches by itself.
+So the forward's thread works in proportion to the bytes, and a slow transport gets fewer and larger batches.
 
 A decode node that takes its bytes more slowly than they come keeps pages here that other nodes' prompts need.
-So ``has_place`` says no to a further long prompt while much is pending for that node. Short ones pass: they
-wait for a slice of each other room, not for all.
+So ``has_place`` says no to a further long prompt while much is pending for that node.
 """
 
 from __future__ import annotations
@@ -40,8 +35,7 @@ MAX_PENDING_BATCHES = 2
 """One in the transport and one behind it: the transport need not wait for the forward's next layer."""
 
 MAX_PENDING_SHARE = 4
-"""Long prompts wait for a node that has more than one in so many of the pool's bytes pending. They keep its
-link busy all the same: a quarter of a pool of 40 GB takes a second at 10 GB/s."""
+"""Long prompts wait for a node that has more than one in so many of the pool's bytes pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +70,7 @@ class SourceRegions:
 
 @dataclass(eq=False, slots=True)
 class ChunkPush:
-    """Positions ``[start, stop)`` of a room: the writes of all layers, and how many layers were submitted.
-
-    None, when the decode node holds them.
-    """
+    """Positions ``[start, stop)`` of a room: the writes of all layers, and how many layers were submitted."""
 
     record: RoomRecord
     start: int
@@ -99,10 +90,7 @@ class ChunkPush:
 
 class Pusher:
     """Plans and submits. Source memory must stand until each batch's completion: the caller counts them.
-
-    ``min_batch_bytes``: what a batch carries at least while a forward runs, in whole layers.
-    ``slice_bytes``: what a slice for a decode node's session costs at most.
-    """
+    ``slice_bytes``: what a slice for a decode node's session costs at most."""
 
     def __init__(
         self,
@@ -127,10 +115,8 @@ class Pusher:
         self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
 
     def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
-        """The push of positions ``[start, stop)``, of which nothing is submitted yet.
-
-        Of those that the decode node holds nothing will be.
-        """
+        """The push of positions ``[start, stop)`` but those that the decode node holds; nothing is submitted
+        yet."""
         peer, bootstrap = landing_of(record)
         num_held = bootstrap.num_held_tokens
         start = min(max(start, num_held), stop)
@@ -177,11 +163,8 @@ class Pusher:
         return is_short or num_bytes_pending <= self._max_pending_bytes
 
     def layer_written(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
-        """The forward has written ``layer`` of these chunks: submit what is due.
-
-        ``ready``: see ``WriteBatch``; it must cover the layers before, too. Raises ValueError for a layer out
-        of order: what lies before it would be sent unwritten.
-        """
+        """The forward has written ``layer`` of these chunks: submit what is due. ``ready``: see
+        ``WriteBatch``; it must cover the layers before, too. Raises ValueError for a layer out of order."""
         num_layers = len(self._source.kv_layer_of_layer)
         for push in pushes:
             if layer != push.num_layers_written:

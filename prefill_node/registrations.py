@@ -1,9 +1,8 @@
 """The decode nodes that this prefill node writes to: owns who is registered and when each was last heard.
 
-A decode node registers over its control connection, which ZMQ names by an identity that changes with every
-reconnect; ``node_id`` is what stays. Registering again with the same session and regions keeps the node's
-rooms and moves their answers to the new connection. Another session or other regions mean that the node
-restarted: the old registration is lost. So it is when its session turns up with other memory.
+ZMQ names a control connection by an identity that changes with every reconnect; ``node_id`` is what stays.
+Registering again with the same session and regions keeps the node's rooms and moves their answers to the new
+connection. Another session or other regions mean that the node restarted: the old registration is lost.
 """
 
 from __future__ import annotations

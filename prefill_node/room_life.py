@@ -1,11 +1,9 @@
 """The life of rooms: owns the pages and aux slots that rooms hold, what of prompts is cached, and who is told
 what at a room's end.
 
-Every message and event about a room ends here as a method; each is safe in every state of the room. There
-is one way out for a room that does not make it (``fail``) and one release of what it holds (``_end``).
-What a room owns is the source of its writes: nothing is released while one of them is in the transport. A
-room fails with the first of its writes that fails. What the transport may still read then goes to the landing
-zone of that room, which the decode node keeps from everybody else for as long.
+Every message and event about a room ends here as a method, which is safe in every state of the room. A room
+that does not make it leaves by ``fail``, and what a room holds is released by ``_end``: not while one of its
+writes, which read it, is in the transport. A room fails with the first of its writes that fails.
 """
 
 from __future__ import annotations
@@ -284,10 +282,8 @@ class RoomLife:
         return list(self.rooms.in_state(RoomState.QUEUED))
 
     def candidates(self) -> Iterator[Waiting]:
-        """The waiting rooms, in order of arrival, without those whose decode node has too much pending.
-
-        What the rooms before have in the prefix cache counts as pending: it is sent when they are admitted.
-        """
+        """The waiting rooms, in order of arrival, without those whose decode node has too much pending. What
+        the rooms before have in the prefix cache is sent when they are admitted, and counts as pending."""
         num_bytes_pending: dict[str, int] = {}
         for record in self.waiting():
             if record.is_prefill_only:
@@ -316,11 +312,8 @@ class RoomLife:
         return record.grammar.done() and record.grammar.exception() is None
 
     def follow_grammars(self, grammars: Compiler, now_secs: float) -> None:
-        """Ask for those of waiting rooms, to be there when their turn comes, and end the rooms whose grammar
-        cannot be followed here, or was not compiled in time.
-
-        Those of waiting rooms take memory, and so they are few.
-        """
+        """Ask for those of waiting rooms, of a few because they take memory, and end the rooms whose grammar
+        cannot be followed here, or was not compiled in time."""
         held = {record.grammar for record in self.waiting() if record.grammar is not None}
         for record in self.waiting():
             sampling = None if record.request is None else record.request.sampling
@@ -425,9 +418,7 @@ class RoomLife:
 
     def admit(self, records: Sequence[RoomRecord], now_secs: float) -> None:
         """QUEUED -> COMPUTING for the rooms of a plan: all their pages, an aux slot; sends cached prefixes.
-
-        All use their prefixes before the first takes a page: making room for one must not evict another's.
-        """
+        All use their prefixes before the first takes a page, which may evict what nobody uses."""
         for record in records:
             keys = self._reusable_keys(record)
             if (found := self.prefixes.find(keys, _CACHED)) is not None:
@@ -547,9 +538,8 @@ class RoomLife:
     ) -> None:
         """End a room early and say so to both sides. With writes in flight it drains, then the peer hears.
 
-        ``is_abort``: nobody wants it any more, which is no failure. ``code``: see ``RequestFailed``.
-
-        A room that drains already was reported before: nothing happens.
+        ``is_abort``: nobody wants it any more, which is no failure. ``code``: see ``RequestFailed``. Nothing
+        happens to a room that drains already.
         """
         if record.is_draining:
             return
@@ -583,10 +573,7 @@ class RoomLife:
         self.fail(record, CLIENT_CLOSED_REQUEST, error, now_secs, tell_front=False, is_abort=True)
 
     def abort_room(self, peer: Peer, message: AbortRoom, now_secs: float) -> None:
-        """The decode node gave a room up: RoomQuiet is the answer, now or when the last write came back.
-
-        A room that this node has not heard of from that peer has nothing of it in flight.
-        """
+        """The decode node gave a room up: RoomQuiet is the answer, now or when the last write came back."""
         room = Room(message.room)
         record = self.rooms.get(room)
         is_his = record is not None and (record.peer is None or record.peer.node_id == peer.node_id)

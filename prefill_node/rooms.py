@@ -198,8 +198,8 @@ class RoomTable:
         self._by_request[request.request_id] = record
 
     def move(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """Change its state, which ends a phase of the request. In DONE and FAILED the room is remembered, and
-        no longer live. Raises IllegalRoomMove naming the room."""
+        """Change its state, which ends a phase of the request. In DONE and FAILED the room is no longer live,
+        but remembered. Raises IllegalRoomMove."""
         if state not in MOVES[record.state]:
             raise IllegalRoomMove(f"room {record.room} cannot move from {record.state.name} to {state.name}")
         del self._by_state[record.state][record.room]

@@ -166,13 +166,10 @@ def look_up(
     keys: ControlKeys | None = None,
     allowed: PeerList | None = None,
 ) -> BootstrapInfo:
-    """Ask a prefill node for its control address; call it in a thread, for it blocks.
+    """Ask a prefill node for its control address; blocks for LOOKUP_TIMEOUT_SECS at most.
 
-    LOOKUP_TIMEOUT_SECS for all of it: names, connections, a whole answer. The answer's control hosts are
-    addresses: whoever connects to them needs no resolver. With ``allowed`` they are of the list, as is the
-    one that is asked.
-
-    Raises BootstrapLookupError, with what was asked and what came.
+    The answer's control hosts are addresses: whoever connects to them needs no resolver. With ``allowed``
+    they are of the list, as is the one that is asked. Raises BootstrapLookupError.
     """
     if not is_host(bootstrap_host):
         raise BootstrapLookupError(
@@ -253,10 +250,7 @@ def _ask_first(
 
 
 def _get(address: str, port: int, headers: dict[str, str], asked: str, deadline: float) -> _Answer:
-    """A timer ends the exchange, whatever drips in, and of an endless body not more than the bound is read.
-
-    Raises BootstrapLookupError.
-    """
+    """A timer ends the exchange, whatever drips in. Raises BootstrapLookupError."""
     timeout_secs = deadline - time.monotonic()
     late = BootstrapLookupError(f"{asked}: no whole answer in {timeout_secs:.3g} s")
     with contextlib.closing(HTTPConnection(address, port, timeout=timeout_secs)) as connection:

@@ -111,11 +111,8 @@ def load_control_keys(path: Path | None) -> ControlKeys | None:
 
 
 class _Channel(Generic[T]):
-    """A socket with typed messages. Owners of the two ends protect it, then bind or connect it.
-
-    ``dropped`` counts, by reason, what came to nothing: connections that were turned away, frames that could
-    not be decoded, messages at which the receiver would close the connection, or that had no receiver.
-    """
+    """A socket with typed messages. ``dropped`` counts, by reason, what came to nothing: connections that
+    were turned away, frames that could not be decoded, messages that are too long or had no receiver."""
 
     def __init__(
         self,

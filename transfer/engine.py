@@ -1,9 +1,8 @@
 """Owns a Mooncake transfer engine: its session, its registered memory, and one-sided writes from it.
 
-Mooncake answers with bare return codes and trusts its caller. This wrapper does not: a source that is not
-registered here is refused (Mooncake reports success for it and sends nothing), the transport is the one that
-was chosen (Mooncake takes what it finds, whatever it is asked for), batches stay below the size at which its
-queues overflow, and every code becomes an exception.
+Mooncake answers with bare return codes and trusts its caller. Here a source that is not registered is refused
+(Mooncake reports success for it and sends nothing), the transport is the one that was chosen (Mooncake takes
+what it finds), batches stay below the size at which its queues overflow, and every code becomes an exception.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from transfer.transport import TCP, Transport, address_fault, environment_fault
 log = logging.getLogger(__name__)
 
 MAX_BATCH_DESCRIPTORS = 512
-"""Descriptors in one call of Mooncake.
-
-Over TCP it queues 1024 for each peer. Past that it fails the batch and, seen with 0.3.13, the connections to
-the peer for good. Half leaves room for what a failed batch left queued; larger batches are not faster.
-"""
+"""Descriptors in one call of Mooncake. Over TCP it queues 1024 for each peer; past that it fails the batch
+and, seen with 0.3.13, the connections to the peer for good. Half leaves room for what a failed batch left
+queued."""
 
 
 class HasMemory(Protocol):
@@ -48,10 +45,8 @@ class HasMemory(Protocol):
 
 
 def quiet_mooncake_logs() -> None:
-    """Keep Mooncake's log to errors. Call at a process's start: Mooncake reads the level at its import.
-
-    A level that the environment sets already stands.
-    """
+    """Keep Mooncake's log to errors, unless the environment sets a level. Call at a process's start: Mooncake
+    reads it at its import."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 
@@ -128,12 +123,10 @@ class TransferEngine:
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
         """Write from addresses here to addresses in the peer's memory.
 
-        Blocks, without the interpreter lock, until every byte has landed; up
-        to Mooncake's own timeout (30 s over TCP) when the peer does not answer. ``stop`` is asked between
-        parts of a long write and ends it with the reason that it returns.
-
-        Raises TransferError. Its ``may_still_land`` is False when the arguments were refused, in which case
-        nothing was sent, and when ``stop`` ended the write, in which case all that was sent has landed.
+        Blocks, without the interpreter lock, until every byte has landed; up to Mooncake's own timeout (30 s
+        over TCP) when the peer does not answer. ``stop`` is asked between parts of a long write and ends it
+        with the reason that it returns. Raises TransferError, whose ``may_still_land`` is False when the
+        arguments were refused and when ``stop`` ended the write.
         """
         columns = as_descriptors(writes)
         if not columns.lengths.size:
@@ -176,9 +169,8 @@ class TransferEngine:
     def renew(self, session: str) -> None:
         """Another process than before is behind ``session``: the next write asks where its memory is.
 
-        Mooncake keeps for good what it once learnt of a name, and over TCP goes on to write to the port that
-        the first process had. A zero in front of the port is another name for the same address. Over RDMA,
-        where names are part of the handshake, it asks again itself when a write fails.
+        Over TCP Mooncake goes on to write to the port that the first process of a name had. A zero in front
+        of the port is another name for the same address. Over RDMA it asks again when a write fails.
         """
         with self._lock:
             name = self._names.get(session)

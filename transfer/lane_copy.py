@@ -1,8 +1,7 @@
 """Copies byte ranges within this process's memory on the CPU: long ones one by one, rows as arrays.
 
 One call of memmove from Python costs 0.5 us, in which a core moves some 5 KB. So ranges shorter than
-``SHORT_BYTES`` that are multiples of one length are copied as rows of two arrays, in two passes: 5 GB/s for
-rows of 656 bytes, where one by one makes 1.2. The interpreter lock is released meanwhile.
+``SHORT_BYTES`` that are multiples of one length are copied as rows of two arrays, in two passes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Closes Mooncake's listening sockets to foreign addresses.
 
 Mooncake listens on all interfaces whatever host it is given, knows no keys, and lets whoever connects read
-and write the registered memory. It offers no way to bind elsewhere, so a packet filter is attached to the
-listening sockets: the kernel then drops what comes from other addresses, from the first packet of a
-connection on, as if nothing listened. Connections inherit the filter. Linux lets any process do that to its
-own sockets; a kernel that is stricter asks for CAP_NET_ADMIN.
+and write the registered memory. So a packet filter is attached to the listening sockets, which connections
+inherit: the kernel drops what comes from other addresses, as if nothing listened. Linux lets any process do
+that to its own sockets; a kernel that is stricter asks for CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ _Instruction = tuple[int, int, int, int]
 
 
 def reachable_from(host: str, allowed: PeerList, has_peers: bool = True) -> PeerList:
-    """Who may connect to the KV ports of a node that is reached at ``host``; empty: anybody.
-
-    The node itself may, for it tries whether it can be reached. Without a list, a node on loopback takes
-    connections from this machine alone, and so does one that nobody else has to reach (``has_peers``).
-    """
+    """Who may connect to the KV ports of a node that is reached at ``host``, itself included; empty: anybody.
+    Without a list, a node on loopback takes connections from this machine alone, and so does one that nobody
+    else has to reach (``has_peers``)."""
     if not allowed and is_loopback(host):
         return PeerList.loopback()
     if not allowed and has_peers:

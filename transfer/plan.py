@@ -1,9 +1,8 @@
 """Write plans: from token slots on both sides to byte ranges, as few as possible. Pure functions over numpy.
 
-Three steps. ``plan_writes`` coalesces the tokens to runs that are contiguous in the source and in the
-destination pool, which is the same for every layer. ``descriptors`` turns the runs into addresses for a
-number of layers and refuses whatever lies outside the registered memory. ``SlicedWrites`` does that only as
-the writes are carried out, slice by slice: all addresses of a long prompt are never there at once.
+``plan_writes`` coalesces the tokens to runs that are contiguous in both pools, the same for every layer.
+``descriptors`` turns the runs into addresses for a number of layers and refuses whatever lies outside the
+registered memory. ``SlicedWrites`` does that slice by slice as the writes are carried out.
 """
 
 from __future__ import annotations
@@ -105,11 +104,9 @@ Writes: TypeAlias = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
 def plan_writes(src_slots: ArrayLike, dst_slots: ArrayLike) -> RunPlan:
-    """Runs that copy ``src_slots[i]`` to ``dst_slots[i]`` for every i, contiguous on both sides.
-
-    Both: integers [num_tokens]; the destination slots are distinct. Raises PlanError when the numbers of
-    tokens differ.
-    """
+    """Runs that copy ``src_slots[i]`` to ``dst_slots[i]`` for every i, contiguous on both sides. Both:
+    integers [num_tokens]; the destination slots are distinct. Raises PlanError when the numbers of tokens
+    differ."""
     src, dst = as_slots(src_slots), as_slots(dst_slots)
     if src.size != dst.size:
         raise PlanError(f"{src.size} source slots for {dst.size} destination slots")
@@ -128,10 +125,7 @@ def plan_writes(src_slots: ArrayLike, dst_slots: ArrayLike) -> RunPlan:
 
 def descriptors(runs: RunPlan, src: RegionView, dst: RegionView, layers: Sequence[int]) -> Descriptors:
     """Addresses of ``runs`` in each of ``layers``, layer after layer: ``len(layers) * num_runs`` of them.
-
-    A layer has the same number on both sides. Raises PlanError, before anything could be sent, for an item
-    size that differs and for a slot or layer outside either region.
-    """
+    Raises PlanError for an item size that differs and for a slot or layer outside either region."""
     layer_array = as_slots(layers)
     _check(runs, src, dst, layer_array)
     return Descriptors(
@@ -202,10 +196,8 @@ def cost(writes: Descriptors) -> int:
 
 
 def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors]:
-    """``blocks`` in order, in pieces that cost ``max_cost`` at most, or are one of at most 4 MiB.
-
-    The next block is asked for when all before it are given out.
-    """
+    """``blocks`` in order, in pieces that cost ``max_cost`` at most, or are one of at most 4 MiB. The next
+    block is asked for when all before it are given out."""
     parts: list[Descriptors] = []
     left = max_cost
     for block in blocks:

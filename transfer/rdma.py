@@ -6,8 +6,7 @@ device with which that fails; when no device is left, it runs on TCP without a w
 
 An operator's topology (``MC_CUSTOM_TOPO_JSON``) is a file that says which devices serve which memory:
 ``{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}``, the preferred ones and the others. Mooncake opens the devices of that
-file, whatever else it is told; one that it cannot read it passes over, and one that it cannot parse leaves it
-without devices.
+file, whatever else it is told.
 """
 
 from __future__ import annotations
@@ -233,10 +232,7 @@ def _verbs_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
 
 
 def _uverbs_by_device(machine: Machine) -> dict[str, list[str]]:
-    """The character devices of each RDMA device, as libibverbs finds them.
-
-    The link ``device`` of an RDMA device leads to them too, but a software device has none.
-    """
+    """The character devices of each RDMA device, as libibverbs finds them, software devices' included."""
     found: dict[str, list[str]] = {}
     for path in sorted(_children(machine.sys / "class" / "infiniband_verbs")):
         if name := read_text(path / "ibdev"):  # there is also a file abi_version

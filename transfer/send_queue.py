@@ -3,10 +3,9 @@
 The caller has the clock, the transport and a lock around all of this. It takes a slice, writes it, and says
 what came of it; each session has at most one slice in flight.
 
-Batches of a room go out in the order of submission. The rooms of a peer take turns of ``SLICE_BYTES`` at
-most, in as many batches as that is: a room that joins the line waits for that much of every other, however
-long they are. A long batch is cut into slices as its turns come. A room whose source bytes are not there yet
-keeps its place in the line, and those behind it go first.
+Batches of a room go out in the order of submission, cut into slices. The rooms of a peer take turns of
+``SLICE_BYTES`` at most: a room that joins the line waits for that much of every other, however long they are.
+A room whose source bytes are not there yet keeps its place in the line, and those behind it go first.
 
 Every batch has exactly one completion, whether it was written, failed, or never started. Once a slice of a
 room has failed, nothing behind it starts: the aux record never lands without what came before.
@@ -37,10 +36,9 @@ class Ready(Protocol):
 class WriteBatch:
     """Byte ranges of one room. ``tag`` is the caller's and comes back in the completion.
 
-    ``slices`` are iterated in the session's thread, ``num_bytes`` is their sum, and the source bytes must
-    stand until the completion. Nothing starts after ``deadline``, the room's own by ``time.monotonic()``. A
-    slice has ``timeout_secs`` from the start of its writing. ``ready`` is waited for before the source is
-    read.
+    ``slices``, of ``num_bytes`` in all, are iterated in the session's thread; the source bytes must stand
+    until the completion. Nothing starts after ``deadline``, by ``time.monotonic()``. A slice has
+    ``timeout_secs`` from the start of its writing. ``ready`` is waited for before the source is read.
     """
 
     room: Room
@@ -98,10 +96,8 @@ class _Progress:
 
 @dataclass(eq=False)
 class Slice:
-    """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``.
-
-    ``ready``: what to wait for before the source is read; then ``start`` is to be called.
-    """
+    """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``. ``ready``: what to wait
+    for before the source is read; then ``start`` is to be called."""
 
     batch: WriteBatch
     writes: Descriptors
@@ -145,10 +141,7 @@ class _Peer:
 
 
 class SendQueue:
-    """``on_completion`` is called when ``take_completions`` has one more. ``turn_bytes``: see above.
-
-    Not to be used from two threads at once.
-    """
+    """``on_completion`` is called when ``take_completions`` has one more. ``turn_bytes``: see above."""
 
     def __init__(
         self, on_completion: Callable[[], None] | None = None, turn_bytes: int = SLICE_BYTES

@@ -1,8 +1,8 @@
 """Which transport a node's KV takes, decided once at its start, and whether peers can reach its address.
 
-``rdma`` is RDMA or an error, never TCP: Mooncake falls back by itself, so everything that makes it do that is
-looked for first. ``tcp`` is TCP, also where there are RDMA devices. ``auto`` takes RDMA when nothing speaks
-against it, and says why not otherwise; peers compare what came of it when they register.
+``rdma`` is RDMA or an error, never TCP: whatever makes Mooncake fall back by itself is looked for first.
+``auto`` takes RDMA when nothing speaks against it, and says why not otherwise; peers compare what came of it
+when they register.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ def choose_transport(
 ) -> Transport:
     """The transport for a node at ``host`` that registers ``num_host_bytes`` of main memory.
 
-    ``ib_device``: names separated by commas, of which each must be usable; empty: those of the operator's
-    topology (``wanted_devices``), or all that are usable.
-    ``uses_gpu``: GPU memory is registered as well. Raises TransferSetupError when ``asked`` is rdma and
-    something is missing for it.
+    ``ib_device``: as of ``select_devices``. ``uses_gpu``: GPU memory is registered as well. Raises
+    TransferSetupError when ``asked`` is rdma and something is missing for it.
     """
     machine = machine or Machine()
     transport = _choose(asked, ib_device, host, num_host_bytes, uses_gpu, machine)
@@ -123,10 +121,8 @@ class DeviceSelection:
 def select_devices(
     ib_device: str, host: str, machine: Machine, *, only_sure: bool = False
 ) -> DeviceSelection:
-    """The devices to use: all that are named (``wanted_devices``), or else all that are usable.
-
-    ``only_sure``: a device whose GID may not reach the peer is left out.
-    """
+    """The devices to use: all that ``ib_device`` (names with commas) or the operator's topology names, or
+    else all that are usable. ``only_sure``: a device whose GID may not reach the peer is left out."""
     devices = read_devices(machine)
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
@@ -203,11 +199,7 @@ def addresses_of(host: str) -> frozenset[IpAddress]:
 
 
 def address_fault(host: str) -> Fault | None:
-    """Why peers may not reach ``host``: no interface of this machine has its address.
-
-    Not an error by itself: behind a one-to-one NAT, as some containers are, nobody here has the address that
-    peers use.
-    """
+    """Why peers may not reach ``host``: no interface of this machine has its address, as behind a NAT."""
     addresses = addresses_of(host)
     if not addresses:
         return Fault(f"advertised address {host} cannot be resolved here", "set --advertise-host")
