@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration.harness import DEVICE, deployment, generated
-from tools.checkpoints.oracle import Oracle
+from tests.oracle_process import Oracle
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="HISPARSE_PD_TEST_DEVICE names no GPU")
 

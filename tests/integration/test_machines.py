@@ -26,8 +26,8 @@ from tests.integration.harness import (
     router_service,
     wait_until,
 )
+from tests.oracle_process import Oracle
 from tests.port_scan import listening, scan
-from tools.checkpoints.oracle import Oracle
 
 LENGTHS = (1, 38, 129, 300)
 NUM_NEW_TOKENS = 10

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.integration.harness import FLAGS, Deployment, at_once, deployment, generated
-from tools.checkpoints.oracle import Oracle
+from tests.oracle_process import Oracle
 
 SAMPLE = [pytest.param(("v32", 1024, 17, 17, 24, 3), id="v32")]
 """By default: model, context length, prompts, prompts that are drawn, new tokens, and drafts of a step.

@@ -37,7 +37,7 @@ from tests.integration.harness import (
     running,
     wait_until,
 )
-from tools.checkpoints.oracle import Oracle
+from tests.oracle_process import Oracle
 
 NUM_NEW_TOKENS = 12
 NUM_CONCURRENT = 12

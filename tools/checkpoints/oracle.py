@@ -8,7 +8,6 @@ part. Two things are not transformers' own: of equal scores the lowest positions
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hisparse_pd.model.loader import experts_implementation
-
-ORACLE_TIMEOUT_SECS = 900
-
-
-class Oracle:
-    """Greedy tokens of a checkpoint, EOS ignored, computed beside the caller in a process of its own."""
-
-    def __init__(self, checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> None:
-        self._pool = get_context("spawn").Pool(1)
-        self._answer = self._pool.apply_async(greedy_tokens, (checkpoint, prompts, num_new_tokens))
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The new tokens of each prompt; waits for them."""
-        return self._answer.get(ORACLE_TIMEOUT_SECS)
-
-    def close(self) -> None:
-        self._pool.terminate()
-        self._pool.join()
 
 
 def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
