@@ -53,9 +53,8 @@ class LiveRequests:
             RequestState.RUNNING: {},
             RequestState.ENDING: {},
         }
-        self._deadlines: list[tuple[float, int, Request]] = []
-        """A heap, with every deadline that a request has had; those that it has no more are passed over."""
-        self._num_deadlines = 0
+        self._next_deadline = float("inf")
+        """No request has an earlier one; it may be one that a request has had."""
         self._num_opened = 0
         self._num_admitted = 0
 
@@ -109,12 +108,12 @@ class LiveRequests:
 
     def expired(self, now: float) -> list[Request]:
         """Live requests that have been in their state for too long. They must end, or get a new deadline."""
-        expired: dict[Request, None] = {}
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, _, request = heapq.heappop(self._deadlines)
-            if request.deadline == deadline:
-                expired[request] = None  # once, though it may have had the same deadline before
-        return list(expired)
+        if now < self._next_deadline:
+            return []
+        requests = self._by_room.values()
+        later = (request.deadline for request in requests if request.deadline > now)
+        self._next_deadline = min(later, default=float("inf"))
+        return [request for request in requests if request.deadline <= now]
 
     @property
     def available(self) -> SlotCounts:
@@ -317,17 +316,8 @@ class LiveRequests:
             self.num_queue_changes += request.state is RequestState.WAITING
         elif request.state is not RequestState.ENDED:
             self._admitted[request.state][request] = None
-        self._set_deadline(request, deadline)
-
-    def _set_deadline(self, request: Request, deadline: float) -> None:
         request.deadline = deadline
-        if deadline == float("inf"):
-            return
-        if len(self._deadlines) > 4 * len(self._by_room) + 64:  # mostly of those that ended long before
-            self._deadlines = [entry for entry in self._deadlines if entry[2].deadline == entry[0]]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, self._num_deadlines, request))
-        self._num_deadlines += 1
+        self._next_deadline = min(self._next_deadline, deadline)
 
     def _note_reserved(self, request: Request) -> None:
         held = SlotCounts(*(request.owned.num_slots(kind) for kind in _TOKEN_POOLS))

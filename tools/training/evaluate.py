@@ -1,4 +1,4 @@
-"""Exact match of held-out answers by length and needle depth, under teacher forcing.
+"""Exact match of held-out answers by length, under teacher forcing.
 
 An answer counts as right when each of its tokens is the most probable one after the right tokens before it.
 If all answers of a prompt are right in this sense, greedy decoding gives exactly them.
@@ -32,10 +32,6 @@ class Score:
     num_prompts: int
     num_perfect: int
     """Prompts with all answers right."""
-    right_by_depth: tuple[tuple[int, int], ...]
-    """(right, all) answers by the fifth of the prompt that holds the fact."""
-    min_margin: float
-    """Smallest lead in logits of a right token over the next, over perfect prompts."""
 
 
 def held_out(length: int, count: int, device: torch.device | str = "cpu") -> Batch:
@@ -60,17 +56,13 @@ def score(
     for start in range(0, batch.tokens.shape[0], rows_at_once):
         rows = slice(start, start + rows_at_once)
         logits, _ = network(batch.tokens[rows], batch.positions[rows], selection)
-        best = logits.float().topk(2, dim=-1)
-        is_right = best.indices[..., 0] == batch.targets[rows]
-        parts.append((is_right, best.values[..., 0] - best.values[..., 1]))
+        parts.append(logits.argmax(dim=-1) == batch.targets[rows])
     network.train()
-    is_right, margin = torch.cat([right for right, _ in parts]), torch.cat([lead for _, lead in parts])
+    is_right = torch.cat(parts)
     right = _right_answers(batch, is_right)
-    depth = (batch.fact_at * 5 // batch.prompt_tokens[:, None]).clamp(max=4)
     asked = torch.arange(right.shape[1], device=right.device) < batch.num_questions[:, None]
     right &= asked
     perfect = (is_right | ~batch.is_answer).all(1)
-    counted = batch.is_answer & perfect[:, None]
     return Score(
         length=length,
         selection=selection,
@@ -78,11 +70,6 @@ def score(
         num_right=int(right.sum()),
         num_prompts=len(perfect),
         num_perfect=int(perfect.sum()),
-        right_by_depth=tuple(
-            (int((right & (depth == fifth)).sum()), int((asked & (depth == fifth)).sum()))
-            for fifth in range(5)
-        ),
-        min_margin=float(margin[counted].min()) if bool(counted.any()) else 0.0,
     )
 
 

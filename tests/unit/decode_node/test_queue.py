@@ -217,13 +217,3 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     assert [failed.request_id for failed in node.sent[2:]] == ["id-1"]
     assert len(node.rooms) == 0
     assert node.rooms.num_queued().total() == 0
-
-
-@pytest.mark.I8
-def test_deadlines_that_are_over_do_not_pile_up() -> None:
-    node = Node()
-    node.arrive(0)
-    for flap in range(1000):
-        node.peers.away = {PEERS[0]} if flap % 2 else set()
-        node.lifecycle.refresh_queue(float(flap) / 100)
-    assert len(node.rooms._deadlines) < 200

@@ -253,6 +253,4 @@ def test_a_network_that_knows_the_answers_scores_full_marks() -> None:
     found = score(Oracle(SMALL), batch, 512, Selection.ALL, rows_at_once=3)
     assert found.num_right == found.num_answers == int(batch.num_questions.sum())
     assert found.num_perfect == found.num_prompts == 4
-    assert sum(total for _, total in found.right_by_depth) == found.num_answers
-    assert found.min_margin == 5.0
     assert batch.prompt_tokens.max() <= 512
