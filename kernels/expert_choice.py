@@ -30,11 +30,12 @@ def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """How experts are chosen: by the sigmoid of their logits and ``bias``, float32 [num_experts].
+    """How experts are chosen: by the sigmoid of their logits, or their ``is_softmax``, and ``bias``, float32
+    [num_experts].
 
     Of ``num_groups`` groups of neighbours the ``num_chosen_groups`` are open whose two best experts have the
-    largest sums; in the others ``score_outside`` stands for every score. Weights are the sigmoids, divided by
-    their sum if it ``normalizes``, times ``scale``.
+    largest sums; in the others ``score_outside`` stands for every score. Weights are the scores without bias,
+    divided by their sum if it ``normalizes``, times ``scale``.
     """
 
     bias: Tensor
@@ -44,6 +45,7 @@ class ExpertChoice:
     normalizes: bool
     scale: float
     score_outside: float = float("-inf")
+    is_softmax: bool = False
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32, and ids, int64, [num_tokens, top_k]; one launch on a GPU.
@@ -62,8 +64,10 @@ class ExpertChoice:
                 normalizes=self.normalizes,
                 scale=self.scale,
                 score_outside=self.score_outside,
+                is_softmax=self.is_softmax,
             )
-        scores = sigmoid(add_parts(logits))
+        total = add_parts(logits)
+        scores = total.softmax(dim=1) if self.is_softmax else sigmoid(total)
         choice = scores + self.bias
         if self.num_chosen_groups < self.num_groups:
             choice = self._in_best_groups(choice)

@@ -17,12 +17,13 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LatentNorms:
-    """RMS norms of both latents of a layer, in the model's dtype."""
+    """RMS norms of both latents of a layer, in ``dtype``, the model's; None where there is no such latent."""
 
-    q_weight: Tensor
+    q_weight: Tensor | None
     q_eps: float
-    kv_weight: Tensor
+    kv_weight: Tensor | None
     kv_eps: float
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class IndexVectors:
 class Latents:
     """What a layer makes of its hidden states before it looks at any other token."""
 
-    q: Activations
+    q: Activations | None
     """The query latent behind its norm, [num_tokens, q_lora_rank]."""
-    item: Tensor
+    item: Tensor | None
     """[num_tokens, item_dim]: the KV latent behind its norm, then the rotated key."""
     index_keys: Tensor | None
     """[num_tokens, index_head_dim]"""

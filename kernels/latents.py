@@ -18,8 +18,8 @@ from kernels.row_math import matmul_heads, sigmoid
 
 
 def finish_latents(
-    q_a: Tensor,
-    kv_a: Tensor,
+    q_a: Tensor | None,
+    kv_a: Tensor | None,
     norms: LatentNorms,
     rotation: Rotation,
     rounding: Rounding | None,
@@ -28,30 +28,33 @@ def finish_latents(
     vectors: IndexVectors | None = None,
     head_weights: Tensor | None = None,
 ) -> Latents:
-    """The latents of what the first projections made.
+    """The latents of what the first projections made; no query latent, or no item, of what is None.
 
     With an indexer: ``index_keys``, ``vectors`` and, unless only keys are wanted, ``head_weights``, float32
     before they are scaled by the number of heads ** -0.5. ``rounding``: of the query latent.
     """
-    dtype = norms.kv_weight.dtype
-    if q_a.device.type == "cuda":
+    dtype = norms.dtype
+    if rotation[0].device.type == "cuda":
         from kernels.triton_latents import finish_latents_triton
 
         return finish_latents_triton(q_a, kv_a, norms, rotation, rounding, index_keys, vectors, head_weights)
-    size = len(norms.kv_weight)
-    normed = torch.nn.functional.rms_norm(
-        add_parts(q_a).to(dtype), norms.q_weight.shape, norms.q_weight, norms.q_eps
-    )
-    latent, k_rope = add_parts(kv_a).to(dtype).tensor_split([size], dim=-1)
-    latent = torch.nn.functional.rms_norm(latent, (size,), norms.kv_weight, norms.kv_eps)
-    k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
-    keys = weights = None
+    q = item = keys = weights = None
+    if q_a is not None and norms.q_weight is not None:
+        normed = torch.nn.functional.rms_norm(
+            add_parts(q_a).to(dtype), norms.q_weight.shape, norms.q_weight, norms.q_eps
+        )
+        q = Activations(normed, None if rounding is None else round_rows(normed, rounding))
+    if kv_a is not None and norms.kv_weight is not None:
+        size = len(norms.kv_weight)
+        latent, k_rope = add_parts(kv_a).to(dtype).tensor_split([size], dim=-1)
+        latent = torch.nn.functional.rms_norm(latent, (size,), norms.kv_weight, norms.kv_eps)
+        k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
+        item = torch.cat((latent, k_rope), dim=-1)
     if index_keys is not None and vectors is not None:
         keys = vectors.finish_keys(add_parts(index_keys).to(dtype), rotation)
     if head_weights is not None:
         weights = add_parts(head_weights) * head_weights.shape[2] ** -0.5
-    q = Activations(normed, None if rounding is None else round_rows(normed, rounding))
-    return Latents(q, torch.cat((latent, k_rope), dim=-1), keys, weights)
+    return Latents(q, item, keys, weights)
 
 
 def latent_queries(q: Tensor, key_up: Tensor, rotation: Rotation) -> Tensor:

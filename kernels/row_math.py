@@ -125,6 +125,13 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
 
 
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(logits / cap)`` of float32 ``logits``, in float64 on a CPU: it rounds what its codes for
+    whole vector registers and for the rest of a tensor differ by."""
+    wide = logits if logits.is_cuda else logits.double()
+    return (torch.tanh(wide / cap) * cap).to(logits.dtype)
+
+
 def sum_heads(weights: Tensor, values: Tensor) -> Tensor:
     """[num_tokens, n]: the sum over heads of ``weights`` [num_tokens, heads] times ``values`` [num_tokens,
     heads, n], which is overwritten. In the order of the heads.

@@ -18,8 +18,8 @@ from kernels.triton_launch import begin, launch_options
 
 
 def finish_latents_triton(
-    q_a: Tensor,
-    kv_a: Tensor,
+    q_a: Tensor | None,
+    kv_a: Tensor | None,
     norms: LatentNorms,
     rotation: Rotation,
     rounding: Rounding | None,
@@ -28,9 +28,14 @@ def finish_latents_triton(
     head_weights: Tensor | None,
 ) -> Latents:
     """See ``kernels.latents.finish_latents``."""
-    _, num_tokens, q_rank = q_a.shape
-    device, dtype = q_a.device, norms.kv_weight.dtype
-    latent, item_dim = len(norms.kv_weight), kv_a.shape[2]
+    cos, sin = rotation
+    num_tokens, device, dtype = len(cos), cos.device, norms.dtype
+    if q_a is None:
+        rounding = None  # which is of the query latent
+    q_rank = 0 if q_a is None else q_a.shape[2]
+    latent, item_dim = 0, 2 * cos.shape[1]
+    if kv_a is not None and norms.kv_weight is not None:
+        latent, item_dim = len(norms.kv_weight), kv_a.shape[2]
     multiple = row_multiple(num_tokens, device)
     num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
     q_blocks = triton.cdiv(q_rank, BLOCK)
@@ -46,22 +51,22 @@ def finish_latents_triton(
     if head_weights is not None:
         weights = torch.empty(head_weights.shape[1:], dtype=torch.float32, device=device)
     nothing = item[None]  # in the place of what is not there
+    q_parts, kv_parts = (nothing if parts is None else parts for parts in (q_a, kv_a))
     key_parts = nothing if index_keys is None else index_keys
     head_parts = nothing if head_weights is None else head_weights
     key_norm = (item, item, 0.0)
     if vectors is not None:
         key_norm = vectors.key_weight, vectors.key_bias, vectors.key_eps
     hadamard = None if vectors is None else vectors.hadamard
-    cos, sin = rotation
     if num_rows:
-        with torch.cuda.device_of(q_a):
+        with torch.cuda.device_of(cos):
             finish_latents_kernel[(num_rows, 4)](
-                q_a,
-                kv_a,
+                q_parts,
+                kv_parts,
                 key_parts,
                 head_parts,
-                norms.q_weight,
-                norms.kv_weight,
+                item if norms.q_weight is None else norms.q_weight,
+                item if norms.kv_weight is None else norms.kv_weight,
                 *key_norm[:2],
                 cos,
                 sin,
@@ -74,8 +79,8 @@ def finish_latents_triton(
                 item if weights is None else weights,
                 num_tokens,
                 num_rows,
-                *q_a.stride()[:2],
-                *kv_a.stride()[:2],
+                *q_parts.stride()[:2],
+                *kv_parts.stride()[:2],
                 *key_parts.stride()[:2],
                 *head_parts.stride()[:2],
                 cos.stride(0),
@@ -89,8 +94,8 @@ def finish_latents_triton(
                 ROPE=item_dim - latent,
                 KEY_DIM=0 if keys is None else keys.shape[1],
                 HEADS=0 if weights is None else weights.shape[1],
-                Q_PARTS=len(q_a),
-                KV_PARTS=len(kv_a),
+                Q_PARTS=len(q_parts),
+                KV_PARTS=len(kv_parts),
                 KEY_PARTS=len(key_parts),
                 HEAD_PARTS=len(head_parts),
                 IS_INTERLEAVED=vectors is not None and vectors.is_interleaved,
@@ -98,8 +103,8 @@ def finish_latents_triton(
                 ROUNDS=rounding is not None,
                 UE8M0=rounding is not None and rounding.ue8m0,
                 BLOCK=BLOCK,
-                Q_BLOCKS=triton.next_power_of_2(q_blocks),
-                BLOCK_LATENT=triton.next_power_of_2(latent),
+                Q_BLOCKS=triton.next_power_of_2(max(q_blocks, 1)),
+                BLOCK_LATENT=triton.next_power_of_2(max(latent, 1)),
                 BLOCK_HALF=triton.next_power_of_2((item_dim - latent) // 2),
                 BLOCK_KEY=triton.next_power_of_2(key_parts.shape[2]),
                 BLOCK_HEADS=triton.next_power_of_2(head_parts.shape[2]),
@@ -108,7 +113,8 @@ def finish_latents_triton(
                 num_warps=4,
                 **launch_options(device),
             )
-    return Latents(Activations(dense, rounded), item, keys, weights)
+    q = None if q_a is None else Activations(dense, rounded)
+    return Latents(q, None if kv_a is None else item, keys, weights)
 
 
 @triton.jit
@@ -199,17 +205,18 @@ def finish_latents_kernel(
     of_what = tl.program_id(1)
     dtype: tl.constexpr = item.dtype.element_ty
     if of_what == 0:
-        block = tl.arange(0, Q_BLOCKS)[:, None]
-        at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-        is_there = at < Q_RANK
-        is_given = is_there & (row < num_tokens)
-        normed = normed_row(q_a + row * q_stride, q_part, at, is_given, q_weight, is_there,
-                            q_eps, Q_RANK, Q_PARTS, dtype)  # fmt: skip
-        if ROUNDS:
-            rounded, scale = round_blocks(normed.to(tl.float32), 1, LARGEST, SMALLEST_PEAK, UE8M0)
-            tl.store(values + row * Q_RANK + at, rounded, mask=is_there)
-            tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < Q_RANK)
-        tl.store(q_resid + row * Q_RANK + at, normed, mask=is_there & (row < num_tokens))
+        if Q_RANK > 0:
+            block = tl.arange(0, Q_BLOCKS)[:, None]
+            at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+            is_there = at < Q_RANK
+            is_given = is_there & (row < num_tokens)
+            normed = normed_row(q_a + row * q_stride, q_part, at, is_given, q_weight, is_there,
+                                q_eps, Q_RANK, Q_PARTS, dtype)  # fmt: skip
+            if ROUNDS:
+                rounded, scale = round_blocks(normed.to(tl.float32), 1, LARGEST, SMALLEST_PEAK, UE8M0)
+                tl.store(values + row * Q_RANK + at, rounded, mask=is_there)
+                tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < Q_RANK)
+            tl.store(q_resid + row * Q_RANK + at, normed, mask=is_there & (row < num_tokens))
         return
     if row >= num_tokens:
         return
@@ -218,15 +225,16 @@ def finish_latents_kernel(
     c = tl.load(cos + row * cos_stride + pair, mask=is_pair, other=0.0)
     s = tl.load(sin + row * sin_stride + pair, mask=is_pair, other=0.0)
     if of_what == 1:
-        at = tl.arange(0, BLOCK_LATENT)
-        latent = normed_row(kv_a + row * kv_stride, kv_part, at, at < LATENT, kv_weight, at < LATENT, kv_eps,
-                            LATENT, KV_PARTS, dtype)  # fmt: skip
-        first, second = rotated(kv_a + row * kv_stride + LATENT, kv_part, c, s, is_pair, pair, ROPE // 2,
-                                KV_PARTS, True, dtype)  # fmt: skip
-        target = item + row * (LATENT + ROPE)
-        tl.store(target + at, latent, mask=at < LATENT)
-        tl.store(target + LATENT + pair, first, mask=is_pair)
-        tl.store(target + LATENT + ROPE // 2 + pair, second, mask=is_pair)
+        if LATENT > 0:
+            at = tl.arange(0, BLOCK_LATENT)
+            latent = normed_row(kv_a + row * kv_stride, kv_part, at, at < LATENT, kv_weight, at < LATENT,
+                                kv_eps, LATENT, KV_PARTS, dtype)  # fmt: skip
+            first, second = rotated(kv_a + row * kv_stride + LATENT, kv_part, c, s, is_pair, pair, ROPE // 2,
+                                    KV_PARTS, True, dtype)  # fmt: skip
+            target = item + row * (LATENT + ROPE)
+            tl.store(target + at, latent, mask=at < LATENT)
+            tl.store(target + LATENT + pair, first, mask=is_pair)
+            tl.store(target + LATENT + ROPE // 2 + pair, second, mask=is_pair)
     elif of_what == 2:
         if KEY_DIM > 0:
             at = tl.arange(0, BLOCK_KEY)

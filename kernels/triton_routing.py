@@ -113,6 +113,7 @@ def choose_triton(
     normalizes: bool,
     scale: float,
     score_outside: float,
+    is_softmax: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See ``kernels.expert_choice``; the best comes first."""
     parts, num_tokens, num_experts = logits.shape
@@ -136,6 +137,7 @@ def choose_triton(
                 GROUPS=num_groups,
                 CHOSEN_GROUPS=num_chosen_groups,
                 NORMALIZES=normalizes,
+                IS_SOFTMAX=is_softmax,
                 BLOCK_GROUP=triton.next_power_of_2(size),
                 BLOCK_GROUPS=triton.next_power_of_2(num_groups),
                 BLOCK_K=triton.next_power_of_2(top_k),
@@ -174,6 +176,7 @@ def choose_kernel(
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -188,7 +191,12 @@ def choose_kernel(
     offset = tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
     begin(OVERLAPS)
     logit = sum_parts(logits + token * EXPERTS, part_stride, expert, is_expert, PARTS)
-    score = 1.0 / (1.0 + tl.exp(-logit))
+    if IS_SOFTMAX:
+        largest_logit = tl.max(tl.max(tl.where(is_expert, logit, float("-inf")), axis=1), axis=0)
+        power = tl.where(is_expert, tl.exp(logit - largest_logit), 0.0)
+        score = power / tl.sum(tl.sum(power, axis=1), axis=0)
+    else:
+        score = 1.0 / (1.0 + tl.exp(-logit))
     choice = score + offset
     key = tl.where(is_expert, order_key(choice, expert), NOTHING)
     if CHOSEN_GROUPS < GROUPS:

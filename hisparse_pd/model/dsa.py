@@ -10,10 +10,13 @@ business of a ``KvAccess``; the model keeps no per-request state.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hisparse_pd.model.block_linear import JoinedLinears, parts_of, rounding_of
 from hisparse_pd.model.experts import RoutedExperts
@@ -27,7 +30,7 @@ from kernels.hadamard import hadamard_matrix
 from kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
 from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
 from kernels.norms import add_norm, add_parts
-from kernels.row_math import sigmoid, silu
+from kernels.row_math import sigmoid, silu, softcap
 
 _CHANGING_ANGLES = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies follow the length."""
@@ -56,6 +59,25 @@ class KvAccess(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Places:
+    """What a forward makes of its tokens' positions, int64 [num_tokens]; some of it when a layer asks."""
+
+    positions: Tensor
+    rotation: Rotation
+
+    @cached_property
+    def no_rotation(self) -> Rotation:
+        """That of layers without rope, which turns nothing."""
+        cos, sin = self.rotation
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    @cached_property
+    def logs(self) -> Tensor:
+        """float32 [num_tokens]: the logarithm of how many positions a token can see."""
+        return (self.positions + 1).double().log().float()  # in float64, so that a row's bits are its own
+
+
 class DsaModel:
     """Forward of a model of one of ``hisparse_pd.model.families`` over a ``KvAccess``.
 
@@ -67,6 +89,8 @@ class DsaModel:
         self.ranks = ranks
         self._embed = hf_model.model.embed_tokens
         self._rotary = hf_model.model.rotary_emb
+        self._inv_freq = _inv_freq(self._rotary)
+        self._softcap: float | None = getattr(hf_model.config, "final_logit_softcapping", None)
         self._norm = _Norm(hf_model.model.norm)
         latent_eps = _latent_eps(spec, hf_model.config)
         is_silu = hf_model.config.hidden_act == "silu"
@@ -116,8 +140,8 @@ class DsaModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab_size], of ``hidden`` [n, hidden_size] as ``forward_with_hidden`` returns them."""
-        logits: Tensor = self._lm_head(hidden)
-        return logits.float()
+        logits: Tensor = self._lm_head(hidden).float()
+        return logits if self._softcap is None else softcap(logits, self._softcap)
 
     @torch.inference_mode()
     def draft(
@@ -142,8 +166,8 @@ class DsaModel:
         """
         if self._draft_layer is None:
             raise ValueError(_NO_DRAFT_LAYER)
-        rotation = self._rotation(hidden, positions)
-        return self._draft_layer.forward(token_ids, hidden, rotation, kv, logit_rows, selected)
+        places = self._places(hidden, positions)
+        return self._draft_layer.forward(token_ids, hidden, places, kv, logit_rows, selected)
 
     @torch.inference_mode()
     def write_draft_kv(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KvAccess) -> None:
@@ -152,7 +176,7 @@ class DsaModel:
         """
         if self._draft_layer is None:
             raise ValueError(_NO_DRAFT_LAYER)
-        self._draft_layer.write(token_ids, hidden, self._rotation(hidden, positions), kv)
+        self._draft_layer.write(token_ids, hidden, self._places(hidden, positions), kv)
 
     @torch.inference_mode()
     def forward_of_others(self) -> None:
@@ -191,10 +215,10 @@ class DsaModel:
         layer. Without a draft layer the result has hidden states only ``with_hidden``."""
         hidden: Tensor = self._embed(token_ids)
         added: list[Tensor] = []
-        rotation = self._rotation(hidden, positions)
+        places = self._places(hidden, positions)
         selected: Tensor | None = None
         for layer in self._layers:
-            hidden, added, selected = layer.forward(hidden, added, rotation, kv, selected)
+            hidden, added, selected = layer.forward(hidden, added, places, kv, selected)
             yield
         normed = self._norm(hidden, added)[1].dense
         logits = self.logits(normed if logit_rows is None else normed[logit_rows])
@@ -217,16 +241,22 @@ class DsaModel:
                 result: tuple[Tensor, Tensor | None] = end.value
                 return result
 
-    def _rotation(self, hidden: Tensor, positions: Tensor) -> Rotation:
+    def _places(self, hidden: Tensor, positions: Tensor) -> Places:
         rotary = self._rotary
         if hidden.is_cuda and rotary.rope_type not in _CHANGING_ANGLES:
             from kernels.triton_rope import angles
 
-            return angles(positions, rotary.inv_freq, rotary.attention_scaling)
+            return Places(positions, angles(positions, self._inv_freq, rotary.attention_scaling))
         in_float32 = hidden.new_empty(0, dtype=torch.float32)  # whatever the model's dtype is
         cos, sin = self._rotary(in_float32, positions[None])
         half = cos.shape[-1] // 2
-        return cos[0, :, :half], sin[0, :, :half]
+        return Places(positions, (cos[0, :, :half], sin[0, :, :half]))
+
+
+def _inv_freq(rotary: Any) -> Tensor:
+    """float32 [rope_dim / 2]; a checkpoint may have learned what they are to be multiplied by."""
+    inv_freq: Tensor = rotary.inv_freq
+    return inv_freq.float() * rotary.alpha.float().exp() if hasattr(rotary, "alpha") else inv_freq
 
 
 def _latent_eps(spec: ModelSpec, config: Any) -> float | None:
@@ -276,8 +306,7 @@ class _Layer:
         self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, is_silu: bool
     ) -> None:
         self._attention = _Attention(spec, number, module.self_attn, latent_eps)
-        outside = spec.family.score_outside_groups
-        self._feed_forward = FeedForward(module.mlp, outside, is_silu=is_silu)
+        self._feed_forward = FeedForward(module.mlp, spec.family, is_silu=is_silu)
         self._input_norm = _norm_of_hidden(module.input_layernorm, self._attention.rounding)
         post_attention, rounding = module.post_attention_layernorm, self._feed_forward.rounding
         self._post_attention_norm = _norm_of_hidden(post_attention, rounding)
@@ -298,7 +327,7 @@ class _Layer:
         self,
         hidden: Tensor | None,
         added: Sequence[Tensor],
-        rotation: Rotation,
+        places: Places,
         kv: KvAccess,
         selected: Tensor | None,
         *,
@@ -309,13 +338,13 @@ class _Layer:
         holds.
         """
         hidden, x = self._input_norm(hidden, added)
-        attended, selected = self._attention.forward(x, rotation, kv, selected, runs_indexer=runs_indexer)
+        attended, selected = self._attention.forward(x, places, kv, selected, runs_indexer=runs_indexer)
         hidden, x = self._post_attention_norm(hidden, [attended])
         return hidden, self._feed_forward(x), selected
 
-    def write(self, added: Sequence[Tensor], rotation: Rotation, kv: KvAccess) -> None:
+    def write(self, added: Sequence[Tensor], places: Places, kv: KvAccess) -> None:
         """What ``forward`` writes, and nothing else of it."""
-        self._attention.write(self._input_norm(None, added)[1], rotation, kv)
+        self._attention.write(self._input_norm(None, added)[1], places, kv)
 
 
 class _DraftLayer:
@@ -343,21 +372,21 @@ class _DraftLayer:
         self,
         token_ids: Tensor,
         hidden: Tensor,
-        rotation: Rotation,
+        places: Places,
         kv: KvAccess,
         logit_rows: Tensor,
         selected: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         joined = [self._joined(token_ids, hidden)]
         hidden, added, _ = self._layer.forward(
-            None, joined, rotation, kv, selected, runs_indexer=selected is None
+            None, joined, places, kv, selected, runs_indexer=selected is None
         )
         normed = self._norm(hidden, added)[1].dense
         logits: Tensor = self._lm_head(normed[logit_rows])
         return logits.float(), normed
 
-    def write(self, token_ids: Tensor, hidden: Tensor, rotation: Rotation, kv: KvAccess) -> None:
-        self._layer.write([self._joined(token_ids, hidden)], rotation, kv)
+    def write(self, token_ids: Tensor, hidden: Tensor, places: Places, kv: KvAccess) -> None:
+        self._layer.write([self._joined(token_ids, hidden)], places, kv)
 
     def _joined(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """[parts, num_tokens, hidden_size]"""
@@ -367,7 +396,10 @@ class _DraftLayer:
 
 
 class _Attention:
-    """Absorbed multi-head latent attention of one layer, with its indexer when it has one."""
+    """Absorbed multi-head latent attention of one layer, with its indexer and KV of its own when it has them.
+
+    Without rope, queries and keys have a rotated part all the same, which is zero.
+    """
 
     def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
         self._number = number
@@ -375,16 +407,15 @@ class _Attention:
         self.num_heads: int = module.num_heads
         self._scale: float = module.scaling
         indexer = module.indexer
+        first = module.q_a_proj if hasattr(module, "q_a_proj") else module.q_proj
         keys = [] if indexer is None else [indexer.wk]
-        self._of_hidden = JoinedLinears([module.q_a_proj, *keys, module.kv_a_proj_with_mqa])
-        self._queries = _GatedQueries(module) if hasattr(module, "q_gate_proj") else _Queries(module)
-        q_norm, kv_norm = module.q_a_layernorm, module.kv_a_layernorm
-        self._norms = LatentNorms(
-            q_norm.weight,
-            q_norm.variance_epsilon if latent_eps is None else latent_eps,
-            kv_norm.weight,
-            kv_norm.variance_epsilon if latent_eps is None else latent_eps,
+        self._has_kv = module.kv_a_proj_with_mqa is not None
+        self._of_hidden = JoinedLinears(
+            [first, *keys, *([module.kv_a_proj_with_mqa] if self._has_kv else [])]
         )
+        self._queries = _queries_of(module)
+        self._norms = _latent_norms(spec, module, latent_eps)
+        self._missing_rope_dim = 0 if getattr(module, "use_rope", True) else spec.qk_rope_head_dim
         self._o_proj = module.o_proj
         up = module.kv_b_proj.weight.view(self.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
@@ -398,12 +429,16 @@ class _Attention:
         return self._of_hidden.rounding
 
     def forward(
-        self, x: Activations, rotation: Rotation, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
+        self, x: Activations, places: Places, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
     ) -> tuple[Tensor, Tensor]:
         """What to add to the hidden states, [parts, num_tokens, hidden_size], and what was selected."""
         indexer = self._indexer if runs_indexer else None
+        rotation = self._rotation(places)
         q_a, latents = self._write(x, rotation, kv, indexer, asks=True)
-        q, gate, queries = self._queries(latents.q, q_a, with_index=indexer is not None)
+        normed = x if latents.q is None else latents.q
+        q, gate, queries = self._queries(normed, q_a, places, with_index=indexer is not None)
+        if self._missing_rope_dim:
+            q = functional.pad(q, (0, self._missing_rope_dim))
         if indexer is not None and queries is not None and latents.head_weights is not None:
             q_index = index_queries(queries, indexer.vectors, rotation, x.dense.dtype)
             selected = kv.select(self._group, q_index, latents.head_weights)
@@ -415,30 +450,51 @@ class _Attention:
         values = lift_values(attended, self._value_up, gate, rounding_of(self._o_proj))
         return parts_of(self._o_proj, values), selected
 
-    def write(self, x: Activations, rotation: Rotation, kv: KvAccess) -> None:
+    def write(self, x: Activations, places: Places, kv: KvAccess) -> None:
         """What ``forward`` writes, and nothing else of it."""
-        self._write(x, rotation, kv, self._indexer, asks=False)
+        self._write(x, self._rotation(places), kv, self._indexer, asks=False)
+
+    def _rotation(self, places: Places) -> Rotation:
+        return places.no_rotation if self._missing_rope_dim else places.rotation
 
     def _write(
         self, x: Activations, rotation: Rotation, kv: KvAccess, indexer: _Indexer | None, *, asks: bool
     ) -> tuple[Tensor, Latents]:
-        """Write the items and, with ``indexer``, its keys. Returns the raw query latent, and what was made.
+        """Write what the layer has of items and, with ``indexer``, its keys. Returns the raw query latent, or
+        the queries where there is none, and what was made.
 
         ``asks``: queries follow, so that their latent is rounded and head weights are wanted.
         """
-        q_a, *index_keys, kv_a = self._of_hidden(x)
+        q_a, *made = self._of_hidden(x)
+        kv_a = made.pop() if self._has_kv else None
+        if kv_a is not None and self._missing_rope_dim:
+            kv_a = functional.pad(kv_a, (0, self._missing_rope_dim))
         latents = finish_latents(
-            q_a,
+            None if self._norms.q_weight is None else q_a,
             kv_a,
             self._norms,
             rotation,
             self._queries.rounding if asks else None,
-            index_keys=None if indexer is None else index_keys[0],
+            index_keys=None if indexer is None else made[0],
             vectors=None if indexer is None else indexer.vectors,
             head_weights=indexer.head_weights(x) if asks and indexer is not None else None,
         )
         kv.write(self._number, latents.item, latents.index_keys)
         return q_a, latents
+
+
+def _latent_norms(spec: ModelSpec, module: Any, eps: float | None) -> LatentNorms:
+    """``eps``: of both norms; None: each has its own."""
+    norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
+    weights = [None if norm is None else norm.weight for norm in norms]
+    own = [0.0 if norm is None else norm.variance_epsilon if eps is None else eps for norm in norms]
+    return LatentNorms(weights[0], own[0], weights[1], own[1], spec.dtype)
+
+
+def _queries_of(module: Any) -> _Queries | _GatedQueries | _DirectQueries:
+    if hasattr(module, "q_gate_proj"):
+        return _GatedQueries(module)
+    return _Queries(module) if hasattr(module, "q_b_proj") else _DirectQueries(module)
 
 
 class _Queries:
@@ -455,7 +511,7 @@ class _Queries:
         return self._linears.rounding
 
     def __call__(
-        self, normed: Activations, raw: Tensor, *, with_index: bool
+        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of the latent query [num_tokens, q_lora_rank] behind its norm and, in parts, before it: queries
         [parts, num_tokens, num_heads, head_dim]; a gate of each head's values, so too, or None; and
@@ -479,12 +535,49 @@ class _GatedQueries:
         return rounding_of(self._index_queries)
 
     def __call__(
-        self, normed: Activations, raw: Tensor, *, with_index: bool
+        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         both = torch.cat((normed.dense, add_parts(raw).to(normed.dense.dtype)), dim=-1)
         made = _of_heads(parts_of(self._projection, Activations(both)), self._num_heads)
         q, gate = torch.split(made, self._parts, dim=-1)
         return q, gate, parts_of(self._index_queries, normed) if with_index else None
+
+
+class _DirectQueries:
+    """``_Queries`` of Mistral-Large-4: of the hidden state itself, and scaled by the token's position."""
+
+    rounding: Rounding | None = None
+    """There is no latent query."""
+
+    def __init__(self, module: Any) -> None:
+        self._scaling = _PositionScaling(module.softmax_scaling)
+        self._num_heads: int = module.num_heads
+        self._indexer: Any = module.indexer
+        if module.indexer is not None:
+            self._index_scaling = _PositionScaling(module.indexer.softmax_scaling)
+
+    def __call__(
+        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``normed``: the hidden state behind its norm; ``raw``: what q_proj made of it."""
+        q = self._scaling(_of_heads(raw, self._num_heads), places)
+        if not with_index:
+            return q, None, None
+        indexer = self._indexer
+        queries = parts_of(indexer.wq_b, Activations(indexer.q_input_norm(normed.dense)))
+        return q, None, self._index_scaling(_of_heads(queries, indexer.n_heads), places).flatten(2)
+
+
+class _PositionScaling:
+    """Multiplies each head's queries by a line in the logarithm of how many positions a token can see."""
+
+    def __init__(self, module: Any) -> None:
+        self._slope, self._offset = module.scale.float(), module.bias.float()
+
+    def __call__(self, q: Tensor, places: Places) -> Tensor:
+        """``q``: [parts, num_tokens, heads, dim]; so is the result, in the same dtype."""
+        factors = places.logs[:, None] * self._slope + self._offset
+        return (q * factors[:, :, None]).to(q.dtype)
 
 
 def _of_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -21,10 +21,11 @@ def draw(name: str, target: Tensor) -> None:
     """Fill a model's tensor, on its device.
 
     Matrices are normal and keep the variance of what they multiply; in fp8 their values have variance 1, and
-    their scales, [blocks down, blocks across], do the rest. Norms' weights are 1, and biases 0.
+    their scales, [blocks down, blocks across], do the rest. Norms' weights are 1, and biases 0: all but
+    those of scaled queries, which so stay as they are.
     """
     if target.ndim < 2:
-        target.fill_(float(name.endswith("weight")))
+        target.fill_(float(name.endswith(("weight", "ssmax_scaling.b"))))
     elif name.endswith("_scale_inv"):
         target.fill_((BLOCK * target.shape[1]) ** -0.5)
     else:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hisparse_pd.model.families import Family
 from kernels.expert_choice import ExpertChoice, narrow_product
 
 
@@ -15,18 +16,19 @@ class ExpertRouter:
     That one leaves it to ``torch.topk`` who of equals is chosen.
     """
 
-    def __init__(self, module: Any, score_outside_groups: float = float("-inf")) -> None:
-        """``score_outside_groups``: what an expert's score counts where its group was not chosen."""
+    def __init__(self, module: Any, family: Family) -> None:
         self._weight: Tensor = module.weight
+        by_softmax = family.chooses_experts_by_softmax
         self.top_k: int = module.top_k
         self.choice = ExpertChoice(
-            module.e_score_correction_bias,
+            self._weight.new_zeros(len(self._weight)) if by_softmax else module.e_score_correction_bias,
             module.top_k,
             module.num_group or 1,  # None: experts in no groups
             module.topk_group or 1,
-            module.norm_topk_prob,
+            by_softmax or module.norm_topk_prob,
             module.routed_scaling_factor,
-            score_outside_groups,
+            family.score_outside_groups,
+            by_softmax,
         )
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

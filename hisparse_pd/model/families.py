@@ -16,10 +16,12 @@ class Family:
     """Whether the indexer's rotation pairs neighbours, as attention's does, and not the two halves."""
     has_configured_latent_eps: bool = False
     """Whether both latents' norms have the configuration's epsilon, where transformers has a constant."""
+    chooses_experts_by_softmax: bool = False
+    """Whether an expert's score is the softmax of its logit among all, and not the logit's sigmoid."""
     score_outside_groups: float = float("-inf")
     """What stands for an expert's score outside the groups that a token chose."""
     stored_names: tuple[tuple[str, str], ...] = ()
-    """Parts of the names of transformers' modules, and what a checkpoint says instead."""
+    """Parts of the names of transformers' modules, and what a checkpoint says instead; in this order."""
 
 
 FAMILIES: Final = {
@@ -31,6 +33,34 @@ FAMILIES: Final = {
             (".self_attn.q_gate_proj.", ".self_attn.q_b_proj."),
             ("norm.mlp.fc1.", "norm.W_down."),
             ("norm.mlp.fc2.", "norm.W_up."),
+        ),
+    ),
+    "mistral_large4": Family(
+        interleaves_index_rope=True,
+        chooses_experts_by_softmax=True,
+        score_outside_groups=0.0,
+        stored_names=(
+            ("model.embed_tokens.", "tok_embeddings."),
+            ("model.rotary_emb.", "lerope."),
+            ("model.", ""),
+            ("lm_head.", "output."),
+            (".self_attn.", ".attention."),
+            (".softmax_scaling.scale", ".ssmax_scaling.s"),
+            (".softmax_scaling.bias", ".ssmax_scaling.b"),
+            (".q_proj.", ".wq."),
+            (".kv_a_proj_with_mqa.", ".wkv_a_with_mqa."),
+            (".kv_a_layernorm.", ".kv_a_norm."),
+            (".kv_b_proj.", ".wkv_b."),
+            (".o_proj.", ".wo."),
+            (".input_layernorm.", ".attention_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            (".mlp.gate.", ".gate."),
+            (".mlp.experts.", ".experts."),
+            (".mlp.shared_experts.", ".shared_experts."),
+            (".mlp.", ".feed_forward."),
+            (".gate_proj.", ".w1."),
+            (".down_proj.", ".w2."),
+            (".up_proj.", ".w3."),
         ),
     ),
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 from hisparse_pd.model.block_linear import gated_mlp, parts_of, rounding_of
 from hisparse_pd.model.expert_router import ExpertRouter
 from hisparse_pd.model.experts import RoutedExperts
+from hisparse_pd.model.families import Family
 from kernels.fp8_rows import Activations, Rounding
 from kernels.row_math import silu
 
@@ -18,13 +19,13 @@ class FeedForward:
     """transformers' MLP or MoE block, with our router, our experts where the loader put them, and gated MLPs
     in fp8 in few launches."""
 
-    def __init__(self, mlp: Any, score_outside_groups: float, *, is_silu: bool) -> None:
+    def __init__(self, mlp: Any, family: Family, *, is_silu: bool) -> None:
         for part in mlp.modules():
             if is_silu and hasattr(part, "act_fn"):
                 part.act_fn = _Silu()
         self.experts: Any = getattr(mlp, "experts", None)
         """The routed ones; None in a dense layer."""
-        self.router = ExpertRouter(mlp.gate, score_outside_groups) if hasattr(mlp, "gate") else None
+        self.router = ExpertRouter(mlp.gate, family) if hasattr(mlp, "gate") else None
         every = mlp if self.router is None else mlp.shared_experts
         self._mlp = gated_mlp(every) if is_silu else every
 

@@ -144,16 +144,16 @@ class _Loader:
         self._placements: list[Placement] = []
 
     def load(self, on_progress: Progress = lambda done, total: None) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self._path, local_files_only=True)
+        config = AutoConfig.from_pretrained(self._path, local_files_only=True).get_text_config()
         if self._needs_own_experts and config.hidden_act != "silu":
             raise CheckpointError(
                 f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; with fp8 weights or "
                 "--dp-size only 'silu' is supported"
             )
         with torch.device("meta"):  # shapes, and no memory
-            hf_model = AutoModelForCausalLM.from_config(
+            hf_model = _language_model(
                 config,
                 dtype=self._spec.dtype,
                 attn_implementation="eager",
@@ -176,8 +176,9 @@ class _Loader:
         except (OSError, RuntimeError) as error:
             raise _not_loaded(self._path, error) from error
         hf_model.load_state_dict(state, assign=True)
-        rotary = hf_model.model.rotary_emb  # made of the configuration, and in no checkpoint
+        rotary = hf_model.model.rotary_emb  # most of it is made of the configuration, and in no checkpoint
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
+        hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
         return hf_model.eval()
 
     def _has_own_experts(self, config: Any) -> bool:
@@ -236,8 +237,8 @@ class _Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            for stored_name, target in stored_parts(self._stored_name(name), state[name]):
-                self._place(files, stored_name, target)
+            for part, target in stored_parts(name, state[name]):
+                self._place(files, self._stored_name(part), target)
         return state
 
     def _stored_name(self, name: str) -> str:
@@ -284,6 +285,7 @@ class _Loader:
         self, files: WeightFiles, name: str, matrices: ExpertMatrices, expert: int, number: int
     ) -> None:
         """A matrix is to come to where it belongs as it is, with its scales."""
+        name = self._stored_name(name)
         target = matrices.values[expert, number]
         if self._spec.weights_are_dummy:
             self._draw_weight(name, target)
@@ -310,6 +312,19 @@ class _Loader:
                 f"model_path {self._path}: {name} is {list(stored.shape)}; expected {list(shape)}"
             )
         return stored
+
+
+def _language_model(config: Any, **options: Any) -> Any:
+    """transformers' modules; of a text model that it has no class with an LM head for, with one beside it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(config, **options)
+    whole = torch.nn.Module()
+    whole.model = AutoModel.from_config(config, **options)
+    whole.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    whole.config, whole._keep_in_fp32_modules_strict = config, whole.model._keep_in_fp32_modules_strict
+    return whole
 
 
 def _has_own(files: WeightFiles, name: str, of_model: str) -> bool:

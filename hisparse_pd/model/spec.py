@@ -247,6 +247,7 @@ def load_spec(
             "rotated by a Hadamard matrix, which takes powers of two; give --indexer-cache-dtype bfloat16"
         )
     num_draft_layers = _num_draft_layers(config, path, None if is_dummy else files, num_draft_layers)
+    sources = _kv_source_layers(config, path, num_layers)
     groups = _index_groups(config, path, num_layers)
     return ModelSpec(
         model_type=config["model_type"],
@@ -267,6 +268,7 @@ def load_spec(
         index_format=index_format,
         weights_are_fp8=bool(config.get("quantization_config")),
         fingerprint=_fingerprint(config | ({"load_format": DUMMY} if is_dummy else {}), files),
+        kv_source_layers=() if sources == tuple(range(num_layers)) else sources,
         num_draft_layers=num_draft_layers,
         shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),
         scales_are_ue8m0=(config.get("quantization_config") or {}).get("scale_fmt") == UE8M0,
@@ -296,10 +298,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        resolved: dict[str, Any] = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
+        resolved = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise CheckpointError(f"{config_file}: transformers refuses it: {error}") from error
-    return resolved
+    # A model that also sees images has what is of the text in a part of its own.
+    of_text = {key: value for key, value in resolved.get_text_config().to_dict().items() if value is not None}
+    return {**resolved.to_dict(), **of_text, "model_type": model_type}
 
 
 def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
@@ -364,6 +368,19 @@ def _index_groups(config: dict[str, Any], path: Path, num_layers: int) -> tuple[
         last_group = groups[-1] if groups else -1
         groups.append(last_group + (kind == "full"))
     return tuple(groups)
+
+
+def _kv_source_layers(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:
+    """transformers has checked that each is an earlier layer with KV of its own."""
+    sources = tuple(config.get("kv_source_layers") or range(num_layers))
+    with_rope = config.get("no_rope_layers") or [1] * num_layers  # 1 where there is rope
+    for layer, source in enumerate(sources):
+        if bool(with_rope[layer]) != bool(with_rope[source]):
+            raise CheckpointError(
+                f"{path / 'config.json'}: kv_source_layers: layer {layer} attends to the KV of layer "
+                f"{source}, but only one of them has rope in no_rope_layers; expected both or none"
+            )
+    return sources
 
 
 def _num_draft_layers(

@@ -68,12 +68,12 @@ def test_latents_are_as_on_the_cpu(
     vectors = vectors_of(key_dim, dtype, is_interleaved=parts == 1, spreads=dtype == torch.bfloat16)
     q_a, keys, kv_a = of_hidden.split(columns, dim=-1)
     expected = finish_latents(
-        q_a, kv_a, LatentNorms(norms[0], 1e-6, norms[1], 1e-5), rotation, None,
+        q_a, kv_a, LatentNorms(norms[0], 1e-6, norms[1], 1e-5, norms[0].dtype), rotation, None,
         index_keys=keys, vectors=vectors, head_weights=heads,
     )  # fmt: skip
     weights = [norm.to(DEVICE) for norm in norms]
     q_a, keys, kv_a = of_hidden.to(DEVICE).split(columns, dim=-1)
-    there = LatentNorms(weights[0], 1e-6, weights[1], 1e-5), to_gpu(rotation)
+    there = LatentNorms(weights[0], 1e-6, weights[1], 1e-5, weights[0].dtype), to_gpu(rotation)
     index = {"index_keys": keys, "vectors": on_gpu(vectors), "head_weights": heads.to(DEVICE)}
     with no_waiting():
         found = finish_latents(q_a, kv_a, *there, Rounding(), **index)

@@ -32,6 +32,7 @@ FULL = [
     pytest.param(("v32", 8192, 40, 60, 48, 0), id="v32"),
     pytest.param(("glm", 4096, 40, 40, 48, 0), id="glm"),
     pytest.param(("axk2", 2048, 30, 30, 32, 0), id="axk2"),
+    pytest.param(("mistral", 2048, 30, 30, 32, 0), id="mistral"),
 ]
 """The model's own context, half of it and a quarter; of V3.2 the first 40 of 60 prompts.
 

@@ -22,10 +22,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_config(out_dir: Path, own: dict[str, Any]) -> dict[str, Any]:
+def write_config(out_dir: Path, own: dict[str, Any], around: dict[str, Any] | None = None) -> dict[str, Any]:
     """Write config.json and generation_config.json to ``out_dir``, made when missing; returns the former.
 
-    ``own``: the sizes, and what differs from the smallest DeepSeek-V3.2 there can be.
+    ``own``: the sizes, and what differs from the smallest DeepSeek-V3.2 there can be. ``around``: the
+    configuration of which all this, which is returned, is the ``text_config``; None: there is no other.
     """
     base = own["vocab_size"] - len(SPECIAL_TOKENS)
     special = {f"{name}_token_id": base + SPECIAL_TOKENS.index(f"<{name}>") for name in ("bos", "eos", "pad")}
@@ -48,7 +49,8 @@ def write_config(out_dir: Path, own: dict[str, Any]) -> dict[str, Any]:
         **special,
     }
     out_dir.mkdir(parents=True, exist_ok=True)
-    for name, content in (("config", config), ("generation_config", special)):
+    whole = config if around is None else {**around, "text_config": config}
+    for name, content in (("config", whole), ("generation_config", special)):
         (out_dir / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     return config
 

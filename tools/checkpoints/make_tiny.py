@@ -1,6 +1,6 @@
 """Write the tiny checkpoints: whole DSA models of about half a million weights, for tests and benchmarks.
 
-    python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm|axk2] [--draft [GAIN]]
+    python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm|axk2|mistral] [--draft [GAIN]]
 
 Their weights are not trained but made, so that what they generate is a sharp test of a serving system:
 
@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hisparse_pd.model.families import FAMILIES
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer, write_config
 
 Array = npt.NDArray[np.float64]
 
-VARIANTS = ("v32", "glm", "axk2")
+VARIANTS = ("v32", "glm", "axk2", "mistral")
 CONTEXT_LENGTH = 8192
 INDEX_TOPK = 64
 LIKELY_DRAFTS = 0.3
@@ -57,6 +58,11 @@ NUM_EXPERTS = 8
 EXPERT_DIM = 32
 DENSE_DIM = 192
 NORM_RANK = 16
+MISTRAL_ROPE = (1, 0, 1, 1, 0, 0)
+"""Of Mistral's layers, those with rope."""
+MISTRAL_SOURCES = (0, 1, 0, 3, 1, 1)
+"""The layers whose KV they attend to: three attend to another one's, of which one has an indexer."""
+MISTRAL_INDEXERS = ("full", "full", "shared", "full", "full", "shared")
 
 
 # Gains of the generated weights, tuned so that both implementations agree with a wide margin.
@@ -78,10 +84,12 @@ def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = Non
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
-    if variant == "axk2" and draft_gain is not None:
-        raise ValueError("variant is 'axk2', of which no MTP layer is published; draft_gain must be None")
+    if variant not in ("v32", "glm") and draft_gain is not None:
+        raise ValueError(
+            f"variant is {variant!r}, of which no MTP layer is known here; draft_gain must be None"
+        )
     draft = {} if draft_gain is None else {"num_nextn_predict_layers": 1}
-    config = write_config(out_dir, _config(variant) | draft)
+    config = write_config(out_dir, _config(variant) | draft, _AROUND.get(variant))
     _write_weights(out_dir / "model.safetensors", variant, config, draft_gain)
     write_tokenizer(out_dir)
 
@@ -121,7 +129,34 @@ def _config(variant: str) -> dict[str, Any]:
             "n_group": None,
             "topk_group": None,
         }
+    if variant == "mistral":
+        config |= {
+            "model_type": "mistral_large4_text",
+            "num_hidden_layers": len(MISTRAL_ROPE),
+            "no_rope_layers": MISTRAL_ROPE,
+            "kv_source_layers": MISTRAL_SOURCES,
+            "indexer_types": MISTRAL_INDEXERS,
+            "final_logit_softcapping": 12.0,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 10000.0, "attention_factor": 1.0},
+                **{"factor": 16.0, "original_max_position_embeddings": 512},
+                **{"beta_fast": 32.0, "beta_slow": 1.0},
+            },
+        }
     return config
+
+
+_AROUND: dict[str, dict[str, Any]] = {
+    "mistral": {
+        "architectures": ["MistralLarge4ForConditionalGeneration"],
+        "model_type": "mistral_large4",
+        "vision_config": {
+            **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14, "image_size": 28},
+        },
+    }
+}
+"""Configurations of models that see images, too: without the text's, and of weights that are not written."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +254,7 @@ class _Maker:
 
     def attention(self, variant: str, has_indexer: bool) -> dict[str, Array]:
         directions = self._directions
-        self._group_layers_left -= 1
-        self._keeps_channels = self._group_layers_left > 0
+        self._end_layer()
         shared_key, common_nope = directions.shared_key, directions.common_nope
         common_rope = directions.common_rope
         q_b, kv_b = [], []
@@ -255,18 +289,75 @@ class _Maker:
                 query = np.concatenate((common_rope[order], common_nope))
                 noise = self.matrix(INDEX_DIM, Q_LORA, QUERY_GAIN * HEAD_NOISE / 2)
                 wq_b.append(sign * (query + noise))
-            head_weights = self.from_hidden(INDEX_HEADS, 0.1)
-            head_weights[:, 0] = np.array(signs) / CONSTANT
             weights |= {
                 "indexer.wq_b.weight": np.concatenate(wq_b),
-                "indexer.wk.weight": np.concatenate(
-                    (directions.k_rope[order], shared_key @ directions.latent)
-                ),
-                "indexer.k_norm.weight": np.ones(INDEX_DIM),
-                "indexer.k_norm.bias": np.zeros(INDEX_DIM),
-                "indexer.weights_proj.weight": head_weights,
+                **self._indexer_keys(directions.k_rope[order], signs),
             }
         return {f"self_attn.{name}": value for name, value in weights.items()}
+
+    def _indexer_keys(self, k_rope: Array, signs: list[int]) -> dict[str, Array]:
+        """And the heads' weights, of a fixed sign each."""
+        head_weights = self.from_hidden(INDEX_HEADS, 0.1)
+        head_weights[:, 0] = np.array(signs) / CONSTANT
+        shared = self._directions.shared_key @ self._directions.latent
+        return {
+            "indexer.wk.weight": np.concatenate((k_rope, shared)),
+            "indexer.k_norm.weight": np.ones(INDEX_DIM),
+            "indexer.k_norm.bias": np.zeros(INDEX_DIM),
+            "indexer.weights_proj.weight": head_weights,
+        }
+
+    def _end_layer(self) -> None:
+        self._group_layers_left -= 1
+        self._keeps_channels = self._group_layers_left > 0
+
+    def direct_query(self) -> Array:
+        """What all heads of all layers without a latent query have in common: SHARED rows, then ROPE."""
+        return self.from_kept(SHARED + ROPE, SHARED + ROPE) * QUERY_GAIN
+
+    def direct_attention(
+        self, query: Array, *, has_rope: bool, has_kv: bool, has_indexer: bool
+    ) -> dict[str, Array]:
+        """As Mistral-Large-4 has it. Without rope, keys have so many dimensions more of the other kind."""
+        directions = self._directions
+        self._end_layer()
+        num_own = NOPE - SHARED + (0 if has_rope else ROPE)
+        noise = QUERY_GAIN * HEAD_NOISE
+        queries, kv_b = [], []
+        for _ in range(NUM_HEADS):
+            queries += [query[:SHARED] + self.from_hidden(SHARED, noise), self.from_hidden(num_own, noise)]
+            if has_rope:
+                queries.append(query[SHARED:] + self.from_hidden(ROPE, noise))
+            kv_b += [directions.shared_key, self.matrix(num_own, KV_LORA), self.matrix(V_DIM, KV_LORA)]
+        weights = {
+            "q_proj.weight": np.concatenate(queries),
+            "kv_b_proj.weight": np.concatenate(kv_b),
+            "o_proj.weight": self.to_hidden(NUM_HEADS * V_DIM, ATTENTION_OUT_GAIN),
+            **self._position_scaling("softmax_scaling", NUM_HEADS),
+        }
+        if has_kv:
+            kv_a = [directions.latent, *([directions.k_rope] if has_rope else [])]
+            weights["kv_a_proj_with_mqa.weight"] = np.concatenate(kv_a)
+            weights["kv_a_layernorm.weight"] = np.ones(KV_LORA)
+        if has_indexer:
+            # Without rope, a token would score the same wherever it stands: keys have its context, too.
+            keys = directions.k_rope if has_rope else self.from_hidden(ROPE)
+            common = np.concatenate((query[SHARED:] * has_rope, query[:SHARED]))
+            signs = [1 if head % 2 == 0 else -1 for head in range(INDEX_HEADS)]
+            heads = [sign * (common + self.from_hidden(INDEX_DIM, noise / 2)) for sign in signs]
+            weights |= {
+                "indexer.q_input_norm.weight": np.ones(HIDDEN),
+                "indexer.q_input_norm.bias": np.zeros(HIDDEN),
+                "indexer.wq_b.weight": np.concatenate(heads),
+                **self._indexer_keys(keys, signs),
+                **self._position_scaling("indexer.softmax_scaling", INDEX_HEADS),
+            }
+        return {f"self_attn.{name}": value for name, value in weights.items()}
+
+    def _position_scaling(self, name: str, num_heads: int) -> dict[str, Array]:
+        """Of queries: by about 0.8 at the first position, and 1.4 at the 2000th."""
+        slopes = 0.08 + 0.02 * self._random.standard_normal(num_heads)
+        return {f"{name}.scale": slopes, f"{name}.bias": np.full(num_heads, 0.8)}
 
     def norm(self, name: str, is_gated: bool) -> dict[str, Array]:
         """Of the hidden state. A gate is about a half, and exactly that for the constant channel."""
@@ -295,7 +386,7 @@ class _Maker:
         return weights | self.mlp("mlp.shared_experts", 2 * EXPERT_DIM, MLP_OUT_GAIN)
 
 
-_SEEDS = {"v32": 16, "glm": 27, "axk2": 17}
+_SEEDS = {"v32": 16, "glm": 27, "axk2": 17, "mistral": 15}
 """Of those tried, the ones with the most varied text and the clearest choices between tokens."""
 
 
@@ -304,13 +395,26 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
 
     maker = _Maker(_SEEDS[variant])
     weights = maker.ends()
-    indexer_types = config.get("indexer_types", ["full"] * NUM_LAYERS)
-    starts = [number for number in range(NUM_LAYERS) if indexer_types[number] == "full"]
-    group_sizes = dict(zip(starts, np.diff([*starts, NUM_LAYERS]).tolist(), strict=True))
-    for number in range(NUM_LAYERS):
-        if number in group_sizes:
-            maker.begin_group(group_sizes[number])
-        layer = maker.attention(variant, number in group_sizes)
+    num_layers = config["num_hidden_layers"]
+    indexer_types = config.get("indexer_types", ["full"] * num_layers)
+    starts = [number for number in range(num_layers) if indexer_types[number] == "full"]
+    group_sizes = dict(zip(starts, np.diff([*starts, num_layers]).tolist(), strict=True))
+    if variant == "mistral":  # whose index groups share KV, and so what they score by
+        maker.begin_group(num_layers)
+        query = maker.direct_query()
+        weights["model.rotary_emb.alpha"] = maker.matrix(1, ROPE // 2, 0.2)[0]
+    for number in range(num_layers):
+        if variant == "mistral":
+            layer = maker.direct_attention(
+                query,
+                has_rope=config["no_rope_layers"][number] == 1,
+                has_kv=config["kv_source_layers"][number] == number,
+                has_indexer=number in group_sizes,
+            )
+        else:
+            if number in group_sizes:
+                maker.begin_group(group_sizes[number])
+            layer = maker.attention(variant, number in group_sizes)
         is_dense = number < config["first_k_dense_replace"]
         layer |= maker.mlp("mlp", DENSE_DIM, MLP_OUT_GAIN) if is_dense else maker.moe()
         has_gates = variant == "axk2"
@@ -323,7 +427,18 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
         for name in weights:
             if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
                 weights[name] = weights[name] * draft_gain
+    if variant == "mistral":
+        weights = {
+            _mistral_name(name): value for name, value in weights.items() if "correction_bias" not in name
+        }
     save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
+
+
+def _mistral_name(name: str) -> str:
+    """That of Mistral's own checkpoints, which transformers' loader knows, too."""
+    for ours, theirs in FAMILIES["mistral_large4"].stored_names:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _draft_layer(maker: _Maker, weights: dict[str, Array]) -> dict[str, Array]:
@@ -369,7 +484,10 @@ def main() -> None:
     )
     parser.add_argument("out_dir", type=Path, help="directory to write, made when missing")
     parser.add_argument(
-        "--variant", choices=VARIANTS, default="v32", help="DeepSeek-V3.2 (default), GLM-5 or A.X-K2"
+        "--variant",
+        choices=VARIANTS,
+        default="v32",
+        help="DeepSeek-V3.2 (default), GLM-5, A.X-K2 or Mistral-Large-4",
     )
     parser.add_argument(
         "--draft",

@@ -25,17 +25,24 @@ def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_to
 
 def load(checkpoint: Path, attention: str = "eager") -> Any:
     """transformers' model of ``checkpoint``. ``attention``: "sdpa" takes half as long over long prompts."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(checkpoint)
+    is_of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model_type: Any = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
+    experts = experts_implementation(config.get_text_config(), torch.device("cpu"), torch.float32)
+    model = model_type.from_pretrained(
         checkpoint,
         dtype=torch.float32,
         attn_implementation=attention,
-        experts_implementation=experts_implementation(
-            AutoConfig.from_pretrained(checkpoint), torch.device("cpu"), torch.float32
-        ),
+        experts_implementation=experts if is_of_text else {"text_config": experts},
     ).eval()
     if model.config.model_type == "glm_moe_dsa":
         for layer in model.model.layers:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hisparse_pd.model.spec import weight_files
 from kernels.block_fp8 import BLOCK, quantize
 
-_KEPT = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|weights_proj")
+_KEPT = re.compile(r"norm|embed|lm_head|output|\.gate\.|weights_proj")
 QUANTIZATION = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

@@ -206,6 +206,8 @@ def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
     expected = x * (x.pow(2).mean() + eps).rsqrt()
     kv_a, no_turn = torch.cat((x, x.new_zeros(1, 16)), dim=1), (torch.ones(1, 8), torch.zeros(1, 8))
     ours = finish_latents(x[None], kv_a[None], attention._norms, no_turn, None)
+    assert ours.q is not None
+    assert ours.item is not None
     for normed in (ours.q.dense, ours.item[:, :64], theirs.q_a_layernorm(x), theirs.kv_a_layernorm(x)):
         torch.testing.assert_close(normed, expected)
 

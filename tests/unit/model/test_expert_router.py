@@ -6,36 +6,48 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AXK2Config, DeepseekV32Config
+from transformers import AXK2Config, DeepseekV32Config, MistralLarge4TextConfig
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
+from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextTopkRouter
 
 from hisparse_pd.model.expert_router import ExpertRouter
+from hisparse_pd.model.families import FAMILIES
+
+TYPES: dict[str, tuple[Any, Any]] = {
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32TopkRouter),
+    "axk2": (AXK2Config, AXK2TopkRouter),
+    "mistral_large4": (MistralLarge4TextConfig, MistralLarge4TextTopkRouter),
+}
 
 
 def pair(
-    num_experts: int, top_k: int, num_groups: int | None, num_chosen_groups: int | None, *, axk2: bool = False
+    num_experts: int,
+    top_k: int,
+    num_groups: int | None,
+    num_chosen_groups: int | None,
+    family: str = "deepseek_v32",
 ) -> tuple[Any, ExpertRouter]:
-    config_type, module_type = (
-        (AXK2Config, AXK2TopkRouter) if axk2 else (DeepseekV32Config, DeepseekV32TopkRouter)
-    )
+    config_type, module_type = TYPES[family]
     config = config_type(
         hidden_size=24, n_routed_experts=num_experts, num_experts_per_tok=top_k, n_group=num_groups,
         topk_group=num_chosen_groups, norm_topk_prob=True, routed_scaling_factor=2.5,
     )  # fmt: skip
     module = module_type(config)
     torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(1))
-    # Some of A.X-K2's experts score below the zero of those outside the chosen groups.
-    bias = torch.linspace(-1.2, 0.2, num_experts) if axk2 else torch.linspace(-0.2, 0.2, num_experts)
-    module.e_score_correction_bias.copy_(bias)
-    return module, ExpertRouter(module, 0.0 if axk2 else float("-inf"))
+    if hasattr(module, "e_score_correction_bias"):
+        # Some of A.X-K2's experts score below the zero of those outside the chosen groups.
+        lowest = -1.2 if family == "axk2" else -0.2
+        module.e_score_correction_bias.copy_(torch.linspace(lowest, 0.2, num_experts))
+    return module, ExpertRouter(module, FAMILIES[family])
 
 
 @torch.inference_mode()
 def test_chooses_and_weighs_as_transformers_does() -> None:
     hidden = torch.randn((50, 24), generator=torch.Generator().manual_seed(2))
     models = [pair(*sizes) for sizes in ((6, 2, 1, 1), (16, 4, 4, 2), (16, 3, 4, 4))]
-    models += [pair(*sizes, axk2=True) for sizes in ((6, 2, None, None), (16, 2, 4, 2), (16, 3, 4, 4))]
+    models += [pair(*sizes, "axk2") for sizes in ((6, 2, None, None), (16, 2, 4, 2), (16, 3, 4, 4))]
+    models += [pair(*sizes, "mistral_large4") for sizes in ((6, 2, 1, 1), (16, 2, 4, 2), (16, 3, 4, 4))]
     for theirs, ours in models:
         (_, their_weights, their_ids), (weights, ids) = theirs(hidden), ours(hidden)
         num_experts = len(theirs.weight)
