@@ -572,7 +572,8 @@ class _PositionScaling:
     """Multiplies each head's queries by a line in the logarithm of how many positions a token can see."""
 
     def __init__(self, module: Any) -> None:
-        self._slope, self._offset = module.scale.float(), module.bias.float()
+        self._slope: Tensor = module.scale.float()
+        self._offset: Tensor = module.bias.float()
 
     def __call__(self, q: Tensor, places: Places) -> Tensor:
         """``q``: [parts, num_tokens, heads, dim]; so is the result, in the same dtype."""

@@ -320,10 +320,11 @@ def _language_model(config: Any, **options: Any) -> Any:
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM.from_config(config, **options)
-    whole = torch.nn.Module()
-    whole.model = AutoModel.from_config(config, **options)
+    model: Any = AutoModel.from_config(config, **options)
+    whole: Any = torch.nn.Module()
+    whole.model, whole.config = model, config
     whole.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    whole.config, whole._keep_in_fp32_modules_strict = config, whole.model._keep_in_fp32_modules_strict
+    whole._keep_in_fp32_modules_strict = model._keep_in_fp32_modules_strict
     return whole
 
 
