@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory
@@ -166,6 +167,9 @@ class SimHotBuffers:
 
     def start(self, request: Request) -> None:
         self.check(request)
+
+    def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        return list(hint)
 
     def go_on(self) -> dict[int, Exception]:
         """Rows are filled when they start."""
