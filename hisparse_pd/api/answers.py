@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import assert_never
 
@@ -18,11 +18,9 @@ from msgspec import Raw
 
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.chat_format import Markup
-from hisparse_pd.api.chat_message import MessageParser
-from hisparse_pd.api.chat_reading import ChatReading, ReasoningTokens, ends_for_calls
+from hisparse_pd.api.chat_reading import Block, BlockKind, Change, ChatReading, chat_readings
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import SSE_DONE, sse
-from hisparse_pd.api.message_parts import Part, PartKind, joined
 from hisparse_pd.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.api.schemas import StreamedUsage
 from hisparse_pd.engine.messages import unpack_token_ids
@@ -250,31 +248,21 @@ class Chat(_OpenAi):
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
         """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
         super().__init__(work, model_name, token_bytes)
-        self._reading = ChatReading(work, token_bytes, markup)
-        self._parsers: dict[int, MessageParser] = {}
-        """Of the samples that are streamed."""
-        self._calls: Counter[int] = Counter()
-        """Calls that were shown, by sample."""
-        self._reasoning: dict[int, ReasoningTokens] = {}
-        """By sample."""
+        self._readings = chat_readings(work, token_bytes, markup)
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
-        self._count_reasoning(output, delta)
+        self._readings[output.index].feed(output, delta)
         super().keep(output, delta)
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
-        self._count_reasoning(output, delta)
-        parser = self._parsers.get(output.index)
-        if parser is None:
-            parser = self._parsers[output.index] = self._reading.parser()
+        reading = self._readings[output.index]
         if delta.first_token == 0:
             role: Json = {"role": "assistant", "content": ""}
             choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
             yield self._chunk(output, choice, **(self._prompt_ids(0) if output.index == 0 else {}))
         finish = delta.finish
-        parts = parser.feed(delta.text, finish.reason if finish is not None else None)
-        shown = [self._shown_part(output.index, part) for part in parts]
-        shown = [part for part in shown if part]
+        changes = reading.feed(output, delta)
+        shown = [part for change in changes if (part := self._shown_change(output.index, *change))]
         if not shown and (finish or self._shows_tokens(output, delta)):
             shown.append({})
         for number, part_delta in enumerate(shown, 1):
@@ -283,7 +271,7 @@ class Chat(_OpenAi):
                 "index": output.index,
                 "delta": part_delta,
                 "logprobs": self._new_logprobs(output, delta) if is_first else None,
-                "finish_reason": _finish_reason(finish, parser) if finish and is_last else None,
+                "finish_reason": _finish_reason(finish, reading) if finish and is_last else None,
                 "matched_stop": finish.matched if finish and is_last else None,
             }
             choice |= self._ids(
@@ -291,55 +279,40 @@ class Chat(_OpenAi):
             )
             yield self._chunk(output, choice)
 
-    def _shown_part(self, index: int, part: Part) -> Json:
-        """The delta of one part of sample ``index``."""
-        match part.kind:
-            case PartKind.REASONING:
-                return {"reasoning_content": part.text}
-            case PartKind.CONTENT:
-                return {"content": part.text}
-            case PartKind.CALL:
-                self._calls[index] += 1
-                return {"tool_calls": [self._shown_call(index, self._calls[index] - 1, part.text, "")]}
-            case PartKind.ARGUMENTS:
-                call = {"index": self._calls[index] - 1, "function": {"arguments": part.text}}
-                return {"tool_calls": [call]}
-            case PartKind.END_OF_CALL:
-                return {}
+    def _shown_change(self, sample: int, change: Change, block: Block, text: str) -> Json:
+        """The delta of a change of a block; empty where it shows nothing."""
+        match change, block.kind:
+            case Change.GREW, BlockKind.REASONING:
+                return {"reasoning_content": text}
+            case Change.GREW, BlockKind.TEXT:
+                return {"content": text}
+            case Change.OPENED, BlockKind.CALL:
+                return {"tool_calls": [self._shown_call(sample, block, "")]}
+            case Change.GREW, BlockKind.CALL:
+                return {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
             case _:
-                assert_never(part.kind)
-
-    def _count_reasoning(self, output: SampleOutput, delta: Delta) -> None:
-        if output.index not in self._reasoning:
-            self._reasoning[output.index] = self._reading.reasoning_tokens()
-        self._reasoning[output.index].count(output.token_ids[delta.first_token : delta.last_token])
+                return {}
 
     def _used(self, outputs: Sequence[SampleOutput]) -> Json:
-        counted = (self._reasoning.get(output.index) for output in outputs)
-        return usage(outputs, sum(reasoning.num_tokens for reasoning in counted if reasoning is not None))
+        return usage(outputs, sum(self._readings[output.index].num_reasoning_tokens for output in outputs))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
         return super().whole(outputs, choices) | self._prompt_ids(0)
 
     def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
-        finish = output.finish
+        finish, reading = output.finish, self._readings[output.index]
         assert finish is not None
-        parser = self._reading.parser()
-        answer = joined(parser.feed(output.text, finish.reason))
         message: Json = {"role": "assistant"}
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        if answer.calls:
-            message["tool_calls"] = [
-                self._shown_call(output.index, number, call.name, call.arguments)
-                for number, call in enumerate(answer.calls)
-            ]
-        content = None if answer.calls and not answer.content else answer.content
+        if reasoning := "".join(block.text for block in reading.of_kind(BlockKind.REASONING)):
+            message["reasoning_content"] = reasoning
+        if calls := reading.of_kind(BlockKind.CALL):
+            message["tool_calls"] = [self._shown_call(output.index, call, call.text) for call in calls]
+        content = "".join(block.text for block in reading.of_kind(BlockKind.TEXT))
         return {
             "index": output.index,
-            "message": message | {"content": content, "refusal": None},
+            "message": message | {"content": content or (None if calls else ""), "refusal": None},
             "logprobs": logprobs,
-            "finish_reason": _finish_reason(finish, parser),
+            "finish_reason": _finish_reason(finish, reading),
             "matched_stop": finish.matched,
             **self._ids(output),
         }
@@ -356,12 +329,12 @@ class Chat(_OpenAi):
     def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
         return {**lists, "refusal": None}
 
-    def _shown_call(self, sample: int, number: int, name: str, arguments: str) -> Json:
+    def _shown_call(self, sample: int, call: Block, arguments: str) -> Json:
         return {
-            "index": number,  # by which clients join deltas; in a whole message it is one field more
-            "id": self._identity.name("call_", 12, sample, number),
+            "index": call.number,  # by which clients join deltas; in a whole message it is one field more
+            "id": self._identity.name("call_", 12, sample, call.number),
             "type": "function",
-            "function": {"name": name, "arguments": arguments},
+            "function": {"name": call.name, "arguments": arguments},
         }
 
     def _token(self, token_id: int, logprob: float) -> Json:
@@ -373,8 +346,8 @@ class Chat(_OpenAi):
         }
 
 
-def _finish_reason(finish: Finish, parser: MessageParser) -> str:
-    return "tool_calls" if ends_for_calls(parser, finish) else finish.reason
+def _finish_reason(finish: Finish, reading: ChatReading) -> str:
+    return "tool_calls" if reading.calls_tools(finish) else finish.reason
 
 
 # --- SGLang --------------------------------------------------------------------------------------------

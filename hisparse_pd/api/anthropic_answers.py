@@ -12,8 +12,9 @@ from msgspec import Raw
 from hisparse_pd.api.answers import hisparse_usage
 from hisparse_pd.api.anthropic_messages import signature_of
 from hisparse_pd.api.app import Work
-from hisparse_pd.api.blocks import Block, BlockAnswer, BlockKind, Change
+from hisparse_pd.api.blocks import BlockAnswer
 from hisparse_pd.api.chat_format import Markup
+from hisparse_pd.api.chat_reading import Block, BlockKind, Change
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
 from hisparse_pd.api.output import Finish, SampleOutput
@@ -27,15 +28,13 @@ class Messages(BlockAnswer):
     """``/v1/messages``. Thinking that is shown has no signature; what is omitted is in its signature."""
 
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
-        super().__init__(work, token_bytes, markup)
-        self._model_name = model_name
-        self._identity = work.identity
+        super().__init__(work, model_name, token_bytes, markup)
         self._id = work.identity.name("msg_", 12)
         self._omits_thinking = work.request.omits_thinking
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
         (output,) = outputs
-        return self._message([self._whole_block(block) for block in self.blocks], output)
+        return self._message([self._whole_block(block) for block in self._reading.blocks], output)
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         (output,) = outputs
@@ -69,14 +68,14 @@ class Messages(BlockAnswer):
             return {"type": "thinking", "thinking": "", "signature": signature_of(block.text)}
         if block.kind is BlockKind.CALL:
             return self._empty_block(block) | {"input": _input(block)}
-        return _shown_block(block)
+        return _shown_block(block.kind, block.text)
 
     def _empty_block(self, block: Block) -> Json:
         """As a stream opens it."""
         if block.kind is BlockKind.CALL:
             tool_id = self._identity.name("toolu_", 12, block.index)
             return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
-        return _shown_block(Block(block.index, block.kind))
+        return _shown_block(block.kind, "")
 
     def _message(self, content: list[Json], output: SampleOutput) -> Json:
         return {
@@ -95,7 +94,7 @@ class Messages(BlockAnswer):
             by_string = finish.reason is FinishReason.STOP and isinstance(finish.matched, str)
             if finish.reason is FinishReason.LENGTH:
                 reason = "max_tokens"
-            elif self._calls_tools(finish):
+            elif self._reading.calls_tools(finish):
                 reason = "tool_use"
             else:
                 reason = "stop_sequence" if by_string else "end_turn"
@@ -110,7 +109,7 @@ class Messages(BlockAnswer):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached_tokens,
             "output_tokens": len(output.token_ids),
-            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": self._reading.num_reasoning_tokens},
             "held_tokens": output.num_held_tokens,
             "hisparse": hisparse_usage([output]),
         }
@@ -132,11 +131,11 @@ def _delta(kind: BlockKind, text: str) -> Json:
             assert_never(kind)
 
 
-def _shown_block(block: Block) -> Json:
+def _shown_block(kind: BlockKind, text: str) -> Json:
     """Of thinking or text."""
-    if block.kind is BlockKind.REASONING:
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "text", "text": block.text, "citations": None}
+    if kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _input(block: Block) -> object:

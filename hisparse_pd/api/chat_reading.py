@@ -1,52 +1,159 @@
-"""How a chat's answer is read: its markup of calls, how much of it is reasoning, and what it ended for."""
+"""How a chat's answer is read: as blocks, each of reasoning, of text, or one call of a tool, as they grow.
+
+This module knows the blocks; the dialects of ``answers.py`` and ``blocks.py`` write them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import assert_never
 
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.chat_format import END_OF_THINK, THINK, Markup, opens_reasoning
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.detokenizer import TokenBytes
-from hisparse_pd.api.output import Finish
+from hisparse_pd.api.message_parts import PartKind
+from hisparse_pd.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
 
 
-class ChatReading:
-    """Makes what reads the samples of one chat.
+class BlockKind(Enum):
+    REASONING = auto()
+    TEXT = auto()
+    CALL = auto()
+
+
+class Change(Enum):
+    """What happens to a block."""
+
+    OPENED = auto()
+    GREW = auto()
+    CLOSED = auto()
+
+
+@dataclass(eq=False)
+class Block:
+    """``index``: among the blocks of the answer; ``number``: among those of its kind.
+
+    ``name``: of a call's tool; its text is the arguments. ``is_cut``: the answer ended within it, for its
+    length or in the middle of a call.
+    """
+
+    index: int
+    number: int
+    kind: BlockKind
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+    @property
+    def text(self) -> str:
+        self.pieces = ["".join(self.pieces)]
+        return self.pieces[0]
+
+
+def chat_readings(work: Work, token_bytes: TokenBytes, markup: Markup | None) -> list[ChatReading]:
+    """One for each sample of a chat.
 
     ``markup``: how the model writes tool calls; None where that is not known, and they stay text.
     """
-
-    def __init__(self, work: Work, token_bytes: TokenBytes, markup: Markup | None) -> None:
-        (prompt,) = work.request.prompts
-        assert isinstance(prompt, ChatPrompt)
-        tools = prompt.all_tools
-        self._separates_reasoning = prompt.separate_reasoning
-        self._markup = markup if tools else None
-        self._schemas = ToolSchemas(tools)
-        self._token_bytes = token_bytes
-        self._in_reasoning = opens_reasoning(work.samples[0].prompt, token_bytes.of)
-
-    def parser(self) -> MessageParser:
-        return MessageParser(
-            in_reasoning=self._in_reasoning,
-            separates_reasoning=self._separates_reasoning,
-            markup=self._markup,
-            schemas=self._schemas,
+    (prompt,) = work.request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    tools = prompt.all_tools
+    markup = markup if tools else None
+    openings = markup.openings if markup is not None and markup.ends_reasoning else ()
+    schemas = ToolSchemas(tools)
+    in_reasoning = opens_reasoning(work.samples[0].prompt, token_bytes.of)
+    return [
+        ChatReading(
+            MessageParser(
+                in_reasoning=in_reasoning,
+                separates_reasoning=prompt.separate_reasoning,
+                markup=markup,
+                schemas=schemas,
+            ),
+            ReasoningTokens(token_bytes, (END_OF_THINK, *openings), in_reasoning=in_reasoning),
         )
-
-    def reasoning_tokens(self) -> ReasoningTokens:
-        markup = self._markup
-        openings = markup.openings if markup is not None and markup.ends_reasoning else ()
-        return ReasoningTokens(self._token_bytes, (END_OF_THINK, *openings), in_reasoning=self._in_reasoning)
+        for _ in work.samples
+    ]
 
 
-def ends_for_calls(parser: MessageParser, finish: Finish) -> bool:
-    """Whether an answer, all of which was parsed, ended to have its calls made, none of them cut off."""
-    return parser.has_calls and not parser.is_in_call and finish.reason is FinishReason.STOP
+class ChatReading:
+    """Reads one sample of a chat."""
+
+    def __init__(self, parser: MessageParser, reasoning: ReasoningTokens) -> None:
+        self._parser = parser
+        self._reasoning = reasoning
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._num_of: Counter[BlockKind] = Counter()
+        self._changes: list[tuple[Change, Block, str]] = []
+        """By the present delta."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reasoning.num_tokens
+
+    def of_kind(self, kind: BlockKind) -> list[Block]:
+        return [block for block in self.blocks if block.kind is kind]
+
+    def calls_tools(self, finish: Finish) -> bool:
+        """Whether an answer, all of which was read, ended to have its calls made, none of them cut off."""
+        parser = self._parser
+        return parser.has_calls and not parser.is_in_call and finish.reason is FinishReason.STOP
+
+    def feed(self, output: SampleOutput, delta: Delta) -> list[tuple[Change, Block, str]]:
+        """What ``delta`` changes, in order; the text is by what a block grew."""
+        self._reasoning.count(output.token_ids[delta.first_token : delta.last_token])
+        self._changes = []
+        reason = delta.finish.reason if delta.finish is not None else None
+        for part in self._parser.feed(delta.text, reason):
+            match part.kind:
+                case PartKind.REASONING:
+                    self._add(BlockKind.REASONING, part.text)
+                case PartKind.CONTENT:
+                    self._add(BlockKind.TEXT, part.text)
+                case PartKind.CALL:
+                    self._begin(BlockKind.CALL, part.text)
+                case PartKind.ARGUMENTS:
+                    self._grow(part.text)
+                case PartKind.END_OF_CALL:
+                    self._close()
+                case _:
+                    assert_never(part.kind)
+        if delta.finish is not None and self._open is not None:
+            is_call = self._open.kind is BlockKind.CALL
+            self._open.is_cut = is_call or delta.finish.reason is FinishReason.LENGTH
+            self._close()
+        return self._changes
+
+    def _add(self, kind: BlockKind, text: str) -> None:
+        """To the open block if it is of this kind, else to a new one."""
+        if self._open is None or self._open.kind is not kind:
+            self._begin(kind)
+        self._grow(text)
+
+    def _begin(self, kind: BlockKind, name: str = "") -> None:
+        self._close()
+        self._open = Block(len(self.blocks), self._num_of[kind], kind, name)
+        self._num_of[kind] += 1
+        self.blocks.append(self._open)
+        self._changes.append((Change.OPENED, self._open, ""))
+
+    def _grow(self, text: str) -> None:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        self._changes.append((Change.GREW, self._open, text))
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._changes.append((Change.CLOSED, self._open, ""))
+            self._open = None
 
 
 class ReasoningTokens:

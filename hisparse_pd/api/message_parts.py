@@ -1,12 +1,8 @@
-"""What a chat answer consists of: pieces of reasoning, content and calls, in the order in which they came.
-
-A stream shows parts as they come. A whole answer is the joined parts of its stream: both say the same.
-"""
+"""What a chat answer consists of: pieces of reasoning, content and calls, in the order in which they came."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 
@@ -50,39 +46,3 @@ class PartList:
         taken = [Part(kind, "".join(pieces)) for kind, pieces in self._found]
         self._found.clear()
         return taken
-
-
-@dataclass(slots=True)
-class Call:
-    """``arguments``: a JSON object as text, unless the call was cut off or could not be read."""
-
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class Message:
-    """A whole answer."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-
-def joined(parts: Iterable[Part]) -> Message:
-    """The answer of which ``parts`` are all parts."""
-    texts: dict[PartKind, list[str]] = {PartKind.REASONING: [], PartKind.CONTENT: []}
-    calls: list[tuple[str, list[str]]] = []
-    for part in parts:
-        match part.kind:
-            case PartKind.REASONING | PartKind.CONTENT:
-                texts[part.kind].append(part.text)
-            case PartKind.CALL:
-                calls.append((part.text, []))
-            case PartKind.ARGUMENTS:
-                calls[-1][1].append(part.text)
-    return Message(
-        "".join(texts[PartKind.REASONING]),
-        "".join(texts[PartKind.CONTENT]),
-        [Call(name, "".join(pieces)) for name, pieces in calls],
-    )

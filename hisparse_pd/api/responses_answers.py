@@ -13,8 +13,9 @@ from msgspec import Raw
 
 from hisparse_pd.api.answers import hisparse_usage
 from hisparse_pd.api.app import Work
-from hisparse_pd.api.blocks import Block, BlockAnswer, BlockKind, Change
+from hisparse_pd.api.blocks import BlockAnswer
 from hisparse_pd.api.chat_format import Markup
+from hisparse_pd.api.chat_reading import Block, BlockKind, Change
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
 from hisparse_pd.api.openai_responses import called_tool, custom_input
@@ -38,13 +39,11 @@ class Responses(BlockAnswer):
     """``/v1/responses``."""
 
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
-        super().__init__(work, token_bytes, markup)
-        self._model_name = model_name
+        super().__init__(work, model_name, token_bytes, markup)
         self._echo = work.request.echo or {}
         self._sampling = work.request.options[0].sampling
         chat = work.request.chat
         self._called_tools = {} if chat is None else chat.called_tools
-        self._identity = work.identity
         self._id = work.identity.name("resp_", 24)
         self._num_events = 0
 
@@ -115,7 +114,7 @@ class Responses(BlockAnswer):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == _INCOMPLETE else None,
             "model": self._model_name,
-            "output": [self._item(block) for block in self.blocks] if is_over else [],
+            "output": [self._item(block) for block in self._reading.blocks] if is_over else [],
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
@@ -169,7 +168,7 @@ class Responses(BlockAnswer):
                 "held_tokens": output.num_held_tokens,
             },
             "output_tokens": num_new_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._reading.num_reasoning_tokens},
             "total_tokens": output.num_prompt_tokens + num_new_tokens,
             "hisparse": hisparse_usage([output]),
         }

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hisparse_pd.api import chat_message
 from hisparse_pd.api.chat_format import MARKUPS, Markup, ToolMarkup
 from hisparse_pd.api.chat_message import MessageParser
-from hisparse_pd.api.message_parts import Message, Part, PartKind, joined
+from hisparse_pd.api.message_parts import Part, PartKind
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
+from tests.unit.api.joined_parts import Message, joined
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 GLM, DSML, V31 = (MARKUPS[kind] for kind in (ToolMarkup.GLM, ToolMarkup.DSML, ToolMarkup.DEEPSEEK_V31))

@@ -17,13 +17,13 @@ from hisparse_pd.api.chat_format import DSML, MARKUPS, V31, ChatFormat, Reasonin
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
 from hisparse_pd.api.grammars import write_grammar
-from hisparse_pd.api.message_parts import Call, joined
 from hisparse_pd.api.schema_document import MAX_STEPS, Steps
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import FinishReason
 from protocol.decoding import MAX_NESTING
 from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer
+from tests.unit.api.joined_parts import Call, joined
 
 TOKENS = {
     ToolMarkup.GLM: (
