@@ -16,13 +16,14 @@ from starlette.routing import Route
 
 from hisparse_pd.api.answering import streamed, whole_body
 from hisparse_pd.api.app import Front, Work, create_app
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.frame import Answer
 from hisparse_pd.api.models import json_response
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.quarantine_routes import quarantine_routes
 from hisparse_pd.api.requests import grouped
-from hisparse_pd.api.schemas import ApiRequest, Endpoint
+from hisparse_pd.api.schemas import ApiRequest
 from hisparse_pd.api.timing import Timeline
 from hisparse_pd.engine.messages import PrefillFinished, PromptScores, RequestFailed, Tokens
 from hisparse_pd.http.engine_link import ByPrefix, SampleGroup

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from hisparse_pd.api.answering import streamed, whole_body
 from hisparse_pd.api.app import Front, Work, create_app
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.frame import SSE_DONE, Answer, sse
 from hisparse_pd.api.models import json_response
 from hisparse_pd.api.node import run_front
@@ -27,7 +28,7 @@ from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.prompt_scores import PromptLists, Scores, shown_lists, with_lists, write_lists
 from hisparse_pd.api.quarantine_routes import quarantine_routes
 from hisparse_pd.api.requests import grouped
-from hisparse_pd.api.schemas import ApiRequest, Endpoint
+from hisparse_pd.api.schemas import ApiRequest
 from hisparse_pd.engine.messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
 from hisparse_pd.http.engine_link import by_room
 from hisparse_pd.http.http_errors import ApiError, NodeUnavailable, RequestFailedError

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 
 import msgspec
 from msgspec import Raw
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.raw_json import check_text, first_chars, not_json, split_list
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.http.off_loop import taking_interpreter
@@ -32,19 +32,9 @@ _OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 """Of a body whose nesting is known to be bounded."""
 
 
-class Endpoint(StrEnum):
-    """The paths that are relayed to a pair, the same on the nodes."""
-
-    COMPLETIONS = "/v1/completions"
-    CHAT_COMPLETIONS = "/v1/chat/completions"
-    GENERATE = "/generate"
-    MESSAGES = "/v1/messages"
-    RESPONSES = "/v1/responses"
-
-
 _PROMPT_FIELDS = {
     Endpoint.COMPLETIONS: ("prompt",),
-    Endpoint.CHAT_COMPLETIONS: ("messages",),
+    Endpoint.CHAT: ("messages",),
     Endpoint.GENERATE: ("text", "input_ids"),
     Endpoint.MESSAGES: ("system", "messages"),
     Endpoint.RESPONSES: ("instructions", "input"),
@@ -209,7 +199,7 @@ def _is_prefill_only(fields: dict[str, Raw], endpoint: Endpoint) -> bool:
 def _most_tokens(fields: dict[str, Raw], endpoint: Endpoint, name: str) -> int | None:
     """That any answer may have by the field ``name``, where that is 0 or 1; None: more, or not said."""
     match endpoint:
-        case Endpoint.COMPLETIONS | Endpoint.CHAT_COMPLETIONS:
+        case Endpoint.COMPLETIONS | Endpoint.CHAT:
             return next((limit for limit in (0, 1) if _is(fields, name, b"%d" % limit)), None)
         case Endpoint.GENERATE:
             params = fields.get("sampling_params", Raw(b"null"))
@@ -228,7 +218,7 @@ def _asking_for_scores(fields: dict[str, Raw], endpoint: Endpoint) -> str:
     match endpoint:
         case Endpoint.COMPLETIONS if _is(fields, "echo", b"true") and _says(fields, "logprobs"):
             return "echo"
-        case Endpoint.COMPLETIONS | Endpoint.CHAT_COMPLETIONS:
+        case Endpoint.COMPLETIONS | Endpoint.CHAT:
             return "prompt_logprobs" if _says(fields, "prompt_logprobs") else ""
         case Endpoint.GENERATE if _is(fields, "return_logprob", b"true"):
             starts = _says(fields, "logprob_start_len") and not _is(fields, "logprob_start_len", b"-1")

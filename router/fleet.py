@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hisparse_pd.api.models import show_models
+from hisparse_pd.api.models import MODELS_PATH, json_response, show_models
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import VERSION
 from protocol.decoding import TypedDecoder
@@ -20,7 +19,6 @@ from router.nodes import Node, NodeKind, NodePool
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_SECS = 5.0
-_JSON = "application/json"
 _OBJECT_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
 
 
@@ -33,15 +31,15 @@ class Fleet:
 
     async def models(self, request: Request) -> Response:
         """The models of all healthy decode nodes, each once; or the one that the path names."""
-        answers = await self._ask_all(self._pool.healthy(NodeKind.DECODE), "/v1/models")
+        answers = await self._ask_all(self._pool.healthy(NodeKind.DECODE), MODELS_PATH)
         lists = [None if isinstance(answer, str) else _models_in(answer) for answer in answers]
         if not any(models is not None for models in lists):
-            return self._nobody_told("its models")
+            return _nobody_told(self._pool.of_kind(NodeKind.DECODE), MODELS_PATH)
         by_id = {model["id"]: model for models in lists for model in models or ()}
         return show_models(request, list(by_id.values()))
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": VERSION})
+        return json_response({"version": VERSION})
 
     async def server_info(self, request: Request) -> Response:
         """What each node says of itself, by kind; of one that says nothing, why."""
@@ -51,24 +49,22 @@ class Fleet:
         for node, answer in zip(nodes, answers, strict=True):
             said = {"trouble": answer} if isinstance(answer, str) else answer
             told[node.kind].append({"url": node.url, **said})
-        return _json({"version": VERSION, **told})
+        return json_response({"version": VERSION, **told})
 
     async def model_info(self, request: Request) -> Response:
-        """What the first healthy decode node that answers says: the nodes serve one model."""
-        for node in self._pool.healthy(NodeKind.DECODE):
-            answer = await self._ask(node, "/model_info")
-            if not isinstance(answer, str):
-                return _json(answer)
-        return self._nobody_told("its model")
+        """The model's, of a decode node: the nodes serve one model."""
+        return await self._first_told(self._pool.of_kind(NodeKind.DECODE), "/model_info")
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What the first healthy node that answers says, of either kind: they have one tokenizer."""
-        for node in [node for kind in NodeKind for node in self._pool.healthy(kind)]:
-            answer = await self._ask(node, "/tokenizer_info")
-            if not isinstance(answer, str):
-                return _json(answer)
-        states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.nodes)
-        return ApiError(503, f"no node told of its tokenizer ({states})").response()
+        """The tokenizer's, of a node of either kind: they have one tokenizer."""
+        return await self._first_told(self._pool.nodes, "/tokenizer_info")
+
+    async def _first_told(self, nodes: Sequence[Node], path: str) -> Response:
+        """What the first healthy one of ``nodes`` that answers says."""
+        for node in nodes:
+            if node.healthy and not isinstance(answer := await self._ask(node, path), str):
+                return json_response(answer)
+        return _nobody_told(nodes, path)
 
     async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
         return await asyncio.gather(*(self._ask(node, path) for node in nodes))
@@ -81,9 +77,10 @@ class Fleet:
             log.warning("%s: %s", node.name, error)
             return str(error)
 
-    def _nobody_told(self, what: str) -> Response:
-        states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.of_kind(NodeKind.DECODE))
-        return ApiError(503, f"no decode node told {what} ({states})").response()
+
+def _nobody_told(nodes: Sequence[Node], path: str) -> Response:
+    states = "; ".join(f"{node.url}: {node.trouble}" for node in nodes)
+    return ApiError(503, f"{path}: no node answered ({states}); try again later").response()
 
 
 def _models_in(listing: dict[str, object]) -> list[dict[str, object]] | None:
@@ -91,7 +88,3 @@ def _models_in(listing: dict[str, object]) -> list[dict[str, object]] | None:
     if not isinstance(models, list):
         return None
     return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type=_JSON)

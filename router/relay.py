@@ -21,9 +21,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.frame import PING_SECS
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, MOVED, PREFILL_NODE_FAILED
-from router.body import Endpoint, RequestBody
+from router.body import RequestBody
 from router.connect import Call, RawHeaders
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.journal import Journal, JournalBudget, Losses

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,16 +20,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from hisparse_pd.api.bodies import Endpoint, TokenPath
 from hisparse_pd.api.keys import RequireKey, load_api_keys
-from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH
+from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.http.clients import read_body, unless_client_leaves
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.off_loop import parsed
-from hisparse_pd.http.patience import Patience
 from hisparse_pd.settings import RouterSettings
 from hisparse_pd.traces import open_tracer
-from router.body import Endpoint, RequestBody
+from router.body import RequestBody
 from router.connect import RawHeaders
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
@@ -51,10 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECS = 5.0
-_JSON = "application/json"
 
-TO_ONE_NODE = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
-RELAYED = (*Endpoint, *TO_ONE_NODE)
+RELAYED = (*Endpoint, *TokenPath)
 """What nodes answer, under the same paths."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PAGE_PATHS
@@ -168,8 +165,8 @@ class _Router:
         ]
         is_loading = any(node.trouble == LOADING for node in self.pool.nodes)
         trouble = "draining" if is_draining else "loading" if is_loading else "unavailable"
-        body = msgspec.json.encode({"status": "ok" if is_ready else trouble, "nodes": nodes})
-        return Response(body, 200 if is_ready else 503, media_type=_JSON)
+        body = {"status": "ok" if is_ready else trouble, "nodes": nodes}
+        return json_response(body, 200 if is_ready else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -177,20 +174,20 @@ class _Router:
 
 async def _liveness(request: Request) -> Response:
     """200 from a process whose loop turns, whatever the nodes do."""
-    return Response(b'{"status": "ok"}', media_type=_JSON)
+    return json_response({"status": "ok"})
 
 
 async def _openapi(request: Request) -> Response:
-    return Response(openapi_document(), media_type=_JSON)
+    return Response(openapi_document(), media_type="application/json")
 
 
 class _RelayEndpoint:
-    """ASGI application of one relayed path: of an Endpoint to a pair, of another path to one node."""
+    """ASGI application of one relayed path: of an Endpoint to a pair, of a TokenPath to one node."""
 
     def __init__(self, router: _Router, path: str) -> None:
         self._router = router
         self._path = path
-        self._endpoint = Endpoint(path) if path not in TO_ONE_NODE else None
+        self._endpoint = Endpoint(path) if path in set(Endpoint) else None
         self._error_shape = ErrorShape.of_path(path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -226,19 +223,13 @@ class _RelayEndpoint:
             return CLIENT_GONE
         except ApiError as error:
             return await self._send_error(request, send, error, span)
-        except TimeoutError:
-            log.warning("%s: the client stopped reading its answer", self._path)
-            return CLIENT_GONE
 
     async def _relay(self, request: Request, body: bytes, send: Send, span: RequestSpan | None) -> int:
         headers = request.headers.raw if span is None else span.passed_on(request.headers.raw)
         started = time.perf_counter()
         async with AsyncExitStack() as stack:
-            try:
-                async with self._router.drain.time_left():
-                    answer = await self._open(body, headers, stack, span)
-            except RouterError as error:
-                return await self._send_error(request, send, error, span)
+            async with self._router.drain.time_left():
+                answer = await self._open(body, headers, stack, span)
             if self._endpoint is not None:
                 self._router.metrics.ttft.labels(self._path).observe(time.perf_counter() - started)
             await self._stream(answer, send, span)
@@ -263,13 +254,11 @@ class _RelayEndpoint:
         tail = b"\n\n"
         num_left = answer.num_bytes
         try:
-            async with self._router.drain.time_left(), self._reading_client() as reading:
+            async with self._router.drain.time_left():
                 while chunk := await answer.read():
                     tail = chunk[-2:] if len(chunk) > 1 else (tail + chunk)[-2:]
                     num_left -= len(chunk)
-                    reading.begin()
                     await send({"type": "http.response.body", "body": chunk, "more_body": num_left > 0})
-                    reading.end()
                     if num_left <= 0:
                         return  # the client has all of it, and may leave before the node's connection ends
         except RouterError as error:
@@ -281,28 +270,8 @@ class _RelayEndpoint:
                 return
             event = error.last_words if isinstance(error, NodeFailed) else b""
             event = event or (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
-            await self._send_chunk(send, event, more=True)
-        await self._send_chunk(send, b"", more=False)
-
-    async def _send_chunk(self, send: Send, chunk: bytes, *, more: bool) -> None:
-        async with self._reading_client() as reading:
-            reading.begin()
-            await send({"type": "http.response.body", "body": chunk, "more_body": more})
-
-    @asynccontextmanager
-    async def _reading_client(self) -> AsyncIterator[Patience]:
-        """For each time that something is sent: a client that stops reading must not hold two nodes for ever.
-
-        Raises TimeoutError.
-        """
-        async with asyncio.timeout(None) as limit:
-            loop = asyncio.get_running_loop()
-            secs = self._router.settings.request_timeout_secs
-            reading = Patience(secs, lambda: limit.reschedule(loop.time()))
-            try:
-                yield reading
-            finally:
-                reading.close()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(
         self, request: Request, send: Send, error: ApiError, span: RequestSpan | None

@@ -14,11 +14,11 @@ from msgspec import Raw
 from hisparse_pd.api.answers import Chat, Completions, Dialect, Generate
 from hisparse_pd.api.anthropic_answers import Messages
 from hisparse_pd.api.app import Front, Work
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.chat_format import MARKUPS
 from hisparse_pd.api.journal import Journal
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.responses_answers import Responses
-from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.http.http_errors import ApiError, ErrorShape, RequestFailedError
 from hisparse_pd.http.journal_lines import MOVED, OVER, journal_line
 from hisparse_pd.vocabulary import MOVED as MOVED_CODE

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from hisparse_pd.api.bodies import Endpoint, TokenPath
 from hisparse_pd.api.frame import Answer, FramedEndpoint, Reply, Respond
 from hisparse_pd.api.journal import Identity
 from hisparse_pd.api.keys import ApiKeys, RequireKey
@@ -26,10 +27,10 @@ from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response, show_
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.api.requests import Limits, SampleRequest, plan_samples
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
+from hisparse_pd.api.schemas import ApiRequest, parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.api.timing import Timeline
-from hisparse_pd.api.tokens import TokenPath, answer_about_tokens
+from hisparse_pd.api.tokens import answer_about_tokens
 from hisparse_pd.http.engine_link import EngineLink
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.journal_lines import JOURNAL_HEADER

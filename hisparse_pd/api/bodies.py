@@ -6,6 +6,7 @@ those under ``declared`` are whole objects. Who reads the fields gives defaults,
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
@@ -358,14 +359,32 @@ class DetokenizeBody(Addressed):
     tokens: Annotated[Raw | None, raw(**_IDS)]
 
 
+class Endpoint(StrEnum):
+    """The paths that take work; a router relays them to a pair."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+    GENERATE = "/generate"
+    MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
+
+
+class TokenPath(StrEnum):
+    """vLLM's paths that are about tokens, and Anthropic's to count; any node answers them."""
+
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+
+
 BODIES: dict[str, type[Any]] = {
-    "/v1/completions": CompletionsBody,
-    "/v1/chat/completions": ChatBody,
-    "/generate": GenerateBody,
-    "/v1/messages": MessagesBody,
-    "/v1/messages/count_tokens": CountTokensBody,
-    "/v1/responses": ResponsesBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
+    Endpoint.COMPLETIONS: CompletionsBody,
+    Endpoint.CHAT: ChatBody,
+    Endpoint.GENERATE: GenerateBody,
+    Endpoint.MESSAGES: MessagesBody,
+    Endpoint.RESPONSES: ResponsesBody,
+    TokenPath.TOKENIZE: TokenizeBody,
+    TokenPath.DETOKENIZE: DetokenizeBody,
+    TokenPath.COUNT_TOKENS: CountTokensBody,
 }
 """By the paths that take them."""

@@ -16,9 +16,9 @@ from msgspec import Raw, Struct
 
 from hisparse_pd.api.answers import finite, likeliest_by_text, sglang_token
 from hisparse_pd.api.app import Work
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.requests import SampleRequest
-from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.engine.messages import score_dtype, unpack_token_ids
 from hisparse_pd.http.http_errors import RequestFailedError
 from hisparse_pd.http.off_loop import off_loop

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 from typing import Any
 
 from hisparse_pd.api.anthropic_messages import parse_messages
@@ -19,6 +19,7 @@ from hisparse_pd.api.bodies import (
     Addressed,
     ChatBody,
     CompletionsBody,
+    Endpoint,
     GenerateBody,
     MessagesBody,
     ResponsesBody,
@@ -57,16 +58,6 @@ OPENAI_DEFAULTS = SamplingDefaults()
 
 _NO_MODEL = ("", "unknown", "default")
 """What public routers and clients fill in when the client named no model."""
-
-
-class Endpoint(StrEnum):
-    """The paths that take work."""
-
-    COMPLETIONS = "/v1/completions"
-    CHAT = "/v1/chat/completions"
-    GENERATE = "/generate"
-    MESSAGES = "/v1/messages"
-    RESPONSES = "/v1/responses"
 
 
 class StreamedUsage(Enum):

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.requests import SampleRequest
-from hisparse_pd.api.schemas import ApiRequest, Endpoint
+from hisparse_pd.api.schemas import ApiRequest
 from hisparse_pd.engine.messages import PrefillFinished, RequestStats
 from hisparse_pd.engine.phases import DECODE_PHASES, Phase, wall_clock_ahead
 from hisparse_pd.http.metrics import FrontMetrics

@@ -7,13 +7,12 @@ the same limits; what is long is done in pieces, beside the event loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 
 import msgspec
 from msgspec import Raw
 
 from hisparse_pd.api.anthropic_messages import parse_messages
-from hisparse_pd.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody
+from hisparse_pd.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody, TokenPath
 from hisparse_pd.api.declared import decode_body
 from hisparse_pd.api.frame import Answer
 from hisparse_pd.api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
@@ -25,14 +24,6 @@ from hisparse_pd.http.off_loop import off_loop, parsed
 
 _TOKENS_A_PIECE = 1 << 14
 """Shown at a time: some 5 ms, in which no other thread runs."""
-
-
-class TokenPath(StrEnum):
-    """vLLM's, and Anthropic's to count."""
-
-    TOKENIZE = "/tokenize"
-    DETOKENIZE = "/detokenize"
-    COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 async def answer_about_tokens(

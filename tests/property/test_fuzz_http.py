@@ -12,11 +12,12 @@ import msgspec
 import pytest
 from hypothesis import given
 
+from hisparse_pd.api.bodies import Endpoint, TokenPath
 from hisparse_pd.api.body_parts import MAX_ROOM
 from hisparse_pd.api.requests import Limits, grouped, plan_samples
-from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
+from hisparse_pd.api.schemas import ApiRequest, parse_request
 from hisparse_pd.api.text_codec import TextCodec
-from hisparse_pd.api.tokens import TokenPath, answer_about_tokens
+from hisparse_pd.api.tokens import answer_about_tokens
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError

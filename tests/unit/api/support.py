@@ -17,10 +17,11 @@ from starlette.types import Message
 
 from decode_node.server import create_decode_app
 from hisparse_pd.api.app import Front
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.grammar_checks import GrammarChecks
 from hisparse_pd.api.keys import load_api_keys
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
+from hisparse_pd.api.schemas import ApiRequest, parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.http.engine_link import EngineLink, LinkState
 from hisparse_pd.http.listening import Listener

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.call_rules import CallRule
 from hisparse_pd.api.constraints import (
     MAX_CHOICE_CHARS,
@@ -18,7 +19,6 @@ from hisparse_pd.api.constraints import (
     Constraint,
     FormatKind,
 )
-from hisparse_pd.api.schemas import Endpoint
 from hisparse_pd.http.http_errors import ApiError
 from tests.unit.api.support import parse
 

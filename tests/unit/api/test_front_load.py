@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from decode_node.server import create_decode_app
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.prompts import MAX_VALUES
 from hisparse_pd.api.requests import Limits, plan_samples
-from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.api.schemas import parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind
 from hisparse_pd.api.grammar_checks import MAX_WAITING, GrammarChecks
 from hisparse_pd.api.requests import Limits, plan_samples
 from hisparse_pd.api.sampling_options import SampleOptions
-from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.api.schemas import parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.grammar.checker import Verdict
 from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.schemas import Endpoint
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 from tests.stream_events import said_in

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.schemas import Endpoint
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.engine.messages import Generate, RequestFailed
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag

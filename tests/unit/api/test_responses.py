@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from hisparse_pd.api.schemas import Endpoint
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.engine.messages import Generate, RequestFailed
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.api.schemas import parse_request
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.vocabulary import CheckpointError
 from prefill_node import server as prefill_server

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.api.bodies import BODIES
+from hisparse_pd.api.bodies import BODIES, Endpoint
 from hisparse_pd.api.openapi import openapi_document
 from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.requests import Limits, SampleRequest, grouped, plan_samples
-from hisparse_pd.api.schemas import ApiRequest, Endpoint, derive_room, parse_request
+from hisparse_pd.api.schemas import ApiRequest, derive_room, parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import WantedScores, pack_token_ids, unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError

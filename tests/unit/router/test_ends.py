@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.settings import RouterSettings
-from router.body import Endpoint
 from router.connect import RawHeaders
 from router.drain import Drain
 from router.journal import JournalBudget

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
+from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.settings import RouterSettings
-from router.body import Endpoint, RequestBody
+from router.body import RequestBody
 from router.errors import RouterError
 from router.nodes import NodeKind, NodePool
 from tests.unit.router.cluster import CutConnection, FakeNode, cluster, error_of, never, says, start
 
 pytestmark = pytest.mark.anyio
 
-COMPLETIONS, CHAT, GENERATE = Endpoint.COMPLETIONS, Endpoint.CHAT_COMPLETIONS, Endpoint.GENERATE
+COMPLETIONS, CHAT, GENERATE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.GENERATE
 ALONE, PLAIN = "prefill_only", ""
 
 

@@ -17,13 +17,14 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Send
 
+from hisparse_pd.api.bodies import Endpoint, TokenPath
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
 from protocol.access import KeyFileError
-from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, Endpoint, RequestBody
+from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, RequestBody
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
-from router.server import RELAYED, TO_ONE_NODE, create_app
+from router.server import RELAYED, create_app
 from tests.property.fuzzing import peak_bytes
 from tests.unit.router.cluster import (
     EVENTS,
@@ -107,7 +108,7 @@ async def test_bootstrap_fields_of_the_client_are_replaced() -> None:
         (Endpoint.GENERATE, {"text": ["a", "b"]}, 2),
         (Endpoint.GENERATE, {"input_ids": [[1], [2], [3]]}, 3),
         (Endpoint.GENERATE, {"input_ids": [1, 2]}, None),
-        (Endpoint.CHAT_COMPLETIONS, {"messages": [{"role": "user"}], "n": 4}, None),
+        (Endpoint.CHAT, {"messages": [{"role": "user"}], "n": 4}, None),
     ],
 )
 async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
@@ -906,7 +907,7 @@ async def test_prompts_are_told_apart_by_all_that_is_in_them() -> None:
     assert body.num_prompts is None
 
 
-@pytest.mark.parametrize("path", TO_ONE_NODE)
+@pytest.mark.parametrize("path", TokenPath)
 async def test_what_needs_no_pair_goes_to_one_node_that_serves(path: str) -> None:
     content = b'{"prompt": "a",  "x": 1.10}'
     loading = says(b'{"error": {"message": "loading"}}', 503)
@@ -960,7 +961,7 @@ async def test_any_node_tells_of_the_tokenizer() -> None:
             await node.close()
         answer = await pair.client.get("/tokenizer_info")
         assert answer.status_code == 503
-        assert "no node told of its tokenizer" in error_of(answer)
+        assert "no node answered" in error_of(answer)
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
@@ -972,7 +973,7 @@ async def test_a_healthy_decode_node_says_what_the_model_is(path: str) -> None:
         await pair.decode[1].close()
         answer = await pair.client.get(path)
         assert answer.status_code == 503
-        assert "no decode node told its model" in error_of(answer)
+        assert "no node answered" in error_of(answer)
 
 
 async def test_the_router_tells_its_version() -> None:
