@@ -6,7 +6,7 @@ A node gives ``create_app`` one handler, which turns a checked request into an `
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -79,8 +79,8 @@ class Front:
     control_keys: ControlKeys | None = None
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     started_at: int = field(default_factory=lambda: int(time.time()))
-    of_all_fronts: Callable[[], Awaitable[bytes]] | None = None
-    """Renders the metrics of the node; None: this is its only front."""
+    metrics_of_fronts: Callable[[], Sequence[bytes]] = tuple
+    """Those of a node of several, packed."""
     tracer: Tracer | None = None
     """None: there are no traces."""
 
@@ -310,7 +310,7 @@ async def _models(front: Front, request: Request) -> Response:
 
 
 async def _metrics(front: Front, request: Request) -> Response:
-    text = front.metrics.render() if front.of_all_fronts is None else await front.of_all_fronts()
+    text = front.metrics.render(front.metrics_of_fronts())
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

@@ -10,9 +10,8 @@ import contextlib
 import gc
 import logging
 import signal
-import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -24,13 +23,14 @@ from hisparse_pd.api.keys import load_api_keys
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.sockets import Crossing
+from hisparse_pd.http.board import Board
 from hisparse_pd.http.certificates import Certificate
 from hisparse_pd.http.descriptors import raise_limit
 from hisparse_pd.http.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
 from hisparse_pd.http.follower import follow
 from hisparse_pd.http.front import EngineProcesses, EngineTarget, serve
-from hisparse_pd.http.fronts import Fronts, FrontWorker
-from hisparse_pd.http.in_flight import NodeCounts
+from hisparse_pd.http.fronts import Fronts, serve_further
+from hisparse_pd.http.in_flight import make_board
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.process import StartError, setup_logging
@@ -57,7 +57,7 @@ class _NodePlan(Generic[S]):
     holds_output: bool
     choose_rank: RankChoice
     apps: Callable[[Front], Sequence[ASGIApp]]
-    counts: NodeCounts
+    board: Board
     started_at: int
 
     def metrics(self) -> FrontMetrics:
@@ -78,12 +78,12 @@ class _NodePlan(Generic[S]):
             self.settings.startup_timeout_secs,
             QueueLimits.of(self.settings),
             self.choose_rank,
-            self.counts,
+            self.board,
             front,
             Crossing.of(self.settings),
         )
 
-    def front(self, link: EngineLink, metrics: FrontMetrics, render: Callable[[], Awaitable[bytes]]) -> Front:
+    def front(self, link: EngineLink, metrics: FrontMetrics) -> Front:
         """Raises CheckpointError, KeyFileError, TokenizerUnsupported, StartError, OSError."""
         codec = TextCodec.load(self.settings.model_path)
         tracer = open_tracer(
@@ -105,7 +105,7 @@ class _NodePlan(Generic[S]):
             load_control_keys(self.settings.control_key_file),
             SamplingDefaults.of(self.settings),
             self.started_at,
-            render,
+            self.board.metrics,
             tracer,
         )
 
@@ -150,18 +150,18 @@ def run_front(
         log.warning("%s", settings.exposure)
     num_fronts = settings.num_fronts
     listeners[0].share(num_fronts)
-    counts = NodeCounts(settings.dp_size, num_fronts)
-    plan = _NodePlan(settings, role, holds_output, choose_rank, apps, counts, int(time.time()))
+    board = make_board(settings.dp_size, num_fronts)
+    plan = _NodePlan(settings, role, holds_output, choose_rank, apps, board, int(time.time()))
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
     endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
-    fronts = Fronts(num_fronts - 1, _run_worker, f"{role}-front", metrics)
+    fronts = Fronts(board, _run_further, f"{role}-front", metrics)
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
         engines.start()
         fronts.start(plan, endpoints, listeners[0])
-        front = plan.front(link, metrics, fronts.render_metrics)
+        front = plan.front(link, metrics)
         addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
         log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
         if defaults := str(sampling_defaults):
@@ -184,22 +184,17 @@ def _certificate(settings: NodeSettings) -> Certificate | None:
     return Certificate(settings.ssl_certfile, settings.ssl_keyfile) if settings.ssl_certfile else None
 
 
-def _run_worker(
-    number: int,
-    sock: socket.socket,
-    plan: _NodePlan[Any],
-    endpoints: Sequence[Sequence[str]],
-    listener: Listener,
+def _run_further(
+    number: int, plan: _NodePlan[Any], endpoints: Sequence[Sequence[str]], listener: Listener
 ) -> None:
     """Front ``number`` of a node; its exit status is 1 when it cannot start."""
     setup_logging(plan.settings.log_level, f"{plan.role}-front {number}")
     metrics = plan.metrics()
     link = plan.link(number, endpoints[number], metrics)
-    worker = FrontWorker(link, metrics, sock)
     try:
-        with contextlib.closing(plan.front(link, metrics, worker.render_metrics)) as front:
+        with contextlib.closing(plan.front(link, metrics)) as front:
             app, *_ = plan.apps(front)
-            asyncio.run(worker.serve(listener, app))
+            asyncio.run(serve_further(number, link, metrics, plan.board, listener, app))
     except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
         log.error("%s", error)
         raise SystemExit(1) from None

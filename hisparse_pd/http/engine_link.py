@@ -37,8 +37,9 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.sockets import Crossing
+from hisparse_pd.http.board import Board
 from hisparse_pd.http.http_errors import ApiError, NodeUnavailable, QueueFull
-from hisparse_pd.http.in_flight import InFlight, NodeCounts
+from hisparse_pd.http.in_flight import InFlight, make_board
 from hisparse_pd.http.patience import Patience
 from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.http.rank_link import RankLink
@@ -201,12 +202,12 @@ class EngineLink:
         startup_timeout_secs: float = 300.0,
         limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
         choose_rank: RankChoice = least_loaded,
-        counts: NodeCounts | None = None,
+        board: Board | None = None,
         front: int = 0,
         crossing: Crossing | None = None,
     ) -> None:
         """``endpoints``: one a rank, as of RankLink. ``on_connected``: called once all engines are ready, and
-        so connected, to all fronts. ``counts``: of the node, of which this is ``front``; None: its only one.
+        so connected, to all fronts. ``board``: of the node, of which this is ``front``; None: its only one.
 
         ``on_stats``: with the rank. ``startup_timeout_secs``: how long loading may stand still.
         """
@@ -215,7 +216,7 @@ class EngineLink:
         self._startup_timeout_secs = startup_timeout_secs
         self.state = LinkState.LOADING
         self.front = front
-        self.counts = InFlight(counts or NodeCounts(len(endpoints)), front)
+        self.counts = InFlight(board or make_board(len(endpoints)), front)
         self.ranks = [
             RankLink(
                 rank,

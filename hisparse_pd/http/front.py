@@ -20,8 +20,9 @@ from typing import TypeAlias, TypeVar
 from starlette.types import ASGIApp
 
 from hisparse_pd.engine.meeting import meeting_address
-from hisparse_pd.http.engine_link import EngineLink, LinkState
-from hisparse_pd.http.fronts import SHUTTING_DOWN, Fronts, exits, join
+from hisparse_pd.http.board import Word
+from hisparse_pd.http.engine_link import EngineLink
+from hisparse_pd.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts, exits, join
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.process import (
     BRIEF_SPIN,
@@ -40,7 +41,6 @@ S = TypeVar("S", bound=NodeSettings)
 EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
 
 _ENGINE_EXIT_SECS = 5.0
-_FRONT_DIED = "a front process of the node has died"
 
 
 class EngineProcesses:
@@ -150,7 +150,6 @@ async def serve(
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     for sentinel in (*engines.sentinels, *fronts.sentinels):
         loop.add_reader(sentinel, _note_exit, loop, sentinel, link.lost)
-    await fronts.connect()
     link.start()
     servers = [
         listener.server(app, num_servers=len(listeners))
@@ -160,6 +159,7 @@ async def serve(
         asyncio.create_task(server.serve(sockets=[listener.socket]))
         for server, listener in zip(servers, listeners, strict=True)
     ]
+    writing = asyncio.create_task(fronts.write_metrics())
     stop = asyncio.create_task(signals.get())
     died = asyncio.create_task(link.lost.wait())
     try:
@@ -170,26 +170,25 @@ async def serve(
             fronts.stop_accepting()
             await _drain(link, drain_timeout_secs, signals, died)
         status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
-        what_died = ""
+        word = Word.LEAVE
         if died.done():
             of_engines, of_fronts = engines.exits(), fronts.exits()
-            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or LinkState.GONE)
-            what_died = _FRONT_DIED if of_fronts and not of_engines else LinkState.GONE
-            link.engine_died(what_died)
+            word = Word.FRONT_DIED if of_fronts and not of_engines else Word.ENGINE_DIED
+            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or WHAT_DIED[word])
+            link.engine_died(WHAT_DIED[word])
         else:
             link.fail_all(503, SHUTTING_DOWN)
-        leaving = asyncio.create_task(fronts.leave(what_died))
-        if not what_died:
+        leaving = asyncio.create_task(fronts.leave(word))
+        if word is Word.LEAVE:
             await link.shut_engines_down()
         for server in servers:
             server.should_exit = True
         await asyncio.gather(leaving, *running)
         return status
     finally:
-        for task in (stop, died, *running):
+        for task in (writing, stop, died, *running):
             task.cancel()
-        await asyncio.gather(stop, died, *running, return_exceptions=True)
-        await fronts.close()
+        await asyncio.gather(writing, stop, died, *running, return_exceptions=True)
         link.close()
 
 

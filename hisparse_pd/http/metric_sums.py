@@ -27,8 +27,6 @@ class _Family(Struct, frozen=True, array_like=True):
 
 
 _encoder = Encoder()
-NOTHING = _encoder.encode([])
-"""Of a process that has not said yet."""
 _decoder: TypedDecoder[tuple[_Family, ...]] = TypedDecoder(tuple[_Family, ...])
 
 

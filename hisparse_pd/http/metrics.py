@@ -138,12 +138,12 @@ class FrontMetrics:
         self._engine.stats[rank] = stats
 
     def pack(self) -> bytes:
-        """This front's own, for the one that renders those of all."""
+        """This front's own, for those who render those of all."""
         return metric_sums.pack(self.registry)
 
-    def render(self, others: Sequence[bytes] = ()) -> bytes:
-        """Prometheus text of the node: of this front and ``others``, packed, together."""
-        return metric_sums.render(self._engine, (self.pack(), *others))
+    def render(self, of_fronts: Sequence[bytes] = ()) -> bytes:
+        """Prometheus text of the node, whose fronts these are, packed; of none, this front's own."""
+        return metric_sums.render(self._engine, of_fronts or (self.pack(),))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hisparse_pd.engine.messages import EngineReady, Generate, GenerateGroup, ToEngine
+from hisparse_pd.http.board import Board
 from hisparse_pd.http.engine_link import EngineLink, QueueLimits, RankChoice
-from hisparse_pd.http.in_flight import NodeCounts
 from hisparse_pd.vocabulary import SamplingParams
 from tests.identities import ANY
 
@@ -15,12 +15,12 @@ def make_link(
     choose_rank: RankChoice,
     num_ranks: int = 3,
     limits: QueueLimits = ROOMY,
-    counts: NodeCounts | None = None,
+    board: Board | None = None,
     front: int = 0,
 ) -> EngineLink:
     """One whose engines are ready."""
     endpoints = [f"ipc://unused-{rank}" for rank in range(num_ranks)]
-    link = EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose_rank, counts=counts, front=front)
+    link = EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose_rank, board=board, front=front)
     for rank in link.ranks:
         link._handle(rank, EngineReady(100, 100 - rank.rank, 50 + rank.rank))
     return link

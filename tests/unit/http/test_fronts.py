@@ -1,11 +1,10 @@
-"""Fronts beside a node's first one: the channel to them, their counts, who accepts a connection."""
+"""Fronts beside a node's first one: the board that they share, their counts, who accepts a connection."""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from hisparse_pd.http import metric_sums
-from hisparse_pd.http.channel import Channel, ChannelClosed
+from hisparse_pd.http.board import MAX_METRICS_BYTES, Board, Word
 from hisparse_pd.http.connections import Connections
 from hisparse_pd.http.listening import Listener, _SharedSocket
 from hisparse_pd.http.metrics import FrontMetrics
@@ -22,44 +21,33 @@ from hisparse_pd.http.patience import Patience
 WAIT_SECS = 60.0
 
 
-@asynccontextmanager
-async def pair(**handlers: Any) -> AsyncIterator[tuple[Channel, Channel, list[bytes]]]:
-    ours, theirs = socket.socketpair()
-    notes: list[bytes] = []
-
-    async def answer(question: bytes) -> bytes:
-        if question == b"never":
-            await asyncio.Event().wait()
-        return question + f" after {len(notes)} notes".encode()
-
-    first, second = Channel(ours, notes.append, answer), Channel(theirs, notes.append, answer)
-    await first.open()
-    await second.open()
-    try:
-        yield first, second, notes
-    finally:
-        await first.close()
-        await second.close()
+# --- the board ---------------------------------------------------------------------------------------
 
 
-def test_questions_are_answered_whatever_others_wait_for_and_notes_keep_their_place() -> None:
-    async def main() -> None:
-        async with pair() as (first, second, notes):
-            waiting = asyncio.create_task(first.ask(b"never"))
-            for number in range(3):
-                first.tell(b"x" * (1 << 20))
-                assert await first.ask(b"q") == f"q after {number + 1} notes".encode()
-            assert await second.ask(b"") == b" after 3 notes"
-            assert len(notes) == 3
-            assert not waiting.done()
-            await second.close()
-            with pytest.raises(ChannelClosed):
-                await waiting
-            with pytest.raises(ChannelClosed):
-                await first.ask(b"q")
-            first.tell(b"to nobody")
+def _write(board: Board, packed: bytes) -> None:
+    board.write_metrics(1, packed)
 
-    asyncio.run(asyncio.wait_for(main(), WAIT_SECS))
+
+def test_what_a_process_writes_is_read_by_others_when_it_is_whole() -> None:
+    board = Board(1, 2)
+    assert board.metrics() == []
+    board.write_metrics(0, b"first")
+    other = multiprocessing.get_context("spawn").Process(target=_write, args=(board, b"second"))
+    other.start()
+    other.join(WAIT_SECS)
+    assert board.metrics() == [b"first", b"second"]
+    memoryview(board._metrics[1]).cast("B")[8:9] = b"S"  # in the middle of the next one
+    assert board.metrics() == [b"first", b"second"]
+    board.write_metrics(1, b"x" * MAX_METRICS_BYTES)
+    assert board.metrics()[1] == b"x" * MAX_METRICS_BYTES
+    with pytest.raises(ValueError, match=f"{MAX_METRICS_BYTES + 1} bytes"):
+        board.write_metrics(1, b"x" * (MAX_METRICS_BYTES + 1))
+
+
+def test_a_front_alone_shares_nothing() -> None:
+    board = Board(1)
+    board.say(Word.LEAVE)
+    assert (board.word, list(board.metrics())) == (Word.LEAVE, [])
 
 
 # --- counts ------------------------------------------------------------------------------------------
@@ -84,8 +72,7 @@ class _Gauge:
 
 
 def test_counts_of_several_processes_are_added_up() -> None:
-    packed = [metric_sums.pack(counting(2, "200")), metric_sums.NOTHING]
-    packed += [metric_sums.pack(counting(3, "200")), metric_sums.pack(counting(1, "500"))]
+    packed = [metric_sums.pack(counting(num, status)) for num, status in ((2, "200"), (3, "200"), (1, "500"))]
     lines = metric_sums.render(_Gauge(), packed).decode().splitlines()  # type: ignore[arg-type]
     assert {
         "running 7.0",
@@ -114,7 +101,7 @@ def test_the_engines_numbers_are_shown_once() -> None:
     for front in fronts:
         front.update(0, EngineStats({"num_running_reqs": 3.0}, {}, 3, 0, 0, 1))
         front.count_request("/generate", 200)
-    lines = fronts[0].render([fronts[1].pack()]).decode().splitlines()
+    lines = fronts[0].render([front.pack() for front in fronts]).decode().splitlines()
     assert "hisparse_pd:num_running_reqs 3.0" in lines
     assert 'hisparse_pd:num_requests_total{endpoint="/generate",status="200"} 2.0' in lines
 

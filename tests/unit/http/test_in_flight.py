@@ -22,9 +22,10 @@ from hisparse_pd.engine.messages import (
     request_prefix,
 )
 from hisparse_pd.engine.sockets import EngineSocket, FrontSocket
+from hisparse_pd.http.board import Board
 from hisparse_pd.http.engine_link import EngineLink, QueueLimits, RankChoice, by_room, least_loaded
 from hisparse_pd.http.http_errors import QueueFull
-from hisparse_pd.http.in_flight import InFlight, NodeCounts
+from hisparse_pd.http.in_flight import InFlight, make_board
 from protocol.polling import Poller
 from tests.unit.http.links import group_of, make_link, sent
 
@@ -35,8 +36,8 @@ STATS = EngineStats({}, {}, 0, 0, 0, 1)
 def two_fronts(
     limits: QueueLimits, num_ranks: int = 1, choose: RankChoice = least_loaded
 ) -> list[EngineLink]:
-    counts = NodeCounts(num_ranks, 2)
-    return [make_link(choose, num_ranks, limits, counts, front) for front in range(2)]
+    board = make_board(num_ranks, 2)
+    return [make_link(choose, num_ranks, limits, board, front) for front in range(2)]
 
 
 def prompt(room: int, num_tokens: int) -> list[GenerateGroup]:
@@ -74,31 +75,31 @@ def test_ranks_are_chosen_by_the_load_of_all_fronts_and_rooms_decide_on_each_ali
             assert [rank.num_tokens_in_flight for rank in link.ranks] == [0, 5, 0]
 
 
-def _count(counts: NodeCounts, front: int) -> None:
+def _count(board: Board, front: int) -> None:
     for _ in range(1000):
-        InFlight(counts, front).add(3, 5)
-        InFlight(counts, front).add(-2, -4)
+        InFlight(board, front).add(3, 5)
+        InFlight(board, front).add(-2, -4)
 
 
 def test_processes_lose_no_count_of_each_other() -> None:
-    counts = NodeCounts(1, 2)
+    board = make_board(1, 2)
     spawning = multiprocessing.get_context("spawn")
-    other = spawning.Process(target=_count, args=(counts, 1))
+    other = spawning.Process(target=_count, args=(board, 1))
     other.start()
-    _count(counts, 0)
+    _count(board, 0)
     other.join(WAIT_SECS)
-    seen = InFlight(counts, 0)
+    seen = InFlight(board, 0)
     assert (seen.num_samples, seen.num_prompt_tokens) == (2000, 2000)
 
 
 def test_no_front_says_that_it_serves_before_all_do() -> None:
-    counts, cleaned_up = NodeCounts(1, 2), []
+    board, cleaned_up = make_board(1, 2), []
 
     def link_of(front: int) -> EngineLink:
         def clean_up() -> None:
             cleaned_up.append(front)
 
-        return EngineLink(["ipc://unused"], 5.0, on_connected=clean_up, counts=counts, front=front)
+        return EngineLink(["ipc://unused"], 5.0, on_connected=clean_up, board=board, front=front)
 
     links = [link_of(0), link_of(1)]
     links[0]._handle(links[0].ranks[0], EngineReady(100, 100, 100))
