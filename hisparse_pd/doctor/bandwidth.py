@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, assert_never
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,8 @@ from numpy.typing import NDArray
 from hisparse_pd.doctor.channel import (
     DOCTOR_VERSION,
     Answer,
-    AskChecksum,
-    Checksum,
-    DoctorChannelError,
     DoctorClient,
     DoctorServer,
-    Hello,
     Offer,
     Question,
     Refused,
@@ -45,8 +41,6 @@ if TYPE_CHECKING:
     from hisparse_pd.memory.peer import GpuWriter
 
 log = logging.getLogger(__name__)
-
-A = TypeVar("A", Offer, Checksum)
 
 BUFFER_BYTES = 64 << 20
 """What is offered. The largest message and the longest batch fit in it."""
@@ -155,18 +149,10 @@ def serve(
     """
 
     def answer(question: Question) -> Answer:
-        match question:
-            case Hello():
-                why = _why_refused(question, engine.transport.protocol)
-                return (
-                    Refused(why) if why else Offer(engine.session, buffer.base_addr, buffer.num_bytes, lane)
-                )
-            case AskChecksum(num_bytes):
-                if num_bytes > buffer.num_bytes:
-                    return Refused(f"checksum of {num_bytes} bytes: the buffer has {buffer.num_bytes}")
-                return Checksum(buffer.crc32(num_bytes))
-            case _:
-                assert_never(question)
+        if why := _why_refused(question, engine.transport.protocol, buffer.num_bytes):
+            return Refused(why)
+        crc32 = buffer.crc32(question.num_bytes)
+        return Offer(engine.session, buffer.base_addr, buffer.num_bytes, lane, crc32)
 
     while not is_stopped() and (left_secs := deadline_secs - time.monotonic()) > 0:
         server.serve_one(answer, min(_POLL_SECS, left_secs))
@@ -185,7 +171,7 @@ def measure(
     Over the network, and over the lane of one machine when that can be had; the lane says why not. Raises
     DoctorChannelError, TransferError, BandwidthError.
     """
-    offer = _ask(client, Hello(DOCTOR_VERSION, engine.transport.protocol), Offer)
+    offer = _ask(client, engine)
     if offer.num_bytes < max(message_bytes):
         raise BandwidthError(
             f"the other doctor offers {offer.num_bytes} bytes, a message of {max(message_bytes)} does not fit"
@@ -197,7 +183,7 @@ def measure(
     def rates_over(kind: LaneKind, writer: Writer) -> list[Rate]:
         source.fill(drawn.integers(0, 256, num_bytes, np.uint8))
         rates = [_measure_size(kind, writer, offer, source, size, secs_per_size) for size in message_bytes]
-        arrived = _ask(client, AskChecksum(num_bytes), Checksum).crc32
+        arrived = _ask(client, engine, num_bytes).crc32
         if arrived != (sent := source.crc32(num_bytes)):
             raise BandwidthError(
                 f"the first {num_bytes} bytes arrived with checksum {arrived:#010x}, sent was {sent:#010x}; "
@@ -254,24 +240,24 @@ def _batch_length(message_bytes: int, buffer_bytes: int) -> int:
     return min(MAX_BATCH_DESCRIPTORS, buffer_bytes // message_bytes)
 
 
-def _why_refused(hello: Hello, transfer_protocol: str) -> str:
-    if hello.version != DOCTOR_VERSION:
+def _why_refused(asked: Question, transfer_protocol: str, buffer_bytes: int) -> str:
+    if asked.version != DOCTOR_VERSION:
         return (
-            f"version: you speak {hello.version}, this doctor {DOCTOR_VERSION}; run the same release on both"
+            f"version: you speak {asked.version}, this doctor {DOCTOR_VERSION}; run the same release on both"
         )
-    if hello.transfer_protocol != transfer_protocol:
+    if asked.transfer_protocol != transfer_protocol:
         return (
-            f"transfer_protocol: you are on {hello.transfer_protocol!r}, this doctor on "
+            f"transfer_protocol: you are on {asked.transfer_protocol!r}, this doctor on "
             f"{transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
         )
+    if asked.num_bytes > buffer_bytes:
+        return f"checksum of {asked.num_bytes} bytes: the buffer has {buffer_bytes}"
     return ""
 
 
-def _ask(client: DoctorClient, question: Question, expected: type[A]) -> A:
-    match client.ask(question):
-        case Refused(error):
-            raise BandwidthError(f"the other doctor refuses: {error}")
-        case answer if isinstance(answer, expected):
-            return answer
-        case answer:
-            raise DoctorChannelError(f"expected {expected.__name__}, got {type(answer).__name__}")
+def _ask(client: DoctorClient, engine: TransferEngine, num_bytes: int = 0) -> Offer:
+    """With the checksum of the first ``num_bytes``."""
+    answer = client.ask(Question(DOCTOR_VERSION, engine.transport.protocol, num_bytes))
+    if isinstance(answer, Refused):
+        raise BandwidthError(f"the other doctor refuses: {answer.error}")
+    return answer

@@ -1,7 +1,7 @@
 """How two doctors meet: a question and its answer over a ZMQ REQ/REP pair, in msgpack like control messages.
 
-The one that serves offers a buffer that the other may write to, and tells the checksum of what has arrived.
-It is not encrypted: what passes is the address of an empty buffer. Every wait has a timeout.
+The one that serves offers a buffer that the other may write to, with the checksum of what has arrived. It is
+not encrypted: what passes is the address of an empty buffer. Every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protocol.decoding import TypedDecoder
 from protocol.lane import LaneOffer
 from protocol.messages import Address, Count, Name, Text
 
-DOCTOR_VERSION = 1
+DOCTOR_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 10
 
 M = TypeVar("M")
@@ -28,41 +28,35 @@ class DoctorChannelError(Exception):
     """The other doctor is not there, does not answer in time, or says something that is no answer."""
 
 
-class Hello(Struct, frozen=True, array_like=True, tag=1):
-    """Answered by Offer, or by Refused when the versions or the transports differ."""
+class Question(Struct, frozen=True, array_like=True, tag=1):
+    """Answered by Offer, or by Refused when the versions or the transports differ, or the buffer is shorter.
+
+    ``num_bytes``: of the buffer's beginning, whose checksum is wanted.
+    """
 
     version: Annotated[int, Meta(ge=0, lt=2**16)]
     transfer_protocol: Name
-
-
-class AskChecksum(Struct, frozen=True, array_like=True, tag=2):
-    """Of the first ``num_bytes`` of the buffer. Answered by Checksum, or by Refused when it is shorter."""
-
-    num_bytes: Count
+    num_bytes: Count = 0
 
 
 class Offer(Struct, frozen=True, array_like=True, tag=1):
     """Memory that may be written to, ``num_bytes`` from ``base_addr``, through ``session``.
 
-    ``lane``: how processes of the same machine get at it; None: not at all.
+    ``lane``: how processes of the same machine get at it; None: not at all. ``crc32``: of what was asked for.
     """
 
     session: Name
     base_addr: Address
     num_bytes: Count
     lane: LaneOffer | None = None
-
-
-class Checksum(Struct, frozen=True, array_like=True, tag=2):
-    crc32: Annotated[int, Meta(ge=0, lt=2**32)]
+    crc32: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=3):
     error: Text
 
 
-Question = Hello | AskChecksum
-Answer = Offer | Checksum | Refused
+Answer = Offer | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: TypedDecoder[Question] = TypedDecoder(Question)
