@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from hisparse_pd import grammar
-from hisparse_pd.grammar.checker import HEADER, MAX_CLOCK_SECS, MAX_CORE_SECS, Verdict
+from hisparse_pd.grammar.checker import MAX_CLOCK_SECS, MAX_CORE_SECS, Verdict
 from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES
 from hisparse_pd.grammar.turns import Turns
 from hisparse_pd.http.http_errors import ApiError, FieldRefused
@@ -80,7 +80,7 @@ class GrammarChecks:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(HEADER.pack(len(encoded)) + encoded)
+                process.stdin.write(json.dumps(encoded.decode()).encode() + b"\n")
                 process.stdin.flush()
                 is_said, *_ = select.select([process.stdout], [], [], _ANSWER_SECS)
                 if is_said and (answer := process.stdout.readline()):

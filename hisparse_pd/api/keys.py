@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hisparse_pd.http.certificates import stamp_of
 from hisparse_pd.http.http_errors import ApiError, ErrorShape, shown
 from protocol.access import KeyFileError
 
@@ -37,7 +37,7 @@ class ApiKeys:
     def __init__(self, path: Path) -> None:
         """Raises KeyFileError."""
         self._path = path
-        self._stamp = _stamp(path)
+        self._stamp = stamp_of(path)
         self._keys = _read(path)
 
     @property
@@ -52,8 +52,7 @@ class ApiKeys:
         return sum(hmac.compare_digest(key, known) for known in self._keys) > 0
 
     def _refresh(self) -> None:
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        if (stamp := stamp_of(self._path)) == self._stamp:
             return
         self._stamp = stamp
         try:
@@ -132,12 +131,3 @@ def _read(path: Path) -> tuple[bytes, ...]:
 def _reason(error: OSError | UnicodeError) -> str:
     """Of a failed read; a decoding error's own text would show the bytes."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file's content; None while there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,8 +1,9 @@
 """Tries grammars in processes that can be ended.
 
 ``python -m hisparse_pd.grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS`` is a front's helper. It has the
-token trie, and forks itself for each text, which is compiled there with so much of a core's time, of memory
-and of stack: Rust ends a process whose stack overflows. Each is answered with a line of JSON, a ``Verdict``.
+token trie, and forks itself for each text, a line of JSON, which is compiled there with so much of a core's
+time, of memory and of stack: Rust ends a process whose stack overflows. Each is answered with such a line, a
+``Verdict``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import os
 import resource
 import select
 import signal
-import struct
 import sys
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
@@ -28,9 +28,6 @@ MAX_STACK_BYTES: Final = 1 << 20
 """Less than any thread of an engine has."""
 MAX_CLOCK_SECS: Final = 20.0
 """By the clock: a process that waits for something uses no time of a core."""
-
-HEADER: Final = struct.Struct(">I")
-"""Before each text: its length in bytes."""
 
 _CERTAIN: dict[int, str] = {
     signal.SIGPROF: f"takes more than {MAX_CORE_SECS:g} s of a core to compile: make it smaller",
@@ -52,7 +49,6 @@ class Verdict(NamedTuple):
 def main(argv: list[str]) -> int:
     tokenizer_json, vocab_size, eos_token_id = argv
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     trie: TokenTrie | None = None
     verdict = Verdict("")
@@ -60,21 +56,11 @@ def main(argv: list[str]) -> int:
         trie = TokenTrie(Path(tokenizer_json).read_text("utf-8"), int(vocab_size), [int(eos_token_id)])
     except (OSError, GrammarError) as raised:
         verdict = Verdict(f"cannot be used: {raised}")
-    while (text := read_frame(questions)) is not None:
+    for line in sys.stdin:  # until the front is gone
         if trie is not None:
-            verdict = check(trie, text)
-        answers.write(json.dumps(verdict).encode() + b"\n")
-        answers.flush()
+            verdict = check(trie, json.loads(line))
+        print(json.dumps(verdict), flush=True)
     return 0
-
-
-def read_frame(questions: BinaryIO) -> str | None:
-    """The next text; None when there is none, because the front is gone."""
-    header = questions.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (num_bytes,) = HEADER.unpack(header)
-    return questions.read(num_bytes).decode()
 
 
 def check(trie: TokenTrie, text: str) -> Verdict:

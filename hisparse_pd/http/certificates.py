@@ -25,7 +25,7 @@ class Certificate:
 
     def check(self) -> None:
         """Raises OSError, which names the files, for such that no server can use."""
-        self._stamp = self._stamp_now()
+        self._stamp = stamp_of(self.certfile, self.keyfile)
         try:
             self.context()
         except (OSError, ValueError) as error:  # ssl's errors are OSErrors
@@ -40,7 +40,7 @@ class Certificate:
 
     def refresh(self, context: ssl.SSLContext) -> None:
         """Give ``context``, which is in use, what the files hold by now. A look at two files most times."""
-        if self._stamp_now() == self._stamp:
+        if stamp_of(self.certfile, self.keyfile) == self._stamp:
             return
         try:
             self.check()  # a key that does not fit would be gone from the context
@@ -52,16 +52,17 @@ class Certificate:
     def _load(self, context: ssl.SSLContext) -> None:
         context.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
 
-    def _stamp_now(self) -> object:
-        """What changes with the content of the files; None for one that is not there."""
-        stamps = []
-        for path in (self.certfile, self.keyfile):
-            try:
-                status = os.stat(path) if path is not None else None
-            except OSError:
-                status = None
-            stamps.append(status and (status.st_mtime_ns, status.st_size, status.st_ino))
-        return tuple(stamps)
+
+def stamp_of(*paths: Path | None) -> object:
+    """What changes with the content of the files; a file need not be there."""
+    stamps: list[object] = []
+    for path in filter(None, paths):
+        try:
+            status = os.stat(path)
+            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+        except OSError:
+            stamps.append(None)
+    return stamps
 
 
 def _no_password() -> bytes:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.grammar.checker import HEADER
 from hisparse_pd.grammar.compiler import MAX_KEPT, Compiler
 from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES, Grammar, TokenTrie
@@ -37,7 +36,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         assert stdout is not None
 
         def ask(text: str) -> str:
-            stdin.write(HEADER.pack(len(text.encode())) + text.encode())
+            stdin.write(json.dumps(text).encode() + b"\n")
             stdin.flush()
             error, is_certain = json.loads(stdout.readline())
             assert is_certain
