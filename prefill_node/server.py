@@ -19,13 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hisparse_pd.api.answering import streamed, whole_body
+from hisparse_pd.api.answers import shown_lists
 from hisparse_pd.api.app import Front, Work, create_app
 from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.frame import SSE_DONE, Answer, sse
 from hisparse_pd.api.models import json_response
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
-from hisparse_pd.api.prompt_scores import PromptLists, Scores, shown_lists, with_lists, write_lists
+from hisparse_pd.api.prompt_scores import PromptLists, Scores, with_lists, write_lists
 from hisparse_pd.api.quarantine_routes import quarantine_routes
 from hisparse_pd.api.requests import grouped
 from hisparse_pd.api.schemas import ApiRequest

@@ -75,13 +75,23 @@ class _Kept:
     def extend(self, output: SampleOutput, lists: Mapping[str, Sequence[object]]) -> None:
         pieces = self._pieces[output.index]
         for name, values in lists.items():
-            pieces[name] += [msgspec.json.encode(values)[1:-1]] if values else []
+            pieces[name] += encoded(values)
 
-    def show(self, output: SampleOutput) -> dict[str, object]:
+    def show(self, output: SampleOutput) -> Mapping[str, Raw]:
         pieces = self._pieces[output.index]
-        for name in pieces:
-            pieces[name] = [b",".join(pieces[name])] if pieces[name] else []
-        return {name: Raw(b"[" + b"".join(joined) + b"]") for name, joined in pieces.items()}
+        for name, of_name in pieces.items():
+            pieces[name] = [b",".join(of_name)] if of_name else []
+        return shown_lists(pieces)
+
+
+def encoded(entries: Sequence[object]) -> list[bytes]:
+    """A piece of the JSON of a list, without brackets; none of no entries."""
+    return [msgspec.json.encode(entries)[1:-1]] if entries else []
+
+
+def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
+    """The lists whose pieces these are."""
+    return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}
 
 
 # --- OpenAI --------------------------------------------------------------------------------------------

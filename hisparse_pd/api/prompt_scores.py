@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Raw, Struct
+from msgspec import Struct
 
-from hisparse_pd.api.answers import finite, likeliest_by_text, sglang_token
+from hisparse_pd.api.answers import encoded, finite, likeliest_by_text, sglang_token, shown_lists
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.detokenizer import TokenBytes
@@ -81,18 +81,10 @@ def with_lists(work: Work, body: bytes, written: Mapping[int, PromptLists]) -> b
         for choice, lists in zip(answer["choices"], prompts, strict=True):
             choice |= shown_lists(lists.choice)
             if lists.logprobs:
-                output = {name: _encoded(entries) for name, entries in choice["logprobs"].items()}
+                output = {name: encoded(entries) for name, entries in choice["logprobs"].items()}
                 both = {name: [*lists.logprobs[name], *pieces] for name, pieces in output.items()}
                 choice["logprobs"] = shown_lists(both)
     return msgspec.json.encode(answer)
-
-
-def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
-    return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}
-
-
-def _encoded(entries: Sequence[object]) -> list[bytes]:
-    return [msgspec.json.encode(entries)[1:-1]] if entries else []
 
 
 def _write(
@@ -113,21 +105,21 @@ def _write(
     """Of the piece, the first token that has a logprob."""
     for piece in _pieces(token_ids, rows, scores.num_top):
         if options.num_prompt_logprobs is not None:
-            choice["prompt_logprobs"] += _encoded([None] * first)
+            choice["prompt_logprobs"] += encoded([None] * first)
             by_id = [_by_id(token_bytes, token, options.num_prompt_logprobs) for token in piece[first:]]
-            choice["prompt_logprobs"] += _encoded(by_id)
+            choice["prompt_logprobs"] += encoded(by_id)
         if offsets is not None:
             texts = [token_bytes.text(token.token_id) for token in piece]
-            logprobs["tokens"] += _encoded(texts)
-            logprobs["text_offset"] += _encoded([offsets.next(text) for text in texts])
+            logprobs["tokens"] += encoded(texts)
+            logprobs["text_offset"] += encoded([offsets.next(text) for text in texts])
             for name in ("token_logprobs", "top_logprobs"):
-                logprobs[name] += _encoded([None] * first)
-            logprobs["token_logprobs"] += _encoded([finite(token.logprob) for token in piece[first:]])
+                logprobs[name] += encoded([None] * first)
+            logprobs["token_logprobs"] += encoded([finite(token.logprob) for token in piece[first:]])
             likeliest = [
                 likeliest_by_text(token_bytes, token.token_id, token.logprob, token.top[:num_shown])
                 for token in piece[first:]
             ]
-            logprobs["top_logprobs"] += _encoded(likeliest)
+            logprobs["top_logprobs"] += encoded(likeliest)
         if options.logprob_start is not None:
             # SGLang has no logprob of the first token from where it starts, wherever that is.
             with_text = options.text_in_logprobs
@@ -135,14 +127,14 @@ def _write(
             shown += [
                 sglang_token(token_bytes, token.token_id, token.logprob, with_text) for token in piece[first:]
             ]
-            meta["input_token_logprobs"] += _encoded(shown)
+            meta["input_token_logprobs"] += encoded(shown)
             if num_shown:
                 tops = [
                     [sglang_token(token_bytes, *entry, with_text) for entry in token.top[:num_shown]]
                     for token in piece[first:]
                 ]
-                meta["input_top_logprobs"] += _encoded([None] * first)
-                meta["input_top_logprobs"] += _encoded(tops)
+                meta["input_top_logprobs"] += encoded([None] * first)
+                meta["input_top_logprobs"] += encoded(tops)
         first = 0
         yield True
 
