@@ -108,7 +108,46 @@ class _Settings(BaseModel):
         return self
 
 
-class NodeSettings(_Settings):
+class TransportSettings(BaseModel):
+    """What the KV transport of a node on this machine is to be; the doctor is told the same."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    host: str = Field("127.0.0.1", description="address that this process listens on")
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N: of the model and the device pool")
+    transfer_protocol: TransferProtocol = Field(
+        "tcp",
+        description="what the KV transport runs on, the same on all nodes; rdma: or not at all; "
+        "auto: rdma where it can be used, else tcp",
+    )
+    ib_device: str = Field(
+        "",
+        description="RDMA devices for rdma and auto, such as mlx5_0,mlx5_1, which must all be usable; "
+        "default: all that are",
+    )
+    advertise_host: str = Field(
+        "", description="address that peers reach this node at, for control and KV; default: --host"
+    )
+    same_host_dir: str = Field(
+        "",
+        max_length=64,
+        description="directory that all nodes of one machine see, for the decode nodes' sockets, where "
+        "containers have networks of their own; default: names of the network namespace",
+        title="DIR",
+    )
+    allowed_peers: Networks = Field(
+        (),
+        description="addresses and networks of the other nodes, such as 10.0.0.0/24; repeatable; no other "
+        "reaches bootstrap, control and KV ports; default: any",
+        title="NETWORK",
+    )
+
+    @property
+    def reachable_host(self) -> str:
+        return self.advertise_host or self.host
+
+
+class NodeSettings(_Settings, TransportSettings):
     """What prefill and decode nodes share."""
 
     model_path: Path = Field(description="directory of the checkpoint in the Hugging Face layout")
@@ -119,9 +158,6 @@ class NodeSettings(_Settings):
     )
     served_model_name: str = Field("", description="name in the API; default: the last part of --model-path")
     port: Port = Field(30000, description="port of the HTTP server")
-    advertise_host: str = Field(
-        "", description="address that peers reach this node at, for control and KV; default: --host"
-    )
     page_size: int = Field(64, ge=1, le=65536, description="token slots in a page")
     max_running_requests: int = Field(64, ge=1, le=65536, description="requests in a batch at most")
     context_length: int = Field(
@@ -147,7 +183,6 @@ class NodeSettings(_Settings):
     attention_backend: AttentionBackend = Field(
         "auto", description="what computes the sparse attention; auto: the fastest that runs here"
     )
-    device: Device = Field("cpu", description="cpu, cuda or cuda:N: of the model and the device pool")
     dp_size: int = Field(
         1,
         ge=1,
@@ -187,36 +222,13 @@ class NodeSettings(_Settings):
         description="share of the GPU's memory for weights, pools and tables together, where the size of the "
         "device pool is left to the node",
     )
-    transfer_protocol: TransferProtocol = Field(
-        "tcp",
-        description="what the KV transport runs on, the same on all nodes; rdma: or not at all; "
-        "auto: rdma where it can be used, else tcp",
-    )
-    ib_device: str = Field(
-        "",
-        description="RDMA devices for rdma and auto, such as mlx5_0,mlx5_1, which must all be usable; "
-        "default: all that are",
-    )
     same_host_lane: Literal["auto", "off"] = Field(
         "auto",
         description="whether KV goes through shared memory between two nodes of one machine; auto: where "
         "both see the same memory, else over --transfer-protocol",
     )
-    same_host_dir: str = Field(
-        "",
-        max_length=64,
-        description="directory that all nodes of one machine see, for the decode nodes' sockets, where "
-        "containers have networks of their own; default: names of the network namespace",
-        title="DIR",
-    )
     control_key_file: Path | None = Field(
         None, description="file with the cluster's CURVE secret key (Z85); unset: control traffic is plain"
-    )
-    allowed_peers: Networks = Field(
-        (),
-        description="addresses and networks of the other nodes, such as 10.0.0.0/24; repeatable; no other "
-        "reaches bootstrap, control and KV ports; default: any",
-        title="NETWORK",
     )
     room_timeout_secs: Secs = Field(
         300.0,
@@ -334,10 +346,6 @@ class NodeSettings(_Settings):
     def num_draft_layers(self) -> int | None:
         """How many the node runs, as ``hisparse_pd.model.spec.load_spec`` takes it."""
         return 0
-
-    @property
-    def reachable_host(self) -> str:
-        return self.advertise_host or self.host
 
     @property
     def heartbeat_timeout_secs(self) -> float:

@@ -234,11 +234,17 @@ def _first_token_id(model_path: Path, tokenizer: Any) -> int | None:
     """The BOS token's id if tokenizer_config.json has ``add_bos_token``, which transformers leaves to the
     post-processor of tokenizer.json; DeepSeek's have none. Raises CheckpointError.
     """
-    if tokenizer.init_kwargs.get("add_bos_token") is not True:
+    path = model_path / "tokenizer_config.json"
+    if not path.exists():
+        return None
+    try:
+        adds_bos = json.loads(path.read_bytes()).get("add_bos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if adds_bos is not True:
         return None
     bos_token_id: int | None = tokenizer.bos_token_id
     if bos_token_id is None:
-        path = model_path / "tokenizer_config.json"
         raise CheckpointError(f"{path}: add_bos_token is true, and there is no bos_token")
     return bos_token_id
 

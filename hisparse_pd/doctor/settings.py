@@ -4,46 +4,20 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from hisparse_pd.settings import Device, Networks, Port, Secs, TransferProtocol
+from hisparse_pd.settings import Port, Secs, TransportSettings
 
 
-class DoctorSettings(BaseModel):
-    """The first half has the names and meanings of a node's own settings."""
+class DoctorSettings(TransportSettings):
+    """With the names and meanings of a node's own settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    transfer_protocol: TransferProtocol = Field(
-        "tcp",
-        description="what the node's KV transport is to run on; auto: rdma where it can be used, else tcp",
-    )
-    ib_device: str = Field(
-        "", description="RDMA devices that must all be usable, such as mlx5_0,mlx5_1; default: at least one"
-    )
-    device: Device = Field("cpu", description="cpu, cuda or cuda:N: that the node is to compute on")
-    host: str = Field("127.0.0.1", description="address that --serve listens on")
-    advertise_host: str = Field(
-        "", description="address that peers are to reach this machine at; default: --host"
-    )
-    same_host_dir: str = Field(
-        "",
-        max_length=64,
-        description="directory of the sockets by which nodes of one machine share memory; default: names of "
-        "the network namespace",
-        title="DIR",
-    )
     host_pool_gib: float = Field(
         0.0, ge=0, le=1 << 20, description="main memory that the node is to register, in GiB; 0: not checked"
     )
 
     serve: bool = Field(False, description="check nothing, but let the doctor of another machine write here")
     port: Port = Field(8997, description="port of --serve; 0: any free one")
-    allowed_peers: Networks = Field(
-        (),
-        description="addresses and networks that may write here; repeatable; default: any",
-        title="NETWORK",
-    )
     peer: str = Field("", description="HOST:PORT of a doctor that serves: measure how fast it is written to")
     peer_timeout_secs: Secs = Field(10.0, description="wait for an answer of --peer at most, in seconds")
 
@@ -60,10 +34,6 @@ class DoctorSettings(BaseModel):
     def peer_address(self) -> tuple[str, str]:
         host, _, port = self.peer.rpartition(":")
         return host.removeprefix("[").removesuffix("]"), port
-
-    @property
-    def reachable_host(self) -> str:
-        return self.advertise_host or self.host
 
     @property
     def host_pool_bytes(self) -> int:
