@@ -23,7 +23,7 @@ from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import Mode
 from kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from kernels.miss_plan import MissPlan
-from kernels.row_check import WrongRow, check_in_place, wrong_row
+from kernels.row_check import WrongRow, check_in_place, void_row_checks, wrong_row
 from kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
@@ -69,6 +69,7 @@ class HotBuffers:
         self._last_slice: torch.cuda.Event | None = None
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
+        self._landing_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ended_counters = np.zeros(3, np.int64)
 
     def totals(self, running: Collection[Request]) -> tuple[int, int, int]:
@@ -106,6 +107,20 @@ class HotBuffers:
         The mean where not all hot groups have equally many.
         """
         return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
+
+    def prepare_landing(self, request: Request) -> None:
+        """Before anything lands for a request: no check in its landing zone is one of who had it before.
+
+        Waits for the device, and not for the steps on it: nothing on it uses these pages.
+        """
+        row_checks = self.state.row_checks
+        if row_checks is None:
+            return
+        pages = pages_tensor(request.owned[PoolKind.INDEX], self.page_size).to(self.device)
+        with torch.cuda.stream(self._landing_stream):
+            void_row_checks(row_checks, pages, self.page_size)
+        if self._landing_stream is not None:
+            self._landing_stream.synchronize()
 
     def start(self, request: Request) -> None:
         """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up: a slice in a

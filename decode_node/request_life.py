@@ -379,6 +379,7 @@ class RequestLife:
         request = admission.request
         instance_id = self.peers.instance_id(request.peer)
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
+        self.hot_buffers.prepare_landing(request)
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
         if not self.peers.send(request.peer, _bootstrap(request)):

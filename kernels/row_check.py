@@ -67,6 +67,15 @@ def store_row_checks(
     _compute(pool[only], slots, positions, layer, row_checks[only], check_slots)
 
 
+def void_row_checks(row_checks: Tensor, page_ids: Tensor, page_size: int) -> None:
+    """Let the checks of whole pages vouch for nothing that may lie there, so that an item and a check which
+    both fail to come do not agree.
+
+    ``row_checks``: int32 [num_layers, num_slots], contiguous; ``page_ids``: int64 [n] on its device.
+    """
+    row_checks.view(row_checks.shape[0], -1, page_size).index_fill_(1, page_ids, 0)
+
+
 def wrong_items(
     pool: Tensor, slots: Tensor, row_checks: Tensor, check_slots: Tensor, positions: Tensor
 ) -> list[WrongItem]:

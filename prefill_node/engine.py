@@ -407,7 +407,10 @@ class PrefillEngine:
             return True
         now_secs = time.monotonic()
         batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
-        life.admit([record for record, chunk in batch if chunk.admits], now_secs)
+        admitted = [record for record, chunk in batch if chunk.admits]
+        life.admit(admitted, now_secs)
+        new_pages = [page_id for record in admitted for page_id in record.own_page_ids]
+        self._memory.void_checks(new_pages, self._limits.page_size)
         pushes = {
             chunk.room: self._pusher.plan(record, chunk.start, chunk.stop)
             for record, chunk in batch

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.extents import SlotArray
 from hisparse_pd.vocabulary import TokenLogprob
-from kernels.row_check import WrongItem, wrong_items
+from kernels.row_check import WrongItem, void_row_checks, wrong_items
 from prefill_node.push import SourceRegions
 from transfer.aux_record import AuxLayout
 from transfer.engine import TransferEngine
@@ -72,6 +73,12 @@ class PrefillMemory:
             *self._of_layers,
             None if self.row_checks is None else _layered(self.row_checks[:, :, None].view(torch.uint8)),
         )
+
+    def void_checks(self, page_ids: Sequence[int], page_size: int) -> None:
+        """Let the checks of pages vouch for nothing, in stream order, until their items are written: what is
+        sent too early is none of who had them before."""
+        if self.row_checks is not None and page_ids:
+            void_row_checks(self.row_checks, torch.tensor(page_ids, device=self.kv.device), page_size)
 
     def wrong_items(self, slots: SlotArray, positions: SlotArray) -> list[WrongItem]:
         """Of the KV at ``slots``, int64 [n], which hold tokens of ``positions``, what is not as it was

@@ -126,6 +126,11 @@ class RoomRecord:
         self.phases = PhaseLog(PREFILL_PHASES, self.since_secs)
 
     @property
+    def own_page_ids(self) -> list[int]:
+        """Those behind its cached prefix."""
+        return self.page_ids[0 if self.prefix is None else self.prefix.end_page :]
+
+    @property
     def is_draining(self) -> bool:
         return self.state is RoomState.DRAINING
 
