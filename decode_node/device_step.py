@@ -134,24 +134,32 @@ class DeviceStep:
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
         """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
-        memory, rows = self._memory, self._rows
+        memory, rows, num_layers = self._memory, self._rows, self._spec.num_layers
+        kv_layer = self._spec.kv_layer_of_layer[layer]
         if kv is not None:
-            kv_layer = self._spec.kv_layer_of_layer[layer]
             self._kernels.kv_format.store(memory.k_dev[kv_layer], rows.device_slots, kv)
-            if memory.row_checks is not None:
-                store_row_checks(
-                    memory.row_checks,
-                    rows.index_slots,
-                    memory.k_dev,
-                    rows.device_slots,
-                    rows.positions,
-                    kv_layer,
-                )
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
             self._kernels.index_format.store(memory.index[group], rows.index_slots, index_keys)
-        if layer == self._spec.num_layers - 1 and not self._has_drafts:
+        if layer >= num_layers:  # the draft layer
+            self._store_checks(range(kv_layer, kv_layer + 1))
+        elif layer == num_layers - 1 and not self._has_drafts:
             self._start_backup()
+        elif layer == num_layers - 1:
+            self._store_checks(self._model_layers)
+
+    @property
+    def _model_layers(self) -> range:
+        """Of the KV pools, those that are not the draft layer's."""
+        return range(self._spec.num_kv_layers - self._spec.num_draft_layers)
+
+    def _store_checks(self, layers: range) -> None:
+        """Of the new rows in ``layers`` of the pools, which are written: a launch for all of them. Nothing
+        before the next step looks at these."""
+        memory, rows = self._memory, self._rows
+        if memory.row_checks is not None:
+            at = rows.device_slots, rows.positions
+            store_row_checks(memory.row_checks, rows.index_slots, memory.k_dev, *at, layers)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         return paged_index_topk(
@@ -266,13 +274,13 @@ class DeviceStep:
             torch.cuda.current_stream().wait_stream(self._backup_stream)
 
     def _start_backup(self) -> None:
-        """All layers of the new tokens are written: they can leave while the last layer still attends."""
-        if self._backup_stream is None:
-            self._backup(self._requests)
-            return
-        self._backup_stream.wait_stream(torch.cuda.current_stream())
+        """All layers of the new tokens are written: they can leave while the last layer still attends, and
+        their checks be made."""
+        if self._backup_stream is not None:
+            self._backup_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._backup_stream):
             self._backup(self._requests)
+            self._store_checks(self._model_layers)
 
     def _backup(self, requests: StepRequests, num_newest: Tensor | None = None) -> None:
         memory = self._memory

@@ -53,18 +53,19 @@ def row_checks_of(pool: Tensor, slots: Tensor, positions: Tensor, first_layer: i
 
 
 def store_row_checks(
-    row_checks: Tensor, check_slots: Tensor, pool: Tensor, slots: Tensor, positions: Tensor, layer: int
+    row_checks: Tensor, check_slots: Tensor, pool: Tensor, slots: Tensor, positions: Tensor, layers: range
 ) -> None:
-    """Write the checks of items that were just stored in one layer to their places in ``row_checks``.
+    """Write the checks of items that were just stored in ``layers`` to their places in ``row_checks``.
 
     ``row_checks``: int32 [num_layers, num_check_slots]; ``pool``: of as many layers; ``check_slots``,
     ``slots``, ``positions``: int64 [n], all on one device. Where a check slot comes twice it may then hold
     anything. Raises KernelArgumentError.
     """
     check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=(pool.shape[0], None))
-    check_range("layer", layer, 0, pool.shape[0])
-    only = slice(layer, layer + 1)
-    _compute(pool[only], slots, positions, layer, row_checks[only], check_slots)
+    check_range("first layer", layers.start, 0, pool.shape[0])
+    check_range("end of the layers", layers.stop, layers.start + 1, pool.shape[0] + 1)
+    only = slice(layers.start, layers.stop)
+    _compute(pool[only], slots, positions, layers.start, row_checks[only], check_slots)
 
 
 def void_row_checks(row_checks: Tensor, page_ids: Tensor, page_size: int) -> None:

@@ -104,7 +104,8 @@ class PagedKv:
             kv_layer = self._spec.kv_layer_of_layer[layer]
             self._kernels.kv_format.store(pool[kv_layer], slots, kv)
             if self._row_checks is not None:
-                store_row_checks(self._row_checks, slots, pool, slots, self.positions, kv_layer)
+                layers = range(kv_layer, kv_layer + 1)
+                store_row_checks(self._row_checks, slots, pool, slots, self.positions, layers)
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
             self._kernels.index_format.store(self._index_pool[group], slots, index_keys)

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,24 @@ from protocol.messages import Extent, Room
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_SECS = 5.0
+KINDS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.AUX)
 SlotArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Canaries:
-    """Of one decode node. The report is a JSON object, written again after each sweep and each finding."""
+    """Of one decode node, in the pools of ``kinds``. The report is a JSON object, written again after each
+    sweep and each finding."""
 
-    def __init__(self, memory: DecodeMemory, totals: SlotCounts, report: Path) -> None:
-        self._pools: dict[PoolKind, Tensor] = {
+    def __init__(
+        self, memory: DecodeMemory, totals: SlotCounts, report: Path, kinds: Sequence[PoolKind]
+    ) -> None:
+        pools = {
             PoolKind.HOST: memory.k_host,
             PoolKind.DEVICE: memory.k_dev,
             PoolKind.INDEX: memory.index,
             PoolKind.AUX: memory.aux[None],
         }
+        self._pools: dict[PoolKind, Tensor] = {kind: pools[kind] for kind in kinds}
         self._patterns = {
             kind: torch.stack(
                 [_pattern(layer, totals[kind], pool.shape[2]) for layer in range(len(pool))]
@@ -125,20 +130,22 @@ class CanaryPools(Pools):
     def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
         super().check_integrity(expected)
         if self.canaries is not None and self.canaries.is_due():
-            self.canaries.sweep({kind: self._free_slots(kind) for kind in PoolKind})
-
-    def _free_slots(self, kind: PoolKind) -> SlotArray:
-        is_free = np.ones(self.totals[kind], np.bool_)
-        for holding in self._holdings:
-            is_free[extents_to_slots(holding[kind])] = False
-        return np.flatnonzero(is_free)
+            self.canaries.sweep({kind: free_slots(self, kind) for kind in PoolKind})
 
     def _verify(self, kind: PoolKind, slots: SlotArray, when: str) -> None:
         if self.canaries is not None:
             self.canaries.verify(kind, slots, when)
 
 
-def keep_canaries(report: Path) -> None:
+def free_slots(pools: Pools, kind: PoolKind) -> SlotArray:
+    """Those that nobody holds."""
+    is_free = np.ones(pools.totals[kind], np.bool_)
+    for holding in pools._holdings:
+        is_free[extents_to_slots(holding[kind])] = False
+    return np.flatnonzero(is_free)
+
+
+def keep_canaries(report: Path, kinds: Sequence[PoolKind] = KINDS) -> None:
     """Let every ``DecodeEngine`` that this process makes from now on have canaries."""
     pools: list[CanaryPools] = []
 
@@ -150,7 +157,7 @@ def keep_canaries(report: Path) -> None:
         spec: Any, totals: SlotCounts, page_size: int, device: Any, **options: Any
     ) -> DecodeMemory:
         memory = DecodeMemory(spec, totals, page_size, device, **options)
-        pools[-1].canaries = Canaries(memory, totals, report)
+        pools[-1].canaries = Canaries(memory, totals, report, kinds)
         return memory
 
     names: Any = decode_node.engine

@@ -1,9 +1,11 @@
 """The command line of the product, with faults and canaries in the engine: ``python -m tests.faults.node``.
 
-Two variables of the environment say what is put in; without them it is the product as it is.
+Some variables of the environment say what is put in; without them it is the product as it is.
 
 TRANSPORT_FAULTS   JSON of ``FaultRates``, with a ``report`` file: writes to peers fail, are late, and so on
 CANARY_REPORT      file: free slots of a decode node hold a pattern, which is verified
+CANARY_POOLS       of which pools; all, if it is not said
+ROW_FAULTS         file: says which rows are damaged, and how often (``rows.py``)
 
 The engine runs in a spawned child, which imports this module as ``__mp_main__`` before anything else. That is
 where they are put in: at names of modules that the engine looks up when it is made.
@@ -22,9 +24,14 @@ def put_in() -> None:
 
         break_transport(faults)
     if report := os.environ.get("CANARY_REPORT"):
-        from tests.faults.canaries import keep_canaries
+        from tests.faults.canaries import KINDS, keep_canaries
 
-        keep_canaries(Path(report))
+        pools = os.environ.get("CANARY_POOLS", " ".join(KINDS)).split()
+        keep_canaries(Path(report), [kind for kind in KINDS if kind in pools])
+    if order := os.environ.get("ROW_FAULTS"):
+        from tests.faults.rows import put_in_row_faults
+
+        put_in_row_faults(Path(order))
 
 
 if __name__ == "__mp_main__":

@@ -55,22 +55,23 @@ def test_same_numbers_as_on_the_cpu(item_bytes: int, layout: Layout, where: str)
 
 
 @pytest.mark.parametrize("num_items", [1, 7, 8, 9, 31, 100_003])
-def test_stored_where_they_belong_in_a_graph_too(num_items: int) -> None:
+@pytest.mark.parametrize("layers", [slice(1, 2), slice(0, 2)], ids=["one", "all"])
+def test_stored_where_they_belong_in_a_graph_too(num_items: int, layers: slice) -> None:
     pool = filled(PLAIN, (2, num_items + 5, 656), "device")
     slots = torch.randperm(num_items + 5, device=DEVICE)[:num_items]
     check_slots = torch.randperm(num_items + 9, device=DEVICE)[:num_items]
     positions = torch.arange(num_items, device=DEVICE) % 5000
     row_checks = torch.full((2, num_items + 9), 3, dtype=torch.int32, device=DEVICE)
     expected = row_checks.clone()
-    expected[1, check_slots] = expected_checks(pool, slots, positions)[1].to(DEVICE)
-    arguments = (check_slots, pool, slots, positions, 1)
+    expected[layers, check_slots] = expected_checks(pool, slots, positions)[layers].to(DEVICE)
+    arguments = (check_slots, pool, slots, positions, range(*layers.indices(2)[:2]))
     store_row_checks(row_checks, *arguments)
     assert torch.equal(row_checks, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         store_row_checks(row_checks, *arguments)
     pool[1, :, 655] ^= 1
-    expected[1, check_slots] = expected_checks(pool, slots, positions)[1].to(DEVICE)
+    expected[layers, check_slots] = expected_checks(pool, slots, positions)[layers].to(DEVICE)
     graph.replay()
     assert torch.equal(row_checks, expected)
 
@@ -95,8 +96,7 @@ def test_rows_in_place_without_a_wait() -> None:
     slots = torch.randperm(200, device=DEVICE)[:75]
     is_there = positions != 40
     at = state.index_pages[1, positions // 16].long() * 16 + positions % 16
-    for layer in (0, 1):
-        store_row_checks(row_checks, at, pool, slots, positions, layer)
+    store_row_checks(row_checks, at, pool, slots, positions, range(2))
 
     def go_through() -> HotBufferError:
         with no_waiting():

@@ -10,10 +10,12 @@ process, shared memory, temporary file or listening socket is left.
 Every process's memory, descriptors and threads are recorded. From the fifth minute on one node of each kind
 is spared what kills, so that it is there for long enough to show that it stays flat.
 
-With SOAK_RANKS above 1 every node has so many ranks. Steps verify up to SOAK_DRAFTS drafts.
+With SOAK_RANKS above 1 every node has so many ranks. Steps verify up to SOAK_DRAFTS drafts. With SOAK_FLIPS
+so many bits a second flip in each decode engine's host pool; requests may then end with an error that names
+the row, and the host pool has no canaries.
 
-SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to
-standard output and, as JSON, to SOAK_REPORT, with the series beside it.
+SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_FLIPS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary
+goes to standard output and, as JSON, to SOAK_REPORT, with the series beside it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from typing import Any
 import httpx
 import pytest
 
+from hisparse_pd.model.spec import load_spec
 from hisparse_pd.ports import free_port
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
@@ -48,12 +51,14 @@ from tests.integration.harness import (
     wait_until,
 )
 from tests.soak.chaos import Chaos, living
+from tests.soak.flips import Flips
 from tests.soak.load import Load, Prompt, body_of
 from tests.soak.resources import Recorder, listening
 
 SECS = float(os.environ.get("SOAK_SECS", "120"))
 NUM_RANKS = int(os.environ.get("SOAK_RANKS", "1"))
 NUM_DRAFTS = int(os.environ.get("SOAK_DRAFTS", "3"))
+FLIPS_PER_SEC = float(os.environ.get("SOAK_FLIPS", "0"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
 REPORT = Path(os.environ.get("SOAK_REPORT", "out/soak.json"))
 
@@ -63,6 +68,7 @@ SETTLE_SECS = 90.0
 NUM_SAMPLES = 360
 """Of a process that lives throughout, at most one a second."""
 
+HOST_POOL_TOKENS = 6016
 NODE_OPTIONS = [
     *("--dp-size", str(NUM_RANKS)),
     *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
@@ -77,7 +83,7 @@ DECODE_OPTIONS = [
         "--device-buffer-size",
         "200",
         "--host-pool-tokens",
-        "6000",
+        str(HOST_POOL_TOKENS),
         "--device-pool-tokens",
         "3072",
     ),
@@ -89,7 +95,11 @@ DECODE_OPTIONS = [
 @pytest.mark.timeout(SECS + 600)
 def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     seed = int(os.environ.get("SOAK_SEED") or time.time_ns() % 1_000_000)
-    nodes = services(drafting_checkpoint("v32"), tmp_path)
+    checkpoint = drafting_checkpoint("v32")
+    nodes = services(checkpoint, tmp_path)
+    spec = load_spec(checkpoint, num_draft_layers=bool(NUM_DRAFTS))
+    num_host_bytes = HOST_POOL_TOKENS * spec.num_kv_layers * spec.item_bytes
+    flips = Flips(nodes.decode, FLIPS_PER_SEC, num_host_bytes, seed)
     over = threading.Event()
     survivors = [nodes.prefill[0], nodes.decode[0]]
     chaos = Chaos([*nodes.prefill, *nodes.decode], survivors, random.Random(seed), over, NUM_RANKS)
@@ -102,10 +112,11 @@ def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
         try:
             with running(nodes.services), recorder.running():
                 expected = answers_before(nodes)
-                load = asyncio.run(soak(nodes, expected, chaos, random.Random(seed + 1)))
+                with flips.going_on():
+                    load = asyncio.run(soak(nodes, expected, chaos, random.Random(seed + 1)))
                 recorder.load_ends()
                 serves_again(nodes, expected)
-                settle(nodes)
+                settle(nodes, flips)
                 chaos.process_groups.add(nodes.router.pid)
                 stop_all(nodes)
         finally:
@@ -125,6 +136,8 @@ def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
         "ranks": NUM_RANKS,
         "drafts": NUM_DRAFTS,
         "clients": NUM_CLIENTS,
+        "flips": flips.num_flips,
+        "pages_set_aside": flips.num_pages,
         "requests": dict(sorted(load.outcomes.items())),
         "tokens": load.num_tokens,
         "abort_storms": load.num_storms,
@@ -179,6 +192,7 @@ def services(checkpoint: Path, directory: Path) -> Deployment:
         node.env["TRANSPORT_FAULTS"] = rates.to_json()
     for node in decode:
         node.env["CANARY_REPORT"] = str(directory / f"{node.name}-canaries.json")
+        node.env["CANARY_POOLS"] = "device index aux" if FLIPS_PER_SEC else "host device index aux"
     return Deployment(prefill, decode, router)
 
 
@@ -222,7 +236,7 @@ def ask_until_served(url: str, prompt: Prompt, hisparse: bool) -> list[int]:
 async def soak(
     nodes: Deployment, expected: dict[Prompt, list[int]], chaos: Chaos, generator: random.Random
 ) -> Load:
-    load = Load(nodes.url, expected, NUM_CLIENTS, generator)
+    load = Load(nodes.url, expected, NUM_CLIENTS, generator, rows_may_be_wrong=FLIPS_PER_SEC > 0)
     clients = asyncio.create_task(load.run())
     storms = asyncio.create_task(load.storms())
     chaos_ended = asyncio.create_task(asyncio.to_thread(chaos.run))
@@ -254,15 +268,13 @@ def serves_again(nodes: Deployment, expected: dict[Prompt, list[int]]) -> None:
             assert list(answers) == [expected[prompt] for prompt in prompts]
 
 
-def settle(nodes: Deployment) -> None:
-    for node in nodes.decode:
-        wait_until(lambda node=node: is_empty(node), f"{node.name} holds nothing", SETTLE_SECS)
-
+def settle(nodes: Deployment, flips: Flips) -> None:
     def flush_and_look() -> bool:
         nodes.flush_prefix_caches()
-        return all(is_empty(node) for node in nodes.prefill)
+        flips.give_back()
+        return all(is_empty(node) for node in (*nodes.decode, *nodes.prefill))
 
-    wait_until(flush_and_look, "the prefill nodes hold nothing", SETTLE_SECS)
+    wait_until(flush_and_look, "the nodes hold nothing", SETTLE_SECS)
 
 
 def stop_all(nodes: Deployment) -> None:

@@ -245,8 +245,7 @@ def row_checks(options: argparse.Namespace) -> Cells:
             pages = torch.randperm(num_pages, device=HOME)
             state.set_index_pages(0, 0, pages)
             slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-            for layer in range(options.layers):
-                store_row_checks(checks, slots, pool, slots, positions, layer)
+            store_row_checks(checks, slots, pool, slots, positions, range(options.layers))
             is_there = torch.ones_like(positions, dtype=torch.bool)
             landed = partial(check_in_place, state, 0, pool, slots, positions, is_there, read_at=ReadAt.START)
             checked = graph_us([partial(row_checks_of, pool, slots, positions)])
@@ -262,14 +261,24 @@ def row_checks(options: argparse.Namespace) -> Cells:
                 "checked_gb_s": item_bytes * context * options.layers / checked["median"] / 1e3,
                 "stored_us": graph_us(
                     [
-                        partial(store_row_checks, checks, slots, pool, slots, positions, layer)
+                        partial(
+                            store_row_checks, checks, slots, pool, slots, positions, range(layer, layer + 1)
+                        )
                         for layer in range(options.layers)
                     ]
                 ),
                 "one_stored_us": graph_us(
                     [
-                        partial(store_row_checks, checks, slots[:1], pool, slots[:1], positions[:1], layer)
-                        for layer in range(options.layers)
+                        partial(
+                            store_row_checks,
+                            checks,
+                            slots[at],
+                            pool,
+                            slots[at],
+                            positions[at],
+                            range(options.layers),
+                        )
+                        for at in (slice(i, i + 1) for i in range(NUM_CALLS))
                     ]
                 ),
             }

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import HotBufferError, HotBufferState, ReadAt
 from kernels.reference_check import reference_checks
-from kernels.row_check import check_in_place, row_checks_of, store_row_checks, wrong_row
+from kernels.row_check import check_in_place, row_checks_of, store_row_checks, void_row_checks, wrong_row
 
 SIZES = [1, 2, 3, 4, 9, 656, 1152, 2304]
 PAGE_SIZE, ROW = 4, 1
@@ -109,12 +109,20 @@ def test_checks_of_strided_pools(item_bytes: int) -> None:
 def test_stored_where_they_belong() -> None:
     pool = random_items(2 * 5, 24).view(2, 5, 24)
     row_checks = torch.zeros((2, 6), dtype=torch.int32)
-    store_row_checks(row_checks, torch.tensor([5, 1]), pool, torch.tensor([0, 4]), torch.tensor([8, 9]), 1)
+    places = torch.tensor([5, 1]), pool, torch.tensor([0, 4]), torch.tensor([8, 9])
     expected = torch.zeros_like(row_checks)
-    expected[1, 5], expected[1, 1] = check_of(pool[1, :1], 1, 8)[0], check_of(pool[1, 4:], 1, 9)[0]
+    for layer, layers in ((1, range(1, 2)), (0, range(2))):
+        store_row_checks(row_checks, *places, layers)
+        expected[layer, 5] = check_of(pool[layer, :1], layer, 8)[0]
+        expected[layer, 1] = check_of(pool[layer, 4:], layer, 9)[0]
+        assert torch.equal(row_checks, expected)
+    void_row_checks(row_checks, torch.tensor([2]), 2)
+    expected[:, 4:] = 0
     assert torch.equal(row_checks, expected)
     with pytest.raises(KernelArgumentError, match=r"row_checks: expected shape \[2, \*\], got \[1, 6\]"):
-        store_row_checks(row_checks[:1], torch.tensor([5]), pool, torch.tensor([0]), torch.tensor([8]), 0)
+        store_row_checks(
+            row_checks[:1], torch.tensor([5]), pool, torch.tensor([0]), torch.tensor([8]), range(1)
+        )
 
 
 class Dense:
@@ -129,8 +137,7 @@ class Dense:
         self.state.set_pages(ROW, 0, torch.tensor([3, 1, 4]))
         self.state.set_index_pages(ROW, 0, torch.tensor([2, 0, 1]))
         check_slots = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 4, 5])
-        for layer in (0, 1):
-            store_row_checks(self.row_checks, check_slots, self.pool, self.slots, self.positions, layer)
+        store_row_checks(self.row_checks, check_slots, self.pool, self.slots, self.positions, range(2))
 
     def go_through(self, is_there: Tensor | None = None) -> HotBufferError:
         is_there = torch.ones(10, dtype=torch.bool) if is_there is None else is_there

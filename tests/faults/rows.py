@@ -1,0 +1,150 @@
+"""Rows that are not what they should be: by memory that fails, or by a prefill node that is wrong.
+
+Which kind of damage is done, and how often, stands in a file, ``KIND SHARE``, that is read each time; each
+one is a line of a report beside it. All of it happens in the engine's own thread, between two moves.
+
+flipped landing  bits of what has landed for a room change before it is admitted
+neighbours       bits of free index pages, and of their checks, change when others are given out
+cached           bits of a prefill node's cached rows change before it plans
+other layer      a batch has in each layer but its last the rows of the next one
+other positions  a batch has each row one place further
+early            what a forward computes leaves before it, as it was then
+repeated         a batch is sent twice
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse_pd.paging.extents import extents_to_slots, ranges_to_slots, slice_extents
+from hisparse_pd.paging.pools import PoolKind
+from tests.faults.canaries import free_slots
+from tests.waiting import wait_until
+from transfer.plan import LayerWrites, RegionView, plan_writes
+
+NUM_BITS = 20
+"""That change in what has landed, or is cached, at a time."""
+
+
+class RowFaults:
+    """Of one engine. ``order``: the file that says what is to be done."""
+
+    def __init__(self, order: Path) -> None:
+        self._order = order
+        self._random = random.Random(5)
+
+    def is_due(self, kind: str) -> bool:
+        if not self._order.exists():
+            return False
+        asked, _, share = self._order.read_text().rpartition(" ")
+        if asked != kind or self._random.random() >= float(share):
+            return False
+        with report_of(self._order).open("a") as file:
+            file.write(f"{kind}\n")
+        return True
+
+    def flip(self, items: Tensor, slots: Any) -> None:
+        """Bits of ``items``, uint8 [num_layers, num_slots, item_bytes], at some of ``slots``."""
+        for _ in range(NUM_BITS if len(slots) else 0):
+            slot, layer = int(self._random.choice(slots)), self._random.randrange(len(items))
+            items[layer, slot, self._random.randrange(items.shape[2])] ^= 1 << self._random.randrange(8)
+
+
+def report_of(order: Path) -> Path:
+    return order.with_suffix(".done")
+
+
+def put_in_row_faults(order: Path) -> None:
+    """Into every engine that this process makes from now on."""
+    faults = RowFaults(order)
+    _damage_decode_nodes(faults)
+    _damage_prefill_nodes(faults)
+
+
+def _damage_decode_nodes(faults: RowFaults) -> None:
+    import decode_node.request_life
+
+    life: Any = decode_node.request_life.RequestLife
+    landed, admit = life._landed, life._admit
+
+    def landed_damaged(self: Any, request: Any, message: Any, now: float) -> None:
+        start, stop = request.held_prefix_tokens, request.num_prompt_tokens
+        if start < stop and faults.is_due("flipped landing"):
+            memory, kind = self.hot_buffers.memory, request.kv_pools[0]
+            pool = memory.k_host if kind is PoolKind.HOST else memory.k_dev
+            faults.flip(pool, extents_to_slots(slice_extents(request.extents(kind), start, stop)))
+        landed(self, request, message, now)
+
+    def admit_beside_damage(self: Any, admission: Any, now: float) -> None:
+        admit(self, admission, now)
+        if faults.is_due("neighbours"):
+            memory, slots = self.hot_buffers.memory, free_slots(self.requests.pools, PoolKind.INDEX)
+            faults.flip(memory.index, slots)
+            faults.flip(memory.row_checks[:, :, None].view(torch.uint8), slots)
+
+    life._landed, life._admit = landed_damaged, admit_beside_damage
+
+
+def _damage_prefill_nodes(faults: RowFaults) -> None:
+    import prefill_node.compute
+    import prefill_node.engine
+    import prefill_node.push
+
+    engine: Any = prefill_node.engine.PrefillEngine
+    pusher: Any = prefill_node.push.Pusher
+    runner: Any = prefill_node.compute.PromptRunner
+    plan, submit, run = engine._plan, pusher._submit, runner.run
+
+    def plan_behind_damage(self: Any) -> Any:
+        life = self._life
+        if life.waiting() and len(life.prefixes) and faults.is_due("cached"):
+            cached = [extent for each in life.prefixes for extent in each.holding[PoolKind.DEVICE]]
+            faults.flip(self._memory.kv, extents_to_slots(cached))
+        return plan(self)
+
+    def submit_damaged(self: Any, record: Any, tag: str, parts: Sequence[LayerWrites], ready: Any) -> None:
+        if len(parts) > 1:  # else it is an aux record
+            if faults.is_due("other layer"):
+                parts = [*_of_next_layer(parts[0]), *parts[1:]]
+            if faults.is_due("other positions"):
+                parts = [_of_next_tokens(parts[0]), *parts[1:]]
+            if faults.is_due("repeated"):
+                submit(self, record, tag, parts, ready)
+        submit(self, record, tag, parts, ready)
+
+    def run_behind_the_writes(self: Any, batch: Any, on_written: Any = None) -> Any:
+        if on_written is not None and faults.is_due("early"):
+            sender = on_written.func.__self__._sender
+            for layer in range(self._model.spec.num_kv_layers):
+                on_written(layer, None)
+            wait_until(lambda: not any(sender.num_pending(record.room) for record, _ in batch), "the writes")
+            on_written = None
+        return run(self, batch, on_written)
+
+    engine._plan, pusher._submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
+
+
+def _of_next_layer(part: LayerWrites) -> list[LayerWrites]:
+    src = part.src
+    next_layers = RegionView(
+        src.base_addr + src.layer_bytes,
+        src.num_bytes - src.layer_bytes,
+        src.num_layers - 1,
+        src.num_slots,
+        src.item_bytes,
+    )
+    last = part.stop - 1
+    return [replace(part, src=next_layers, stop=last), part.of_layers(last, part.stop)]
+
+
+def _of_next_tokens(part: LayerWrites) -> LayerWrites:
+    src, dst = (ranges_to_slots(at, part.runs.length) for at in (part.runs.src_start, part.runs.dst_start))
+    return replace(part, runs=plan_writes(np.roll(src, -1), dst))

@@ -1,0 +1,136 @@
+"""Rows that are wrong where a decode node gets them, or where a prefill node has them: each request is right,
+or refused with the row that is the reason, and all are right afterwards. See ``tests/faults/rows.py``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.faults.rows import report_of
+from tests.integration.harness import (
+    Service,
+    at_once,
+    decode_service,
+    generate,
+    is_idle,
+    prefill_service,
+    router_service,
+    running,
+    wait_until,
+)
+from tests.integration.wrong_rows import assert_names_a_row, num_found, release_pages
+
+NUM_NEW = 24
+MODES = (True, False)
+Case = tuple[tuple[int, ...], bool]
+
+
+@dataclass
+class Nodes:
+    prefill: Service
+    decode: Service
+    router: Service
+    order: Path
+    expected: dict[tuple[int, ...], list[int]]
+
+    def ask(self, case: Case) -> httpx.Response:
+        prompt, hisparse = case
+        params = {"max_new_tokens": NUM_NEW, "ignore_eos": True}
+        return generate(self.router.url, input_ids=prompt, hisparse=hisparse, params=params)
+
+    def ask_all(self) -> list[tuple[Case, httpx.Response]]:
+        cases = [(prompt, hisparse) for prompt in self.expected for hisparse in MODES]
+        return list(zip(cases, at_once(self.ask, cases, len(cases)), strict=True))
+
+    def damage(self, kind: str, share: float) -> None:
+        self.order.write_text(f"{kind} {share}")
+
+    def num_damaged(self, kind: str) -> int:
+        report = report_of(self.order)
+        return report.read_text().splitlines().count(kind) if report.exists() else 0
+
+    def is_right(self, case: Case, got: httpx.Response) -> bool:
+        """Raises AssertionError for wrong tokens."""
+        if got.status_code != 200:
+            return False
+        assert got.json()["output_ids"] == self.expected[case[0]], "wrong tokens with a 200"
+        return True
+
+    def flush(self) -> None:
+        for node in (self.prefill, self.decode):
+            httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def nodes(
+    tied_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Nodes]:
+    """Nothing is held on the decode node: each request has something to land, and something to damage."""
+    directory = tmp_path_factory.mktemp("wrong-landings")
+    checkpoint = tied_checkpoint("v32")
+    prefill = prefill_service(checkpoint, directory, "prefill")
+    options = ["--disable-held-prefixes", "--device-buffer-size", "70", "--host-pool-tokens", "6400"]
+    decode = decode_service(checkpoint, directory, "decode", options)
+    order = directory / "order"
+    for node in (prefill, decode):
+        node.module, node.env = "tests.faults.node", {"ROW_FAULTS": str(order)}
+    numbers = random.Random(11)
+    prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(4)]
+    started = Nodes(prefill, decode, router_service([prefill], [decode], directory), order, {})
+    with running([prefill, decode, started.router]):
+        for prompt in prompts:
+            hisparse, dense = (started.ask((prompt, mode)).json()["output_ids"] for mode in MODES)
+            assert hisparse == dense
+            started.expected[prompt] = dense
+        yield started
+
+
+@pytest.mark.I9
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "share", "is_cached"),
+    [
+        ("flipped landing", 0.5, False),
+        ("other layer", 0.5, True),
+        ("other positions", 0.5, False),
+        ("early", 0.5, False),
+        ("cached", 1.0, True),
+        ("neighbours", 1.0, False),
+        ("repeated", 1.0, True),
+    ],
+)
+def test_each_request_is_right_or_refused(nodes: Nodes, kind: str, share: float, is_cached: bool) -> None:
+    """``is_cached``: the prefill node has the prompts' whole pages before.
+
+    Damage of its own cache, of memory that is nobody's, or that is none, is not noticed by anybody.
+    """
+    if not is_cached:
+        nodes.flush()
+    before, num_damaged = num_found(nodes.prefill, nodes.decode), nodes.num_damaged(kind)
+    nodes.damage(kind, share)
+    try:
+        damaged = nodes.ask_all()
+    finally:
+        nodes.order.unlink()
+    num_right = 0
+    for case, got in damaged:
+        if nodes.is_right(case, got):
+            num_right += 1
+        else:
+            assert_names_a_row(got)
+    assert nodes.num_damaged(kind) > num_damaged
+    found = num_found(nodes.prefill, nodes.decode) - before
+    if kind in ("cached", "neighbours", "repeated"):
+        assert num_right == len(damaged), [got.text for _, got in damaged]
+        assert (found > 0) is (kind == "cached")
+    else:
+        assert found >= max(1, len(damaged) - num_right)
+    wait_until(lambda: is_idle(nodes.decode), "the decode node is idle")
+    for node in (nodes.prefill, nodes.decode):
+        release_pages(node)
+    assert all(nodes.is_right(case, got) for case, got in nodes.ask_all())
