@@ -47,11 +47,14 @@ def test_a_row_of_a_narrow_product_is_the_same_among_any_few() -> None:
             assert torch.equal(narrow_product(x[rows], matrix), among_all[:, rows]), (dtype, rows)
 
 
-@pytest.mark.parametrize(("normalizes", "outside"), [(True, float("-inf")), (False, 0.0)])
+@pytest.mark.parametrize(
+    ("normalizes", "outside", "is_softmax"),
+    [(True, float("-inf"), False), (False, 0.0, False), (True, 0.0, True)],
+)
 @pytest.mark.parametrize("sizes", CHOICES)
 @pytest.mark.parametrize("num_tokens", [*ROWS, 700])
 def test_chooses_as_on_the_cpu(
-    num_tokens: int, sizes: tuple[int, ...], normalizes: bool, outside: float
+    num_tokens: int, sizes: tuple[int, ...], normalizes: bool, outside: float, is_softmax: bool
 ) -> None:
     """Also among equals: logits are rounded, and some are all the same."""
     num_experts, top_k, *groups = sizes
@@ -59,7 +62,7 @@ def test_chooses_as_on_the_cpu(
     logits = torch.randn((3, num_tokens, num_experts), generator=generator).round()
     logits[:, ::3] = 0
     bias = torch.randn(num_experts, generator=generator).round() / 8
-    choice = ExpertChoice(bias, top_k, *groups, normalizes, 2.5, outside)
+    choice = ExpertChoice(bias, top_k, *groups, normalizes, 2.5, outside, is_softmax)
     weights, ids = choice.choose(logits)
     on_gpu, logits_on_gpu = replace(choice, bias=bias.to(DEVICE)), logits.to(DEVICE)
     with no_waiting():

@@ -78,6 +78,8 @@ def test_latents_are_as_on_the_cpu(
     with no_waiting():
         found = finish_latents(q_a, kv_a, *there, Rounding(), **index)
         without_indexer = finish_latents(q_a, kv_a, *there, Rounding())
+        without_query = finish_latents(None, kv_a, *there, Rounding(), **index)
+        keys_alone = finish_latents(None, None, *there, None, **index)
     is_close(found.q.dense, expected.q.dense)
     is_close(found.item, expected.item)
     for name in ("index_keys", "head_weights"):
@@ -88,6 +90,11 @@ def test_latents_are_as_on_the_cpu(
     assert torch.equal(found.q.rounded.scales[:, :num_tokens].cpu(), scales)
     assert torch.equal(without_indexer.item, found.item)
     assert torch.equal(without_indexer.q.dense, found.q.dense)
+    assert without_query.q is keys_alone.q is keys_alone.item is None
+    assert torch.equal(without_query.item, found.item)
+    for some in (without_query, keys_alone):
+        assert torch.equal(some.index_keys, found.index_keys)
+        assert torch.equal(some.head_weights, found.head_weights)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -340,7 +340,7 @@ class Bench:
         if mode is Mode.HISPARSE:
             first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
             self.memory.k_host[:, first : first + context] = prompt.kv_host
-            request.hot_positions = [hint.numpy() for hint in prompt.hints]
+            request.hot_positions = self.hot_buffers.by_hot_group(prompt.hints.numpy())
         else:
             slots = slots_tensor(holding[PoolKind.DEVICE])[:context].to(self.memory.k_dev.device)
             self.memory.k_dev[:, slots] = prompt.kv

@@ -30,7 +30,8 @@ class DummyLocality:
         self._spec = spec
         self.num_bytes = 0
         """Of all weights drawn, by their shapes."""
-        self._latent_norms: list[Tensor] = []
+        self._query_norms: list[tuple[Tensor, float]] = []
+        """Weights of norms in front of indexer queries, and what element 0 is in front of these."""
 
     def set_jitter(self, jitter: float) -> None:
         """``jitter``: what the newest token alone decides of the variance of indexer scores, a share above 0
@@ -38,8 +39,8 @@ class DummyLocality:
         """
         num_pairs = self._spec.index_num_heads // 2
         own = self._spec.index_head_dim / num_pairs  # squared norm of the own part of the pairs' mean
-        for weight in self._latent_norms:
-            weight[0] = math.sqrt(own * (1 - jitter) / jitter) / SHARED_QUERY
+        for weight, constant in self._query_norms:
+            weight[0] = math.sqrt(own * (1 - jitter) / jitter) / constant
 
     def draw_weight(self, name: str, target: Tensor) -> None:
         """For ``load_model``: dummy weights with what locality needs."""
@@ -47,9 +48,9 @@ class DummyLocality:
         self.num_bytes += target.nbytes
         is_scale = name.endswith(SCALES)
         match name.split(".")[-2]:
-            case "o_proj" | "down_proj" if is_scale or target.dtype != FP8:
+            case "o_proj" | "down_proj" | "wo" | "w2" if is_scale or target.dtype != FP8:
                 target.mul_(LAYER_GAIN)
-            case "embed_tokens":
+            case "embed_tokens" | "tok_embeddings":
                 target.mul_(math.sqrt(target.shape[1]))
                 target[:, 0] = CONSTANT
             case "eh_proj":
@@ -59,7 +60,9 @@ class DummyLocality:
                 self._put(target[0], torch.zeros(target.shape[1]))
                 self._put(target[0, :1], self._in_units(target, torch.tensor([SHARED_QUERY / CONSTANT])))
             case "q_a_layernorm":
-                self._latent_norms.append(target)
+                self._query_norms.append((target, SHARED_QUERY))
+            case "q_input_norm" if name.endswith("weight"):
+                self._query_norms.append((target, CONSTANT))
             case "wq_b" if not is_scale:
                 self._put_shared_queries(name, target)
             case "weights_proj":
@@ -76,6 +79,9 @@ class DummyLocality:
             spec.qk_rope_head_dim,
             norm=1.0,
         )
+        if spec.family.interleaves_index_rope:
+            rope = shared[: spec.qk_rope_head_dim]
+            rope.copy_(rope.view(2, -1).T.flatten())
         pairs = target.view(-1, 2, spec.index_head_dim, target.shape[1])
         for first, second in pairs:
             self._put(first[:, 0], self._in_units(target, shared))

@@ -28,6 +28,7 @@ came before; the layer knows the circle too, and of what the model says behind o
 
 ``--published MODEL_TYPE`` writes no weights, but what ``--load-format dummy`` needs: a whole model's
 configuration, by transformers' defaults for that type (``axk2``: A.X-K2-Light), and a tokenizer of its size.
+``--layers`` takes the first so many of them.
 """
 
 from __future__ import annotations
@@ -174,13 +175,18 @@ def write_synthetic(
 
 
 def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **changes: Any) -> None:
-    """Write transformers' default configuration of ``model_type``, in bfloat16 and with ``changes``, and a
-    tokenizer of its size to ``out_dir``, made when missing; no weights. ``in_fp8``: as ``write_synthetic``'s.
+    """Write transformers' default configuration of ``model_type``, in bfloat16 and with ``changes`` of its
+    text part, and a tokenizer of its size to ``out_dir``, made when missing; no weights. ``in_fp8``: as
+    ``write_synthetic``'s.
     """
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[model_type](**changes).to_dict() | {"dtype": "bfloat16"}
-    written = write_config(out_dir, config | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
+    whole = CONFIG_MAPPING[model_type]()
+    text_type = type(whole.get_text_config())
+    format_of_all = {"dtype": "bfloat16", **({"quantization_config": QUANTIZATION} if in_fp8 else {})}
+    of_text = text_type(**changes).to_dict() | format_of_all
+    around = None if isinstance(whole, text_type) else whole.to_dict() | format_of_all
+    written = write_config(out_dir, of_text, around)
     _write_tokenizer(out_dir, written["vocab_size"], written["max_position_embeddings"])
 
 
@@ -400,31 +406,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.checkpoints.make_synthetic",
         description="Write a synthetic checkpoint with DeepSeek-V3.2's attention dimensions.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, default=argparse.SUPPRESS, help="directory, made when missing"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="directory, made when missing")
     for option, (field, about) in OPTIONS.items():
         value = getattr(default, field)
         kind = float if value is None else type(value)
-        parser.add_argument(f"--{option}", dest=field, type=kind, default=value, help=about)
+        parser.add_argument(f"--{option}", dest=field, type=kind, help=f"{about} (default: {value})")
     parser.add_argument(
         "--published",
         choices=tuple(FAMILIES),
+        default=None,
         help="only configuration and tokenizer, at the sizes that transformers has for this model type",
     )
-    parser.add_argument("--fp8", action="store_true", help="matrices in fp8 with scales of blocks")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    parser.add_argument("--device", default="cpu", help="where the weights are drawn; they differ by device")
+    parser.add_argument("--fp8", action="store_true", default=False, help="matrices in fp8 with scales")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument(
+        "--device", default="cpu", help="where the weights are drawn; they differ by device (default: cpu)"
+    )
     options = parser.parse_args(arguments)
     if options.published:
-        write_published(options.out, options.published, in_fp8=options.fp8)
+        layers = {"num_hidden_layers": options.num_layers} if "num_layers" in options else {}
+        write_published(options.out, options.published, in_fp8=options.fp8, **layers)
         print(f"wrote configuration and tokenizer of {options.published} to {options.out}")
         return
     started = time.monotonic()
     try:
-        shape = SyntheticShape(**{field: getattr(options, field) for field, _ in OPTIONS.values()})
+        given = vars(options)
+        shape = SyntheticShape(**{field: given[field] for field, _ in OPTIONS.values() if field in given})
         num_bytes = write_synthetic(options.out, shape, options.seed, options.device, in_fp8=options.fp8)
     except ValueError as error:
         parser.error(str(error))

@@ -224,3 +224,12 @@ def test_published_sizes_come_without_weights(tmp_path: Path, in_fp8: bool) -> N
     assert spec.weights_are_fp8 == in_fp8
     assert (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.index_num_heads) == (128, 32, 16)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == spec.vocab_size == 163840
+
+
+def test_the_first_layers_of_published_sizes_come_without_weights(tmp_path: Path) -> None:
+    main(["--out", str(tmp_path), "--published", "mistral_large4", "--layers", "9", "--fp8"])
+    spec = load_spec(tmp_path, load_format="dummy", dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    assert (spec.model_type, spec.num_layers, spec.context_length) == ("mistral_large4", 9, 1 << 20)
+    assert (spec.num_kv_layers, spec.num_index_groups, spec.item_bytes) == (9, 9, 656)
+    assert spec.weights_are_fp8
+    assert spec.vocab_size == 204800
