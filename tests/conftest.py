@@ -58,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of the tiny checkpoint of a variant ("v32" or "glm"), written once a session."""
+    """The directory of the tiny checkpoint of one of make_tiny's VARIANTS, written once a session."""
     from tools.checkpoints.make_tiny import write_checkpoint
 
     return _written_once(tmp_path_factory, "tiny", write_checkpoint)
@@ -92,7 +92,7 @@ def sharing_checkpoint(
 
 @pytest.fixture(scope="session")
 def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of the tied checkpoint of a variant ("v32" or "glm"), written once a session."""
+    """The directory of the tied checkpoint of "v32", "glm" or "mistral", written once a session."""
     from tests.tied_checkpoint import write_tied_checkpoint
 
     return _written_once(tmp_path_factory, "tied", write_tied_checkpoint)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoints.files import write_config
-from tools.checkpoints.make_tiny import VOCAB_SIZE, write_tokenizer
+from tools.checkpoints.make_tiny import AROUND, VOCAB_SIZE, write_tokenizer
 
 INDEX_TOPK = 37
 CONTEXT_LENGTH = 2048
@@ -19,9 +19,9 @@ _INDEXER_TYPES = ["full", "shared", "full", "full", "shared"]
 
 
 def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
-    """Write config, weights and tokenizer of ``variant`` ("v32" or "glm")."""
+    """Write config, weights and tokenizer of ``variant`` ("v32", "glm" or "mistral")."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config: dict[str, Any] = {
         "dtype": "float32",
@@ -52,8 +52,20 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
             "indexer_types": _INDEXER_TYPES,
             "rms_norm_eps": 1e-5,
         }
-    write_config(out_dir, config)
+    if variant == "mistral":
+        config |= {
+            "model_type": "mistral_large4_text",
+            "indexer_types": _INDEXER_TYPES,
+            "no_rope_layers": [1, 0, 0, 1, 0],
+            "kv_source_layers": [0, 1, 1, 0, 1],
+        }
+    write_config(out_dir, config, AROUND.get(variant))
+    model_type: Any = AutoModelForImageTextToText if variant in AROUND else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out_dir)).save_pretrained(out_dir)
+        model = model_type.from_config(AutoConfig.from_pretrained(out_dir))
+        for name, values in model.state_dict().items():
+            if "softmax_scaling" in name or name.endswith("rotary_emb.alpha"):
+                values += 0.1 * torch.randn(values.shape)
+        model.save_pretrained(out_dir)
     write_tokenizer(out_dir)

@@ -69,7 +69,7 @@ class Expected:
     logprobs: list[TokenLogprob]
 
 
-@pytest.fixture(scope="module", params=["v32", "glm"])
+@pytest.fixture(scope="module", params=["v32", "glm", pytest.param("mistral", marks=pytest.mark.slow)])
 def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], Path]) -> Checkpoint:
     return load_checkpoint(tied_checkpoint(request.param))
 

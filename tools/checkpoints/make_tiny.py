@@ -89,7 +89,7 @@ def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = Non
             f"variant is {variant!r}, of which no MTP layer is known here; draft_gain must be None"
         )
     draft = {} if draft_gain is None else {"num_nextn_predict_layers": 1}
-    config = write_config(out_dir, _config(variant) | draft, _AROUND.get(variant))
+    config = write_config(out_dir, _config(variant) | draft, AROUND.get(variant))
     _write_weights(out_dir / "model.safetensors", variant, config, draft_gain)
     write_tokenizer(out_dir)
 
@@ -146,7 +146,7 @@ def _config(variant: str) -> dict[str, Any]:
     return config
 
 
-_AROUND: dict[str, dict[str, Any]] = {
+AROUND: dict[str, dict[str, Any]] = {
     "mistral": {
         "architectures": ["MistralLarge4ForConditionalGeneration"],
         "model_type": "mistral_large4",

@@ -30,7 +30,9 @@ LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 3
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-pytestmark = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
+pytestmark = pytest.mark.parametrize(
+    "checkpoint", ["v32", "glm", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @contextmanager
@@ -143,7 +145,7 @@ def test_mixed_modes_share_a_batch_under_pressure(
         assert node.stats is not None
         misses = node.stats.counters["swap_in_misses_total"]
         assert misses > 0
-        layers_per_group = checkpoint.spec.num_layers / checkpoint.spec.num_index_layers
+        layers_per_group = checkpoint.spec.num_kv_layers / checkpoint.spec.num_hot_groups
         bytes_per_miss = checkpoint.spec.item_bytes * layers_per_group
         assert node.stats.counters["swap_in_bytes_total"] == misses * bytes_per_miss
         assert node.stats.counters["retractions_total"] > 0

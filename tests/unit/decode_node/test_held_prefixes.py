@@ -195,7 +195,10 @@ def test_held_slots_are_as_good_as_free() -> None:
 # --- the engine ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["v32", pytest.param("glm", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "mistral"))],
+)
 def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], Path]) -> Checkpoint:
     """Equal scores are the rule in it: a byte that is not as it should be changes tokens."""
     return load_checkpoint(tied_checkpoint(request.param))

@@ -355,6 +355,32 @@ def test_spec_of_the_variants(checkpoints: dict[str, Path]) -> None:
     assert geometry.model_fingerprint == glm.fingerprint != v32.fingerprint
 
 
+def test_spec_of_layers_that_attend_to_kv_of_others(checkpoints: dict[str, Path]) -> None:
+    spec = load_spec(checkpoints["mistral"])
+    assert spec.kv_layer_of_layer == (0, 1, 0, 2, 1, 1)
+    assert spec.index_group_of_layer == (0, 1, 1, 2, 3, 3)
+    # The first two index groups and the last attend to the same KV: an entry is hot for all three.
+    assert spec.hot_group_of_index_group == (0, 0, 1, 0)
+    assert spec.kv_layers_of_hot_group == ((0, 1), (2,))
+    # The first and the fifth layer open a selection of which their own group does not read all KV layers.
+    assert spec.kv_layers_filled_at == ((0, 1), (1,), (0,), (2,), (1, 0), ())
+    geometry = spec.geometry(16)
+    assert (spec.num_kv_layers, geometry.num_layers, geometry.num_kv_layers) == (3, 3, 3)
+    assert (geometry.num_index_layers, spec.row_check_bytes) == (4, 3 * 4)
+    with pytest.raises(CheckpointError, match="no MTP layer to draft tokens with"):
+        load_spec(checkpoints["mistral"], num_draft_layers=1)
+
+
+def test_kv_is_shared_among_layers_that_all_have_rope_or_none(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mistral")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["no_rope_layers"] = [1, 1, 1, 1, 0, 0]
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="layer 4 attends to the KV of layer 1, but only one of them"):
+        load_spec(tmp_path)
+
+
 def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -372,7 +398,10 @@ def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; supported are deepseek_v32, glm_moe_dsa, axk2"),
+        (
+            {"model_type": "llama"},
+            "model_type is 'llama'; supported are deepseek_v32, glm_moe_dsa, axk2, mistral_large4",
+        ),
         ({"indexer_types": ["shared", "full", "full", "full"]}, "the first layer is 'shared'"),
         ({"indexer_types": ["full"]}, "has 1 entries; expected one of each of 4 layers"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),

@@ -28,6 +28,8 @@ from transfer.sender import Ready, WriteBatch
 PAGE_SIZE = 4
 NUM_SLOTS = 64
 GROUPS = (0, 0, 1, 2, 2)
+SHARING = (0, 0, 1, 2, 1, 3, 4, 0), (0, 1, 1, 1, 2, 2, 2, 2)
+"""KV and index layers of a model of which three layers attend to KV of others."""
 NUM_LAYERS, NUM_INDEX_LAYERS = len(GROUPS), 3
 ITEM_BYTES, INDEX_BYTES = 6, 3
 POISON = 0xEE
@@ -77,6 +79,8 @@ class World:
     """One room between two pools, and a pusher that moves its bytes."""
 
     min_batch_bytes: int = 0
+    of_layers: tuple[tuple[int, ...], tuple[int, ...]] = (tuple(range(NUM_LAYERS)), GROUPS)
+    """The layers of ``kv`` and ``index`` that each of the model's layers reads."""
 
     def __post_init__(self) -> None:
         self.sender = CopyingSender()
@@ -84,9 +88,7 @@ class World:
         self.kv_dst, self.index_dst = np.zeros_like(self.kv), np.zeros_like(self.index)
         self.aux = np.full((1, 1, 8), 7, np.uint8)
         self.aux_dst = np.zeros_like(self.aux)
-        source = SourceRegions(
-            view(self.kv), view(self.index), view(self.aux), tuple(range(NUM_LAYERS)), GROUPS
-        )
+        source = SourceRegions(view(self.kv), view(self.index), view(self.aux), *self.of_layers)
         self.pusher = Pusher(self.sender, source, PAGE_SIZE, 60.0, self.min_batch_bytes)
         self.record = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
 
@@ -107,13 +109,13 @@ class World:
         """What a forward does with a layer: store its rows, then tell."""
         for push in pushes:
             slots = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
-            self.kv[layer, slots] = np.arange(1, len(slots) + 1)[:, None] + 16 * layer
-            if layer == 0 or GROUPS[layer] != GROUPS[layer - 1]:
-                self.index[GROUPS[layer], slots] = np.arange(1, len(slots) + 1)[:, None] + 16 * GROUPS[layer]
+            for memory, of_layer in zip((self.kv, self.index), self.of_layers, strict=True):
+                if (number := of_layer[layer]) not in of_layer[:layer]:
+                    memory[number, slots] = np.arange(1, len(slots) + 1)[:, None] + 16 * number
         self.pusher.layer_written(pushes, layer, ready)
 
     def forward(self, *pushes: ChunkPush) -> None:
-        for layer in range(NUM_LAYERS):
+        for layer in range(len(self.of_layers[0])):
             self.write(pushes, layer)
         for push in pushes:
             self.pusher.push_rest(push)
@@ -170,6 +172,22 @@ def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
         for batch in world.sender.batches
     ]
     assert landed == [{0}, set(), {1}, {2}, set()]
+
+
+@pytest.mark.I1
+@pytest.mark.parametrize(
+    ("layers_per_batch", "layers"),
+    [(1, ["[0, 1)", "[1, 3)", "[3, 4)", "[4, 6)", "[6, 7)"]), (2, ["[0, 3)", "[3, 6)", "[6, 7)"])],
+)
+def test_layers_without_kv_of_their_own_send_none(layers_per_batch: int, layers: list[str]) -> None:
+    """Their indexer keys leave with the next KV, and the last layer, which has neither, with nobody."""
+    world = World(layers_per_batch * 9 * ITEM_BYTES, SHARING)
+    push = world.pusher.plan(world.record, 2, 11)
+    world.forward(push)
+    assert layers_of(world.sender.tags) == layers
+    world.assert_landed(push)
+    num_bytes = sum(batch.num_bytes for batch in world.sender.batches)
+    assert num_bytes == 9 * (NUM_LAYERS * ITEM_BYTES + NUM_INDEX_LAYERS * INDEX_BYTES), "something left twice"
 
 
 def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
