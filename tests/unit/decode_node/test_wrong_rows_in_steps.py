@@ -15,7 +15,7 @@ from decode_node.memory import slots_tensor
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import ReleasePage
-from hisparse_pd.paging.pools import PoolKind
+from hisparse_pd.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
 from kernels.row_check import row_checks_of
 from tests.unit.decode_node.speculation_support import HOT_BUFFER, NUM_NEW, TOP_K, drafts
@@ -44,7 +44,8 @@ def is_under_way(answers: Sequence[Answer]) -> bool:
 
 @pytest.fixture(autouse=True)
 def whole(node: EngineHarness) -> None:
-    """Before each test all pages are as good as any."""
+    """Before each test nobody is there, and all pages are as good as any."""
+    node.turn_until(lambda: not node.engine.requests)
     for page in node.engine.requests.set_aside.shown():
         node.send(ReleasePage(page.pool, page.start))
     node.turn_until(lambda: not node.engine.requests.set_aside)
@@ -83,7 +84,9 @@ def test_rows_of_a_dense_request_that_was_retracted(
             node.turn_until(lambda: is_under_way([answer]))  # noqa: B023
             node.engine.steps.settle()
             request = request_of(node, prompt)
-            node.engine.lifecycle.carry_out(StepPlan(exchanges=(Exchange(request, TOP_K + 4),)), 0.0)
+            num_slots = request.owned.num_slots(PoolKind.INDEX)
+            exchange = Exchange(request, TOP_K + 4, SlotCounts(host=num_slots, lookup=num_slots))
+            node.engine.lifecycle.carry_out(StepPlan(exchanges=(exchange,)), 0.0)
             if is_damaged:
                 damage(node, request, len(prompt))
                 assert node.failure_of(answer, status=500).code == KV_ROW_CORRUPT
