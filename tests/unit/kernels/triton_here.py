@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,52 @@ def compiled_for_hopper(
     )
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}
+
+
+_TYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float8_e4m3fn": "fp8e4nv",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+}
+
+
+@contextmanager
+def compiles_launches() -> Iterator[set[str]]:
+    """Launches of Triton kernels compile them, as they would be launched on an H200, and run nothing: tensors
+    need no memory. Gives the names of the kernels.
+    """
+    from triton.runtime.jit import JITFunction
+
+    from kernels import triton_launch
+
+    compiled: set[str] = set()
+    seen: set[str] = set()
+
+    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        is_constant = {param.name: param.is_constexpr for param in self.params}
+        values = dict(zip(self.arg_names, args, strict=False))
+        values |= {name: given.pop(name) for name in self.arg_names if name in given}
+        types: dict[str, str] = {}
+        aligned = []
+        constants = {name: value for name, value in values.items() if is_constant[name] or value is None}
+        for name in values.keys() - constants.keys():
+            value = values[name]
+            if hasattr(value, "dtype"):
+                types[name] = "*" + _TYPES[str(value.dtype).removeprefix("torch.")]
+                aligned.append(name)
+            else:
+                types[name] = "fp32" if isinstance(value, float) else "i32"
+        key = f"{self.__name__} {sorted(types.items())} {sorted(constants.items())} {sorted(given.items())}"
+        if key not in seen:
+            seen.add(key)
+            compiled_for_hopper(self, types, constants, aligned, **given)
+        compiled.add(self.__name__)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_launch)
+        patch.setattr(triton_launch, "overlaps", lambda device: True)
+        yield compiled
