@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from decode_node.attention_parts import AttentionParts, Part
 from decode_node.hot_buffers import HotBuffers
+from decode_node.miss_copies import MissCopies
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from kernels.hot_state import ABSENT, StepRequests
@@ -49,26 +51,12 @@ class InOrder:
 class MicroBatchOrder:
     """What the micro-batches of one step, each in its own stream, do not do at the same time.
 
-    ``planning``: launches of the swap-in share a workspace. Copies go to a stream of their own, one after the
-    other: PCIe is one micro-batch's alone, which so has its misses soonest, while the others compute.
-    ``copy_blocks``: multiprocessors that copying takes.
+    ``planning``: launches of the swap-in share a workspace. ``copies`` follow each other.
     """
 
-    def __init__(self, device: torch.device, copy_blocks: int, copy_stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, device: torch.device, copies: MissCopies) -> None:
         self.planning = InOrder(device)
-        self.copy_blocks = copy_blocks
-        self._copy_stream = copy_stream
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Around a copy, between what the current stream has and what it gets."""
-        if self._copy_stream is None:
-            yield
-            return
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copy_stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._copy_stream)
+        self.copies = copies
 
 
 class DeviceStep:
@@ -77,7 +65,8 @@ class DeviceStep:
     ``seq_lens`` and ``req_rows``: int64 [num_reqs], with values that may be used as indices in padding too;
     ``num_real_reqs``: int32 [1]. ``backup_stream``: where newest items are copied to the host while the last
     layer computes; None: the current stream. A micro-batch has a ``miss_plan`` of its own, and its ``order``
-    among the others of its step.
+    among the others of its step. ``parts``: selection, swap-in and attention go by parts of the batch, for
+    steps without drafts.
 
     With drafts ``num_new`` positions of each request are new, and ``seq_lens`` ends with the last of them.
     The forward has rows for those from ``first_row`` on, a request's next to each other; the others were
@@ -97,6 +86,7 @@ class DeviceStep:
         *,
         miss_plan: MissPlan | None = None,
         order: MicroBatchOrder | None = None,
+        parts: AttentionParts | None = None,
         num_new: int = 1,
         first_row: int = 0,
         ends: Tensor | None = None,
@@ -126,6 +116,7 @@ class DeviceStep:
         if num_new - first_row > 1:
             self._num_real_rows = num_real_reqs * (num_new - first_row)
         self._device_slots: Tensor | None = None
+        self._parts = None if parts is None else parts.of(self._requests)
 
     @property
     def positions(self) -> Tensor:
@@ -162,14 +153,26 @@ class DeviceStep:
             store_row_checks(memory.row_checks, rows.index_slots, memory.k_dev, *at, layers)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        if self._parts is None:
+            return self._select(group, q_index, weights, slice(None), self._num_real_rows)
+        spec, selected = self._spec, []
+        hot_group, layer = spec.hot_group_of_index_group[group], spec.layers_of_group[group][0]
+        for part in self._parts:
+            positions = self._select(group, q_index, weights, part.rows, part.requests.num_real_reqs)
+            part.plan(hot_group, positions)
+            part.begin_copy(spec.kv_layers_filled_at[layer])
+            selected.append(positions)
+        return torch.cat(selected)
+
+    def _select(self, group: int, q_index: Tensor, weights: Tensor, rows: slice, num_real: Tensor) -> Tensor:
         return paged_index_topk(
-            q_index,
-            weights,
+            q_index[rows],
+            weights[rows],
             self._memory.index[group],
             self._index_page_table,
-            self._rows.req_rows,
-            self._rows.select_at,
-            self._num_real_rows,
+            self._rows.req_rows[rows],
+            self._rows.select_at[rows],
+            num_real,
             page_size=self._page_size,
             top_k=self._spec.index_topk,
             key_format=self._kernels.index_format.name,
@@ -177,11 +180,24 @@ class DeviceStep:
         )
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        if self._parts is not None:
+            return self._attend_by_parts(self._parts, layer, q, scale)
         if self._order is None:
             self._swap_in(layer, positions)
         else:
             self._swap_in_beside_others(layer, positions, self._order)
         return self.attend_at(layer, q, self.device_slots, scale)
+
+    def _attend_by_parts(self, parts: Sequence[Part], layer: int, q: Tensor, scale: float) -> Tensor:
+        spec = self._spec
+        if layer != spec.layers_of_group[spec.index_group_of_layer[layer]][0]:
+            for part in parts:
+                part.begin_copy(spec.kv_layers_filled_at[layer])
+        items = self._memory.k_dev[spec.kv_layer_of_layer[layer]]
+        out = q.new_empty((*q.shape[:2], spec.kv_lora_rank))
+        for part in parts:
+            out[part.rows] = part.attend(q[part.rows], items, scale)
+        return out
 
     @property
     def device_slots(self) -> Tensor:
@@ -221,17 +237,10 @@ class DeviceStep:
             device_slots = device_slots[:, self._first_row :].flatten(0, 1).contiguous()
         self._device_slots = device_slots
 
-    def _replay_misses(self, kv_layers: Sequence[int], max_blocks: int | None = None) -> None:
-        memory = self._memory
+    def _replay_misses(self, kv_layers: Sequence[int]) -> None:
+        memory, state = self._memory, self._requests.state
         for kv_layer in kv_layers:
-            replay_misses(
-                self._miss_plan,
-                kv_layer,
-                memory.k_host,
-                memory.k_dev,
-                max_blocks=max_blocks,
-                state=self._requests.state,
-            )
+            replay_misses(self._miss_plan, kv_layer, memory.k_host, memory.k_dev, state=state)
 
     def _of_all_new(self, positions: Tensor) -> Tensor:
         """``positions`` with rows that select nothing where this forward has no rows of new positions."""
@@ -249,9 +258,7 @@ class DeviceStep:
                 self._device_slots = plan_misses(
                     positions, self._requests, group=hot_group, miss_plan=self._miss_plan
                 )
-        if filled := self._spec.kv_layers_filled_at[layer]:
-            with order.copying():
-                self._replay_misses(filled, order.copy_blocks)
+        order.copies.wait(order.copies.begin(self._miss_plan, self._spec.kv_layers_filled_at[layer]))
 
     def write_draft_kv(self, model: DsaModel, token_ids: Tensor, hidden: Tensor) -> None:
         """Of a step without drafts: write the draft layer's KV of its new positions, behind which

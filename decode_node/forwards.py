@@ -17,17 +17,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decode_node.attention_parts import AttentionParts
 from decode_node.device_rows import DeviceRows
 from decode_node.device_step import DeviceStep
 from decode_node.draft_chain import draft_chain
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import MicroBatches
-from decode_node.split_choice import MIN_REQS, TrialRequests, fewest_to_split, time_by_turns
+from decode_node.miss_copies import MissCopies
+from decode_node.split_choice import (
+    MIN_REQS,
+    SPLITS,
+    Secs,
+    Split,
+    TrialRequests,
+    choose_splits,
+    fastest,
+    time_by_turns,
+)
 from decode_node.step_buffers import StepInputs
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 
 log = logging.getLogger(__name__)
+UNTRIED = Split.PARTS
+"""How a batch is split where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,8 @@ class _Verified:
 class Forwards:
     """Forwards of the requests in ``inputs``, and what follows them.
 
-    Batches of at least ``min_split_reqs`` requests may run as micro-batches; None: ``capture`` measures from
-    how many on that is faster.
+    Batches of at least ``min_split_reqs`` requests may be split; None: ``capture`` measures from how many on
+    that is faster. It measures how to split them in either case.
     """
 
     def __init__(
@@ -85,12 +98,15 @@ class Forwards:
         self.min_split_reqs = max_reqs + 1 if min_split_reqs is None else min_split_reqs
         device = hot_buffers.device
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._parts: AttentionParts | None = None
         self._micro_batches: MicroBatches | None = None
         if (MIN_REQS if min_split_reqs is None else min_split_reqs) <= max_reqs:
-            self._micro_batches = MicroBatches(model, hot_buffers, kernels, max_reqs, self._backup_stream)
+            copies = MissCopies(hot_buffers, max_reqs)
+            self._parts = AttentionParts(kernels, copies)
+            self._micro_batches = MicroBatches(model, hot_buffers, kernels, copies, self._backup_stream)
         self._kept = _Kept.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
         self._graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
-        """By new positions and whether a batch runs as micro-batches, then by its size, smallest first."""
+        """By new positions and whether a batch is split, then by its size, smallest first."""
         self._graph_pool: Any = None
         """Memory that all graphs share."""
         self._following: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -101,7 +117,7 @@ class Forwards:
         graphs = self._graphs.get((num_new, is_split), {})
         size = next((size for size in graphs if size >= num_reqs), None)
         if size is None:
-            return self._forward(num_reqs, num_new, is_split)
+            return self._forward(num_reqs, num_new, UNTRIED if is_split else Split.WHOLE)
         graph, forward = graphs[size]
         graph.replay()
         return forward
@@ -124,8 +140,11 @@ class Forwards:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         fewest = MIN_REQS if self._measures_split else self.min_split_reqs
-        split = [(size, 1, True) for size in sizes if size >= fewest]
-        kinds = [(size, num_new, False) for num_new in (1, *range(self._max_new, 1, -1)) for size in sizes]
+        to_split = [size for size in sizes if size >= fewest]
+        kinds = [
+            (size, num_new, Split.WHOLE) for num_new in (1, *range(self._max_new, 1, -1)) for size in sizes
+        ]
+        split = [(size, 1, split) for size in to_split for split in SPLITS]
         ranks = self._model.ranks
         with torch.cuda.stream(stream):
             if ranks is not None:  # which compile for unlike times, longer than they may wait for each other
@@ -133,15 +152,15 @@ class Forwards:
                     self._warm_up(kinds + split)
             self._warm_up(kinds + split)
         stream.synchronize()
-        for kind in kinds if self._measures_split else kinds + split:
-            self._capture(*kind, stream)
-        measured = ""
-        if self._measures_split:
-            measured = self._choose_split([size for size, _, _ in split], stream)
+        for size, num_new, _ in kinds:
+            self._graphs.setdefault((num_new, False), {})[size] = self._capture(
+                size, num_new, Split.WHOLE, stream
+            )
+        measured = self._choose_split(to_split, stream)
         self._graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self._graphs.items()}
         log.info(
-            "captured CUDA graphs of %s requests, with up to %d drafts, as micro-batches from %d hisparse "
-            "ones on%s, in %.1f s",
+            "captured CUDA graphs of %s requests, with up to %d drafts, split from %d hisparse ones on%s, "
+            "in %.1f s",
             list(self._graphs[1, False]),
             self._max_new - 1,
             self.min_split_reqs,
@@ -149,54 +168,63 @@ class Forwards:
             time.monotonic() - started,
         )
 
-    def _capture(self, size: int, num_new: int, is_split: bool, stream: torch.cuda.Stream) -> None:
+    def _capture(
+        self, size: int, num_new: int, split: Split, stream: torch.cuda.Stream
+    ) -> tuple[torch.cuda.CUDAGraph, Forward]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
-            forward = self._forward(size, num_new, is_split)
+            forward = self._forward(size, num_new, split)
         self._graph_pool = graph.pool()
-        self._graphs.setdefault((num_new, is_split), {})[size] = graph, forward
         if self._max_new > 1 and (num_new, size) not in self._following:
             following = torch.cuda.CUDAGraph()
             with torch.cuda.graph(following, pool=self._graph_pool, stream=stream):
                 results = self._follow(forward)
             self._following[num_new, size] = following, results
+        return graph, forward
 
     def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> str:
-        """Capture steps in micro-batches of those of ``sizes`` on which they are faster, and keep to that.
-        Returns what was measured, for the log."""
+        """Capture split steps of those of ``sizes`` that are to be split, the faster way. Returns what was
+        measured, for the log."""
         ranks = self._model.ranks
+        tried: dict[tuple[int, Split], tuple[torch.cuda.CUDAGraph, Forward]] = {}
 
-        def measure(size: int) -> tuple[float, float] | None:
+        def measure(size: int) -> Secs | None:
             requests = TrialRequests(self._hot_buffers, self._kernels, self._inputs, size)
             try:
                 fits = [(int(requests.fits),)] if ranks is None else ranks.agree(int(requests.fits))
                 if (0,) in fits:
                     return None
-                self._capture(size, 1, True, stream)
-                whole, split = (self._graphs[1, is_split][size][0].replay for is_split in (False, True))
-                return time_by_turns(whole, split, requests, ranks)
+                tried[size, Split.WHOLE] = self._graphs[1, False][size]
+                for split in SPLITS:
+                    tried[size, split] = self._capture(size, 1, split, stream)
+                steps = {split: tried[size, split][0].replay for split in (Split.WHOLE, *SPLITS)}
+                return time_by_turns(steps, requests, ranks)
             finally:
                 requests.end()
 
-        fewest, measured = fewest_to_split(sizes, measure)
-        if fewest is None:
-            self._micro_batches = None
+        if self._measures_split:
+            chosen, measured = choose_splits(sizes, measure)
+            self.min_split_reqs = min(chosen, default=self.min_split_reqs)
         else:
-            self.min_split_reqs = fewest
-        split = self._graphs.get((1, True), {})
-        for size in [size for size in split if size < self.min_split_reqs]:
-            del split[size]
+            found = {size: measure(size) for size in sizes}
+            measured = {size: secs for size, secs in found.items() if secs is not None}
+            chosen = {size: UNTRIED if secs is None else fastest(secs) for size, secs in found.items()}
+        self._graphs[1, True] = {
+            size: tried.get((size, split)) or self._capture(size, 1, split, stream)
+            for size, split in chosen.items()
+        }
         return "".join(
-            f"; {size}: {1e3 * whole:.2f} ms whole, {1e3 * split:.2f} in micro-batches"
-            for size, (whole, split) in measured.items()
+            f"; {size}: "
+            + ", ".join(f"{1e3 * of_split:.2f} ms {split.value}" for split, of_split in secs.items())
+            for size, secs in measured.items()
         )
 
-    def _warm_up(self, kinds: Sequence[tuple[int, int, bool]]) -> None:
-        for size, num_new, is_split in kinds:
-            self._follow(self._forward(size, num_new, is_split))
+    def _warm_up(self, kinds: Sequence[tuple[int, int, Split]]) -> None:
+        for size, num_new, split in kinds:
+            self._follow(self._forward(size, num_new, split))
 
-    def _forward(self, num_reqs: int, num_new: int, is_split: bool) -> Forward:
-        return self._verify(num_reqs, num_new) if num_new > 1 else self._plain(num_reqs, is_split)
+    def _forward(self, num_reqs: int, num_new: int, split: Split) -> Forward:
+        return self._verify(num_reqs, num_new) if num_new > 1 else self._plain(num_reqs, split)
 
     def _follow(self, forward: Forward) -> Tensor:
         if forward.results is None:
@@ -205,18 +233,24 @@ class Forwards:
             self._write_draft_kv(forward.num_reqs, self._kept.hidden)
         return forward.results
 
-    def _plain(self, num_reqs: int, is_split: bool) -> Forward:
+    def _plain(self, num_reqs: int, split: Split) -> Forward:
         """The model over the newest position of each request."""
         inputs = self._inputs
         req_rows, num_real_reqs = inputs.req_rows[:num_reqs], inputs.num_real_reqs
         token_ids = self._rows.newest_tokens(inputs.tokens[:num_reqs], req_rows)
         seq_lens = self._rows.lengths(inputs, num_reqs)
         hidden: Tensor | None = None
-        if is_split and self._micro_batches is not None:
+        if split is Split.MICRO_BATCHES and self._micro_batches is not None:
             logits, hidden = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
         else:
             step = DeviceStep(
-                self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
+                self._hot_buffers,
+                self._kernels,
+                seq_lens,
+                req_rows,
+                num_real_reqs,
+                self._backup_stream,
+                parts=self._parts if split is Split.PARTS else None,
             )
             if self._kept is None:
                 logits = self._model.forward(token_ids, step.positions, step, None)

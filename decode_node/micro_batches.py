@@ -15,44 +15,37 @@ from torch import Tensor
 
 from decode_node.device_step import DeviceStep, MicroBatchOrder
 from decode_node.hot_buffers import HotBuffers
+from decode_node.miss_copies import NUM_PARTS, TAKEN_SMS, MissCopies
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from kernels.miss_plan import MissPlan
 
-NUM_MICRO_BATCHES = 2
-COPY_BLOCKS = 12
-"""Multiprocessors that the copies of a micro-batch take from the computing of the others."""
-TAKEN_SMS = 16
-"""Multiprocessors that the computing does without: kernels that fill a GPU would begin twice otherwise."""
-
 
 class MicroBatches:
-    """The forward of a batch in ``NUM_MICRO_BATCHES`` parts. ``backup_stream``: as of ``DeviceStep``."""
+    """The forward of a batch in ``NUM_PARTS`` micro-batches. ``backup_stream``: as of ``DeviceStep``."""
 
     def __init__(
         self,
         model: DsaModel,
         hot_buffers: HotBuffers,
         kernels: AttentionKernels,
-        max_reqs: int,
+        copies: MissCopies,
         backup_stream: torch.cuda.Stream | None,
     ) -> None:
         self._model = model
         self._hot_buffers = hot_buffers
         self._backup_stream = backup_stream
+        self._copies = copies
         device = hot_buffers.device
-        # Copies come first: one that waits for a multiprocessor leaves PCIe idle.
-        self._copy_stream = (
-            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        )
-        most_reqs = -(-max_reqs // NUM_MICRO_BATCHES)
         self._parts = [
             _MicroBatch(
                 own_kernels,
-                MissPlan.create(most_reqs, model.spec.index_topk, device),
+                miss_plan,
                 torch.cuda.Stream(device) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
             )
-            for own_kernels in kernels.split(NUM_MICRO_BATCHES, TAKEN_SMS)
+            for own_kernels, miss_plan in zip(
+                kernels.split(NUM_PARTS, TAKEN_SMS), copies.miss_plans, strict=True
+            )
         ]
 
     def forward(
@@ -70,7 +63,7 @@ class MicroBatches:
         self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         num_parts = len(self._parts)
-        order = MicroBatchOrder(token_ids.device, COPY_BLOCKS, self._copy_stream)
+        order = MicroBatchOrder(token_ids.device, self._copies)
         forwards = []
         for number, part in enumerate(self._parts):
             with part.after_current_stream():

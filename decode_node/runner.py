@@ -20,7 +20,7 @@ from torch import Tensor
 from decode_node.device_rows import DeviceRows
 from decode_node.forwards import Forward, Forwards
 from decode_node.hot_buffers import HotBuffers
-from decode_node.micro_batches import NUM_MICRO_BATCHES
+from decode_node.miss_copies import NUM_PARTS
 from decode_node.request import Request
 from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
@@ -74,7 +74,7 @@ class DeviceRunner:
         self._hot_buffers = hot_buffers
         self._is_behind = is_behind
         if min_split_reqs is not None or not graph_batches:
-            min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
+            min_split_reqs = max(min_split_reqs, NUM_PARTS) if min_split_reqs else max_reqs + 1
         device, max_new = hot_buffers.device, hot_buffers.state.max_new
         self._inputs = StepInputs.create(max_reqs, max_new, device)
         self._rows = DeviceRows.create(hot_buffers.state.num_rows, max_new, device)

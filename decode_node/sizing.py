@@ -7,7 +7,7 @@ the device pool's may come from what the model leaves of the GPU.
 from __future__ import annotations
 
 from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
-from decode_node.micro_batches import NUM_MICRO_BATCHES
+from decode_node.miss_copies import NUM_PARTS
 from decode_node.scheduler import Limits
 from decode_node.split_choice import MIN_REQS
 from hisparse_pd.memory.device import DeviceMemory, PoolDemand
@@ -187,7 +187,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     plans = [num_rows * num_new]
     min_split = MIN_REQS if settings.micro_batch_min_bs is None else settings.micro_batch_min_bs
     if 0 < min_split <= num_rows:
-        plans += [-(-num_rows // NUM_MICRO_BATCHES)] * NUM_MICRO_BATCHES
+        plans += [-(-num_rows // NUM_PARTS)] * NUM_PARTS
     return tables + sum(4 + (2 * 8 + 2 * 4) * spec.index_topk * room for room in plans)
 
 

@@ -1,15 +1,17 @@
-"""From how many hisparse requests on steps run as micro-batches: measured at a node's start.
+"""How large hisparse batches run, and from how many requests on: measured at a node's start.
 
-Micro-batches hide copies behind computing, and read every matrix and expert twice. Which of the two weighs
-more depends on the model, on how many GPUs share its experts, and on the machine. So both kinds of steps are
-timed, under requests that miss as many positions as published traces do. A request's tokens do not depend on
-the choice.
+A batch that is split hides copies behind computing. In parts within each layer it hides them behind selection
+and attention alone, and reads weights once; as micro-batches behind everything, and reads every matrix and
+expert twice. Which weighs more depends on the model, on how many GPUs share its experts, and on the machine.
+So all are timed, under requests that miss as many positions as published traces do. A request's tokens do not
+depend on the choice.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -21,10 +23,20 @@ from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.rank_group import RankGroup
 from kernels.hot_state import ABSENT
 
+
+class Split(Enum):
+    """How a step runs, in the words of the log."""
+
+    WHOLE = "whole"
+    PARTS = "in parts"
+    MICRO_BATCHES = "in micro-batches"
+
+
+SPLITS: Final = (Split.PARTS, Split.MICRO_BATCHES)
 MIN_REQS: Final = 32
-"""Fewer have too little to copy: 32 of V3.2's size lost 8% on an H200 already."""
+"""Fewer have too little to copy: 16 of V3.2's size lost 3% on an H200 already."""
 MIN_GAIN: Final = 1.02
-"""By which a step has to be shorter as micro-batches."""
+"""By which a step has to be shorter than whole."""
 NUM_STEPS: Final = 5
 """Timed of each kind, by turns."""
 MISS_SHARE: Final = 0.134
@@ -33,24 +45,35 @@ MOST_CONTEXT: Final = 32768
 """Of a trial's requests, where pools and model have as much."""
 _KEYS_AT_ONCE: Final = 1 << 16
 
+Secs = Mapping[Split, float]
+"""Of a step of one size, by how it runs."""
 
-def fewest_to_split(
-    sizes: Sequence[int], measure: Callable[[int], tuple[float, float] | None]
-) -> tuple[int | None, dict[int, tuple[float, float]]]:
-    """The smallest of ``sizes`` from which on each is faster as micro-batches, None if the largest is not;
-    and what was measured. ``measure``: seconds of a whole step and of one in micro-batches; None for a size
-    that cannot come."""
-    fewest, measured = None, {}
+
+def choose_splits(
+    sizes: Sequence[int], measure: Callable[[int], Secs | None]
+) -> tuple[dict[int, Split], dict[int, Secs]]:
+    """How to split the batches of those ``sizes`` from the smallest on from which each is faster so; and what
+    was measured.
+
+    ``measure``: None for a size that cannot come. Asked from the largest size down, until one is not faster.
+    """
+    chosen: dict[int, Split] = {}
+    measured: dict[int, Secs] = {}
     for size in sorted((size for size in sizes if size >= MIN_REQS), reverse=True):
         secs = measure(size)
         if secs is None:
             continue
         measured[size] = secs
-        whole, split = secs
-        if whole < MIN_GAIN * split:
+        best = fastest(secs)
+        if secs[Split.WHOLE] < MIN_GAIN * secs[best]:
             break
-        fewest = size
-    return fewest, measured
+        chosen[size] = best
+    return chosen, measured
+
+
+def fastest(secs: Secs) -> Split:
+    """Of the ways to split."""
+    return min(SPLITS, key=lambda split: secs[split])
 
 
 class TrialRequests:
@@ -121,12 +144,12 @@ class TrialRequests:
 
 
 def time_by_turns(
-    whole: Callable[[], object], split: Callable[[], object], requests: TrialRequests, ranks: RankGroup | None
-) -> tuple[float, float]:
-    """Seconds of both, medians of NUM_STEPS, of the slowest rank. Each has run once more before."""
-    secs: tuple[list[float], list[float]] = ([], [])
+    steps: Mapping[Split, Callable[[], object]], requests: TrialRequests, ranks: RankGroup | None
+) -> Secs:
+    """Medians of NUM_STEPS, of the slowest rank. Each has run once more before."""
+    secs: dict[Split, list[float]] = {split: [] for split in steps}
     for turn in range(NUM_STEPS + 1):
-        for step, of_kind in zip((whole, split), secs, strict=True):
+        for split, step in steps.items():
             requests.lose_some()
             start, end = _event(), _event()
             start.record()
@@ -134,11 +157,11 @@ def time_by_turns(
             end.record()
             end.synchronize()
             if turn > 0:
-                of_kind.append(start.elapsed_time(end) / 1e3)
-    mine = [round(1e9 * statistics.median(of_kind)) for of_kind in secs]
+                secs[split].append(start.elapsed_time(end) / 1e3)
+    mine = [round(1e9 * statistics.median(of_split)) for of_split in secs.values()]
     of_ranks = [tuple(mine)] if ranks is None else ranks.agree(*mine)
     slowest = [max(nanoseconds) / 1e9 for nanoseconds in zip(*of_ranks, strict=True)]
-    return slowest[0], slowest[1]
+    return dict(zip(steps, slowest, strict=True))
 
 
 def _event() -> Any:

@@ -10,7 +10,8 @@ and, in as many steps again, by kernel with torch's profiler. "swap-in" is the k
 replays; its bytes are the misses that it counted. Of a step in micro-batches kernels overlap, and their times
 do not add up. On a CPU it runs, too, and then says how the host's code does.
 
-``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer.
+``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer,
+and ``--choose-drafts`` once more with as many as a decode node chooses among those up to the largest number.
 "tokens" are what a request gets of a step, "misses" those of a token; the other columns are of a step.
 
 ``--grammar`` takes the steps of each line once more with all requests bound to a grammar, JSON that does not
@@ -39,6 +40,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from decode_node.draft_choice import DraftChoice, DraftTimer
 from decode_node.drafting import full_buffer
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
@@ -63,6 +65,8 @@ from protocol.messages import Room
 from tools.bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
 
 PAGE_SIZE = 64
+STEPS_TO_CHOOSE = 64
+"""Before the clock, of a line that chooses its number of drafts: each number is tried in some."""
 GRAMMAR = "start: %json " + json.dumps(
     {
         "type": "array",
@@ -236,11 +240,15 @@ class Bench:
         mode: Mode,
         num_steps: int,
         grammar: Grammar | None,
+        *,
+        chooses_drafts: bool = False,
     ) -> None:
         used = MemoryByPart(model.device)
         used.mark("before")
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
         self._num_new = settings.speculative_num_steps + 1
+        self._choice = DraftChoice(settings.speculative_num_steps) if chooses_drafts else None
+        self._timer = None if self._choice is None else DraftTimer(self._choice)
         self._spec, self._prompt, self._grammar = spec, prompt, grammar
         self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
         need = slots_of_one(spec, settings, mode, context, num_steps)
@@ -272,9 +280,9 @@ class Bench:
         started = time.perf_counter()
         previous = None
         for _ in range(num_steps):
-            is_split = self.runner.would_split(self.requests)
+            is_split, num_new = self.runner.would_split(self.requests), self._next_num_new()
             launched = self.runner.launch(
-                self.requests, NodeStep(len(self.requests), is_split, num_new=self._num_new)
+                self.requests, NodeStep(len(self.requests), is_split, num_new=num_new)
             )
             for request, most_drafts in zip(self.requests, launched.most_drafts, strict=True):
                 request.enter_step(most_drafts)
@@ -286,10 +294,19 @@ class Bench:
                 previous = launched
             else:
                 self._commit(launched)
+            if self._timer is not None:
+                self._timer.turn(len(self.requests), num_new - 1, time.monotonic())
         if previous is not None:
             self._commit(previous)
         synchronize(self.hot_buffers.device)
         return time.perf_counter() - started
+
+    def _next_num_new(self) -> int:
+        if self._choice is None:
+            return self._num_new
+        most = self._num_new - 1
+        most = max(self.hot_buffers.max_verifiable(request, most) for request in self.requests)
+        return 1 + self._choice.choose(len(self.requests), most)
 
     def _commit(self, launched: Any) -> None:
         for request, most_drafts, result in zip(
@@ -304,6 +321,8 @@ class Bench:
                     request.matcher.advance(token_id)
             request.draft_token_ids = [] if request.num_in_flight else result.drafts
             request.row_counters = result.counters
+            if self._choice is not None and result.num_drafted:
+                self._choice.verified(result.num_drafted, len(result.token_ids) - 1)
             self.num_tokens += len(result.token_ids)
         self.totals = self.hot_buffers.totals(self.requests)
 
@@ -362,17 +381,25 @@ def measure(
     batch: int,
     num_drafts: int,
     grammar: Grammar | None,
+    *,
+    chooses_drafts: bool = False,
 ) -> dict[str, Any]:
     settings = make_settings(arguments, batch, num_drafts)
-    bench = Bench(spec, model, settings, prompt, mode, arguments.steps, grammar)
+    num_warm = max(2, arguments.steps // 4, STEPS_TO_CHOOSE if chooses_drafts else 0)
+    most = max(arguments.steps, num_warm)
+    bench = Bench(spec, model, settings, prompt, mode, most, grammar, chooses_drafts=chooses_drafts)
     try:
-        bench.run(max(2, arguments.steps // 4))
+        bench.run(num_warm)
         before, tokens_before = bench.totals, bench.num_tokens
         secs = bench.run(arguments.steps)
         num_tokens = bench.num_tokens - tokens_before
         hits, misses, _ = (after - b for after, b in zip(bench.totals, before, strict=True))
         bench.used.mark("steps")
-        kinds, longest = by_kind(bench, arguments.steps) if model.device.type == "cuda" else ({}, [])
+        kinds: dict[str, float] = {}
+        longest: list[tuple[str, float]] = []
+        num_kernels = 0.0
+        if model.device.type == "cuda":
+            kinds, longest, num_kernels = by_kind(bench, arguments.steps)
     finally:
         bench.memory.close()
     num_ranks = 1 if model.ranks is None else model.ranks.size
@@ -383,6 +410,7 @@ def measure(
         "mode": str(mode),
         "batch": batch,
         "num_drafts": num_drafts,
+        "chooses_drafts": chooses_drafts,
         "has_grammar": grammar is not None,
         "step_ms": step_ms,
         "tokens_a_step": num_tokens / arguments.steps / batch,
@@ -392,6 +420,7 @@ def measure(
         "mb_a_step": miss_bytes / 1e6,
         "gpu_ms": kinds,
         "longest_kernels_ms": longest,
+        "num_kernels": num_kernels,
         "swap_in_share": swap_in_ms / sum(kinds.values()) if kinds else None,
         "swap_in_gb_s": miss_bytes / swap_in_ms / 1e6 if swap_in_ms and misses else None,
         "memory_gb": bench.used.gb,
@@ -399,8 +428,8 @@ def measure(
     }
 
 
-def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
-    """Milliseconds of a step's kernels by kind, and those of the kernels that take longest.
+def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[str, float]], float]:
+    """Milliseconds of a step's kernels by kind, those of the kernels that take longest, and their number.
 
     In steps of their own. Kernels that overlap count in full.
     """
@@ -410,12 +439,14 @@ def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[
         bench.run(num_steps)
     sums: Counter[str] = Counter()
     names: Counter[str] = Counter()
+    num_kernels = 0
     for event in profiler.key_averages():
+        num_kernels += event.count if event.self_device_time_total else 0
         name = event.key.lower()
         kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "the rest")
         sums[kind] += event.self_device_time_total / 1e3 / num_steps
         names[f"{kind}: {event.key[:90]}"] += event.self_device_time_total / 1e3 / num_steps
-    return dict(sums), names.most_common(14)
+    return dict(sums), names.most_common(14), num_kernels / num_steps
 
 
 def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0) -> DecodeSettings:
@@ -478,12 +509,12 @@ def synchronize(device: torch.device) -> None:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     kinds = [*KINDS, "the rest"]
-    numbers = ("batch", "drafts", "grammar", "step", "tokens", "tok/s", "hit rate", "misses", "MB a step")
+    numbers = ("batch", "drafts", "grammar", "step", "tokens", "tok/s", "hit rate", "misses", "MB", "kernels")
     rows = [
         [
             row["mode"],
             str(row["batch"]),
-            str(row["num_drafts"]),
+            f"{'up to ' if row['chooses_drafts'] else ''}{row['num_drafts']}",
             "all" if row["has_grammar"] else "",
             f"{row['step_ms']:.3f}",
             f"{row['tokens_a_step']:.2f}",
@@ -491,6 +522,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
             f"{row['misses_a_token']:,.0f}",
             f"{row['mb_a_step']:.1f}",
+            f"{row['num_kernels']:.0f}",
             *(f"{row['gpu_ms'].get(kind, 0):.3f}" for kind in kinds),
             "" if row["swap_in_share"] is None else f"{row['swap_in_share']:.0%}",
             "" if row["swap_in_gb_s"] is None else f"{row['swap_in_gb_s']:.1f}",
@@ -527,6 +559,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(MAX_DRAFTS + 1)
     )
+    parser.add_argument("--choose-drafts", action="store_true", help="each line once more, as a node does")
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
@@ -564,12 +597,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mode in arguments.modes:
             if mode == "dense" and batch > arguments.max_dense:
                 continue
-            for num_drafts, grammar in product(arguments.speculative_num_steps, grammars):
-                row = measure(spec, model, arguments, prompt, Mode(mode), batch, num_drafts, grammar)
+            numbers = [(num_drafts, False) for num_drafts in arguments.speculative_num_steps]
+            if arguments.choose_drafts:
+                numbers.append((max(arguments.speculative_num_steps), True))
+            for (num_drafts, chooses), grammar in product(numbers, grammars):
+                row = measure(
+                    spec,
+                    model,
+                    arguments,
+                    prompt,
+                    Mode(mode),
+                    batch,
+                    num_drafts,
+                    grammar,
+                    chooses_drafts=chooses,
+                )
                 report["rows"].append(row)
                 console.print(
-                    f"{mode} {batch}, {num_drafts} drafts{', grammar' if grammar else ''}: "
-                    f"{row['step_ms']:.3f} ms, {row['tokens_a_step']:.2f} tokens",
+                    f"{mode} {batch}, {'up to ' if chooses else ''}{num_drafts} drafts"
+                    f"{', grammar' if grammar else ''}: {row['step_ms']:.3f} ms, "
+                    f"{row['tokens_a_step']:.2f} tokens",
                     highlight=False,
                 )
                 for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from decode_node import forwards
 from decode_node.request import Request, RequestState
 from decode_node.runner import Launched
+from decode_node.split_choice import Split
 from hisparse_pd.engine.messages import Abort
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.unit.decode_node.speculation_support import Calls, harness
@@ -41,6 +43,17 @@ def test_tokens_equal_the_oracle_when_steps_overlap(
         if flag is HisparseFlag.TRUE and len(prompt) > HOT_BUFFER:
             assert answer.stats.misses > 0
             assert answer.stats.mode is Mode.HISPARSE
+
+
+@pytest.mark.I5
+def test_micro_batches_give_the_same_tokens(
+    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was measured, steps are split in parts."""
+    monkeypatch.setattr(forwards, "UNTRIED", Split.MICRO_BATCHES)
+    answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
+    node.finish(answers)
+    assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in PROMPTS]
 
 
 def test_a_dense_request_never_gets_a_page_past_its_last_token(

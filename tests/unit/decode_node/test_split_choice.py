@@ -1,4 +1,4 @@
-"""From which batch on micro-batches are worth it: the decision, and the requests of the trial."""
+"""Which batches are worth splitting, and how: the decision, and the requests of the trial."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from decode_node.device_step import DeviceStep
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
-from decode_node.split_choice import MIN_REQS, MISS_SHARE, TrialRequests, fewest_to_split
+from decode_node.split_choice import MIN_REQS, MISS_SHARE, SPLITS, Secs, Split, TrialRequests, choose_splits
 from decode_node.step_buffers import StepInputs
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.paging.pools import SlotCounts
@@ -22,28 +22,44 @@ PAGE_SIZE, TOP_K, CAPACITY = 16, 64, 128
 CPU = torch.device("cpu")
 
 
+def secs_of(whole: float, *of_splits: float) -> Secs:
+    return dict(zip((Split.WHOLE, *SPLITS), (whole, *of_splits), strict=True))
+
+
+PARTS_GAIN, MICRO_BATCHES_GAIN = secs_of(2, 1, 1.5), secs_of(2, 3, 1)
+NONE_GAINS, TOO_LITTLE = secs_of(1, 1, 1), secs_of(1.01, 1, 1)
+
+
 @pytest.mark.parametrize(
-    ("secs", "fewest", "asked"),
+    ("secs", "chosen", "asked"),
     [
-        ({16: (2, 1), 32: (2, 1), 48: (2, 1), 64: (2, 1)}, 32, [64, 48, 32]),
-        ({32: (2, 1), 48: (1, 1), 64: (2, 1)}, 64, [64, 48]),
-        ({32: (2, 1), 48: (2, 1), 64: (1.01, 1)}, None, [64]),
-        ({32: (2, 1), 48: (2, 1), 64: None}, 32, [64, 48, 32]),
-        ({8: (2, 1)}, None, []),
+        (
+            {16: PARTS_GAIN, 32: PARTS_GAIN, 48: PARTS_GAIN, 64: MICRO_BATCHES_GAIN},
+            {32: Split.PARTS, 48: Split.PARTS, 64: Split.MICRO_BATCHES},
+            [64, 48, 32],
+        ),
+        ({32: PARTS_GAIN, 48: NONE_GAINS, 64: PARTS_GAIN}, {64: Split.PARTS}, [64, 48]),
+        ({32: PARTS_GAIN, 48: PARTS_GAIN, 64: TOO_LITTLE}, {}, [64]),
+        (
+            {32: MICRO_BATCHES_GAIN, 48: MICRO_BATCHES_GAIN, 64: None},
+            {32: Split.MICRO_BATCHES, 48: Split.MICRO_BATCHES},
+            [64, 48, 32],
+        ),
+        ({8: PARTS_GAIN}, {}, []),
     ],
 )
-def test_micro_batches_from_where_all_larger_ones_gain(
-    secs: dict[int, tuple[float, float] | None], fewest: int | None, asked: list[int]
+def test_batches_are_split_from_where_all_larger_ones_gain(
+    secs: dict[int, Secs | None], chosen: dict[int, Split], asked: list[int]
 ) -> None:
     seen: list[int] = []
 
-    def measure(size: int) -> tuple[float, float] | None:
+    def measure(size: int) -> Secs | None:
         seen.append(size)
         return secs[size]
 
-    found, measured = fewest_to_split(list(secs), measure)
+    found, measured = choose_splits(list(secs), measure)
     assert MIN_REQS == 32
-    assert (found, seen) == (fewest, asked)
+    assert (found, seen) == (chosen, asked)
     assert measured == {size: secs[size] for size in asked if secs[size] is not None}
 
 
