@@ -5,7 +5,7 @@ the last step, which nobody has read yet. The host reads tokens, counters and er
 grammar lets a request draw depends on the last step's tokens: the forward is launched before they are read,
 and the draws are enqueued when they have been. On a CPU each step is read before the next.
 
-A batch with many hisparse requests runs as micro-batches, which have no drafts.
+A batch with many hisparse requests is split, and then has no drafts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
 class DeviceRunner:
     """Steps in CUDA graphs of ``graph_batches`` requests; larger batches go without.
 
-    A batch with at least ``min_split_reqs`` hisparse requests runs as micro-batches; 0: none does; None: what
-    is faster where graphs are captured, by a measurement at the start, for which pools have to be empty.
+    A batch with at least ``min_split_reqs`` hisparse requests is split; 0: none is; None: from where that is
+    faster, which is measured where graphs are captured, and for which pools have to be empty.
     ``is_behind``: the next step may be launched before the last one is read.
     """
 
@@ -101,7 +101,7 @@ class DeviceRunner:
             self._forwards.capture(sorted(graph_batches, reverse=True))
 
     def would_split(self, batch: Sequence[Request]) -> bool:
-        """Whether the batch runs as micro-batches. Where one rank's does, all ranks' do."""
+        """Whether the batch is split. Where one rank's does, all ranks' do."""
         return sum(request.mode is Mode.HISPARSE for request in batch) >= self._forwards.min_split_reqs
 
     @torch.inference_mode()  # as the capture, whose results are written to

@@ -469,9 +469,9 @@ class DecodeSettings(NodeSettings):
         None,
         ge=0,
         le=65536,
-        description="hisparse requests in a batch from which on a GPU runs it as two micro-batches, one of "
-        "which copies misses while the other computes; 0: never; default: from where that is faster, which "
-        "the node measures when it starts",
+        description="hisparse requests in a batch from which on a GPU splits it in two, one of which copies "
+        "misses while the other computes; 0: never; default: from where that is faster, which the node "
+        "measures when it starts",
     )
     speculative_num_steps: int = Field(
         0,

@@ -54,7 +54,7 @@ class Lockstep:
         self, num_tokens: int, *, is_split: bool = False, is_stopping: bool = False, num_new: int = 1
     ) -> NodeStep:
         """``num_tokens``: requests of this rank, or the tokens that it computes. ``is_split``: it would like
-        micro-batches. ``num_new``: positions of a request that it would like; all ranks take the most.
+        the step split. ``num_new``: positions of a request that it would like; all ranks take the most.
 
         Waits for the other ranks, unless nobody has work. Raises RankGroupError.
         """
