@@ -102,8 +102,8 @@ class StatusBoard:
         load, load_trouble = None, ""
         try:
             load = await self._calls.told(node, "/status", NODE_TIMEOUT_SECS, _LOAD_DECODER)
-            if node.kind is NodeKind.DECODE and (load.swap_ins is None or load.drafts is None):
-                load, load_trouble = None, "/status: it is no decode node"
+            if load.role != node.kind:
+                load, load_trouble = None, f"/status: it is no {node.kind} node"
         except NotTold as error:
             load_trouble = str(error)
         return NodeStatus(

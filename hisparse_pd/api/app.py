@@ -294,7 +294,7 @@ async def _load(front: Front, request: Request) -> Response:
 
 async def _status(front: Front, request: Request) -> Response:
     stats = {rank.rank: rank.stats for rank in front.link.ranks if rank.stats is not None}
-    return json_response(NodeLoad.of(front.role, len(front.link.ranks), stats))
+    return json_response(NodeLoad.of(front.role, stats))
 
 
 async def _models(front: Front, request: Request) -> Response:

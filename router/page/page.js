@@ -12,6 +12,12 @@ const number = (value) => value.toLocaleString("en-US");
 const percent = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
+// Of all ranks of some nodes: the numbers of a metric with this label, or with any.
+const labelled = (loads, name, label = "") =>
+  sum(loads.flatMap((load) => load.ranks).map((rank) => rank.numbers[name]?.[label] ?? 0));
+const inAll = (loads, name) =>
+  sum(loads.flatMap((load) => load.ranks).flatMap((rank) => Object.values(rank.numbers[name] ?? {})));
+
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   const power = value < 1 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), units.length - 1);
@@ -93,38 +99,33 @@ function show(status) {
   showNodes(byId("decode"), status.nodes.filter((node) => node.kind === "decode"));
 }
 
-function byMode(loads, field) {
-  const of = (mode) => sum(loads.map((load) => load[field][mode] ?? 0));
-  return { hisparse: of("hisparse"), dense: of("dense") };
-}
-
 function showTiles(decode, prefill) {
-  const running = byMode(decode, "running_by_mode");
-  setText(byId("running"), number(sum(decode.map((load) => load.running))));
-  setText(byId("running-note"), `${running.hisparse} hisparse · ${running.dense} dense`);
+  const byMode = (name) => ["hisparse", "dense"].map((mode) => labelled(decode, name, mode));
+  const [hisparse, dense] = byMode("running_reqs");
+  setText(byId("running"), number(labelled(decode, "num_running_reqs")));
+  setText(byId("running-note"), `${hisparse} hisparse · ${dense} dense`);
 
-  const queued = sum(decode.map((load) => load.queued)) + sum(prefill.map((load) => load.queued));
-  setText(byId("queued"), number(queued));
-  setText(byId("queued-note"), `${sum(decode.map((load) => load.transferring))} in transfer`);
+  setText(byId("queued"), number(labelled([...decode, ...prefill], "num_queue_reqs")));
+  setText(byId("queued-note"), `${labelled(decode, "num_transfer_queue_reqs")} in transfer`);
 
-  const requests = byMode(decode, "requests_by_mode");
-  setText(byId("requests"), number(requests.hisparse + requests.dense));
-  setText(byId("requests-note"), `${number(requests.hisparse)} hisparse · ${number(requests.dense)} dense`);
-  byId("hisparse-share").style.flexGrow = requests.hisparse;
-  byId("dense-share").style.flexGrow = requests.dense;
+  const requests = byMode("requests_total");
+  setText(byId("requests"), number(sum(requests)));
+  setText(byId("requests-note"), `${number(requests[0])} hisparse · ${number(requests[1])} dense`);
+  byId("hisparse-share").style.flexGrow = requests[0];
+  byId("dense-share").style.flexGrow = requests[1];
 
-  const hits = sum(decode.map((load) => load.swap_ins.hits));
-  const misses = sum(decode.map((load) => load.swap_ins.misses));
+  const [hits, misses] = ["hits", "misses"].map((name) => labelled(decode, `swap_in_${name}_total`));
   setText(byId("hit-rate"), percent(hits, hits + misses));
-  setText(byId("hit-note"), `${bytes(sum(decode.map((load) => load.swap_ins.num_bytes)))} swapped in`);
+  setText(byId("hit-note"), `${bytes(labelled(decode, "swap_in_bytes_total"))} swapped in`);
 
-  const draft = (name) => sum(decode.map((load) => load.drafts[name]));
-  const [steps, verified, accepted] = [draft("steps"), draft("verified"), draft("accepted")];
+  const steps = labelled(decode, "verifying_steps_total");
+  const verified = labelled(decode, "drafted_tokens_total");
+  const accepted = labelled(decode, "accepted_draft_tokens_total");
   setText(byId("accept-length"), steps ? (1 + accepted / steps).toFixed(2) : "–");
   setText(byId("draft-note"), steps ? `${number(accepted)} of ${number(verified)} accepted` : "no drafts");
 
-  const prompts = sum(prefill.map((load) => load.prompt_tokens));
-  setText(byId("cache-rate"), percent(sum(prefill.map((load) => load.cached_tokens)), prompts));
+  const prompts = labelled(prefill, "prompt_tokens_total");
+  setText(byId("cache-rate"), percent(labelled(prefill, "cached_tokens_total"), prompts));
   setText(byId("cache-note"), `of ${number(prompts)} prompt tokens`);
 }
 
@@ -132,8 +133,8 @@ const totals = [];
 
 function showRates(at, decode, prefill) {
   if (totals.at(-1)?.at === at) return; // an answer that was kept for a second
-  const generated = sum(decode.map((load) => load.generated_tokens));
-  const transferred = sum(prefill.map((load) => load.transfers.num_bytes));
+  const generated = inAll(decode, "generation_tokens_total");
+  const transferred = labelled(prefill, "kv_transfer_bytes_total");
   totals.push({ at, generated, transferred });
   if (totals.length > NUM_SPARKS + 1) totals.shift();
 
@@ -200,23 +201,28 @@ function showNode(item, node) {
   const load = node.load;
   setText(item.querySelector(".counts"), load ? countsText(node.kind, load) : "");
   item.querySelector(".counts").hidden = !load;
-  showPools(item.querySelector(".pools"), load ? Object.entries(load.pools) : []);
-  showRanks(item.querySelector(".ranks"), load ? load.ranks : []);
+  showPools(item.querySelector(".pools"), load);
+  showRanks(item.querySelector(".ranks"), load && load.ranks.length > 1 ? load.ranks : []);
 }
 
 function countsText(kind, load) {
-  const words = [`${number(load.running)} running`, `${number(load.queued)} queued`];
-  words.push(`${number(load.transferring)} ${kind === "prefill" ? "sending" : "landing"}`);
-  if (load.transfers.failures) words.push(`${number(load.transfers.failures)} failed transfers`);
-  if (load.wrong_rows) words.push(`${number(load.wrong_rows)} wrong rows of KV`);
+  const of = (name) => number(inAll([load], name));
+  const words = [`${of("num_running_reqs")} running`, `${of("num_queue_reqs")} queued`];
+  words.push(`${of("num_transfer_queue_reqs")} ${kind === "prefill" ? "sending" : "landing"}`);
+  const troubles = { kv_transfer_failures_total: "failed transfers", kv_rows_corrupt_total: "wrong rows of KV" };
+  for (const [name, what] of Object.entries(troubles)) if (inAll([load], name)) words.push(`${of(name)} ${what}`);
   return words.join(" · ");
 }
 
-function showPools(container, pools) {
-  while (container.children.length > pools.length) container.lastElementChild.remove();
-  pools.forEach(([name, { used, total }], i) => {
+const poolNames = (load) => Object.keys(load?.ranks[0]?.numbers.pool_total_tokens ?? {});
+
+function showPools(container, load) {
+  const names = poolNames(load);
+  while (container.children.length > names.length) container.lastElementChild.remove();
+  names.forEach((name, i) => {
     if (!container.children[i]) container.append(clone("pool-template"));
     const row = container.children[i];
+    const [used, total] = ["used", "total"].map((what) => labelled([load], `pool_${what}_tokens`, name));
     const share = total > 0 ? (100 * used) / total : 0;
     const bar = row.querySelector(".bar");
     setText(row.querySelector(".pool-name"), name);
@@ -231,11 +237,12 @@ function showPools(container, pools) {
 
 // A line for each rank of a node that has several: what it has to do, and how full its pools are.
 function showRanks(table, ranks) {
-  const names = Object.keys(ranks[0]?.pools ?? {});
-  const rows = ranks.map(({ rank, running, queued, pools }) => [
-    ...[rank, running, queued].map(number),
-    ...names.map((name) => percent(pools[name]?.used, pools[name]?.total)),
-  ]);
+  const names = poolNames({ ranks });
+  const rows = ranks.map((rank) => {
+    const of = (name, label) => labelled([{ ranks: [rank] }], name, label);
+    const shares = names.map((name) => percent(of("pool_used_tokens", name), of("pool_total_tokens", name)));
+    return [...[rank.dp_rank, of("num_running_reqs"), of("num_queue_reqs")].map(number), ...shares];
+  });
   showRows(table.tHead, rows.length ? [["rank", "running", "queued", ...names]] : [], "th");
   showRows(table.tBodies[0], rows, "td");
   table.hidden = !rows.length;

@@ -146,9 +146,11 @@ def test_the_ranks_of_a_node_are_shown(page: Page, pictures: Path) -> None:
             const answer = await window.ask(path, options);
             if (path !== "/status") return answer;
             const status = await answer.json();
-            const pools = { host: { used: 250, total: 1000 }, device: { used: 0, total: 640 } };
-            status.nodes[1].load.ranks = [...Array(8).keys()].map((rank) =>
-                ({ rank, running: 1200 + rank, queued: rank, pools }));
+            const pool_used_tokens = { host: 250, device: 0 };
+            const pool_total_tokens = { host: 1000, device: 640 };
+            status.nodes[1].load.ranks = [...Array(8).keys()].map((rank) => ({ dp_rank: rank, numbers: {
+                num_running_reqs: { "": 1200 + rank }, num_queue_reqs: { "": rank },
+                pool_used_tokens, pool_total_tokens } }));
             return Response.json(status);
         };
     """)

@@ -62,10 +62,11 @@ def test_status_tells_of_the_pair(pair: Deployment, shown: dict[str, set[str]]) 
     assert status["ready"] is True
     prefill, decode = status["nodes"]
     assert (prefill["load_trouble"], decode["load_trouble"]) == ("", "")
-    assert set(prefill["load"]["pools"]) == {"kv"}
-    assert set(decode["load"]["pools"]) == {"host", "device", "index", "lookup"}
-    assert decode["load"]["requests_by_mode"]["hisparse"] >= 1
-    assert decode["load"]["generated_tokens"] >= 4
-    assert prefill["load"]["prompt_tokens"] > 0
-    assert decode["load"]["prompt_tokens"] > 0
-    assert prefill["load"]["transfers"]["num_bytes"] > 0
+    prefilled, decoded = (node["load"]["ranks"][0]["numbers"] for node in (prefill, decode))
+    assert prefilled["pool_total_tokens"].keys() == {"kv"}
+    assert decoded["pool_total_tokens"].keys() == {"host", "device", "index", "lookup"}
+    assert decoded["requests_total"]["hisparse"] >= 1
+    assert sum(decoded["generation_tokens_total"].values()) >= 4
+    assert prefilled["prompt_tokens_total"][""] > 0
+    assert decoded["prompt_tokens_total"][""] > 0
+    assert prefilled["kv_transfer_bytes_total"][""] > 0

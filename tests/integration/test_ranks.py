@@ -162,7 +162,7 @@ def test_what_a_rank_has_cached_is_found_again(nodes: Nodes) -> None:
             assert (num_cached > 0) is (num_before > 0), (prompt, num_before)
 
 
-def test_the_numbers_of_a_node_are_sums_over_its_ranks(nodes: Nodes) -> None:
+def test_each_rank_of_a_node_has_its_numbers(nodes: Nodes) -> None:
     def loads() -> list[dict[str, Any]]:
         found = httpx.get(f"{nodes.router.url}/status", timeout=10).json()["nodes"]
         assert [node["load_trouble"] for node in found] == ["", ""]
@@ -170,10 +170,10 @@ def test_the_numbers_of_a_node_are_sums_over_its_ranks(nodes: Nodes) -> None:
 
     wait_until(lambda: all(len(load["ranks"]) == 2 for load in loads()), "every rank's numbers")
     for load, pools in zip(loads(), [{"kv"}, {"host", "device", "index", "lookup"}], strict=True):
-        assert [rank["rank"] for rank in load["ranks"]] == [0, 1]
-        assert set(load["pools"]) == pools
-        for pool, use in load["pools"].items():
-            assert use["total"] == sum(rank["pools"][pool]["total"] for rank in load["ranks"]) > 0
+        assert [rank["dp_rank"] for rank in load["ranks"]] == [0, 1]
+        for rank in load["ranks"]:
+            assert rank["numbers"]["pool_total_tokens"].keys() == pools
+            assert all(rank["numbers"]["pool_total_tokens"].values())
 
 
 @pytest.mark.I5

@@ -704,7 +704,8 @@ async def test_information(role: str, tmp_path: Path) -> None:
         load = (await node.client.get("/get_load")).json()
         assert load == [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 17}]
         status = (await node.client.get("/status")).json()
-        assert (status["running"], status["swap_ins"] is None, status["ranks"]) == (0, role != "decode", [])
+        assert (status["role"], [rank["dp_rank"] for rank in status["ranks"]]) == (role, [0])
+        assert status["ranks"][0]["numbers"]["requests_total"] == {"dense": 3}
         models = (await node.client.get("/v1/models")).json()
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 256)]
         assert (await node.client.get("/v1/models/tiny")).json() == models["data"][0]
