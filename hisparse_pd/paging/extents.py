@@ -24,17 +24,6 @@ def total_length(extents: Iterable[Extent]) -> int:
     return sum(extent.length for extent in extents)
 
 
-def slots_to_extents(slots: ArrayLike) -> tuple[Extent, ...]:
-    """The fewest extents that list ``slots`` (integers, [num_tokens]) in their order."""
-    slot_array = as_slots(slots)
-    if slot_array.size == 0:
-        return ()
-    first = np.flatnonzero(np.diff(slot_array) != 1) + 1
-    starts = slot_array[np.concatenate(([0], first))]
-    lengths = np.diff(np.concatenate(([0], first, [slot_array.size])))
-    return tuple(map(Extent, starts.tolist(), lengths.tolist()))
-
-
 def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
     """Every token slot of ``extents``, in order: int64 [total_length]."""
     num_extents = len(extents)

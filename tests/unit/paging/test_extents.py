@@ -11,9 +11,9 @@ from hisparse_pd.paging.extents import (
     as_slots,
     expand_pages,
     extents_to_slots,
+    joined,
     ranges_to_slots,
     slice_extents,
-    slots_to_extents,
     total_length,
 )
 from protocol.messages import Extent
@@ -25,7 +25,7 @@ quick = settings(derandomize=True, max_examples=100)
 @quick
 @given(st.lists(st.integers(0, 50), max_size=60))
 def test_slots_survive_the_way_through_extents(slots: list[int]) -> None:
-    extents = slots_to_extents(slots)
+    extents = joined(Extent(slot, 1) for slot in slots)
     assert extents_to_slots(extents).tolist() == slots
     assert total_length(extents) == len(slots)
     assert all(before.end != after.start for before, after in pairwise(extents))
