@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 from hisparse_pd.http.journal_lines import MARK
 
 _CHUNK_BYTES = 1 << 16
+_REQUEST_ID = re.compile(rb"^x-request-id: *(\S+)", re.IGNORECASE | re.MULTILINE)
 
 
 @dataclass
@@ -23,7 +25,8 @@ class CuttingProxy:
 
     node_url: str
     cut_after: int | None = None
-    num_cuts: int = 0
+    cut_ids: set[str] = field(default_factory=set)
+    """``x-request-id`` of the requests that were cut."""
     _sockets: list[socket.socket] = field(default_factory=list)
 
     @property
@@ -52,17 +55,11 @@ class CuttingProxy:
                     client.close()
                     continue
                 self._sockets += [client, node]
-                threading.Thread(target=self._pass_on, args=(client, node), daemon=True).start()
-                threading.Thread(target=self._answer, args=(node, client), daemon=True).start()
+                ids: list[str] = []
+                threading.Thread(target=_pass_on, args=(client, node, ids), daemon=True).start()
+                threading.Thread(target=self._answer, args=(node, client, ids), daemon=True).start()
 
-    @staticmethod
-    def _pass_on(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(_CHUNK_BYTES):
-                target.sendall(data)
-        _close(source, target)
-
-    def _answer(self, node: socket.socket, client: socket.socket) -> None:
+    def _answer(self, node: socket.socket, client: socket.socket, ids: list[str]) -> None:
         num_lines = 0
         seen = b""
         with contextlib.suppress(OSError):
@@ -72,10 +69,18 @@ class CuttingProxy:
                 seen = seen[-len(MARK) + 1 :]
                 if self.cut_after is not None and num_lines > self.cut_after:
                     client.sendall(data[: len(data) // 2])
-                    self.num_cuts += 1
+                    self.cut_ids.update(ids[-1:])
                     break
                 client.sendall(data)
         _close(node, client)
+
+
+def _pass_on(client: socket.socket, node: socket.socket, ids: list[str]) -> None:
+    with contextlib.suppress(OSError):
+        while data := client.recv(_CHUNK_BYTES):
+            ids += [found.decode() for found in _REQUEST_ID.findall(data)]
+            node.sendall(data)
+    _close(client, node)
 
 
 def _close(*sockets: socket.socket) -> None:

@@ -7,11 +7,12 @@ stopped or told to leave. Steps verify drafts, so that a line may be of several 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ pytestmark = pytest.mark.I5
 
 Json = dict[str, Any]
 LINES_BETWEEN_CUTS = 20
+NUM_AT_ONCE = 6
+ROUTER = ["--health-interval-secs", "0.5"]
 TEXT = "Once upon a time a node went away. " * 8
 MESSAGES = [{"role": "user", "content": TEXT}]
 SCHEMA = {
@@ -163,15 +166,18 @@ class Stream:
 
 
 @contextlib.contextmanager
-def reading(url: str, path: str, body: Json) -> Iterator[Stream]:
-    body = {**body, "stream": True}
-    with httpx.stream("POST", f"{url}{path}", json=body, timeout=REQUEST_TIMEOUT_SECS) as answer:
+def reading(url: str, path: str, body: Json, name: str = "") -> Iterator[Stream]:
+    body, headers = {**body, "stream": True}, {"x-request-id": name} if name else {}
+    with httpx.stream(
+        "POST", f"{url}{path}", json=body, headers=headers, timeout=REQUEST_TIMEOUT_SECS
+    ) as answer:
         assert answer.status_code == 200, answer.read()
         yield Stream(path, answer)
 
 
 @dataclass
 class Cut:
+    model: Path
     nodes: Deployment
     proxies: list[CuttingProxy]
 
@@ -187,12 +193,19 @@ class Cut:
                 proxy.cut_after = None
 
     @property
-    def num_cuts(self) -> int:
-        return sum(proxy.num_cuts for proxy in self.proxies)
+    def cut_ids(self) -> set[str]:
+        return set().union(*(proxy.cut_ids for proxy in self.proxies))
 
-    def said(self, path: str, body: Json) -> Any:
-        with reading(self.nodes.url, path, body) as stream:
+    def said(self, path: str, body: Json, name: str = "") -> Any:
+        with reading(self.nodes.url, path, body, name) as stream:
             return stream.said()
+
+    @functools.cached_property
+    def undisturbed(self) -> tuple[list[Any], list[int]]:
+        """What the streams and whole answers say in the middle of which ``lose`` takes a node away."""
+        streams = at_once(lambda name: self.said(*long_body(name)), LONG, NUM_AT_ONCE)
+        whole = httpx.post(f"{self.nodes.url}/generate", json=WHOLE, timeout=60)
+        return streams, whole.json()["output_ids"]
 
     def node_of(self, stream: Stream) -> tuple[Service, Service]:
         """The decode node at which a stream began, and the other one."""
@@ -220,28 +233,33 @@ class Cut:
 def cut(
     drafting_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cut]:
-    """Two decode nodes, each behind a proxy, and two prefill nodes."""
+    """Two decode nodes, each behind a proxy, and a prefill node."""
     directory = tmp_path_factory.mktemp("resume")
     checkpoint = shutil.copytree(drafting_checkpoint("v32"), directory / "model")
     (checkpoint / "chat_template.jinja").unlink(missing_ok=True)  # its chats may then have tools
-    prefill = [prefill_service(checkpoint, directory, f"prefill-{number}") for number in range(2)]
+    prefill = prefill_service(checkpoint, directory, "prefill")
     options = ["--device-buffer-size", "200", "--speculative-num-steps", "3"]
     decode = [decode_service(checkpoint, directory, f"decode-{number}", options) for number in range(2)]
-    with running([*prefill, *decode]), contextlib.ExitStack() as stack:
+    with running([prefill, *decode]), contextlib.ExitStack() as stack:
         proxies = [stack.enter_context(CuttingProxy(node.url).running()) for node in decode]
-        router = router_service(prefill, proxies, directory, ["--health-interval-secs", "0.5"])
+        router = router_service([prefill], proxies, directory, ROUTER)
         with running([router]):
-            yield Cut(Deployment(prefill, decode, router), proxies)
+            yield Cut(checkpoint, Deployment([prefill], decode, router), proxies)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_stream_that_is_cut_says_what_it_would_have_said(cut: Cut, name: str) -> None:
-    path, body = CASES[name]
-    undisturbed = cut.said(path, body)
-    num_cuts = cut.num_cuts
+@pytest.mark.timeout(600)
+def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
+    """Several at a time, so that they share steps."""
+
+    def said(name: str) -> Any:
+        return cut.said(*CASES[name], name)
+
+    undisturbed = at_once(said, CASES, NUM_AT_ONCE)
     with cut.cutting():
-        assert cut.said(path, body) == undisturbed
-    assert cut.num_cuts > num_cuts
+        found = at_once(said, CASES, NUM_AT_ONCE)
+    for name, one, other in zip(CASES, undisturbed, found, strict=True):
+        assert other == one, name
+    assert set(CASES) <= cut.cut_ids
 
 
 def test_a_stop_string_may_lie_across_the_cut(cut: Cut) -> None:
@@ -275,21 +293,22 @@ def long_body(name: str) -> tuple[str, Json]:
     return path, body
 
 
+WHOLE = {"text": TEXT, "sampling_params": {"max_new_tokens": 120, **FREE}}
+
+
 def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
     """Streams and whole answers, on both nodes, in the middle of which ``action`` happens to one of them."""
-    bodies = [long_body(name) for name in LONG]
-    undisturbed = at_once(lambda given: cut.said(*given), bodies, 3)
-    whole = {"text": TEXT, "sampling_params": {"max_new_tokens": 120, **FREE}}
-    expected = httpx.post(f"{cut.nodes.url}/generate", json=whole, timeout=60).json()["output_ids"]
+    undisturbed, expected = cut.undisturbed
     found: list[Any] = []
     answers: list[httpx.Response] = []
-    threads = [threading.Thread(target=lambda: found.extend(at_once(lambda b: cut.said(*b), bodies, 6)))]
-    threads += [
-        threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{cut.nodes.url}/generate", json=whole, timeout=120))
-        )
-        for _ in range(2)
-    ]
+
+    def read_streams() -> None:
+        found.extend(at_once(lambda name: cut.said(*long_body(name)), LONG, NUM_AT_ONCE))
+
+    def ask_whole() -> None:
+        answers.append(httpx.post(f"{cut.nodes.url}/generate", json=WHOLE, timeout=120))
+
+    threads = [threading.Thread(target=target) for target in (read_streams, ask_whole, ask_whole)]
     for thread in threads:
         thread.start()
     wait_until(lambda: node.metrics()["hisparse_pd:num_running_reqs"] >= 3, "requests at the node")
@@ -325,16 +344,22 @@ def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) ->
 
 
 @pytest.mark.slow
-def test_a_prefill_node_and_a_decode_node_that_are_killed_at_once(cut: Cut) -> None:
-    prefill, decode = cut.nodes.prefill[0], cut.nodes.decode[0]
+def test_a_prefill_node_and_a_decode_node_that_are_killed_at_once(cut: Cut, tmp_path: Path) -> None:
+    """There is another one of each."""
+    nodes = cut.nodes
+    prefill = prefill_service(cut.model, tmp_path, "prefill-1")
+    decode = nodes.decode[0]
+    router = router_service([prefill, *nodes.prefill], cut.proxies, tmp_path, ROUTER)
+    with running([prefill, router]):
 
-    def kill_both() -> None:
-        prefill.signal_group(signal.SIGKILL)
-        decode.kill()
-        prefill.kill()
+        def kill_both() -> None:
+            prefill.signal_group(signal.SIGKILL)
+            decode.kill()
 
-    lose(cut, decode, kill_both)
-    cut.start_again(prefill, decode)
+        lose(
+            replace(cut, nodes=Deployment([prefill, *nodes.prefill], nodes.decode, router)), decode, kill_both
+        )
+    cut.start_again(decode)
 
 
 @pytest.mark.slow

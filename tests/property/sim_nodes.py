@@ -165,6 +165,9 @@ class SimHotBuffers:
         self.memory = memory
         self.bytes_per_miss = 0.0
 
+    def prepare_landing(self, request: Request) -> None:
+        """Rows have no checks here."""
+
     def start(self, request: Request) -> None:
         self.check(request)
 

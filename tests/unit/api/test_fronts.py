@@ -10,63 +10,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
-from decode_node.server import _apps
-from hisparse_pd.api.node import run_front
-from hisparse_pd.engine.messages import Generate
-from hisparse_pd.http.engine_link import least_loaded
 from hisparse_pd.ports import free_port
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import RankPlace
-from tests.unit.api.scripted_engine import ScriptedEngine, say, serve_script
 from tests.unit.api.support import BODY, WAIT_SECS
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 
 REPO = Path(__file__).parents[3]
 NUM_STREAMS = 8
 STREAM = {**BODY, "max_tokens": 8, "stream": True}
-
-
-def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-    """Says the rest of each answer once there is a file ``go_on`` beside the model."""
-    go_on = settings.model_path.parent / "go_on"
-
-    def script(sample: Generate) -> Iterator[object]:
-        first, *others = say("abcdefgh"[: sample.sampling.max_new_tokens])(sample)
-        yield first
-        while others and not go_on.exists():
-            yield 0.01
-        yield from others
-
-    serve_script(endpoints, ScriptedEngine(endpoints, script))
-
-
-def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
-    settings = DecodeSettings(
-        model_path=model_path,
-        port=port,
-        served_model_name="tiny",
-        dp_size=num_fronts,
-        api_server_count=num_fronts,
-        max_running_requests=4,
-        max_queued_requests=2,
-        drain_timeout_secs=drain_timeout_secs,
-    )
-    return run_front(
-        settings,
-        role="decode",
-        engine=run_engine,
-        holds_output=True,
-        choose_rank=least_loaded,
-        ports=(port,),
-        apps=_apps,
-    )
 
 
 @dataclass
@@ -123,21 +80,15 @@ def node(tmp_path: Path, num_fronts: int = 2, drain_timeout_secs: float = WAIT_S
     """With as many engines as fronts."""
     model_path = write_checkpoint(tmp_path / "tiny")
     port = free_port()
-    script = tmp_path / "node.py"
-    script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tests.unit.api.test_fronts import run\n"
-        "if __name__ == '__main__':\n"
-        f"    sys.exit(run(Path({str(model_path)!r}), {port}, {num_fronts}, {drain_timeout_secs}))\n"
-    )
+    command = [sys.executable, "-m", "tests.unit.api.slow_node", str(model_path)]
+    command += map(str, (port, num_fronts, drain_timeout_secs))
     limits = httpx.Limits(max_keepalive_connections=0)
     with (
         tempfile.TemporaryDirectory() as scratch,  # short: the path of an ipc socket may have 107 characters
         httpx.Client(
             base_url=f"http://127.0.0.1:{port}", timeout=WAIT_SECS, trust_env=False, limits=limits
         ) as client,
-        subprocess.Popen(
-            [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": scratch}
-        ) as process,
+        subprocess.Popen(command, cwd=REPO, env={**os.environ, "TMPDIR": scratch}) as process,
     ):
         started = NodeProcess(process, client, Path(scratch), num_fronts)
         try:

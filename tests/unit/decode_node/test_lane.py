@@ -76,6 +76,7 @@ def test_slots_wait_for_as_long_as_the_run_holds_the_memory(
     assert num_held > 0
     double.is_stopped = True
     double.close_http()  # its front is gone, the run is over for certain, and yet it may write
+    node.engine.peers.health_timeout_secs = 0.5  # of a run that nobody hears any more
     node.turn_until(lambda: node.stats is not None and not node.engine.peers.num_registered)
     node.turn_for(0.2)
     assert held(node, Stage.QUARANTINED) == num_held

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -216,19 +211,8 @@ def test_gather_pages_reads_a_partial_last_page() -> None:
 
 
 def test_transformers_does_not_take_our_kernels_for_its_optional_package() -> None:
-    program = (
-        "import kernels, transformers.integrations.hub_kernels\n"
-        "from transformers.utils.import_utils import is_kernels_available\n"
-        "print(kernels.__file__, is_kernels_available())\n"
-    )
-    root = Path(__file__).parents[3]
-    answer = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.split() == [str(root / "kernels" / "__init__.py"), "False"]
+    import transformers.integrations.hub_kernels
+    from transformers.utils.import_utils import is_kernels_available
+
+    assert transformers.integrations.hub_kernels
+    assert not is_kernels_available()

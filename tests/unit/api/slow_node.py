@@ -1,0 +1,61 @@
+"""A node's own processes with engines that speak slowly; what they do not need they do not import.
+
+usage: python -m tests.unit.api.slow_node MODEL_PATH PORT NUM_FRONTS DRAIN_TIMEOUT_SECS
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import RankPlace
+
+
+def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+    """Says the rest of each answer once there is a file ``go_on`` beside the model."""
+    from tests.unit.api.scripted_engine import ScriptedEngine, say, serve_script
+
+    go_on = settings.model_path.parent / "go_on"
+
+    def script(sample: Generate) -> Iterator[object]:
+        first, *others = say("abcdefgh"[: sample.sampling.max_new_tokens])(sample)
+        yield first
+        while others and not go_on.exists():
+            yield 0.01
+        yield from others
+
+    serve_script(endpoints, ScriptedEngine(endpoints, script))
+
+
+def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
+    from decode_node.server import _apps
+    from hisparse_pd.api.node import run_front
+    from hisparse_pd.http.engine_link import least_loaded
+
+    settings = DecodeSettings(
+        model_path=model_path,
+        port=port,
+        served_model_name="tiny",
+        dp_size=num_fronts,
+        api_server_count=num_fronts,
+        max_running_requests=4,
+        max_queued_requests=2,
+        drain_timeout_secs=drain_timeout_secs,
+    )
+    return run_front(
+        settings,
+        role="decode",
+        engine=run_engine,
+        holds_output=True,
+        choose_rank=least_loaded,
+        ports=(port,),
+        apps=_apps,
+    )
+
+
+if __name__ == "__main__":
+    path, *numbers = sys.argv[1:]
+    sys.exit(run(Path(path), int(numbers[0]), int(numbers[1]), float(numbers[2])))
