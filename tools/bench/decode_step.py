@@ -6,9 +6,9 @@
 One prompt of ``--context`` random tokens is prefilled by the prefill node's code; every request of a batch
 gets a copy of that KV, in host slots of its own or in dense pages, and a first token of its own. Then the
 decode node's runner takes ``--steps`` steps after some that are not timed: by the clock around all of them,
-and, in as many steps again, by kernel with torch's profiler. "swap-in" is the kernel of that name with its
-replays; its bytes are the misses that it counted. Of a step in micro-batches kernels overlap, and their times
-do not add up. On a CPU it runs, too, and then says how the host's code does.
+and, in as many steps again, by kernel with torch's profiler. Kernels overlap: to each counts by how much it
+makes the step longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays;
+its GB/s are those of all their time. On a CPU it runs, too, and then says how the host's code does.
 
 ``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer,
 and ``--choose-drafts`` once more with as many as a decode node chooses among those up to the largest number.
@@ -31,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,9 @@ KINDS = {
     "experts": "^_product_kernel|choose_kernel|narrow_kernel|plan_kernel",
     "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",
 }
-"""What kernels' names match; what matches none is "the rest": norms, rounding, sampling."""
+"""What kernels' names match."""
+REST = "the rest"
+"""What matches none: norms, rounding, sampling."""
 
 
 @dataclass(frozen=True)
@@ -395,17 +397,16 @@ def measure(
         num_tokens = bench.num_tokens - tokens_before
         hits, misses, _ = (after - b for after, b in zip(bench.totals, before, strict=True))
         bench.used.mark("steps")
-        kinds: dict[str, float] = {}
-        longest: list[tuple[str, float]] = []
-        num_kernels = 0.0
-        if model.device.type == "cuda":
-            kinds, longest, num_kernels = by_kind(bench, arguments.steps)
+        kernels = kernels_of(bench, arguments.steps) if model.device.type == "cuda" else []
     finally:
         bench.memory.close()
     num_ranks = 1 if model.ranks is None else model.ranks.size
     step_ms = 1e3 * secs / arguments.steps
     miss_bytes = misses / arguments.steps * bench.hot_buffers.bytes_per_miss
-    swap_in_ms = kinds.get("swap-in", 0.0)
+    swap_in_ms = sum(kernel.ms for kernel in kernels if kernel.kind == "swap-in")
+    added_ms: Counter[str] = Counter()
+    for kernel in kernels:
+        added_ms[kernel.kind] += kernel.added_ms
     return {
         "mode": str(mode),
         "batch": batch,
@@ -418,35 +419,57 @@ def measure(
         "misses_a_token": misses / num_tokens,
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "mb_a_step": miss_bytes / 1e6,
-        "gpu_ms": kinds,
-        "longest_kernels_ms": longest,
-        "num_kernels": num_kernels,
-        "swap_in_share": swap_in_ms / sum(kinds.values()) if kinds else None,
+        "gpu_ms": dict(added_ms),
+        "kernels": [asdict(kernel) for kernel in kernels],
+        "num_kernels": sum(kernel.number for kernel in kernels),
         "swap_in_gb_s": miss_bytes / swap_in_ms / 1e6 if swap_in_ms and misses else None,
         "memory_gb": bench.used.gb,
         "planned_gb": bench.planned,
     }
 
 
-def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[str, float]], float]:
-    """Milliseconds of a step's kernels by kind, those of the kernels that take longest, and their number.
+@dataclass
+class Kernel:
+    """All launches of a kernel in a step."""
 
-    In steps of their own. Kernels that overlap count in full.
-    """
+    name: str
+    kind: str
+    number: float = 0.0
+    ms: float = 0.0
+    added_ms: float = 0.0
+    """By which they made the step longer: what lies between the latest end of those that began before, and
+    their own. So nothing is counted twice where kernels overlap, and gaps count for the kernel behind."""
+
+
+def kernels_of(bench: Bench, num_steps: int) -> list[Kernel]:
+    """In steps of their own; those first that add most."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         bench.run(num_steps)
-    sums: Counter[str] = Counter()
-    names: Counter[str] = Counter()
-    num_kernels = 0
-    for event in profiler.key_averages():
-        num_kernels += event.count if event.self_device_time_total else 0
-        name = event.key.lower()
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "the rest")
-        sums[kind] += event.self_device_time_total / 1e3 / num_steps
-        names[f"{kind}: {event.key[:90]}"] += event.self_device_time_total / 1e3 / num_steps
-    return dict(sums), names.most_common(14), num_kernels / num_steps
+    return kernels_from(
+        [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ],
+        num_steps,
+    )
+
+
+def kernels_from(launches: Sequence[tuple[str, float, float]], num_steps: int) -> list[Kernel]:
+    """``launches``: names, and microseconds at which they began and ended."""
+    found: dict[str, Kernel] = {}
+    in_order = sorted(launches, key=lambda launch: launch[1])
+    latest_end = in_order[0][1] if in_order else 0.0
+    for name, start, end in in_order:
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), REST)
+        kernel = found.setdefault(name, Kernel(name[:90], kind))
+        kernel.number += 1 / num_steps
+        kernel.ms += (end - start) / 1e3 / num_steps
+        kernel.added_ms += max(0.0, end - latest_end) / 1e3 / num_steps
+        latest_end = max(latest_end, end)
+    return sorted(found.values(), key=lambda kernel: -kernel.added_ms)
 
 
 def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0) -> DecodeSettings:
@@ -508,7 +531,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    kinds = [*KINDS, "the rest"]
+    kinds = [*KINDS, REST]
     numbers = ("batch", "drafts", "grammar", "step", "tokens", "tok/s", "hit rate", "misses", "MB", "kernels")
     rows = [
         [
@@ -524,7 +547,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"{row['mb_a_step']:.1f}",
             f"{row['num_kernels']:.0f}",
             *(f"{row['gpu_ms'].get(kind, 0):.3f}" for kind in kinds),
-            "" if row["swap_in_share"] is None else f"{row['swap_in_share']:.0%}",
             "" if row["swap_in_gb_s"] is None else f"{row['swap_in_gb_s']:.1f}",
         ]
         for row in report["rows"]
@@ -533,7 +555,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"{report['model']}, {report['kv_format']} items, {report['context']} tokens, hot buffer "
         f"{report['buffer']}; {report['device']}, commit {report['facts']['commit'][:12]}; ms a step"
     )
-    console.print(table(title, ("mode", *numbers, *kinds, "share", "GB/s"), rows))
+    console.print(table(title, ("mode", *numbers, *kinds, "GB/s"), rows))
     console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
     if report["memory_gb"]:
         first = ", ".join(f"{part} {gb:.2f}" for part, gb in report["memory_gb"].items())
@@ -563,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
-    parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
+    parser.add_argument("--kernels", action="store_true", help="name all kernels, those first that add most")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
     arguments = parser.parse_args(argv)
     console = Console(width=190)
@@ -619,8 +641,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{row['tokens_a_step']:.2f} tokens",
                     highlight=False,
                 )
-                for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
-                    console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
+                for of in row["kernels"] if arguments.kernels else ():
+                    console.print(
+                        f"    {of['added_ms']:.3f} of {of['ms']:.3f} ms, {of['number']:.0f}: {of['name']}",
+                        markup=False,
+                        highlight=False,
+                    )
     print_report(report, console)
     write_json(arguments.out.with_suffix(".json"), report)
     return 0

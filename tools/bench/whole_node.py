@@ -49,6 +49,7 @@ from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import MAX_DRAFTS, Mode, RankPlace
 from tools.bench.decode_step import (
     KINDS,
+    REST,
     Prefilled,
     add_node_options,
     load_shared_spec,
@@ -208,7 +209,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: {report.get(name)}", highlight=False)
     names = ("mode", "batch", "context", "num_drafts", "hit_rate", "step_ms", "tokens_a_step", "swap_in_gb_s")
     users = ("as_accepted_a_user", "as_accepted_a_gpu", "as_accepted_node", "expected_a_gpu")
-    kinds = (*KINDS, "the rest") if any(row["gpu_ms"] for row in report["rows"]) else ()
+    kinds = (*KINDS, REST) if any(row["gpu_ms"] for row in report["rows"]) else ()
     lines = [
         {name: row[name] for name in (*names, *users)} | {kind: row["gpu_ms"].get(kind) for kind in kinds}
         for row in report["rows"]

@@ -23,6 +23,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+def test_kernels_that_overlap_share_the_time() -> None:
+    launches = [("topk", 0.0, 4.0), ("swap_in", 3.0, 9.0), ("swap_in", 5.0, 8.0), ("topk", 10.0, 12.0)]
+    found = decode_step.kernels_from(launches, num_steps=2)
+    assert [(kernel.name, kernel.kind, kernel.number) for kernel in found] == [
+        ("topk", "top-k", 1.0),
+        ("swap_in", "swap-in", 1.0),
+    ]
+    assert [kernel.ms for kernel in found] == pytest.approx([0.003, 0.0045])
+    assert [kernel.added_ms for kernel in found] == pytest.approx([0.0035, 0.0025])  # 4 + 3, 5 + 0 us
+
+
 def test_steps_are_timed_in_both_modes(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     options = f"--model-path {tiny_checkpoint('v32')} {SMALL} --batch 2 --steps 4 --out {tmp_path}/steps"
     assert decode_step.main(options.split()) == 0
