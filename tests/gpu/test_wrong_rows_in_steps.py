@@ -1,4 +1,4 @@
-"""Whole steps whose rows are verified, in CUDA graphs: plain ones, in micro-batches, and with drafts."""
+"""Whole steps whose rows are verified, in CUDA graphs: plain ones, split ones, and with drafts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode_node import forwards
 from decode_node.drafting import full_buffer
 from decode_node.memory import slots_tensor
+from decode_node.split_choice import Split
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.spec import load_spec
 from hisparse_pd.paging.pools import PoolKind
@@ -26,11 +28,11 @@ TOP_K, CONTEXT, CHUNK, NUM_REQS, NUM_STEPS = 256, 2048, 1024, 5, 16
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "min_split_reqs"), [(0, 0), (0, 2), (3, 0)], ids=["plain", "micro-batches", "drafts"]
+    ("num_drafts", "split"), [(0, Split.WHOLE), (0, Split.PARTS), (0, Split.MICRO_BATCHES), (3, Split.WHOLE)]
 )
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
 def test_wrong_rows_are_found_in_steps(
-    tmp_path: Path, kv_dtype: str, num_drafts: int, min_split_reqs: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, num_drafts: int, split: Split
 ) -> None:
     """What steps wrote is what its checks vouch for; what changes later is found by the request's next steps,
     and by no other's."""
@@ -46,10 +48,12 @@ def test_wrong_rows_are_found_in_steps(
         indexer_cache_dtype="auto",
         attention_backend="auto",
         load_format="auto",
-        micro_batch_min_bs=min_split_reqs,
+        micro_batch_min_bs=0 if split is Split.WHOLE else 2,
         buffer=full_buffer(num_drafts, TOP_K),
         no_graphs=False,
     )
+    monkeypatch.setattr(forwards, "UNTRIED", split)
+    monkeypatch.setattr(forwards, "fastest", lambda secs: split)
     settings = make_settings(arguments, NUM_REQS, num_drafts)
     model = load_model(tmp_path, spec, DEVICE)
     prompt = prefill(spec, model, settings, CHUNK, CONTEXT, num_passes=1)
@@ -57,7 +61,7 @@ def test_wrong_rows_are_found_in_steps(
     memory, state = bench.memory, bench.hot_buffers.state
     row_checks = state.require_row_checks()
     try:
-        assert bench.runner.would_split(bench.requests) is (min_split_reqs > 0)
+        assert bench.runner.would_split(bench.requests) is (split is not Split.WHOLE)
         bench.run(NUM_STEPS)
         for request in bench.requests:
             slots, check_slots = (

@@ -1,4 +1,4 @@
-"""Rows that change while steps verify drafts or run as micro-batches: found, and of no concern to others.
+"""Rows that change while steps verify drafts, or are split: found, and of no concern to others.
 
 A node a step behind, with an MTP layer, whose steps without drafts are split from three requests on.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from decode_node import forwards
 from decode_node.memory import slots_tensor
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Exchange, StepPlan
+from decode_node.split_choice import Split
 from hisparse_pd.engine.messages import ReleasePage
 from hisparse_pd.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
@@ -52,13 +55,26 @@ def whole(node: EngineHarness) -> None:
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("numbers", [(3,), (1, 0, 2, 0), (0,)], ids=["drafts", "by turns", "micro-batches"])
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(
+    ("numbers", "split"),
+    [
+        ((3,), Split.PARTS),
+        ((1, 0, 2, 0), Split.MICRO_BATCHES),
+        ((0,), Split.MICRO_BATCHES),
+        ((0,), Split.PARTS),
+    ],
+    ids=["drafts", "by turns", "micro-batches", "parts"],
+)
 def test_a_request_whose_rows_change_ends_and_the_others_are_right(
-    node: EngineHarness, expected: dict[Prompt, list[int]], numbers: tuple[int, ...], victim: int
+    node: EngineHarness,
+    expected: dict[Prompt, list[int]],
+    numbers: tuple[int, ...],
+    split: Split,
+    victim: int,
 ) -> None:
-    """``victim``: of either micro-batch, which takes every second request."""
-    with drafts(node, *numbers):
+    """``victim``: of either part and either micro-batch, where steps without drafts are split."""
+    with drafts(node, *numbers), patch.object(forwards, "UNTRIED", split):
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
         node.turn_until(lambda: is_under_way(answers))
         assert not any(answer.is_over for answer in answers)
