@@ -69,7 +69,7 @@ from protocol.polling import Poller, Wakeup
 from transfer.engine import TransferEngine
 from transfer.lane_host import LaneHost
 from transfer.listeners import guarded_listeners
-from transfer.transport import Transport, choose_transport
+from transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -82,18 +82,13 @@ IDLE_CHECK_INTERVAL_SECS = 5.0
 
 def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     """The engine process: load everything, say EngineReady to the fronts, serve until they say Shutdown."""
-
-    def choose(spec: ModelSpec) -> Transport:
-        check_swap_in(settings, spec)
-        return _transport(settings, spec)
-
     run_engine_process(
         settings,
         endpoints,
         place,
         role="decode",
         settings_error=DecodeSettingsError,
-        choose_transport=choose,
+        num_host_bytes=partial(registered_host_bytes, settings),
         make=partial(DecodeEngine, settings),
     )
 
@@ -361,17 +356,12 @@ class DecodeEngine:
             self._has_stopped = True  # and the other ranks, whose front it is too
 
 
-def _transport(settings: DecodeSettings, spec: ModelSpec) -> Transport:
-    """Raises TransferSetupError, and HostMemoryError when the pools do not fit in main memory."""
-    device = torch.device(settings.device)
+def registered_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
+    """Main memory that the node registers. Raises KernelSizeError for what the swap-in cannot take, and
+    HostMemoryError when the pools do not fit."""
+    check_swap_in(settings, spec)
     # A device pool whose size is not known yet is on a GPU, and takes no main memory.
     totals = make_limits(settings, spec, settings.device_pool_tokens).totals
-    num_bytes = num_host_bytes(spec, totals, settings.page_size, device)
+    num_bytes = num_host_bytes(spec, totals, settings.page_size, torch.device(settings.device))
     check_host_memory(num_bytes * len(settings.ranks_here))  # no rank has its pools before all have been here
-    return choose_transport(
-        settings.transfer_protocol,
-        settings.ib_device,
-        settings.reachable_host,
-        num_host_bytes=num_bytes,
-        uses_gpu=device.type == "cuda",
-    )
+    return num_bytes

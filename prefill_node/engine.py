@@ -80,7 +80,7 @@ from transfer.engine import TransferEngine
 from transfer.lane import Lane, Lanes
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
-from transfer.transport import Transport, choose_transport
+from transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankP
         place,
         role="prefill",
         settings_error=PrefillSettingsError,
-        choose_transport=partial(_transport, settings),
+        num_host_bytes=partial(registered_host_bytes, settings),
         make=partial(PrefillEngine, settings),
     )
 
@@ -530,19 +530,12 @@ def _whole_answer(
     return Tokens(request.request_id, (first.token_id,), logprobs, reason, matched, stats)
 
 
-def _transport(settings: PrefillSettings, spec: ModelSpec) -> Transport:
-    """Raises TransferSetupError."""
-    device = torch.device(settings.device)
+def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
+    """Main memory that the node registers."""
     # A KV pool whose size is not known yet is on a GPU, and takes no main memory.
     num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
-    num_aux_slots = _num_aux_slots(settings)
-    return choose_transport(
-        settings.transfer_protocol,
-        settings.ib_device,
-        settings.reachable_host,
-        num_host_bytes=num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device),
-        uses_gpu=device.type == "cuda",
-    )
+    num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
+    return num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
 
 
 def _num_aux_slots(settings: PrefillSettings) -> int:

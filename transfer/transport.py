@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hisparse_pd.memory.machine import Fault, Machine, gpu_direct_fault, memlock_fault
+from hisparse_pd.settings import TransportSettings
 from protocol.access import parse_address
 from protocol.names import resolve
 from transfer.errors import TransferSetupError
@@ -61,21 +62,15 @@ TCP = Transport("tcp", reason="asked for")
 
 
 def choose_transport(
-    asked: AskedProtocol,
-    ib_device: str,
-    host: str,
-    *,
-    num_host_bytes: int,
-    uses_gpu: bool,
-    machine: Machine | None = None,
+    settings: TransportSettings, num_host_bytes: int, machine: Machine | None = None
 ) -> Transport:
-    """The transport for a node at ``host`` that registers ``num_host_bytes`` of main memory.
+    """The transport for a node that registers ``num_host_bytes`` of main memory, and its GPU's if it has one.
 
-    ``ib_device``: as of ``select_devices``. ``uses_gpu``: GPU memory is registered as well. Raises
-    TransferSetupError when ``asked`` is rdma and something is missing for it.
+    Raises TransferSetupError when rdma is asked for and something is missing for it.
     """
     machine = machine or Machine()
-    transport = _choose(asked, ib_device, host, num_host_bytes, uses_gpu, machine)
+    asked, ib_device = settings.transfer_protocol, settings.ib_device
+    transport = _choose(settings, num_host_bytes, machine)
     # On a machine that has the hardware, auto's TCP is hardly what was hoped for.
     has_hardware = asked == "auto" and transport.protocol == "tcp" and bool(read_devices(machine))
     level = logging.WARNING if has_hardware else logging.INFO
@@ -85,12 +80,12 @@ def choose_transport(
     return transport
 
 
-def _choose(
-    asked: AskedProtocol, ib_device: str, host: str, num_host_bytes: int, uses_gpu: bool, machine: Machine
-) -> Transport:
+def _choose(settings: TransportSettings, num_host_bytes: int, machine: Machine) -> Transport:
+    asked, uses_gpu = settings.transfer_protocol, settings.device.startswith("cuda")
     if asked == "tcp":
         return TCP
-    selection = select_devices(ib_device, host, machine, only_sure=asked == "auto")
+    host = settings.reachable_host
+    selection = select_devices(settings.ib_device, host, machine, only_sure=asked == "auto")
     found = (
         *selection.faults,
         forced_tcp_fault(machine),

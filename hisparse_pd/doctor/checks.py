@@ -25,6 +25,7 @@ from hisparse_pd.memory.machine import (
     show_bytes,
     verbs_library_fault,
 )
+from hisparse_pd.settings import TransportSettings
 from transfer.errors import TransferSetupError
 from transfer.rdma import (
     RdmaDevice,
@@ -253,20 +254,13 @@ def check_address(host: str) -> Check:
 
 
 def check_transport(
-    asked: AskedProtocol, ib_device: str, host: str, num_host_bytes: int, device: str, machine: Machine
+    settings: TransportSettings, num_host_bytes: int, machine: Machine
 ) -> tuple[Check, Transport | None]:
     """What a node would run on, and None when it would not start."""
     try:
         if (fault := environment_fault(machine)) is not None:
             raise TransferSetupError(str(fault))
-        transport = choose_transport(
-            asked,
-            ib_device,
-            host,
-            num_host_bytes=num_host_bytes,
-            uses_gpu=device.startswith("cuda"),
-            machine=machine,
-        )
+        transport = choose_transport(settings, num_host_bytes, machine)
     except TransferSetupError as error:
         return failed("KV transport", error, "a node would not start: "), None
     return Check("KV transport", Status.OK, f"{transport.protocol}: {transport.reason}"), transport

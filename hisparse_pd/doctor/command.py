@@ -113,7 +113,7 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
     cuda = cuda_facts()
     named, _ = wanted_devices(settings.ib_device, machine)
     num_devices = len(named or select_devices("", host, machine).devices)
-    transport_check, transport = check_transport(asked, settings.ib_device, host, num_bytes, device, machine)
+    transport_check, transport = check_transport(settings, num_bytes, machine)
     checks = [
         check_mooncake(mooncake_version),
         check_verbs(machine),
@@ -172,13 +172,7 @@ def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
         signal.signal(number, lambda *_: stopped.set())
     deadline_secs = time.monotonic() + SERVE_SECS
     try:
-        transport = choose_transport(
-            settings.transfer_protocol,
-            settings.ib_device,
-            settings.reachable_host,
-            num_host_bytes=BUFFER_BYTES if settings.device == "cpu" else 0,
-            uses_gpu=settings.device.startswith("cuda"),
-        )
+        transport = choose_transport(settings, BUFFER_BYTES if settings.device == "cpu" else 0)
         with guarded_listeners(settings.reachable_host, PeerList.parse(settings.allowed_peers)):
             engine = TransferEngine(settings.reachable_host, transport)
             server = DoctorServer(settings.host, settings.port)

@@ -28,7 +28,7 @@ from kernels.attention import AttentionBackendError
 from kernels.gpu_sizes import KernelSizeError
 from kernels.row_math import fix_arithmetic
 from transfer.engine import TransferSetupError, quiet_mooncake_logs
-from transfer.transport import Transport
+from transfer.transport import Transport, choose_transport
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +58,14 @@ def run_engine_process(
     *,
     role: str,
     settings_error: type[Exception],
-    choose_transport: Callable[[ModelSpec], Transport],
+    num_host_bytes: Callable[[ModelSpec], int],
     make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport], Engine],
 ) -> None:
     """Load everything, telling the fronts at ``endpoints`` of it, and serve.
 
-    ``settings.device`` is this rank's.
-
-    ``choose_transport`` also checks what else the node needs of this machine. Raises StartError for what
-    ``START_ERRORS`` and ``settings_error`` say.
+    ``settings.device`` is this rank's. ``num_host_bytes``: checks what else the node needs of this machine,
+    and returns the main memory that it registers. Raises StartError for what ``START_ERRORS`` and
+    ``settings_error`` say.
     """
     die_with_parent()
     rank = f" rank {place.rank}" if place.size > 1 else ""
@@ -94,7 +93,7 @@ def run_engine_process(
                 has_row_checks=settings.verify_rows,
             )
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
-            transport = choose_transport(spec)
+            transport = choose_transport(settings, num_host_bytes(spec))
             if place.size > 1:
                 ranks = RankGroup(
                     place,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hisparse_pd.settings import TransportSettings
 from tests.rdma.patterns import MEMORY_BYTES, PATTERNS, POISON, Pattern, source_content
 from transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
 from transfer.transport import Transport, choose_transport
@@ -107,9 +108,8 @@ def main() -> None:
     try:
         match protocol:
             case "rdma" | "tcp" | "auto":
-                transport = choose_transport(
-                    protocol, ib_device, host, num_host_bytes=int(num_bytes), uses_gpu=False
-                )
+                settings = TransportSettings(host=host, transfer_protocol=protocol, ib_device=ib_device)
+                transport = choose_transport(settings, int(num_bytes))
             case _:
                 transport = Transport("rdma", tuple(ib_device.split(",")), "unchecked")
         engine = TransferEngine(host, transport)

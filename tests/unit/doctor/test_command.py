@@ -38,6 +38,7 @@ from hisparse_pd.doctor.lane import check_lane, check_shared_pages
 from hisparse_pd.doctor.settings import DoctorSettings
 from hisparse_pd.memory.free import cgroup_available_bytes
 from hisparse_pd.memory.machine import Machine
+from hisparse_pd.settings import TransportSettings
 from tests.unit.transfer.fake_machine import GIB, INFINIBAND, LINK_LOCAL_GID, ROCE, FakeDevice, FakeMachine
 from transfer.transport import AskedProtocol, Transport
 
@@ -307,7 +308,8 @@ def test_the_transport(
     tmp_path: Path, asked: AskedProtocol, environ: dict[str, str], status: Status, words: str
 ) -> None:
     machine = FakeMachine(tmp_path, ROCE, environ=environ).machine
-    check, transport = check_transport(asked, "", HOST, GIB, "cpu", machine)
+    settings = TransportSettings(host=HOST, transfer_protocol=asked)
+    check, transport = check_transport(settings, GIB, machine)
     assert check.status is status
     assert words in check.found
     assert (transport is None) is (status is FAIL)

@@ -24,6 +24,7 @@ from tests.unit.decode_node.support import (
 )
 from tests.unit.transfer.fake_machine import ROCE, FakeMachine
 from transfer.errors import TransferSetupError
+from transfer.transport import choose_transport
 
 CPU, GPU = torch.device("cpu"), torch.device("meta")
 PAGE_SIZE = 64
@@ -61,9 +62,9 @@ def test_a_node_asks_for_the_memory_that_it_registers(
 ) -> None:
     def transport(**settings: Any) -> Any:
         node = {"model_path": checkpoint.path, "advertise_host": "192.0.2.7", **settings}
-        if kind == "prefill":
-            return prefill_engine._transport(PrefillSettings(**node), checkpoint.spec)
-        return decode_engine._transport(DecodeSettings(**node), checkpoint.spec)
+        engine: Any = prefill_engine if kind == "prefill" else decode_engine
+        of_node = (PrefillSettings if kind == "prefill" else DecodeSettings)(**node)
+        return choose_transport(of_node, engine.registered_host_bytes(of_node, checkpoint.spec))
 
     machine = FakeMachine(tmp_path, ROCE, memlock_bytes=lambda: 4096).machine
     monkeypatch.setattr("transfer.transport.Machine", lambda: machine)
@@ -82,7 +83,7 @@ def test_the_memory_of_all_ranks_has_to_be_free(
     monkeypatch.setattr(decode_engine, "check_host_memory", asked.append)
     for dp_size in (1, 3):
         settings = DecodeSettings(model_path=checkpoint.path, dp_size=dp_size)
-        decode_engine._transport(settings.of_rank(dp_size - 1), checkpoint.spec)
+        decode_engine.registered_host_bytes(settings.of_rank(dp_size - 1), checkpoint.spec)
     assert asked[1] == 3 * asked[0] > 0
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hisparse_pd.http.metrics import split_labels
 from hisparse_pd.memory.machine import Machine
+from hisparse_pd.settings import TransportSettings
 from tests.unit.transfer.fake_machine import (
     INFINIBAND,
     LINK_LOCAL_GID,
@@ -39,8 +40,8 @@ LINK_LOCAL = replace(ROCE, gids=[(LINK_LOCAL_GID, "RoCE v2")])
 
 
 def choose(machine: Machine, asked: AskedProtocol, ib_device: str = "", **changes: Any) -> Transport:
-    node: dict[str, Any] = {"host": HOST, "num_host_bytes": 1 << 30, "uses_gpu": False, **changes}
-    return choose_transport(asked, ib_device, machine=machine, **node)
+    node: dict[str, Any] = {"host": HOST, "transfer_protocol": asked, "ib_device": ib_device, **changes}
+    return choose_transport(TransportSettings(**node), 1 << 30, machine)
 
 
 # --- rdma, or not at all ----------------------------------------------------------------------------------
@@ -74,8 +75,8 @@ def test_rdma_is_refused_with_what_is_missing(
 def test_rdma_of_gpu_memory_needs_gpu_direct(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, ROCE).machine
     with pytest.raises(TransferSetupError, match="nvidia_peermem"):
-        choose(machine, "rdma", uses_gpu=True)
-    assert choose(replace(machine, has_dma_buf=lambda: True), "rdma", uses_gpu=True).protocol == "rdma"
+        choose(machine, "rdma", device="cuda")
+    assert choose(replace(machine, has_dma_buf=lambda: True), "rdma", device="cuda").protocol == "rdma"
 
 
 # --- which devices ----------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def test_auto_without_devices_is_tcp_and_nothing_to_warn_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    transport = choose(FakeMachine(tmp_path).machine, "auto", uses_gpu=True)
+    transport = choose(FakeMachine(tmp_path).machine, "auto", device="cuda")
     assert transport.protocol == "tcp"
     assert transport.reason.startswith("no RDMA: no RDMA device in")
     assert "nvidia_peermem" not in transport.reason
