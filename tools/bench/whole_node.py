@@ -248,6 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_format="dummy", kv_cache_dtype="fp8_e4m3", chunk=2048, modes=["hisparse", "dense"]
     )
     parser.set_defaults(micro_batch_min_bs=0, no_graphs=False)
+    if torch.cuda.is_available():
+        parser.set_defaults(device="cuda:0")  # the first of them; collectives want a number
     parser.add_argument(
         "--layers", type=int, default=61, help="of DeepSeek-V3.2, where --model-path has no model"
     )
