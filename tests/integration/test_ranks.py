@@ -68,10 +68,14 @@ class Nodes:
         return found
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tied_checkpoint: Callable[[str], Path], tiny_checkpoint: Callable[[str], Path]) -> Path:
+@pytest.fixture(scope="module", params=["v32", pytest.param("mistral", marks=pytest.mark.slow)])
+def checkpoint(
+    request: pytest.FixtureRequest,
+    tied_checkpoint: Callable[[str], Path],
+    tiny_checkpoint: Callable[[str], Path],
+) -> Path:
     """Full of equal scores, where no kernel of a GPU minds its odd sizes."""
-    return (tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint)("v32")
+    return (tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint)(request.param)
 
 
 @pytest.fixture(scope="module")
