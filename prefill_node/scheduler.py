@@ -1,17 +1,14 @@
 """Which prompts' chunks form the next forward. Pure planning: owns nothing, changes nothing.
 
-First come, first served: rooms that compute already continue in order of admission, then waiting rooms are
-admitted in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all pages of
-the prompt or nothing. The first waiting room that does not fit holds back those behind it, so that pages
-which become free reach it and a long prompt is never starved by short ones.
+First come, first served: rooms that compute continue in order of admission, then waiting rooms are admitted
+in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all pages of the
+prompt or nothing. The first waiting room that does not fit holds back those behind it, so that a long prompt
+is never starved by short ones.
 
 Two exceptions. A room whose prompt begins like that of an earlier room still computing waits for it, and then
-finds the common pages in the prefix cache instead of computing them too. The rooms behind it go ahead. It
-waits for earlier rooms only, so its wait is bounded by theirs.
-
-And the long prompt that fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to
-rooms behind it that end in this forward with them. It becomes later by that share at most, and they need not
-wait for all of it. A room that is passed by keeps its claim on pages.
+finds the common pages in the prefix cache; the rooms behind it go ahead. And the long prompt that fills up a
+forward without ending in it gives up to ``short_tokens`` of its tokens to rooms behind it that end in this
+forward with them. A room that is passed by keeps its claim on pages.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ from hisparse_pd.paging.prompt_keys import PageKey
 from protocol.messages import Room
 
 MAX_LOOKED_AT: Final = 128
-"""Waiting rooms that are considered for one forward: each costs a look into the prefix cache, and those that
-wait for another's pages, or are passed by, may be a thousand."""
+"""Waiting rooms that are considered for one forward: each costs a look into the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
 """The lanes of a prefill node: over what its writes go to each decode node, chosen when that registers.
 
 ``shm``: the decode node is a process of this machine and has handed over its memory (``lane_host.py``), which
-is mapped here. A write is a copy by this process then, over when the call returns, and none of its bytes can
-come later. Where the KV is on a GPU, that copies: to main memory, which is registered with CUDA here as well,
-and to the decode node's GPU. Otherwise the lane is the transport's, tcp or rdma.
+is mapped here. A write is a copy by this process, or by its GPU where the KV is on one, and is over when the
+call returns. Otherwise the lane is the transport's, tcp or rdma.
 
 The choice stands for as long as both processes live. So where a CPU writes, and all memory is shared
-(``is_sole``), nothing is ever sent over the network, and the decode node knows from the end of this process
-that nothing lands any more. Memory that is not shared is written over the network beside the lane, and a
-GPU's writes may outlive their process: the slots of such pairs wait out the quarantine.
+(``is_sole``), the decode node knows from the end of this process that nothing lands any more. Memory that is
+not shared is written over the network beside the lane, and a GPU's writes may outlive their process: the
+slots of such pairs wait out the quarantine.
 """
 
 from __future__ import annotations
@@ -90,9 +89,8 @@ class Lanes:
         self, session: str, offer: LaneOffer | None, regions: Sequence[tuple[int, int]]
     ) -> Lane | None:
         """A decode node has registered ``regions``, ``(base_addr, num_bytes)`` each; its process is known by
-        its offer. None: its memory is being opened, and ``take_decided`` will name the session. Where that
-        takes too long, a repeated registration gets the network.
-        """
+        its offer. None: its memory is being opened, and ``take_decided`` will name the session, unless a
+        repeated registration gets the network before."""
         with self._lock:
             pair = self._pairs.get(session)
             is_new = pair is None or pair.offer != offer

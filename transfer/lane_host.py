@@ -5,10 +5,9 @@ default its name is an abstract one, which processes of one network namespace se
 process. With a directory, say a volume that two containers share, it is a file in there.
 
 Who connects must show the token of this node's registrations and have this node's user. A connection stands
-for as long as its writer may write; the kernel closes it when the process ends, however it ends, and not
-while it is stopped. It does so once none of the process's threads can run any more: all of them leave their
-memory before the last one lets go of their descriptors. So what a CPU writes is over by then. Of a GPU that
-is not known: what it had begun may go on until the driver has taken the process apart.
+for as long as its writer may write; the kernel closes it when the process ends, once none of its threads can
+run any more, and not while it is stopped. So what a CPU writes is over by then. Of a GPU that is not known:
+what it had begun may go on until the driver has taken the process apart.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ MAX_CONNECTIONS = 256
 HELLO_SECS = 5.0
 """From a connection to its first packet at most."""
 DENIED_PAUSE_SECS = 0.002
-"""After a caller that was denied: any user of this machine may call as often as it likes, and each call takes
-the engine's interpreter some 50 us. The kernel keeps a line of others."""
+"""After a caller that was denied: any user of this machine may call as often as it likes."""
 LOG_SECS = 60.0
 """Between two lines of the log about callers of one user that were denied."""
 _MAX_USERS = 256
@@ -85,11 +83,8 @@ class _Connection:
 
 
 class LaneHost:
-    """``memory``: what is offered.
-
-    ``directory``: where the socket is; empty: an abstract name. ``wakeup``: called from the host's thread
-    when ``take_ended`` has something. Raises TransferSetupError.
-    """
+    """Offers ``memory``. ``directory``: where the socket is; empty: an abstract name. ``wakeup``: called from
+    the host's thread when ``take_ended`` has something. Raises TransferSetupError."""
 
     def __init__(
         self,

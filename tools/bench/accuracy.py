@@ -10,10 +10,9 @@
 
 Without ``--tasks``: held-out prompts of each length go to a running pair by HTTP, in modes dense, hisparse
 and auto, and, without drafts, to one with the smallest hot buffer that is legal. Beside them stand
-transformers' own answers (float32), and, over fewer prompts, transformers' with positions selected by lot:
-what the measurement says when selection does not work. The status is 1 when an answer of the pair differs
-from transformers' in a token while both compute in float32, and when a request fails. How many drafts a step
-verifies is the node's choice, up to what it was started with: tokens a step are those of all decode steps.
+transformers' own answers (float32), and, over fewer prompts, those with positions selected by lot. The status
+is 1 when an answer of the pair differs from transformers' in a token while both compute in float32, and when
+a request fails. Tokens a step are those of all decode steps, whatever number of drafts the node chose.
 
 With ``--tasks``: any OpenAI-compatible endpoint. ``retrieval`` are the same documents, with an instruction
 that a general model understands; a file has its own tasks (format: tools/bench/retrieval.py).

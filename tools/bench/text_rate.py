@@ -3,12 +3,11 @@
     python -m tools.bench.text_rate [--streams 1024] [--step-ms 80] [--secs 10] [--ranks 8] [--fronts 4]
         [--clients 8] [--direct]
 
-Decode engines that only emit tokens, one a rank, give each of many streams one token a step, in messages of
-their own, as a decode node at its full rate does: all tokens of a step at once. They go through the decode
-node's real fronts and the real router (``--direct``: the fronts alone) to clients in other processes. A
-token's latency is from the beginning of its step to its arrival at the client: the engines' own sending is in
-it. CPU time is for each token, all processes of a kind together. A process that is busy all the time is full,
-and latency then grows without bound. So the machine needs a core for each process that is listed.
+Decode engines that only emit tokens, one a rank, give each of many streams one token a step, all of a step at
+once. They go through the decode node's real fronts and the real router (``--direct``: the fronts alone) to
+clients in other processes. A token's latency is from the beginning of its step to its arrival at the client.
+CPU time is for each token, all processes of a kind together. A process that is busy all the time is full, so
+the machine needs a core for each process that is listed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -68,11 +67,6 @@ from tools.checkpoints.quantize_fp8 import QUANTIZATION
 
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}
 """Tokens of a step by drafts, as docs/operations.md counts."""
-EXPECTED_LAYER_MS = {
-    32768: ((24, 64, 128), (0.96, 1.42, 2.17)),
-    65536: ((24, 64, 128), (1.08, 1.84, 2.95)),
-}
-"""By context: requests a rank of eight, and what a layer takes by the arithmetic of docs/operations.md."""
 MAIN_MEMORY_SHARE = 0.9
 GRACE_SECS = 5.0
 """That ranks have to end by themselves, before they are ended."""
@@ -104,20 +98,15 @@ def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.devic
     return 0
 
 
-def beside(row: dict[str, Any], context: int, num_ranks: int, num_layers: int) -> dict[str, Any]:
-    """What a node's users ask for, and what docs/operations.md counts for them where it does."""
-    batch, drafts = row["batch"], row["num_drafts"]
-    accepted = ACCEPTED.get(drafts)
+def as_accepted(row: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Tokens a second of a user, a GPU and the node, with as many accepted as docs/operations.md counts."""
+    accepted = ACCEPTED.get(row["num_drafts"])
     of_user = None if accepted is None else 1e3 * accepted / row["step_ms"]
-    requests, layer_ms = EXPECTED_LAYER_MS.get(context, ((), ()))
-    is_counted = row["mode"] == "hisparse" and num_ranks == 8 and drafts == 0 and bool(requests)
-    is_counted = is_counted and requests[0] <= batch <= requests[-1]
-    expected_ms = num_layers * float(np.interp(batch, requests, layer_ms)) if is_counted else None
+    of_gpu = of_user and row["batch"] * of_user
     return {
         "as_accepted_a_user": of_user,
-        "as_accepted_a_gpu": of_user and batch * of_user,
-        "as_accepted_node": of_user and num_ranks * batch * of_user,
-        "expected_a_gpu": expected_ms and 1e3 * batch / expected_ms,
+        "as_accepted_a_gpu": of_gpu,
+        "as_accepted_node": of_gpu and num_ranks * of_gpu,
     }
 
 
@@ -154,7 +143,7 @@ def measure_cells(
         secs = time.monotonic() - started
         secs_by_tokens.append((num_tokens, secs))
         asked = {"asked": cell["batch"], "context": cell["context"], "jitter": cell["jitter"], "secs": secs}
-        yield {**asked, **row, **beside(row, cell["context"], ranks.size, spec.num_layers)}
+        yield {**asked, **row, **as_accepted(row, ranks.size)}
 
 
 def run(arguments: argparse.Namespace, place: RankPlace) -> None:
@@ -208,7 +197,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for name in ("agreement", "load_secs", "memory_gb", "planned_weights_gb", "prefill_tokens_a_second"):
         console.print(f"{name}: {report.get(name)}", highlight=False)
     names = ("mode", "batch", "context", "num_drafts", "hit_rate", "step_ms", "tokens_a_step", "swap_in_gb_s")
-    users = ("as_accepted_a_user", "as_accepted_a_gpu", "as_accepted_node", "expected_a_gpu")
+    users = ("as_accepted_a_user", "as_accepted_a_gpu", "as_accepted_node")
     kinds = (*KINDS, REST) if any(row["gpu_ms"] for row in report["rows"]) else ()
     lines = [
         {name: row[name] for name in (*names, *users)} | {kind: row["gpu_ms"].get(kind) for kind in kinds}
