@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from msgspec import Struct
-from msgspec.msgpack import Encoder
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from protocol.decoding import TypedDecoder
-
-
-class _Sample(Struct, frozen=True, array_like=True):
-    name: str
-    labels: tuple[tuple[str, str], ...]
-    value: float
-
-
-class _Family(Struct, frozen=True, array_like=True):
-    name: str
-    text: str
-    kind: str
-    samples: tuple[_Sample, ...]
-
-
-_encoder = Encoder()
-_decoder: TypedDecoder[tuple[_Family, ...]] = TypedDecoder(tuple[_Family, ...])
-
 
 def pack(registry: CollectorRegistry) -> bytes:
-    """The present numbers of one process."""
-    families = [
-        _Family(
-            family.name,
-            family.documentation,
-            family.type,
-            tuple(_Sample(s.name, tuple(sorted(s.labels.items())), s.value) for s in family.samples),
-        )
-        for family in registry.collect()
-    ]
-    return _encoder.encode(families)
+    """The present numbers of one process, for another one of the same program."""
+    return pickle.dumps(list(registry.collect()))
 
 
 def render(of_all: Collector, packed: Sequence[bytes]) -> bytes:
@@ -62,22 +34,19 @@ class _Sums(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families of all processes; a sample is their sum, ``_created`` the oldest one's."""
-        families: dict[str, _Family] = {}
-        sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        families: dict[str, Metric] = {}
+        values: defaultdict[str, defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = (
+            defaultdict(lambda: defaultdict(list))
+        )
         for of_one in self._packed:
-            for family in _decoder.decode(of_one):
+            for family in pickle.loads(of_one):
                 families.setdefault(family.name, family)
-                of_family = sums.setdefault(family.name, {})
                 for sample in family.samples:
-                    key = sample.name, sample.labels
-                    if key not in of_family:
-                        of_family[key] = sample.value
-                    elif sample.name.endswith("_created"):
-                        of_family[key] = min(of_family[key], sample.value)
-                    else:
-                        of_family[key] += sample.value
+                    key = sample.name, tuple(sorted(sample.labels.items()))
+                    values[family.name][key].append(sample.value)
         for name, family in families.items():
-            metric = Metric(name, family.text, family.kind)
-            for (sample_name, labels), value in sums[name].items():
-                metric.add_sample(sample_name, dict(labels), value)
+            metric = Metric(name, family.documentation, family.type)
+            for (sample_name, labels), of_all in values[name].items():
+                of_created = sample_name.endswith("_created")
+                metric.add_sample(sample_name, dict(labels), min(of_all) if of_created else sum(of_all))
             yield metric
