@@ -155,12 +155,12 @@ def run_front(
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
     endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
-    fronts = Fronts(board, _run_further, f"{role}-front", metrics)
+    fronts = Fronts(board, metrics)
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
         engines.start()
-        fronts.start(plan, endpoints, listeners[0])
+        fronts.start(f"{role}-front", _run_further, plan, endpoints, listeners[0])
         front = plan.front(link, metrics)
         addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
         log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
@@ -176,7 +176,7 @@ def run_front(
     finally:
         for listener in listeners:
             listener.socket.close()
-        fronts.stop()
+        fronts.end("kill")  # they ignore the signals that are for the first process
         engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
 
 

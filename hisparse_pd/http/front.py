@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.types import ASGIApp
 
 from hisparse_pd.engine.meeting import meeting_address
 from hisparse_pd.http.board import Word
+from hisparse_pd.http.children import Children
 from hisparse_pd.http.engine_link import EngineLink
-from hisparse_pd.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts, exits, join
+from hisparse_pd.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.process import (
     BRIEF_SPIN,
@@ -40,10 +40,8 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=NodeSettings)
 EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
 
-_ENGINE_EXIT_SECS = 5.0
 
-
-class EngineProcesses:
+class EngineProcesses(Children):
     """The engines of this machine's ranks in child processes, and the directory of their sockets."""
 
     def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
@@ -51,25 +49,12 @@ class EngineProcesses:
 
         Raises StartError when the node has several machines and the first one is not known.
         """
+        super().__init__()
+        self._target: EngineTarget[Any] = target
         self._settings = settings
+        self._name = name
         self._first_machine = meeting_address(settings)
         self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
-        size = settings.dp_size
-        names = {rank: name if size == 1 else f"{name} rank {rank}" for rank in settings.ranks_here}
-        self._processes = [
-            multiprocessing.get_context("spawn").Process(
-                target=_run_engine,
-                args=(
-                    target,
-                    settings.of_rank(rank),
-                    tuple(self._endpoint(rank, front) for front in range(settings.num_fronts)),
-                    self._place(rank),
-                    name,
-                ),
-                name=name,
-            )
-            for rank, name in names.items()
-        ]
 
     def endpoints_of(self, front: int) -> list[str]:
         """Of one front: that of each rank of the node."""
@@ -88,44 +73,30 @@ class EngineProcesses:
         return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=self._settings.meeting[1])
 
     def start(self) -> None:
-        """From the main thread: the kernel ends the children when the thread that started them ends."""
-        is_cpu = self._settings.device == "cpu"
-        with environment_of_children(BRIEF_SPIN if is_cpu and not chooses_its_waiting() else {}):
-            for process in self._processes:
-                process.start()
+        """From the main thread, as ``spawn``."""
+        settings = self._settings
+        spins = settings.device == "cpu" and not chooses_its_waiting()
+        with environment_of_children(BRIEF_SPIN if spins else {}):
+            for rank in settings.ranks_here:
+                name = self._name if settings.dp_size == 1 else f"{self._name} rank {rank}"
+                endpoints = [self._endpoint(rank, front) for front in range(settings.num_fronts)]
+                of_rank = settings.of_rank(rank)
+                self.spawn(name, _run_engine, self._target, of_rank, endpoints, self._place(rank), name)
 
     def remove_directory(self) -> None:
         """Once nobody connects any more, so that a kill leaves nothing behind. May be called again."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
-    def sentinels(self) -> list[int]:
-        """File descriptors each of which becomes readable when an engine has exited."""
-        return [process.sentinel for process in self._processes]
-
-    def exits(self) -> str:
-        """Which engines have exited, and how."""
-        return exits(self._processes)
-
-    def wait(self) -> None:
-        """Until all have ended, or are overdue, when one has or they were told to."""
-        join(self._processes, _ENGINE_EXIT_SECS)
-
-    @property
     def have_succeeded(self) -> bool:
-        return all(process.exitcode == 0 for process in self._processes)
+        return all(process.exitcode == 0 for process in self.processes)
 
     def stop(self, *, graceful: bool) -> None:
         """End the engines. ``graceful``: they were told to shut down, so wait for that."""
         try:
-            started = [process for process in self._processes if process.pid is not None]
             if graceful:
-                join(started, _ENGINE_EXIT_SECS)
-            for end in ("terminate", "kill"):
-                for process in (alive := [process for process in started if process.is_alive()]):
-                    log.info("%s still runs: %s", process.name, end)
-                    getattr(process, end)()
-                join(alive, _ENGINE_EXIT_SECS)
+                self.wait()
+            self.end("terminate", "kill")
         finally:
             self.remove_directory()
 

@@ -8,31 +8,23 @@ front accepts their connection; what they must share is on the ``Board``.
 from __future__ import annotations
 
 import asyncio
-import logging
-import multiprocessing
-import multiprocessing.connection
 import signal
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
 from hisparse_pd.http.board import Board, Word
+from hisparse_pd.http.children import EXIT_SECS, Children
 from hisparse_pd.http.engine_link import EngineLink, LinkState
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.process import die_with_parent
 
-log = logging.getLogger(__name__)
-
 METRICS_SECS = 1.0
 """Between two times that a front writes on the board what it has counted."""
 _LISTEN_SECS = 0.05
 """Between two looks at the first front's word."""
-
-EXIT_SECS = 5.0
-"""For a front that was told to leave: its last answers, and the interpreter's end."""
 
 SHUTTING_DOWN = "the node is shutting down; send the request again"
 WHAT_DIED = {
@@ -48,38 +40,19 @@ async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None
         await asyncio.sleep(METRICS_SECS)
 
 
-class Fronts:
+class Fronts(Children):
     """The first front's side: the others, numbered from 1, in processes that die with this one."""
 
-    def __init__(self, board: Board, target: Callable[..., None], name: str, metrics: FrontMetrics) -> None:
-        """``target(number, *arguments)`` runs a front; it is imported by name in the child.
-
-        ``metrics``: the first one's own.
-        """
+    def __init__(self, board: Board, metrics: FrontMetrics) -> None:
+        """``metrics``: the first one's own."""
+        super().__init__()
         self._board = board
         self._metrics = metrics
-        self._target = target
-        self._name = name
-        self._processes: list[BaseProcess] = []
 
-    def start(self, *arguments: object) -> None:
-        """From the main thread: the kernel ends the children when the thread that started them ends."""
-        spawning = multiprocessing.get_context("spawn")
+    def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        """``target(number, *arguments)`` runs a front; it is imported by name in the child."""
         for number in range(1, self._board.num_fronts):
-            process = spawning.Process(
-                target=_run, args=(self._target, number, arguments), name=f"{self._name} {number}"
-            )
-            process.start()
-            self._processes.append(process)
-
-    @property
-    def sentinels(self) -> list[int]:
-        """File descriptors each of which becomes readable when a front has exited."""
-        return [process.sentinel for process in self._processes]
-
-    def exits(self) -> str:
-        """Which have exited, and how."""
-        return exits(self._processes)
+            self.spawn(f"{name} {number}", _run, target, number, *arguments)
 
     async def write_metrics(self) -> None:
         await write_metrics(self._board, 0, self._metrics)
@@ -91,16 +64,8 @@ class Fronts:
         """Until the others have left, or are overdue. ``word``: LEAVE, or what has died."""
         self._board.say(word)
         deadline = time.monotonic() + EXIT_SECS
-        while any(process.is_alive() for process in self._processes) and time.monotonic() < deadline:
+        while any(process.is_alive() for process in self.processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-
-    def stop(self) -> None:
-        """End whoever is left: they ignore the signals that are for the first process."""
-        for process in self._processes:
-            if process.is_alive():
-                log.info("%s still runs: kill", process.name)
-                process.kill()
-        join(self._processes, EXIT_SECS)
 
 
 async def serve_further(
@@ -128,22 +93,7 @@ async def serve_further(
         link.close()
 
 
-def exits(processes: Sequence[BaseProcess]) -> str:
-    """Which have exited, and how; a sentinel says so a moment before the status can be read."""
-    ready = multiprocessing.connection.wait([process.sentinel for process in processes], timeout=0)
-    exited = [process for process in processes if process.sentinel in ready]
-    join(exited, EXIT_SECS)
-    return ", ".join(f"{process.name} exited with status {process.exitcode}" for process in exited)
-
-
-def join(processes: Sequence[BaseProcess], timeout_secs: float) -> None:
-    """Until all have ended, or the time is up."""
-    deadline = time.monotonic() + timeout_secs
-    for process in processes:
-        process.join(max(deadline - time.monotonic(), 0))
-
-
-def _run(target: Callable[..., None], number: int, arguments: tuple[object, ...]) -> None:
+def _run(target: Callable[..., None], number: int, *arguments: object) -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a supervisor may send it to all processes of the service
     target(number, *arguments)
