@@ -1,9 +1,8 @@
 """JSON objects of requests as declared types: decoded, or refused with what breaks the declaration.
 
 A class under ``declared`` has a field for each annotation. One whose type takes None may be left out or null;
-any other has to be there. Bounds are msgspec's ``Meta``. Other fields are not decoded: a body of megabytes
-can be millions of objects, and the decoder lets no other thread run. So large lists are ``Raw``
-(``list_of``), and split by who reads them.
+any other has to be there. Other fields are not decoded: a body of megabytes can be millions of objects, and
+the decoder lets no other thread run. So large lists are ``Raw`` (``list_of``), and split by who reads them.
 """
 
 from __future__ import annotations

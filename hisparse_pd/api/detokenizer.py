@@ -97,9 +97,8 @@ class Detokenizer:
 class StopStrings:
     """Passes text on, except what may yet turn out to be the beginning of a stop string.
 
-    The first stop string to be complete ends the text, wherever token boundaries lie; of several that end at
-    the same character, the longest. Takes time linear in the text (Knuth, Morris and Pratt), whatever the
-    stop strings are.
+    The first stop string to be complete ends the text; of several that end at the same character, the
+    longest. Takes time linear in the text, whatever the stop strings are (Knuth, Morris and Pratt).
     """
 
     def __init__(self, stop: Sequence[str], *, keep_match: bool = False) -> None:

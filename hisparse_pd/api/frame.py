@@ -81,8 +81,8 @@ PINGS = {
 
 
 class KeepAlive:
-    """Says that a request is still at work, where its answer has been silent: proxies cut what says nothing,
-    by default after a minute, and the router after ``--request-timeout-secs``.
+    """Says that a request is still at work where its answer has been silent: proxies cut what says nothing,
+    by default after a minute.
 
     In a stream that has begun it is said by a comment, or by an event that the API has for it. Before that
     nothing can be sent without fixing the status, but an interim response to clients that read over those, as
@@ -133,7 +133,6 @@ class FramedEndpoint:
 
     ``respond`` gets the body, and when its request arrived, on the monotonic clock in seconds; it raises
     ApiError, and is cancelled when the client leaves. ``count`` is told the path and the answer's status.
-    ``tracer``: None: there are no traces.
     """
 
     def __init__(

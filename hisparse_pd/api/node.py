@@ -120,9 +120,8 @@ def run_front(
     ports: Sequence[int],
     apps: Callable[[Front], Sequence[ASGIApp]],
 ) -> int:
-    """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
-
-    On another machine of the node than the first only the engines, for its fronts.
+    """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status. On
+    another machine of the node than the first: the engines alone.
 
     The first port is served by all fronts, with TLS where the settings have a certificate, the others by this
     one. ``holds_output``: the node's pools hold what is generated as well, not only prompts. ``choose_rank``:

@@ -101,10 +101,8 @@ class TextCodec:
         """Token ids of each prompt, packed (``pack_token_ids``); errors call them by their ``names``.
 
         ``add_special``: put the tokenizer's special tokens round a text; None: unless a template wrote it.
-
         Raises ApiError 400: nothing to encode, an id outside the vocabulary, a template that refuses the
-        conversation, or a text that is longer than ``max_tokens`` whatever its tokens are. A prompt of which
-        only its tokens show that it is too long is returned.
+        conversation, or a text that is longer than ``max_tokens`` whatever its tokens are.
         """
         if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
             return tuple(self._encode(prompts, names, max_tokens, add_special))

@@ -1,8 +1,7 @@
 """What a tool's JSON schema says of an argument that comes as bare text: is it a string, or JSON?
 
-No validation: of a schema its ``argument_forms`` count, as far as it is followed there. What it does not say,
-or in more steps than ``_MAX_STEPS``, is not known. So what a text is depends on the schema and the text
-alone, not on what was asked before.
+No validation: of a schema its ``argument_forms`` count. What it does not say, or in more steps than
+``_MAX_STEPS``, is not known. So what a text is depends on the schema and the text alone.
 """
 
 from __future__ import annotations

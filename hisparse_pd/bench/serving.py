@@ -4,17 +4,13 @@
     hisparse-pd bench serve --request-rate 0.5 1 2 --input-tokens 4096 --duration-secs 120
     hisparse-pd bench serve --start-pair DIR --pair-options "--page-size 64" --hisparse true
 
-Prompts are random token ids, drawn from a seed. A closed loop (--concurrency) has so many clients that each
-send their next request when the last one has ended; an open loop (--request-rate) sends at Poisson arrivals,
-however many are under way. The values of --hisparse are compared point by point, so that a machine's drift
-meets all of them.
+A closed loop (--concurrency) has so many clients that each send their next request when the last one has
+ended; an open loop (--request-rate) sends at Poisson arrivals. The values of --hisparse are compared point by
+point, so that a machine's drift meets all of them.
 
 TTFT: to the first chunk with text. ITL: between chunks with text, which may carry several tokens each. TPOT:
-a request's time from its first to its last chunk, over its tokens but one. "tok/s full": while all clients
-of a closed loop were busy and had their first token.
-
-The status is 1 when a request failed or nothing could be measured, 130 after Ctrl-C;
-what had been measured until then is reported.
+a request's time from its first to its last chunk, over its tokens but one. "tok/s full": see ``full_load``.
+The status is 1 when a request failed or nothing could be measured, 130 after Ctrl-C.
 """
 
 from __future__ import annotations

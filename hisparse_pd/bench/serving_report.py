@@ -24,8 +24,7 @@ def summarize(
 
     ``node_counters``: by how much the nodes' counters grew. Latencies are of the requests that succeeded,
     ``itl_secs`` over all gaps between chunks of them; throughput counts failed requests' tokens too, because
-    the endpoint made them. ``full_load`` is the part of a closed loop in which all its clients were busy and
-    had their first token: what the endpoint does at that concurrency, without ramp-up and tail.
+    the endpoint made them.
     """
     done = [record for record in records if not record.error_class]
     wall_secs = max(r.ended for r in records) - min(r.started for r in records) if records else 0.0
@@ -83,10 +82,8 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def full_load(point: Point, records: Sequence[Record]) -> dict[str, float] | None:
-    """Tokens a second while as many requests as the point's concurrency were generating, or None.
-
-    From the first token of the last of the first requests to the end after which fewer were under way.
-    """
+    """Tokens a second while all clients of a closed loop were busy and had their first token, without ramp-up
+    and tail; None for an open loop, or where that never was."""
     if point.concurrency is None or len(records) < point.concurrency:
         return None
     first = [r.arrivals[0] if r.arrivals else r.ended for r in records[: point.concurrency]]

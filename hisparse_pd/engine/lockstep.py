@@ -1,9 +1,8 @@
 """When the ranks of a node make a forward together, and how large it is.
 
-While any rank has work, all agree before every forward, so that none is missing in it. When none has, none
-says anything: each waits for its own messages. The first that gets work rings for the others, and waits for
-them in the agreement. Rings carry the agreement's number: one that comes late, when the agreement it was for
-has been made, is for nothing.
+While any rank has work, all agree before every forward, so that none is missing in it. When none has, each
+waits for its own messages. The first that gets work rings for the others, and waits for them in the
+agreement, whose number the ring carries: one that comes late is for nothing.
 """
 
 from __future__ import annotations

@@ -27,10 +27,8 @@ from protocol.messages import PrefillTimes
 class Generate(Struct, frozen=True, omit_defaults=True):
     """One sample of one prompt. ``room`` is shared with the other node.
 
-    ``request_id`` is the front's own and begins as of ``request_prefix``.
-
-    ``bootstrap_host`` and ``bootstrap_port`` name the prefill node; the prefill node itself ignores them.
-    ``hisparse`` is None when the request did not say.
+    ``request_id`` begins as of ``request_prefix``. ``bootstrap_host`` and ``bootstrap_port`` name the prefill
+    node, which ignores them. ``hisparse`` is None when the request did not say.
     """
 
     request_id: str
@@ -166,12 +164,9 @@ class EngineReady(Struct, frozen=True, tag="ready"):
 class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
-    A prefill engine sends one for a request that is its alone.
-
-    Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
-    Defaults are left out on the way: it is the one message of each step.
-    ``phases``: those that have ended since the message before. ``prefill``: with the first token, what the
-    prefill node said of its own.
+    A prefill engine sends one for a request that is its alone. Each carries the ``stats`` so far, because a
+    stop string lets the front end a request at any token. ``phases``: those that have ended since the message
+    before. ``prefill``: with the first token, what the prefill node said of its own.
     """
 
     request_id: str

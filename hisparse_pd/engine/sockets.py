@@ -1,11 +1,9 @@
 """The channels between a node's HTTP fronts and its engine processes: both ends of one.
 
-An engine connects to a socket of each front. What is about a request goes to the front that has it, which the
-request's id names; what an engine says of itself goes to all of them.
-
-On one machine these are ZMQ's ipc sockets. An engine on another machine of the node connects by tcp,
-encrypted and authenticated as the control channel between nodes is, and each end notices when the other is
-gone.
+An engine connects to a socket of each front. What is about a request goes to the front that its id names;
+what an engine says of itself goes to all of them. On one machine these are ZMQ's ipc sockets. An engine on
+another machine of the node connects by tcp, encrypted and authenticated as the control channel between nodes
+is, and each end notices when the other is gone.
 """
 
 from __future__ import annotations

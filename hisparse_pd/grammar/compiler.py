@@ -42,11 +42,9 @@ class Compiler:
         self._turns = Turns(_NUM_THREADS, "grammars")
 
     def ask(self, text: str, begun: Sequence[int] = ()) -> Future[Grammar]:
-        """Its result, when there is one, is the grammar; it raises GrammarError where there cannot be one.
-
-        It is compiled as long as somebody has the future. ``begun``: tokens of an output that goes on here,
-        which it is to be behind; such a grammar is nobody else's.
-        """
+        """Its result is the grammar; it raises GrammarError where there cannot be one. It is compiled as long
+        as somebody has the future. ``begun``: tokens of an output that goes on behind them; such a grammar is
+        nobody else's."""
         if self._trie is None:
             self._trie = self._turns.submit(0, self._load)
         if len(begun):

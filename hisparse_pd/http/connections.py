@@ -1,11 +1,10 @@
 """Which connections an HTTP server keeps: owns their number and how long each may make it wait.
 
-A connection costs descriptors, and a client that says nothing keeps them for as long as it likes. So whoever
-makes the server wait has a time limit: for the head of a request, for a body that does not come on, for an
-answer that is not read. And a server has no more connections than its descriptors allow for. One more takes
-the place of one that makes the server wait: of the address that has most of these, the one that began first.
-So silent connections cost their owner's own, never those of others. When all of them have a request that is
-being answered, the new one's is answered with a 503.
+A client that says nothing keeps descriptors for as long as it likes. So whoever makes the server wait has a
+time limit: for the head of a request, for a body that does not come on, for an answer that is not read. One
+connection more than the descriptors allow for takes the place of one that makes the server wait: of the
+address that has most of these, the one that began first. When all of them have a request that is being
+answered, the new one's is answered with a 503.
 """
 
 from __future__ import annotations

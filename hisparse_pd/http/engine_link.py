@@ -146,11 +146,8 @@ class SampleGroup:
             self._reader.set_result(None)
 
     async def next_event(self) -> SampleEvent:
-        """The next event of any live sample.
-
-        Waits as long as the engine makes progress: its own timeouts end requests. Raises NodeUnavailable when
-        it makes none.
-        """
+        """The next event of any live sample. Waits as long as the engine makes progress, whose own timeouts
+        end requests. Raises NodeUnavailable when it makes none."""
         if self._events:
             await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
         else:
@@ -278,9 +275,8 @@ class EngineLink:
     def open(self, prompts: Sequence[GenerateGroup], *, may_move: bool = False) -> Iterator[SampleGroup]:
         """Send the samples of one HTTP request. On leaving, whatever has not ended is aborted.
 
-        ``may_move``: as soon as the node takes nothing new they end, with an error of that code.
-
-        Raises NodeUnavailable unless the engine serves, and QueueFull.
+        ``may_move``: as soon as the node takes nothing new they end, with an error of that code. Raises
+        NodeUnavailable unless the engine serves, and QueueFull.
         """
         self.require_serving()
         shares = [share for prompt in prompts for share in self._shares(prompt)]
@@ -327,8 +323,8 @@ class EngineLink:
     ) -> None:
         """Raises QueueFull when so much does not fit beside what is in flight, ApiError when it never does.
 
-        What is in flight is the node's, whichever front has it. A request whose client left is in flight
-        until its abort, and so all of it, has gone to the engine. ``are_counted``: these are counted by now.
+        A request whose client left is in flight until its abort has gone to the engine. ``are_counted``:
+        these are counted by now.
         """
         for num, most, name in (
             (num_samples, self.limits.max_requests, "samples"),

@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
     """Run this machine's engines until the node ends. Returns the exit status; 0: the fronts ended it.
 
-    A signal is only taken note of: a cluster that ends a node sends it to all machines, and the first one
-    has requests to finish. This one leaves with it, or when the time for that is over, or the second one
-    comes.
+    A cluster sends its signal to all machines, and the first one has requests to finish: this one leaves with
+    it, or when the time for that is over, or at the second signal.
     """
     setup_logging(settings.log_level, f"{role} machine {settings.node_rank}")
     told, teller = socket.socketpair()

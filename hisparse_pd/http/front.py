@@ -1,7 +1,7 @@
 """The life of a node's first process: the engines that it starts, and serving HTTP until a child ends.
 
 An engine, one a rank, runs in a spawned child, as do further fronts; their ipc sockets are in a private
-directory until they are connected. When a child dies, the requests in flight fail and this process ends the
+directory until they are connected. When a child dies, the requests in flight fail, and this process ends the
 others and exits with status 1, for a supervisor to start all of them again.
 """
 
@@ -111,9 +111,8 @@ async def serve(
 ) -> int:
     """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
 
-    After a signal new requests are refused with 503, and those in flight, whichever front has them, have
-    ``drain_timeout_secs`` to finish. A second signal ends the wait. The port of ``listeners[0]`` is served by
-    all fronts.
+    After a signal new requests are refused with 503, and those in flight have ``drain_timeout_secs`` to
+    finish, or until a second signal. The port of ``listeners[0]`` is served by all fronts.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()

@@ -1,8 +1,8 @@
 """The fronts of a node, which serve on one port: how they start, and their end.
 
 The first front starts the engines and the other fronts, gets the signals, and decides when all of them leave.
-One that leaves by itself ends the node, for a supervisor to start all of it again. Requests go to whichever
-front accepts their connection; what they must share is on the ``Board``.
+One that leaves by itself ends the node, for a supervisor to start all of it again. What they must share is on
+the ``Board``.
 """
 
 from __future__ import annotations

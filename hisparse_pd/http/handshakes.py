@@ -1,9 +1,8 @@
 """TLS of connections that have just begun: owns how many handshakes there are, and how many begin in a turn.
 
-A handshake costs memory and a signature. So a connection gets neither before its client's hello is here: one
-that says nothing, or half of it, is as cheap as one without TLS, and one of ``Connections`` like all others.
-What many clients ask for at once begins over several turns of the loop. The number of handshakes that have
-begun is bounded; one more takes the place of another, as among connections.
+A handshake costs memory and a signature, so a connection gets neither before its client's hello is here: one
+that says nothing is as cheap as one without TLS. What many clients ask for at once begins over several turns
+of the loop. One handshake more than the bound takes the place of another, as among connections.
 """
 
 from __future__ import annotations

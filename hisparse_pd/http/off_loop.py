@@ -94,11 +94,9 @@ _turns = WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]()
 
 @contextmanager
 def taking_interpreter(num_bytes: int) -> Iterator[None]:
-    """Round a call over so many bytes, large or small, in which no other thread runs.
-
-    The loop needs the interpreter some ten times to answer a request, and each time may wait until a call is
-    over. So large ones are made one at a time, and their thread rests for as long as each took.
-    """
+    """Round a call over so many bytes, large or small, in which no other thread runs. Large ones are made one
+    at a time, and their thread rests for as long as each took: the loop needs the interpreter some ten times
+    to answer a request."""
     if num_bytes <= _INLINE_BODY_BYTES or not _thread.is_beside_loop:
         yield
         return

@@ -1,9 +1,8 @@
 """Which rank had a prompt with the same beginning last, and so has it in its prefix cache, or holds it.
 
 A prompt's bytes are cut into blocks: in a router as its client sent them, in a node's front packed ids. Their
-keys are a chain (``prompt_keys.py``). So the longest beginning that two prompts have in common is the last
-key that they share, whatever they consist of: a system prompt, a document, the turns of a talk. What nodes
-drop from their caches is not known here; the index forgets what has not been asked for the longest.
+keys are a chain (``prompt_keys.py``), so the longest beginning that two prompts have in common is the last
+key that they share. The index forgets what has not been asked for the longest.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Main memory for the pools: page-aligned, touched by several threads, registered once with CUDA.
 
-Ordinary allocators are no good for a pool of hundreds of gigabytes: a pinned one rounds up to a power of two,
-and its pages are made by one thread, some gigabytes a second. Here the pages are of an anonymous mapping, are
-made by all cores at once, and the driver only has to pin them. Memory that another process is to map as well
-is of a memfd instead: it has no name, so that nothing is left of it when its processes have ended, however.
+A pinned allocator rounds hundreds of gigabytes up to a power of two, and makes their pages in one thread.
+Here the pages are of an anonymous mapping, are made by all cores at once, and the driver only has to pin
+them. Memory that another process is to map as well is of a memfd, which has no name: nothing is left of it
+when its processes have ended.
 
 A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
-mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory. A pool that
-is never closed, because the process just ends, leaves everything to the kernel and to the driver.
+mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory.
 """
 
 from __future__ import annotations
@@ -137,9 +136,9 @@ def allocate_host(
     """Zeroed memory of ``num_bytes`` bytes that starts at a page.
 
     ``pinned``: a GPU may read and write it, by the same address. ``touch``: make all pages now, with several
-    threads; what is not touched comes into being with its first write. ``shared``: of a memfd, which other
-    processes can map (``HostPool.shared_fd``); its size is sealed. ``name`` is for the log and for errors.
-    ``pinning``: CUDA's when not given. Raises HostMemoryError, and has kept nothing then.
+    threads, and not with their first write. ``shared``: of a memfd, which other processes can map
+    (``HostPool.shared_fd``). ``name``: for the log and for errors. ``pinning``: CUDA's when not given. Raises
+    HostMemoryError, and has kept nothing then.
     """
     if num_bytes < 1:
         raise HostMemoryError(f"{name}: {num_bytes} bytes; expected at least 1")

@@ -1,11 +1,8 @@
 """Memory that a GPU of this process writes to and another process owns: main memory, and a GPU's.
 
-Main memory that both processes have mapped is registered with CUDA in either; it has the address then that it
-is mapped at. A GPU's memory is opened by a handle of its owner's (CUDA IPC), also that of another GPU, which
-the two reach over NVLink or PCIe. Long ranges are copied by the GPU's copy engine, short ones by a kernel
-(``csrc/lane_copy.cu``).
-
-cupy is imported, and the code compiled, on the first use.
+Main memory that both processes have mapped is registered with CUDA in either. A GPU's memory, also that of
+another GPU, is opened by a handle of its owner's (CUDA IPC). Long ranges are copied by the GPU's copy engine,
+short ones by a kernel (``csrc/lane_copy.cu``). cupy is imported, and the code compiled, on the first use.
 """
 
 from __future__ import annotations

@@ -1,27 +1,21 @@
 """Owns the prefixes of a node: KV and indexer keys that requests share, and that outlive them.
 
-A tree of runs of whole pages, each behind its ``parent``. A request that begins like what is held uses the
-pages as they are: nothing is copied, and its own slots are those behind them. So may any number of requests
-at once whose KV is in the same pools; for others nothing is held.
+A tree of runs of whole pages, each behind its ``parent``. A page is found by its key (``prompt_keys.py``). A
+request that begins like what is held in its pools uses the pages as they are; its own slots are those behind
+them. What is in the tree is never written again: the caller adds pages when all of their bytes are there and
+no remote write can land in them.
 
-What is in the tree is never written again, by nobody: pages come in when all of their bytes are there and no
-remote write can land in them, which is the caller's to see to.
-
-Every prefix counts the requests that use it; each of them uses all before it, too.
-What nobody uses is as good as free: ``make_room`` gives it up, the least recently used first and from the
-ends, before anybody who needs slots is told that there are none. So nobody is admitted later, or otherwise,
-for what is held.
+Every prefix counts the requests that use it, each of which uses all before it, too. What nobody uses is as
+good as free: ``make_room`` gives it up, the least recently used first and from the ends, before anybody who
+needs slots is told that there are none.
 
 A run is cut where somebody uses a part of it, and neighbours are one run again when nothing tells them apart:
-none but the second is behind the first, and both were used last, and are used, by the same requests. So a
-conversation that grew by a page a turn is one run. Where answers were left behind at many places of one
-sequence, those left the longest ago are given up, so that it has MAX_RUNS runs at most.
+none but the second is behind the first, and the same requests use them, or used them last. So a conversation
+that grew by a page a turn is one run. Where answers were left behind at many places of one sequence, those
+left the longest ago are given up, so that it has MAX_RUNS runs at most.
 
 A prefix in which something is wrong is dropped with all behind it (``drop``): nobody else finds it, and it is
 free when those have ended who use it.
-
-A page is found by its key, a hash of all tokens up to its end and of the isolation key of who sent them
-(``prompt_keys.py``). Pure bookkeeping, as in ``pools.py``.
 """
 
 from __future__ import annotations
