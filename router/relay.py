@@ -251,13 +251,14 @@ class _Passage:
         return self._pool.pick(excluded, self._body.prompt, self._kinds)
 
     async def _ask(self, pair: Pair) -> Answer:
+        num_resumes = self._num_resumes + (self._resume is not None)
         if self._span is not None:
             retries = {"hisparse_pd.room": pair.room, "hisparse_pd.retries": self._num_retries}
-            self._span.set({**retries, "hisparse_pd.resumes": self._num_resumes, **_names(pair)})
+            self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_names(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None and pair.decode is not None:
             may_move = self._pool.has((NodeKind.DECODE,), (pair.decode,))
-            fields = self._journal.fields(may_move=may_move, num_resumes=self._num_resumes)
+            fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
         self._exchange = _Exchange(self._relay.calls, self._pool, pair)
         return await self._exchange.start(self._endpoint, content, self._headers)

@@ -101,7 +101,7 @@ class Streams:
         """Raises httpx.TransportError, AssertionError."""
         path, body = STREAMS[stream]
         usage = {"stream": True, "stream_options": {"include_usage": True}}
-        body = {"model": "retrieval", "max_tokens": 400, "ignore_eos": True, **body, **usage}
+        body = {"model": "retrieval", "max_tokens": 240, "ignore_eos": True, **body, **usage}
         answer = self._deployment.post(path, body)
         assert answer.status_code == 200, answer.text
         return said_in(path, answer.text)

@@ -74,6 +74,7 @@ async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
         for name in ("id", "seed", "created"):
             assert before["journal"][name] == after["journal"][name]
         assert before["journal"]["may_move"] is True
+        assert (before["journal"]["num_resumes"], after["journal"]["num_resumes"]) == (0, 1)
         assert before["bootstrap_room"] != after["bootstrap_room"]
         metrics = await pair.metrics()
         reason = "lost" if first is LOST else "moved"

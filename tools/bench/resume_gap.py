@@ -1,0 +1,278 @@
+"""How long streams stand still when their decode node is lost, or leaves.
+
+    python -m tools.bench.resume_gap --model-path DIR [--device cuda] [--streams 16] [--prompt-tokens 32768]
+        [--rounds 3] [--prefill-options="..."] [--decode-options="..."]
+
+One prefill node, two decode nodes and a router on this machine; all nodes share the device. The streams
+first go on undisturbed. In each round after that the same ones are asked for again, and once all are in the
+middle one decode node gets SIGKILL, or SIGTERM, by turns, and is started again for the next round. A gap is
+the longest time between two pieces of a stream, of which the second came after the signal; the streams of the
+other node say how much of it is the load's. Each answer must be the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from hisparse_pd.bench.facts import OUT, ROOT, run_facts
+from hisparse_pd.bench.pair import is_healthy
+from hisparse_pd.bench.report import make_console, table_of, write_json
+from hisparse_pd.ports import free_port
+from router.nodes import NodeKind
+
+START_TIMEOUT_SECS = 300.0
+REQUEST_TIMEOUT_SECS = 300.0
+BEFORE_THE_SIGNAL = 48
+"""Tokens that every stream has by then."""
+
+
+@dataclass
+class Process:
+    """A service of the product."""
+
+    arguments: list[str]
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "hisparse_pd", *self.arguments, f"--port={self.port}"]
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def wait_healthy(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_TIMEOUT_SECS
+        while not is_healthy(self.url):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                tail = self.log.read_text(errors="replace")[-6000:]
+                raise SystemExit(
+                    f"{self.arguments[0]} does not serve within {START_TIMEOUT_SECS:g} s\n{tail}"
+                )
+            time.sleep(0.1)
+
+    def end(self, number: signal.Signals) -> None:
+        """SIGKILL to all its processes, any other signal to the first one; returns when it has ended."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            (os.killpg if number is signal.SIGKILL else os.kill)(self.process.pid, number)
+        self.process.wait()
+
+
+@dataclass
+class Stream:
+    """One answer as it comes."""
+
+    arrivals: list[float] = field(default_factory=list)
+    """Monotonic seconds of each piece with tokens."""
+    node: str = ""
+    """The decode node's URL with which it began."""
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    def read(self, url: str, body: dict[str, Any]) -> None:
+        try:
+            with httpx.stream(
+                "POST", url, json=body, timeout=REQUEST_TIMEOUT_SECS, trust_env=False
+            ) as answer:
+                self.node = answer.headers.get(NodeKind.DECODE.header, "")
+                for line in answer.iter_lines():
+                    self._note(line, time.monotonic())
+        except httpx.HTTPError as error:
+            self.error = repr(error)
+
+    def _note(self, line: str, now: float) -> None:
+        if not line.startswith("data: {"):
+            return
+        event = msgspec.json.decode(line.removeprefix("data: "))
+        if "choices" not in event:
+            self.error = line
+        elif event["choices"]:
+            self.arrivals.append(now)
+            self.text += event["choices"][0]["text"]
+        self.usage = event.get("usage") or self.usage
+
+    def gap(self, since: float) -> float:
+        """Seconds; NaN when it was over by then."""
+        behind = [at for at in self.arrivals if at > since]
+        before = [at for at in self.arrivals if at <= since][-1:]
+        return float(np.diff([*before, *behind]).max()) if before and behind else float("nan")
+
+
+def ask(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Stream], list[threading.Thread]]:
+    streams = [Stream() for _ in bodies]
+    threads = [
+        threading.Thread(target=stream.read, args=(f"{url}/v1/completions", body), daemon=True)
+        for stream, body in zip(streams, bodies, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    return streams, threads
+
+
+@contextmanager
+def running(options: argparse.Namespace, directory: Path) -> Iterator[tuple[list[Process], Process]]:
+    """The decode nodes and the router."""
+    bootstrap = free_port()
+    node = [
+        "--model-path",
+        str(options.model_path),
+        "--served-model-name",
+        "model",
+        "--device",
+        options.device,
+    ]
+
+    def process(kind: str, name: str, *arguments: str) -> Process:
+        return Process([kind, *arguments], free_port(), directory / f"{name}.log")
+
+    given = shlex.split(options.prefill_options)
+    prefill = process("prefill", "prefill", *node, "--bootstrap-port", str(bootstrap), *given)
+    decode = [process("decode", f"decode-{n}", *node, *shlex.split(options.decode_options)) for n in range(2)]
+    urls = [
+        "--prefill",
+        prefill.url,
+        str(bootstrap),
+        *(word for each in decode for word in ("--decode", each.url)),
+    ]
+    router = process("router", "router", *urls)
+    with ExitStack() as stack:
+        for each in (prefill, *decode, router):
+            each.start()
+            stack.callback(each.end, signal.SIGKILL)
+        for each in (prefill, *decode, router):
+            each.wait_healthy()
+        yield decode, router
+
+
+def one_round(
+    decode: Sequence[Process], router: Process, bodies: Sequence[dict[str, Any]], number: signal.Signals
+) -> tuple[list[Stream], float, float]:
+    """The streams, when the first decode node got the signal, and how long it took to leave."""
+    streams, threads = ask(router.url, bodies)
+    while any(len(stream.arrivals) < BEFORE_THE_SIGNAL and not stream.error for stream in streams):
+        time.sleep(0.01)
+    since = time.monotonic()
+    decode[0].end(number)
+    left_after = time.monotonic() - since
+    for thread in threads:
+        thread.join()
+    return streams, since, left_after
+
+
+def is_whole(router: Process) -> bool:
+    """Whether the router uses all nodes."""
+    nodes = httpx.get(f"{router.url}/health", timeout=5, trust_env=False).json()["nodes"]
+    return all(node["healthy"] for node in nodes)
+
+
+def measure(options: argparse.Namespace, decode: Sequence[Process], router: Process) -> list[dict[str, Any]]:
+    drawn = random.Random(5)
+    bodies: list[dict[str, Any]] = [
+        {
+            "model": "model",
+            "prompt": [drawn.randint(32, 126) for _ in range(options.prompt_tokens)],
+            "max_tokens": options.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "hisparse": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(options.streams)
+    ]
+    for _ in range(2):  # the first time compiles what there is to compile, and fills the prefix cache
+        undisturbed, threads = ask(router.url, bodies)
+        for thread in threads:
+            thread.join()
+    if errors := [stream.error for stream in undisturbed if stream.error]:
+        raise SystemExit(f"{len(errors)} undisturbed streams failed: {errors[0]}")
+    waits = np.concatenate([np.diff(stream.arrivals) for stream in undisturbed])
+    rows = []
+    for number in (signal.SIGKILL, signal.SIGTERM) * options.rounds:
+        if rows:
+            decode[0].start()
+            decode[0].wait_healthy()
+            while not is_whole(router):
+                time.sleep(0.1)
+        streams, since, left_after = one_round(decode, router, bodies, number)
+        gaps: dict[bool, list[float]] = {True: [], False: []}
+        for stream in streams:
+            gaps[stream.node == decode[0].url].append(stream.gap(since) * 1e3)
+        rows.append(
+            {
+                "signal": number.name,
+                "gaps_ms": gaps[True],
+                "gaps_of_others_ms": gaps[False],
+                "left_after_secs": left_after,
+                "wait_ms": float(np.median(waits) * 1e3),
+                "resumes": [stream.usage.get("hisparse", {}).get("resumes") for stream in streams],
+                "equal": sum(a.text == b.text for a, b in zip(streams, undisturbed, strict=True)),
+                "errors": [stream.error for stream in streams if stream.error],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--device", default="cpu", help="of all three nodes")
+    parser.add_argument("--streams", type=int, default=16, help="half of them at each decode node")
+    parser.add_argument("--prompt-tokens", type=int, default=32768)
+    parser.add_argument("--output-tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3, help="with each signal")
+    parser.add_argument(
+        "--prefill-options", default="", help="further ones of the prefill node, as a shell has them"
+    )
+    parser.add_argument("--decode-options", default="", help="of the decode nodes")
+    parser.add_argument("--out", type=Path, default=OUT / "resume_gap")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, running(options, Path(directory)) as (decode, router):
+        rows = measure(options, decode, router)
+    write_json(
+        options.out.with_suffix(".json"), {"facts": run_facts(), "options": vars(options), "rows": rows}
+    )
+    make_console().print(table_of("", list(map(summary, rows))))
+
+
+def summary(row: dict[str, Any]) -> dict[str, Any]:
+    gaps, others = (np.array(row[name]) for name in ("gaps_ms", "gaps_of_others_ms"))
+    return {
+        "signal": row["signal"],
+        "streams of the node": len(gaps),
+        "gap p50, ms": float(np.nanmedian(gaps)),
+        "max, ms": float(np.nanmax(gaps)),
+        "of others, max, ms": float(np.nanmax(others)),
+        "undisturbed, ms": row["wait_ms"],
+        "left after, s": row["left_after_secs"],
+        "equal": f"{row['equal']} of {len(gaps) + len(others)}",
+        "errors": len(row["errors"]),
+    }
+
+
+if __name__ == "__main__":
+    main()
