@@ -18,6 +18,8 @@ Another node of the named kind may do better. Without one of them a 502 or 503 i
 except a decode node's 502, which is about the transfer to it.
 """
 
+ENGINE_LOST = "engine_lost"
+"""Code of an error of a node one of whose engines has died, or stands still: the node ends."""
 
 MOVED = "moved"
 """Code of an error of a node that leaves: its requests go on at another one."""

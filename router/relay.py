@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.frame import PING_SECS
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED, MOVED, PREFILL_NODE_FAILED
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED, ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
 from router.body import RequestBody
 from router.connect import Call, RawHeaders
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
@@ -164,8 +164,9 @@ class _Passage:
         self._read_node: Callable[[], Awaitable[bytes]]
         """Of the answer that the client gets now, with the journal's lines."""
         self._journal: Journal | None = None
-        if body.is_streamed and not body.is_prefill_only and relay.journals.max_bytes:
-            self._journal = Journal(body.num_bytes, relay.journals)
+        if not body.is_prefill_only and relay.journals.max_bytes:
+            # Of an answer that is not streamed there will be no records: it begins anew.
+            self._journal = Journal(body.num_bytes if body.is_streamed else 0, relay.journals)
 
     async def open(self) -> Answer:
         """The answer once its first bytes are here. Raises RouterError."""
@@ -423,7 +424,7 @@ class _Exchange:
         except NodeRefused as refusal:
             if _is_about_prefill(refusal):
                 self.blamed[refusal] = self.pair.prefill
-            elif refusal.node_code == MOVED or refusal.status == _SERVER_ERROR:
+            elif refusal.node_code in (MOVED, ENGINE_LOST) or refusal.status == _SERVER_ERROR:
                 self.lost.add(refusal)
             elif refusal.status in (_UNAVAILABLE, _QUEUE_FULL):
                 self.blamed[refusal] = node  # not ready yet, or no longer, or full

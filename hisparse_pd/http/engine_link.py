@@ -45,7 +45,7 @@ from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.http.rank_link import RankLink
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.settings import NodeSettings
-from hisparse_pd.vocabulary import MOVED
+from hisparse_pd.vocabulary import ENGINE_LOST, MOVED
 
 log = logging.getLogger(__name__)
 
@@ -395,12 +395,12 @@ class EngineLink:
     def engine_died(self, what: str = LinkState.GONE) -> None:
         """One engine is enough: the others have not all experts. ``what``: as the requests are told."""
         self.state = LinkState.GONE
-        self.fail_all(503, f"{what}; the request is lost, send it again")
+        self.fail_all(503, f"{what}; the request is lost, send it again", ENGINE_LOST)
 
-    def fail_all(self, status: int, error: str) -> None:
+    def fail_all(self, status: int, error: str, code: str = "") -> None:
         """End every request in flight with an error."""
         for request_id in list(self._in_flight):
-            self._fail(request_id, status, error)
+            self._fail(request_id, status, error, code)
 
     def _fail(self, request_id: str, status: int, error: str, code: str = "") -> None:
         rank = self._in_flight[request_id].rank

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
 import shutil
 import signal
 import threading
@@ -27,6 +29,7 @@ from tests.integration.harness import (
     Service,
     at_once,
     decode_service,
+    engine_pids,
     is_idle,
     prefill_service,
     router_service,
@@ -42,11 +45,12 @@ Json = dict[str, Any]
 LINES_BETWEEN_CUTS = 20
 NUM_AT_ONCE = 6
 ROUTER = ["--health-interval-secs", "0.5"]
+HEARTBEATS = ("--heartbeat-interval-secs", "2")
 TEXT = "Once upon a time a node went away. " * 8
 MESSAGES = [{"role": "user", "content": TEXT}]
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "string", "minLength": 40}, "b": {"enum": ["x", "yy"]}},
+    "properties": {"a": {"type": "string", "minLength": 24, "maxLength": 32}, "b": {"enum": ["x", "yy"]}},
     "required": ["a", "b"],
     "additionalProperties": False,
 }
@@ -54,6 +58,7 @@ FUNCTION = {"name": "look", "parameters": SCHEMA}
 FREE = {"temperature": 0, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "ignore_eos": True}
 PENALIZED = SAMPLED | {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+THINKING = {"chat_template_kwargs": {"thinking": True}}
 USAGE = {"stream_options": {"include_usage": True}}
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -71,15 +76,19 @@ CASES: dict[str, tuple[str, Json]] = {
         COMPLETIONS,
         {"prompt": TEXT, "max_tokens": 60, "min_tokens": 55, "temperature": 1.5, "seed": 3},
     ),
+    "completions-schema": (
+        COMPLETIONS,
+        {"prompt": TEXT, "max_tokens": 70, "json_schema": SCHEMA, "hisparse": False, "temperature": 0},
+    ),
     "chat-hisparse": (CHAT, {"messages": MESSAGES, "max_tokens": 60, "hisparse": True, **FREE, **USAGE}),
     "chat-dense-sampled": (CHAT, {"messages": MESSAGES, "max_tokens": 60, "hisparse": False, **SAMPLED}),
     "chat-auto-n2": (
         CHAT,
         {"messages": MESSAGES, "max_tokens": 40, "n": 2, "hisparse": "auto", "logprobs": True, **PENALIZED},
     ),
-    "chat-reasoning": (
+    "chat-reasoning-min-tokens": (
         CHAT,
-        {"messages": MESSAGES, "max_tokens": 60, "chat_template_kwargs": {"thinking": True}, **SAMPLED},
+        {"messages": MESSAGES, "max_tokens": 60, "min_tokens": 55, **THINKING, "temperature": 1.5, "seed": 3},
     ),
     "chat-schema": (
         CHAT,
@@ -118,7 +127,53 @@ CASES: dict[str, tuple[str, Json]] = {
             "sampling_params": {"regex": "([ab]{3}-){8}", "max_new_tokens": 60, "temperature": 0},
         },
     ),
+    "generate-penalized-n2": (
+        GENERATE,
+        {
+            "text": TEXT,
+            "hisparse": "auto",
+            "sampling_params": {
+                "max_new_tokens": 40,
+                "min_new_tokens": 35,
+                "n": 2,
+                "temperature": 1.5,
+                "sampling_seed": 4,
+                "frequency_penalty": 0.7,
+                "presence_penalty": 0.3,
+            },
+        },
+    ),
+    "generate-schema": (
+        GENERATE,
+        {
+            "text": TEXT,
+            "hisparse": True,
+            "sampling_params": {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 70, "temperature": 0},
+        },
+    ),
     "responses": (RESPONSES, {"input": TEXT, "max_output_tokens": 60, **SAMPLED}),
+    "responses-penalized-reasoning": (
+        RESPONSES,
+        {
+            "input": TEXT,
+            "max_output_tokens": 60,
+            "min_tokens": 55,
+            **THINKING,
+            **PENALIZED,
+            "ignore_eos": False,
+        },
+    ),
+    "responses-forced-tool": (
+        RESPONSES,
+        {
+            "input": TEXT,
+            "max_output_tokens": 180,
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": "required",
+            "temperature": 0.8,
+            "seed": 7,
+        },
+    ),
     "responses-schema": (
         RESPONSES,
         {
@@ -129,7 +184,27 @@ CASES: dict[str, tuple[str, Json]] = {
         },
     ),
     "messages": (MESSAGES_PATH, {"messages": MESSAGES, "max_tokens": 60, **FREE}),
-    "messages-thinking-tool": (
+    "messages-penalized-reasoning": (
+        MESSAGES_PATH,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 60,
+            "min_tokens": 55,
+            **THINKING,
+            **PENALIZED,
+            "ignore_eos": False,
+        },
+    ),
+    "messages-schema": (
+        MESSAGES_PATH,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 70,
+            "output_format": {"type": "json_schema", "schema": SCHEMA},
+            "temperature": 0,
+        },
+    ),
+    "messages-forced-tool": (
         MESSAGES_PATH,
         {
             "messages": MESSAGES,
@@ -262,16 +337,77 @@ def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
     assert set(CASES) <= cut.cut_ids
 
 
-def test_a_stop_string_may_lie_across_the_cut(cut: Cut) -> None:
-    """It is of the tokens on both sides of the twentieth line."""
-    body = {"prompt": TEXT, "max_tokens": 60, "speculative": False, **SAMPLED}
-    text = cut.said(COMPLETIONS, body)["choices"][0]["text"]
-    stop = text[LINES_BETWEEN_CUTS - 3 : LINES_BETWEEN_CUTS + 4]
-    body["stop"] = [stop]
-    undisturbed = cut.said(COMPLETIONS, body)
-    assert undisturbed["choices"][0]["matched_stop"] == stop
+STOPPED: dict[str, Json] = {
+    COMPLETIONS: {"prompt": TEXT, "max_tokens": 60, **SAMPLED},
+    CHAT: {"messages": MESSAGES, "max_tokens": 60, **SAMPLED},
+    GENERATE: {
+        "text": TEXT,
+        "sampling_params": {
+            "max_new_tokens": 60,
+            "temperature": 0.9,
+            "sampling_seed": 11,
+            "ignore_eos": True,
+        },
+    },
+    RESPONSES: {"input": TEXT, "max_output_tokens": 60, **SAMPLED},
+    MESSAGES_PATH: {"messages": MESSAGES, "max_tokens": 60, **SAMPLED},
+}
+
+
+def text_in(path: str, said: Any) -> str:
+    """Of the answer's one sample."""
+    match path:
+        case "/v1/completions":
+            found = said["choices"][0]["text"]
+        case "/v1/chat/completions":
+            found = said["choices"][0]["delta"]["content"]
+        case "/generate":
+            found = said[0]["text"]
+        case _:
+            (delta,) = [
+                event["delta"] for event in said if event["type"].endswith(("text.delta", "block_delta"))
+            ]
+            found = delta if isinstance(delta, str) else delta["text"]
+    assert isinstance(found, str)
+    return found
+
+
+def test_stop_strings_may_lie_across_the_cut(cut: Cut) -> None:
+    """What may be the beginning of one is not shown, so the second cut comes while all of it is held back."""
+    bodies = {path: body | {"speculative": False} for path, body in STOPPED.items()}
+
+    def said(path: str) -> Any:
+        return cut.said(path, bodies[path], f"stop{path}")
+
+    texts = list(map(text_in, STOPPED, at_once(said, STOPPED, NUM_AT_ONCE)))
+    stops = [text[2 * LINES_BETWEEN_CUTS :][:7] for text in texts]
+    for (path, body), stop in zip(bodies.items(), stops, strict=True):
+        if path == GENERATE:
+            body["sampling_params"] = body["sampling_params"] | {"stop": [stop]}
+        else:
+            body["stop_sequences" if path == MESSAGES_PATH else "stop"] = [stop]
+    undisturbed = at_once(said, STOPPED, NUM_AT_ONCE)
+    expected = [text[: text.index(stop)] for text, stop in zip(texts, stops, strict=True)]
+    assert list(map(text_in, STOPPED, undisturbed)) == expected
     with cut.cutting():
-        assert cut.said(COMPLETIONS, body) == undisturbed
+        assert at_once(said, STOPPED, NUM_AT_ONCE) == undisturbed
+    assert {f"stop{path}" for path in STOPPED} <= cut.cut_ids
+
+
+def test_prompts_may_be_held_or_not(cut: Cut) -> None:
+    """Of a stream that is cut, at either node; those of the other tests are held mostly."""
+    path, body = CASES["completions"]
+
+    def num_held() -> float:
+        return sum(node.metrics()["hisparse_pd:held_hits_total"] for node in cut.nodes.decode)
+
+    undisturbed = cut.said(path, body)
+    cut.nodes.flush_prefix_caches()
+    before = num_held()
+    with cut.cutting():
+        assert cut.said(path, body) == undisturbed
+        assert cut.said(path, body) == undisturbed
+    assert num_held() > before
 
 
 def test_journals_are_given_back(cut: Cut) -> None:
@@ -399,6 +535,44 @@ def test_a_node_that_stands_still_is_lost_after_its_silence(cut: Cut, tmp_path: 
             node.signal_group(signal.SIGCONT)
         assert stream.said() == undisturbed
     wait_until(lambda: is_idle(node), "what woke up is given up")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_loss_of_a_rank_is_the_loss_of_its_node(
+    drafting_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What all its ranks have goes on at the other node, as when a node of several ranks leaves."""
+    checkpoint = drafting_checkpoint("v32")
+    prefill = [prefill_service(checkpoint, tmp_path, "prefill", HEARTBEATS)]
+    options = ["--dp-size", "2", "--device-buffer-size", "200", *HEARTBEATS]
+    decode = [decode_service(checkpoint, tmp_path, f"decode-{number}", options) for number in range(2)]
+    router = router_service(prefill, decode, tmp_path, ROUTER)
+    node = decode[0]
+    with running([*prefill, *decode, router]):
+        ranked = Cut(checkpoint, Deployment(prefill, decode, router), [])
+
+        def wait_for_exit(status: int) -> None:
+            assert node.process is not None
+            assert node.process.wait(WAIT_SECS) == status
+
+        def kill_a_rank() -> None:
+            os.kill(engine_pids(node)[1], signal.SIGKILL)
+            wait_for_exit(1)
+
+        def halt_a_rank() -> None:
+            os.kill(engine_pids(node)[0], signal.SIGSTOP)
+            wait_for_exit(1)
+
+        def leave() -> None:
+            httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
+            wait_for_exit(0)
+
+        for action, reason in ((kill_a_rank, "lost"), (halt_a_rank, "lost"), (leave, "moved")):
+            before = ranked.num_resumes(reason)
+            lose(ranked, node, action)
+            assert ranked.num_resumes(reason) >= before + 3
+            ranked.start_again(node)
 
 
 def test_a_node_that_is_killed(cut: Cut) -> None:

@@ -10,6 +10,7 @@ import pytest
 from starlette.types import Send
 
 from hisparse_pd.http.journal_lines import MOVED, OVER, journal_line
+from hisparse_pd.vocabulary import ENGINE_LOST
 from hisparse_pd.vocabulary import MOVED as MOVED_CODE
 from router.drain import Drain
 from tests.unit.router.cluster import (
@@ -30,7 +31,10 @@ pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
 BODY = {"prompt": "a", "stream": True}
 FAREWELL = b'data: {"error": {"message": "bye", "code": "moved"}}\n\n'
-MOVED_BODY = json.dumps({"error": {"message": "bye", "code": MOVED_CODE}}).encode()
+
+
+def error_body(code: str) -> bytes:
+    return json.dumps({"error": {"message": "bye", "code": code}}).encode()
 
 
 def unit(number: int) -> bytes:
@@ -163,12 +167,36 @@ async def test_what_is_no_nodes_fault_is_shown_and_not_asked_again() -> None:
         assert pair.decode[1].requests == []
 
 
-@pytest.mark.parametrize("first", [journaled(cut=True), says(MOVED_BODY, 503), says(b"{}", 500)])
-async def test_a_whole_answer_begins_anew(first: Behaviour) -> None:
-    async with cluster(decode=[first, says(b'{"ok": true}')], resume_timeout_secs=30, max_retries=0) as pair:
-        response = await pair.client.post(PATH, json={"prompt": "a"})
+WHOLE = {"prompt": "a"}
+WHOLE_ANSWER = says(b'{"ok": true}')
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (journaled(cut=True), "lost"),
+        (says(b"{}", 500), "lost"),
+        (says(error_body(ENGINE_LOST), 503), "lost"),
+        (says(error_body(MOVED_CODE), 503), "moved"),
+    ],
+)
+async def test_a_whole_answer_begins_anew(first: Behaviour, reason: str) -> None:
+    async with cluster(decode=[first, WHOLE_ANSWER], resume_timeout_secs=30, max_retries=0) as pair:
+        response = await pair.client.post(PATH, json=WHOLE)
         assert (response.status_code, response.json()) == (200, {"ok": True})
-        assert "journal" not in pair.decode[1].body()
+        body = pair.decode[1].body()
+        assert (body["journal"]["may_move"], body["journal_records"]) == (True, [])
+        assert f'router_resumes_total{{reason="{reason}"}} 1.0' in await pair.metrics()
+
+
+@pytest.mark.parametrize("lost", [journaled(cut=True), says(error_body(ENGINE_LOST), 503)])
+async def test_a_whole_answer_with_which_two_nodes_are_lost_goes_to_no_third(lost: Behaviour) -> None:
+    """As a stream of which nothing was shown between the losses."""
+    async with cluster(decode=[lost, lost, WHOLE_ANSWER], resume_timeout_secs=30) as pair:
+        response = await pair.client.post(PATH, json=WHOLE)
+        assert response.status_code == 502
+        assert "were lost with this request, one after the other" in response.text
+        assert pair.decode[2].requests == []
 
 
 async def test_a_router_that_shuts_down_looks_no_further() -> None:
