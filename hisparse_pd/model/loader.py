@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.model.block_linear import BlockLinear
+from hisparse_pd.model.checkpoint_config import weight_files
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.dummy_weights import draw
 from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.rank_group import RankGroup
-from hisparse_pd.model.spec import ModelSpec, weight_files
+from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.model.weight_reader import (
     Placement,
     Progress,

@@ -9,7 +9,8 @@ import torch
 
 from decode_node.sizing import device_demand
 from hisparse_pd.memory.device import DeviceMemory
-from hisparse_pd.model.spec import ModelSpec, weight_files
+from hisparse_pd.model.checkpoint_config import weight_files
+from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings
 
