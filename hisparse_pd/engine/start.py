@@ -5,6 +5,7 @@ What can be known to fail is tried before the model is loaded, which may take mi
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -92,6 +93,8 @@ def run_engine_process(
                 load_format=settings.load_format,
                 has_row_checks=settings.verify_rows,
             )
+            gc.freeze()
+            gc.enable()
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = choose_transport(settings, num_host_bytes(spec))
             if place.size > 1:
@@ -116,6 +119,7 @@ def run_engine_process(
             if ranks is not None:
                 ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
             engine = make(spec, model, front, transport)
+        gc.freeze()  # else each full collection looks at all of torch and transformers: 0.2 s without a step
         try:
             engine.run()
         except (RankGroupError, FrontGone) as error:

@@ -8,6 +8,7 @@ others and exits with status 1, for a supervisor to start all of them again.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shutil
 import signal
@@ -180,6 +181,7 @@ async def _drain(
 def _run_engine(
     target: EngineTarget[S], settings: S, endpoints: Sequence[str], place: RankPlace, name: str
 ) -> None:
+    gc.disable()  # until all is imported: collections would look at it again and again, a fifth of the start
     die_with_parent()
     setup_logging(settings.log_level, name)
     try:

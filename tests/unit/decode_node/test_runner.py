@@ -27,7 +27,9 @@ NODE = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": 0}
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
-pytestmark = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
+pytestmark = pytest.mark.parametrize(
+    "checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.mark.I3

@@ -35,6 +35,16 @@ from tests.unit.decode_node.support import (
 
 PAGE = 16
 HISPARSE, DENSE = HisparseFlag.TRUE, HisparseFlag.FALSE
+IN_EACH_MODE = pytest.mark.parametrize(
+    ("checkpoint", "flag"),
+    [
+        ("v32", HISPARSE),
+        ("glm", DENSE),
+        pytest.param("v32", DENSE, marks=pytest.mark.slow),
+        pytest.param("glm", HISPARSE, marks=pytest.mark.slow),
+    ],
+    indirect=["checkpoint"],
+)
 
 
 @pytest.fixture(scope="module", params=["v32", "glm"])
@@ -145,7 +155,7 @@ def say_done(node: EngineHarness) -> None:
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize("flag", [HISPARSE, DENSE])
+@IN_EACH_MODE
 def test_a_bit_that_flips_between_write_and_admission(
     node: EngineHarness,
     expected: Callable[[Prompt, int], list[int]],
@@ -243,7 +253,7 @@ def test_a_row_that_nobody_reads_ends_nobody(
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize("flag", [HISPARSE, DENSE])
+@IN_EACH_MODE
 def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: HisparseFlag) -> None:
     prompt = random_prompt(7, 50)
     right = ask(node, prompt, 30, flag)
@@ -265,7 +275,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize("flag", [HISPARSE, DENSE])
+@IN_EACH_MODE
 def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: HisparseFlag) -> None:
     with patch.object(held_rows, "STRETCH_BYTES", 1 << 14):
         prompt = random_prompt(8, 90)
