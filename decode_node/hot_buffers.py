@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -295,10 +296,8 @@ class HotBuffers:
         row = request.req_row
         self.stop_filling(request)
         self._wait_until_filled(row)  # which reads host slots that are about to be given up
-        hits, misses, evictions = request.row_counters
-        request.hits += hits
-        request.misses += misses
-        request.evictions += evictions
+        hits, misses, evictions = map(add, request.earlier_counters, request.row_counters)
+        request.earlier_counters = hits, misses, evictions
         self._ended_counters += request.row_counters
         request.row_counters = (0, 0, 0)
         self.state.reset_row(row)

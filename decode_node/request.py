@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from operator import add
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from hisparse_pd.paging.pools import Holding, PoolKind, SlotCounts
 from hisparse_pd.paging.prefix_tree import Kinds, Prefix
 from hisparse_pd.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
-from protocol.messages import Extent, PrefillTimes, Room
+from protocol.messages import Extent, Room, RoomDone
 
 KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.HISPARSE: (PoolKind.HOST, PoolKind.INDEX),
@@ -168,17 +169,12 @@ class Request:
     """Of the drafts that were verified."""
     hot_positions: list[NDArray[np.int32]] | None = None
     """Per hot group, what a new hot buffer is to be warmed with, most useful first."""
-    num_cached_tokens: int = 0
-    transfer_bytes: int = 0
-    transfer_secs: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    """Of the rows it had before; ``row_counters`` are those of the present one."""
+    delivery: RoomDone | None = None
+    """What its prefill node said of the KV that it has sent."""
     row_counters: tuple[int, int, int] = (0, 0, 0)
+    """Hits, misses and evictions of its row; ``earlier_counters``: of the rows that it had before."""
+    earlier_counters: tuple[int, int, int] = (0, 0, 0)
     num_retractions: int = 0
-    prefill_times: PrefillTimes | None = None
-    """Of its prefill node, until the front has them."""
 
     def __post_init__(self) -> None:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
@@ -331,16 +327,17 @@ class Request:
         self.state = state
 
     def stats(self) -> RequestStats:
-        hits, misses, evictions = self.row_counters
+        hits, misses, evictions = map(add, self.earlier_counters, self.row_counters)
+        delivery = self.delivery or RoomDone(self.room, 0, 0, 0.0)
         return RequestStats(
             mode=self.mode,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=delivery.num_cached_tokens,
             num_held_tokens=self.held_prefix_tokens,
-            hits=self.hits + hits,
-            misses=self.misses + misses,
-            evictions=self.evictions + evictions,
-            transfer_bytes=self.transfer_bytes,
-            transfer_secs=self.transfer_secs,
+            hits=hits,
+            misses=misses,
+            evictions=evictions,
+            transfer_bytes=delivery.num_bytes,
+            transfer_secs=delivery.transfer_secs,
             num_retractions=self.num_retractions,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,

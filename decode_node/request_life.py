@@ -279,12 +279,9 @@ class RequestLife:
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
         self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
-        request.num_cached_tokens = message.num_cached_tokens
-        request.transfer_bytes = message.num_bytes
-        request.transfer_secs = message.transfer_secs
+        request.delivery = message
         if record.hint is not None:
             request.hot_positions = self.hot_buffers.by_hot_group(record.hint)
-        request.prefill_times = message.times
         request.phases.end(now)
         self.requests.start(request)
         self.emit(request, [record.first_token], [record.logprob], now)
@@ -470,6 +467,7 @@ class RequestLife:
             self._send_tokens(request, reason, matched)
 
     def _send_tokens(self, request: Request, reason: FinishReason | None, matched: int | None) -> None:
+        is_first = len(request.unsent_token_ids) == len(request.output_token_ids)
         self.send(
             Tokens(
                 request_id=request.request_id,
@@ -479,10 +477,9 @@ class RequestLife:
                 matched_stop_token=matched,
                 stats=request.stats(),
                 phases=request.phases.take(),
-                prefill=request.prefill_times,
+                prefill=request.delivery.times if is_first and request.delivery is not None else None,
             )
         )
-        request.prefill_times = None
         request.unsent_token_ids.clear()
         request.unsent_logprobs.clear()
 
