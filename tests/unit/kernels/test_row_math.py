@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.indexer import index_logits
-from kernels.row_math import RowLinear, matmul_heads, products_are_fixed, sigmoid, silu
+from kernels.row_math import RowLinear, matmul_heads, products_are_fixed, sigmoid, silu, softcap
 
 NUM_OTHERS = (1, 2, 3, 5, 16, 17, 33, 300)
 
@@ -29,6 +29,9 @@ def of_heads(size_in: int, size_out: int) -> Callable[[Tensor], Tensor]:
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "sigmoid": lambda x: sigmoid(x[:, :6].contiguous()),
+    "softcap": lambda x: softcap(5 * x[:, :41].contiguous(), 7.0),
+    "scores of few experts": lambda x: x[:, :6].softmax(dim=1),
+    "scores of many experts": lambda x: x[:, :129].softmax(dim=1),
     "linear": RowLinear(300, 41),
     "a small matrix a head": of_heads(7, 9),
     "a matrix a head": of_heads(40, 18),
@@ -67,4 +70,5 @@ def test_they_are_the_functions_of_these_names() -> None:
     x = torch.tensor([-200.0, -90.0, -3.0, -0.0, 0.0, 1e-30, 2.0, 80.0, 200.0])
     torch.testing.assert_close(silu(x), torch.nn.functional.silu(x))
     torch.testing.assert_close(sigmoid(x), x.sigmoid())
+    torch.testing.assert_close(softcap(x, 30.0), 30 * (x / 30).tanh())
     torch.testing.assert_close(silu(x.bfloat16()), torch.nn.functional.silu(x.bfloat16()))

@@ -116,6 +116,17 @@ def test_tokens_equal_transformers_in_a_batch_of_chunks_and_one_by_one(
     assert [runner.generate([prompt], 2 * chunk)[0] for prompt in prompts] == expected
 
 
+def test_logits_are_transformers_own(
+    runner: Runner, variant: str, checkpoints: dict[str, Path], prompts: list[Tokens]
+) -> None:
+    """Also where no token depends on them, as on a cap of Mistral's."""
+    prompt = prompts[2]
+    logits = runner.extend([(runner.pages([len(prompt)])[0], 0, prompt)])[0]
+    with torch.no_grad():
+        theirs = load_oracle(checkpoints[variant])(torch.tensor([prompt])).logits[0, -1:]
+    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_generated_text_is_varied(expected: list[Tokens]) -> None:
     num_distinct = [len(set(tokens)) for tokens in expected]
     assert min(num_distinct) >= 4

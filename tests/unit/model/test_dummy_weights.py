@@ -60,6 +60,15 @@ def test_a_model_runs_from_its_configuration(configuration: Path) -> None:
     assert 0.1 < float(logits[0].std()) < 10
 
 
+def test_queries_that_are_scaled_by_position_stay_as_they_are(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mistral")
+    weights = tensors_of(load(tmp_path))
+    scales = {name: weight for name, weight in weights.items() if "softmax_scaling" in name}
+    assert len(scales) == 2 * (6 + 4)  # layers, and those with an indexer
+    for name, weight in scales.items():
+        assert weight.eq(float(name.endswith("bias"))).all(), name
+
+
 def test_it_is_no_checkpoints_model(configuration: Path, tmp_path: Path) -> None:
     fingerprints = {
         load_spec(tmp_path / "whole").fingerprint,
