@@ -54,7 +54,7 @@ from prefill_node.compute import FirstToken, PromptRunner
 from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.push import Pusher, groups_of
 from prefill_node.registrations import Peer, Registrations
-from prefill_node.room_life import RequestLimits, RoomLife
+from prefill_node.room_life import RoomLife
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
 from prefill_node.sizing import PrefillSettingsError, size_kv_pool
@@ -75,7 +75,6 @@ from protocol.messages import (
     ToPrefill,
 )
 from protocol.polling import Poller, Wakeup
-from transfer.aux_record import MAX_LOGPROBS
 from transfer.engine import TransferEngine
 from transfer.lane import Lane, Lanes
 from transfer.listeners import guarded_listeners
@@ -198,7 +197,8 @@ class PrefillEngine:
         self._life = RoomLife(
             pusher=self._pusher,
             limits=self._limits,
-            request_limits=RequestLimits(spec.context_length, spec.vocab_size, MAX_LOGPROBS),
+            context_length=spec.context_length,
+            vocab_size=spec.vocab_size,
             num_aux_slots=num_aux_slots,
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_front=self._front.send,

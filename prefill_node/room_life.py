@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 
 import msgspec
@@ -52,6 +52,7 @@ from protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
+from transfer.aux_record import MAX_LOGPROBS
 from transfer.sender import Completion
 
 log = logging.getLogger(__name__)
@@ -81,15 +82,6 @@ _COUNTERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What a prompt must keep to. The front checks it too; here it protects the batch neighbours."""
-
-    context_length: int
-    vocab_size: int
-    max_logprobs: int
-
-
 class RoomLife:
     """Rooms and what they hold. ``tell_front`` and ``tell_peer`` send a message and never wait."""
 
@@ -98,7 +90,8 @@ class RoomLife:
         *,
         pusher: Pusher,
         limits: StepLimits,
-        request_limits: RequestLimits,
+        context_length: int,
+        vocab_size: int,
         num_aux_slots: int,
         use_prefix_cache: bool,
         tell_front: Callable[[FromEngine], None],
@@ -123,7 +116,8 @@ class RoomLife:
         self.set_aside = SetAside(self.pools, self.prefixes)
         self._pusher = pusher
         self._limits = limits
-        self._request_limits = request_limits
+        self._context_length = context_length
+        self._vocab_size = vocab_size
         self._use_prefix_cache = use_prefix_cache
         self._room_timeout_secs = room_timeout_secs
         self._grace_secs = grace_secs
@@ -235,28 +229,30 @@ class RoomLife:
             self.rooms.move(record, RoomState.QUEUED, now_secs)
 
     def _why_refused(self, token_ids: npt.NDArray[np.int32]) -> str | None:
+        """The front checks it too; here it protects the batch neighbours."""
         num_tokens = len(token_ids)
-        bounds = self._request_limits
         if num_tokens == 0:
             return "the prompt is empty; it needs at least one token"
-        if num_tokens > bounds.context_length:
+        if num_tokens > self._context_length:
             return (
                 f"prompt of {num_tokens} tokens is longer than the context of "
-                f"{bounds.context_length} tokens; shorten it"
+                f"{self._context_length} tokens; shorten it"
             )
         lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if lowest < 0 or highest >= bounds.vocab_size:
+        if lowest < 0 or highest >= self._vocab_size:
             outside = lowest if lowest < 0 else highest
-            return f"prompt token id {outside} is not in [0, {bounds.vocab_size}), the model's vocabulary"
+            return f"prompt token id {outside} is not in [0, {self._vocab_size}), the model's vocabulary"
         return why_never(num_tokens, self._limits)
 
     def _why_unsampled(self, request: Generate) -> str | None:
-        num_logprobs, most = request.sampling.num_logprobs or 0, self._request_limits.max_logprobs
+        num_logprobs = request.sampling.num_logprobs or 0
         if request.scores is not None:
             num_logprobs = max(num_logprobs, request.scores.num_top)
             if request.scores.first < 1:
                 return f"position {request.scores.first} has no logprob; position 1 is the first that has one"
-        return None if num_logprobs <= most else f"{num_logprobs} logprobs a token asked for, at most {most}"
+        if num_logprobs > MAX_LOGPROBS:
+            return f"{num_logprobs} logprobs a token asked for, at most {MAX_LOGPROBS}"
+        return None
 
     def _refuse_request(
         self, request: Generate, status: int, error: str, *, was_aborted: bool = False

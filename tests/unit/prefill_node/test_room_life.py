@@ -11,7 +11,7 @@ from hisparse_pd.engine.messages import FromEngine, Generate, GenerateGroup, Req
 from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
 from prefill_node.registrations import Peer
-from prefill_node.room_life import RequestLimits, RoomLife
+from prefill_node.room_life import RoomLife
 from prefill_node.scheduler import StepLimits
 from protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
 from tests.identities import ANY, DIGEST
@@ -78,7 +78,8 @@ class Node:
         self.life = RoomLife(
             pusher=self.pusher,
             limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),
-            request_limits=RequestLimits(context_length=NUM_SLOTS, vocab_size=1000, max_logprobs=0),
+            context_length=NUM_SLOTS,
+            vocab_size=1000,
             num_aux_slots=16,
             use_prefix_cache=True,
             tell_front=self.told.append,
