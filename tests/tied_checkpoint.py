@@ -18,8 +18,9 @@ CONTEXT_LENGTH = 2048
 _INDEXER_TYPES = ["full", "shared", "full", "full", "shared"]
 
 
-def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
-    """Write config, weights and tokenizer of ``variant`` ("v32", "glm" or "mistral")."""
+def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0, **changes: object) -> None:
+    """Write config, weights and tokenizer of ``variant`` ("v32", "glm" or "mistral"), with ``changes`` of its
+    configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -59,7 +60,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
             "no_rope_layers": [1, 0, 0, 1, 0],
             "kv_source_layers": [0, 1, 1, 0, 1],
         }
-    write_config(out_dir, config, AROUND.get(variant))
+    write_config(out_dir, config | changes, AROUND.get(variant))
     model_type: Any = AutoModelForImageTextToText if variant in AROUND else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
