@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ hypothesis.settings.load_profile("busy machine")
 REPO = Path(__file__).parents[1]
 SHARED_PAIRS = ("pair", "trained_pair")
 """Fixtures of ``tests.integration.conftest``."""
+OF_EACH_MODEL = "tests/integration/test_oracle.py"
+"""It would be half of `make test-full` in one process."""
 LAST = "tests/integration/test_live_page.py"
 """It takes a node away from the pair that it shares."""
 
@@ -55,7 +58,10 @@ def shared_pair(file: str) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``: the files of a shared pair go to one process, which alone starts it."""
+    """With ``--dist loadfile``: the files of a shared pair go to one process, which alone starts it.
+
+    Of ``OF_EACH_MODEL`` the tests of a model do, by the end of their names.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -63,6 +69,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
+            if file == OF_EACH_MODEL:
+                return file + re.split(r"[-[]", nodeid.rstrip("]"))[-1]
             return shared_pair(file) or file
 
     return Scheduling(config, log)

@@ -5,8 +5,8 @@ through router, prefill node and decode node; the passes differ in the flag, in 
 batch, and in whether the prefix cache is warm. Invariant I5.
 
 The default run has 17 prompts of one model in short contexts and 24 tokens each, because most of the oracle's
-time is in the longest prompts; each prompt in every mode in a batch. The full product of modes, batches and
-caches over 40 prompts of each model, in longer contexts and with 48 tokens, is marked slow.
+time is in the longest prompts; each prompt in every mode in a batch. All modes alone and in batches, these
+with cold and warm caches, over 40 prompts of each model, in longer contexts and with 48 tokens, are slow.
 """
 
 from __future__ import annotations
@@ -248,8 +248,11 @@ def test_conversations_behind_what_the_decode_node_holds(subject: Subject) -> No
 @pytest.mark.I5
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", FULL, indirect=True)
-@pytest.mark.parametrize("num_concurrent", [1, BATCH], ids=["alone", "batch"])
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize(
+    ("warm", "num_concurrent"),
+    [(False, 1), (False, BATCH), (True, BATCH)],
+    ids=["cold, alone", "cold, batch", "warm, batch"],
+)
 @pytest.mark.parametrize("hisparse", FLAGS, ids=["hisparse", "dense", "auto"])
 def test_full_matrix(subject: Subject, hisparse: bool | str, warm: bool, num_concurrent: int) -> None:
     if warm:  # whatever ran before

@@ -18,7 +18,7 @@ from tools.bench.accuracy import NUM_CLIENTS, ask_pair
 from tools.bench.accuracy_report import Response
 from tools.bench.retrieval import Retrieval, retrievals
 
-SAMPLE = {512: 4, 2048: 3}
+SAMPLE = {512: 4, 2048: 2}
 FULL = {512: 6, 2048: 4, 8000: 4}
 """Number of prompts by length. Each asks for several answers; most of the time goes to the longest."""
 SHARE_RIGHT = 0.96

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_quick_run_reports_every_zone(tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "-m", "tools.bench.transfer", "--quick", "--out", str(tmp_path)],

@@ -15,6 +15,7 @@ from tools.bench import whole_node
 from tools.bench.dummy_locality import DummyLocality
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_fits_and_what_there_is_time_for(
     drafting_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,6 +33,7 @@ def test_two_ranks_measure_what_fits_and_what_there_is_time_for(
     assert all(link["to_device_all_gb_s"] > 0 for link in report["links"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     options = f"--model-path {tmp_path} --device cpu --dp-size 2 --out {tmp_path}/node"

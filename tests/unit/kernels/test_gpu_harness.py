@@ -30,9 +30,10 @@ def test_history(options: dict[str, Any]) -> None:
     History(1, 24, **options).run(60)
 
 
-@pytest.mark.parametrize("item_bytes", [24, 9])
 @pytest.mark.parametrize(
-    "options", [{}, {"max_new": 3}, {"copy_blocks": 2}], ids=["plain", "drafts", "planned"]
+    ("item_bytes", "options"),
+    [(24, {}), (9, {"max_new": 3}), (9, {"copy_blocks": 2})],
+    ids=["plain", "drafts", "planned"],
 )
 def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
     history = History(
