@@ -10,7 +10,7 @@ changes a token, only when it comes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 FIRST_STEPS = 6
 """Of a number of drafts at a size of batch, before it is judged."""
@@ -65,7 +65,7 @@ class _Size:
     until_probe: int = PROBE_EVERY
     probe: int = 0
     probe_steps: int = 0
-    probes_up: bool = field(default=False)
+    probes_up: bool = False
 
 
 class DraftChoice:
@@ -76,6 +76,9 @@ class DraftChoice:
         self._sizes: dict[int, _Size] = {}
         self._tries = [0.0] * max_drafts
         self._rights = [0.0] * max_drafts
+        self._last: tuple[int, int] | None = None
+        """Requests and drafts of the step that ended at ``_last_at``."""
+        self._last_at = 0.0
 
     @property
     def rates(self) -> list[float]:
@@ -113,6 +116,14 @@ class DraftChoice:
                 size.probe, size.probe_steps = other, PROBE_STEPS
         return size.present
 
+    def turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
+        """A turn with a step of ``num_reqs`` requests, 0 for none, is over. A step may be read a turn after
+        its launch: what counts is the time between the ends of two turns with steps alike."""
+        step = (num_reqs, num_drafts) if num_reqs else None
+        if step is not None and step == self._last:
+            self.took(num_reqs, num_drafts, now - self._last_at)
+        self._last, self._last_at = step, now
+
     def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
         """A step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
         size, secs = self._size(num_reqs), max(secs, _CLOCK_SECS)
@@ -138,20 +149,3 @@ class DraftChoice:
             count = self._max_drafts + 1
             self._sizes[bits] = _Size([0.0] * count, [0] * count, present=self._max_drafts)
         return self._sizes[bits]
-
-
-class DraftTimer:
-    """Times the engine's turns for a DraftChoice, as far as they are of one kind."""
-
-    def __init__(self, choice: DraftChoice) -> None:
-        self._choice = choice
-        self._last: tuple[int, int] | None = None
-        self._last_at = 0.0
-
-    def turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
-        """A turn with a step of ``num_reqs`` requests, 0 for none, is over. A step may be read a turn after
-        its launch: what counts is the time between the ends of two turns with steps alike."""
-        kind = (num_reqs, num_drafts) if num_reqs else None
-        if kind is not None and kind == self._last:
-            self._choice.took(num_reqs, num_drafts, now - self._last_at)
-        self._last, self._last_at = kind, now

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_node.draft_choice import DraftChoice, DraftTimer
+from decode_node.draft_choice import DraftChoice
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
 from decode_node.request import Request, RequestState, RunStage
@@ -52,7 +52,6 @@ class StepLine:
         self._scrubber = scrubber
         self._most_drafts = most_drafts
         self._draft_choice = DraftChoice(most_drafts)
-        self._draft_timer = DraftTimer(self._draft_choice)
 
     def take(self, *, is_stopping: bool) -> bool:
         """Launch the next step of the node, if anybody has one, and read the one before. False when all ranks
@@ -77,7 +76,7 @@ class StepLine:
             self._draw(launched)
         if self.in_flight is not None and not self.in_flight.feeds_next:
             self.settle()
-        self._draft_timer.turn(len(batch), step.num_new - 1, time.monotonic())
+        self._draft_choice.turn(len(batch), step.num_new - 1, time.monotonic())
         return True
 
     def may_follow(self) -> bool:

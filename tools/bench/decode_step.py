@@ -40,7 +40,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from decode_node.draft_choice import DraftChoice, DraftTimer
+from decode_node.draft_choice import DraftChoice
 from decode_node.drafting import full_buffer
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
@@ -250,7 +250,6 @@ class Bench:
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
         self._num_new = settings.speculative_num_steps + 1
         self._choice = DraftChoice(settings.speculative_num_steps) if chooses_drafts else None
-        self._timer = None if self._choice is None else DraftTimer(self._choice)
         self._spec, self._prompt, self._grammar = spec, prompt, grammar
         self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
         need = slots_of_one(spec, settings, mode, context, num_steps)
@@ -296,8 +295,8 @@ class Bench:
                 previous = launched
             else:
                 self._commit(launched)
-            if self._timer is not None:
-                self._timer.turn(len(self.requests), num_new - 1, time.monotonic())
+            if self._choice is not None:
+                self._choice.turn(len(self.requests), num_new - 1, time.monotonic())
         if previous is not None:
             self._commit(previous)
         synchronize(self.hot_buffers.device)

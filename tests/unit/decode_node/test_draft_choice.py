@@ -9,7 +9,6 @@ from decode_node.draft_choice import (
     PROBE_EVERY,
     PROBE_STEPS,
     DraftChoice,
-    DraftTimer,
     best_num_drafts,
     expected_tokens,
 )
@@ -128,7 +127,6 @@ class Took(DraftChoice):
 
 def test_turns_are_timed_between_steps_alike() -> None:
     took = Took()
-    timer = DraftTimer(took)
     for num_reqs, num_drafts, now in (
         (2, 3, 1.0),
         (2, 3, 1.5),
@@ -137,5 +135,5 @@ def test_turns_are_timed_between_steps_alike() -> None:
         (0, 0, 9.0),
         (2, 0, 20.0),
     ):
-        timer.turn(num_reqs, num_drafts, now)
+        took.turn(num_reqs, num_drafts, now)
     assert took.all == [(2, 3, 0.5), (2, 0, 0.25)]
