@@ -135,15 +135,19 @@ async def test_what_may_move_ends_as_soon_as_the_node_leaves(tmp_path: Path) -> 
     async def ask(node: Node, **journal: Any) -> str:
         return (await node.post("/generate", **NATIVE, stream=True, journal=HEAD | journal)).text
 
+    whole = {**NATIVE, "journal": HEAD | {"may_move": True}, "journal_records": []}
     async with serving(say("abcde", delay_secs=0.1), tmp_path) as node:
         moving, staying = (asyncio.create_task(ask(node, may_move=flag)) for flag in (True, False))
-        while node.link.num_in_flight < 2 or len(node.engine.generates) < 2:
+        begins_anew = asyncio.create_task(node.post("/generate", **whole))
+        while node.link.num_in_flight < 3 or len(node.engine.generates) < 3:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.2)
         node.link.stop_accepting()
         events, line = units(await moving)[-1]
         assert line == "moved"
         assert json.loads(events.removeprefix("data: "))["error"]["code"] == "moved"
+        answer = await begins_anew
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "moved")
         assert units(await staying)[-1] == ("data: [DONE]\n\n", "over")
         refused = await node.post("/generate", **NATIVE)
         assert refused.status_code == 503
