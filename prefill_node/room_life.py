@@ -162,7 +162,7 @@ class RoomLife:
         if error is not None:
             self._refuse_request(request, 400, error)
             if record is None:
-                self.rooms.remember(room, EndedRoom(RoomState.FAILED, 400, error, batch_failed=False))
+                self.rooms.remember(room, EndedRoom(400, error, batch_failed=False))
             else:
                 self.fail(record, 400, error, now_secs)
             return

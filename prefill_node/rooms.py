@@ -166,7 +166,6 @@ class Delivery:
 class EndedRoom:
     """What is remembered of a room: enough to answer a late message about it."""
 
-    state: RoomState
     status: int
     error: str
     batch_failed: bool
@@ -217,7 +216,7 @@ class RoomTable:
         if record.request is not None:
             self._by_request.pop(record.request.request_id, None)
         status, error, batch_failed = record.end_status, record.end_error, record.batch_failed
-        ended = EndedRoom(state, status, error, batch_failed, record.was_aborted, record.delivery)
+        ended = EndedRoom(status, error, batch_failed, record.was_aborted, record.delivery)
         self.remember(record.room, ended)
 
     def remember(self, room: Room, ended: EndedRoom) -> None:

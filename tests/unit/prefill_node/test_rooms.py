@@ -53,7 +53,7 @@ def test_an_ended_room_leaves_nothing_but_its_memory() -> None:
     assert table.of_request("request") is record
     record.end_status, record.end_error, record.batch_failed = 502, "peer gone", True
     table.move(record, RoomState.FAILED, 1.0)
-    assert table.ended(ROOM) == EndedRoom(RoomState.FAILED, 502, "peer gone", batch_failed=True)
+    assert table.ended(ROOM) == EndedRoom(502, "peer gone", batch_failed=True)
     assert table.get(ROOM) is table.of_request("request") is None
     assert len(table) == table.count(*RoomState) == 0
 
