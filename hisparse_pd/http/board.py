@@ -39,9 +39,9 @@ class Board:
         """``num_columns``: of numbers that each front has, and that are added up."""
         self.num_fronts = num_fronts
         self._num_columns = num_columns
-        size = num_fronts * num_columns
+        size = 1 + num_fronts * num_columns
         self._numbers = multiprocessing.RawArray("q", size) if num_fronts > 1 else [0] * size
-        self._word = multiprocessing.RawValue("i", Word.SERVE)
+        """The word, and then a row a front."""
         places = num_fronts if num_fronts > 1 else 0
         self._metrics: list[Any] = [
             multiprocessing.RawArray("B", _METRICS_HEAD.size + MAX_METRICS_BYTES) for _ in range(places)
@@ -49,18 +49,18 @@ class Board:
         self._read = [b""] * places
 
     def sum(self, column: int) -> int:
-        return sum(self._numbers[column :: self._num_columns])
+        return sum(self._numbers[1 + column :: self._num_columns])
 
     def add(self, front: int, column: int, num: int) -> None:
-        self._numbers[front * self._num_columns + column] += num
+        self._numbers[1 + front * self._num_columns + column] += num
 
     @property
     def word(self) -> Word:
-        return Word(self._word.value)
+        return Word(self._numbers[0])
 
     def say(self, word: Word) -> None:
         """By the first front."""
-        self._word.value = word
+        self._numbers[0] = word
 
     def write_metrics(self, front: int, packed: bytes) -> None:
         """Raises ValueError for more than MAX_METRICS_BYTES."""
