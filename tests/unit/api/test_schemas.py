@@ -19,7 +19,7 @@ from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.requests import Limits, SampleRequest, grouped, plan_samples
 from hisparse_pd.api.schemas import ApiRequest, derive_room, parse_request
 from hisparse_pd.api.text_codec import TextCodec
-from hisparse_pd.engine.messages import WantedScores, pack_token_ids, unpack_token_ids
+from hisparse_pd.engine.messages import WantedScores, pack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.vocabulary import HisparseFlag, pack_logit_bias
@@ -49,11 +49,6 @@ def generate(**changes: Any) -> ApiRequest:
 def plan(request: ApiRequest, limits: Limits = DECODE_LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
     tokens = make_tokenizer(**tokenizer)
     return asyncio.run(plan_samples(request, TextCodec(tokens, len(tokens)), limits))
-
-
-def ids_of(sample: SampleRequest) -> list[int]:
-    ids: list[int] = unpack_token_ids(sample.prompt).tolist()
-    return ids
 
 
 # --- prompts ---------------------------------------------------------------------------------------

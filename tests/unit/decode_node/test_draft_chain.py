@@ -51,7 +51,6 @@ def checkpoint(
 
 
 BOTH = pytest.mark.parametrize("checkpoint", [SHARED, OWN], indirect=True)
-OF_ONE = pytest.mark.parametrize("checkpoint", [SHARED], indirect=True)
 
 
 @pytest.mark.I3
