@@ -28,7 +28,6 @@ from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
 from decode_node.scrub import Scrubber
 from decode_node.sizing import (
-    DecodeSettingsError,
     check_swap_in,
     drafts_without_room,
     make_limits,
@@ -87,7 +86,6 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
         endpoints,
         place,
         role="decode",
-        settings_error=DecodeSettingsError,
         num_host_bytes=partial(registered_host_bytes, settings),
         make=partial(DecodeEngine, settings),
     )

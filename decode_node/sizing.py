@@ -15,6 +15,7 @@ from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.model.token_counts import TokenCounts
 from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import StartError
 from kernels.gpu_sizes import check_swap_in_sizes
 from kernels.hot_state import WrongRowField
 
@@ -39,7 +40,7 @@ LOGIT_COPIES = 6
 """Float32 rows of the vocabulary that sampling holds for a request at a time, the masked ones among them."""
 
 
-class DecodeSettingsError(ValueError):
+class DecodeSettingsError(StartError):
     """Settings that do not go together with each other or with the model."""
 
 

@@ -1,6 +1,4 @@
-"""What every process of a node does first: log in one format, not outlive the process that started it, and
-say in one line why it cannot start.
-"""
+"""What every process of a node does first: log in one format, and not outlive the process that started it."""
 
 from __future__ import annotations
 
@@ -21,19 +19,6 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 _PR_SET_PDEATHSIG = 1
 _LOG_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
-
-
-class StartError(Exception):
-    """What was configured cannot work here, and the message says what to do; a traceback would bury it."""
-
-
-@contextmanager
-def start_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Around a start: errors of these ``kinds`` become StartError, with their message."""
-    try:
-        yield
-    except kinds as error:
-        raise StartError(str(error)) from error
 
 
 def setup_logging(level: str, name: str) -> None:

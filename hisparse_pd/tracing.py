@@ -27,8 +27,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from hisparse_pd.process import StartError
-from hisparse_pd.vocabulary import VERSION
+from hisparse_pd.vocabulary import VERSION, StartError
 
 log = logging.getLogger(__name__)
 

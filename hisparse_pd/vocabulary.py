@@ -49,7 +49,11 @@ class RankPlace(Struct, frozen=True):
     meeting_port: int = 0
 
 
-class CheckpointError(ValueError):
+class StartError(Exception):
+    """What was configured cannot work here, and the message says what to do; a traceback would bury it."""
+
+
+class CheckpointError(StartError):
     """A checkpoint is missing, incomplete or not supported; the message says which, and what is."""
 
 

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from hisparse_pd.vocabulary import StartError
 from kernels.checks import check_tensor
 from kernels.kv_format import FP8_E4M3, KvFormat
 
@@ -29,7 +30,7 @@ BACKEND_NAMES: Final = (FLASHMLA_SPARSE, FLASHMLA_KV, TRITON, TORCH)
 """In the order in which ``auto`` tries them on a GPU."""
 
 
-class AttentionBackendError(ValueError):
+class AttentionBackendError(StartError):
     """The attention backend that was asked for cannot work here."""
 
 

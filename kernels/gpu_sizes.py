@@ -6,13 +6,14 @@ and dimensions of attention (a backend that cannot take them is passed over, ``k
 
 from __future__ import annotations
 
+from hisparse_pd.vocabulary import StartError
 from kernels.cuda import MAX_CAPACITY, MAX_POSITIONS, MAX_SELECTED
 from kernels.cuda import MAX_TOP_K as MAX_SWAP_IN_TOP_K
 from kernels.kv_format import FP8_E4M3
 from kernels.paged_indexer import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS_OF_A_BLOCK, MAX_TOP_K
 
 
-class KernelSizeError(ValueError):
+class KernelSizeError(StartError):
     """A size that a GPU kernel cannot take; the message names it, its bound, and what to do."""
 
 

@@ -57,7 +57,7 @@ from prefill_node.registrations import Peer, Registrations
 from prefill_node.room_life import RoomLife
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
-from prefill_node.sizing import PrefillSettingsError, size_kv_pool
+from prefill_node.sizing import size_kv_pool
 from protocol.access import PeerList
 from protocol.channels import ControlServer, Heartbeats, load_control_keys
 from protocol.messages import (
@@ -100,7 +100,6 @@ def run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankP
         endpoints,
         place,
         role="prefill",
-        settings_error=PrefillSettingsError,
         num_host_bytes=partial(registered_host_bytes, settings),
         make=partial(PrefillEngine, settings),
     )

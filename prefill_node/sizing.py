@@ -5,6 +5,7 @@ from __future__ import annotations
 from hisparse_pd.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.settings import PrefillSettings
+from hisparse_pd.vocabulary import StartError
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, weights that are unpacked."""
@@ -16,7 +17,7 @@ LOGIT_COPIES = 6
 """Float32 rows of the vocabulary that sampling holds for a request at a time, counts of tokens with them."""
 
 
-class PrefillSettingsError(ValueError):
+class PrefillSettingsError(StartError):
     """Settings that do not go together with the device."""
 
 

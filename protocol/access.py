@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
+from hisparse_pd.vocabulary import StartError
+
 Network = IPv4Network | IPv6Network
 
 MAX_NETWORKS = 256
@@ -26,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
 _LOOPBACK = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
 
 
-class KeyFileError(ValueError):
+class KeyFileError(StartError):
     """A file with keys cannot be used. The message names it and never shows what stands in it."""
 
 

@@ -16,6 +16,7 @@ import h11
 
 from hisparse_pd.http.patience import Patience
 from hisparse_pd.settings import RouterSettings
+from hisparse_pd.vocabulary import StartError
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -30,18 +31,14 @@ _CHUNK_HEAD = re.compile(rb"(?:\r\n)?([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?\r\n")
 _MAX_CHUNK_HEAD_BYTES = 4096
 
 
-class CaFileError(Exception):
-    """The file that says whose nodes to trust cannot be used."""
-
-
 def tls_context(settings: RouterSettings) -> ssl.SSLContext:
-    """For connections to the nodes. Raises CaFileError."""
+    """For connections to the nodes. Raises StartError."""
     if not any(url.startswith("https:") for url in (*dict(settings.prefill), *settings.decode)):
         return NO_TLS
     try:
         return ssl.create_default_context(cafile=settings.node_ca_file)
     except OSError as error:  # ssl's errors too
-        raise CaFileError(f"node_ca_file {settings.node_ca_file}: {error.strerror or error}") from error
+        raise StartError(f"node_ca_file {settings.node_ca_file}: {error.strerror or error}") from error
 
 
 class Call(asyncio.Protocol):

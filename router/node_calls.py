@@ -97,7 +97,7 @@ class NodeCalls:
 
     @classmethod
     def of(cls, settings: RouterSettings) -> NodeCalls:
-        """Raises KeyFileError and CaFileError."""
+        """Raises StartError."""
         return cls(
             settings.request_timeout_secs,
             tls_context(settings),

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.settings import RouterPolicy, RouterSettings
+from hisparse_pd.vocabulary import StartError
 from router.errors import RouterError
 from router.rooms import draw_room
 
@@ -33,10 +34,6 @@ class NodeKind(StrEnum):
     def header(self) -> str:
         """Of an answer: it names the node of this kind that had the request."""
         return f"x-hisparse-pd-{self}"
-
-
-class NodeUrlError(ValueError):
-    """A node's URL in the settings is not http://HOST:PORT."""
 
 
 @dataclass(eq=False)
@@ -60,7 +57,7 @@ class Node:
 
     @classmethod
     def from_url(cls, kind: NodeKind, url: str, bootstrap_port: int | None = None) -> Node:
-        """Raises NodeUrlError."""
+        """Raises StartError."""
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
@@ -68,7 +65,7 @@ class Node:
         except ValueError:
             valid = False
         if not valid:
-            raise NodeUrlError(f"{kind} node {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+            raise StartError(f"{kind} node {url!r}: expected http://HOST:PORT or https://HOST:PORT")
         return cls(kind, url.rstrip("/"), parts.hostname or "", bootstrap_port)
 
     @property
@@ -125,7 +122,7 @@ class NodePool:
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
-        """Raises NodeUrlError."""
+        """Raises StartError."""
         return cls(
             [Node.from_url(NodeKind.PREFILL, url, port) for url, port in settings.prefill],
             [Node.from_url(NodeKind.DECODE, url) for url in settings.decode],

@@ -9,12 +9,10 @@ import signal
 from hisparse_pd.http import descriptors
 from hisparse_pd.http.certificates import Certificate
 from hisparse_pd.http.listening import HttpServer, Listener
-from hisparse_pd.process import StartError, setup_logging
+from hisparse_pd.process import setup_logging
 from hisparse_pd.settings import RouterSettings
-from protocol.access import KeyFileError
-from router.connect import CaFileError
+from hisparse_pd.vocabulary import StartError
 from router.drain import Drain
-from router.nodes import NodeUrlError
 from router.server import create_app
 
 log = logging.getLogger(__name__)
@@ -27,7 +25,7 @@ def run(settings: RouterSettings) -> int:
     drain = Drain()
     try:
         app = create_app(settings, drain)
-    except (NodeUrlError, KeyFileError, CaFileError, StartError) as error:
+    except StartError as error:
         log.error("%s", error)
         return 2
     try:

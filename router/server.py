@@ -59,7 +59,7 @@ _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PA
 
 
 def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlette:
-    """The ASGI application. ``drain`` ends its requests. Raises NodeUrlError, KeyFileError, CaFileError."""
+    """The ASGI application. ``drain`` ends its requests. Raises StartError."""
     router = _Router(settings, drain or Drain())
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]

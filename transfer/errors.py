@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hisparse_pd.vocabulary import StartError
+
 
 class TransferError(Exception):
     """A write or a registration failed.
@@ -15,5 +17,5 @@ class TransferError(Exception):
         self.may_still_land = may_still_land
 
 
-class TransferSetupError(TransferError):
+class TransferSetupError(TransferError, StartError):
     """The engine cannot start: a package, system library, host or RDMA device is missing or wrong."""

@@ -13,18 +13,16 @@ from functools import cached_property, lru_cache
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-
-class TokenizerUnsupported(ValueError):
-    """The checkpoint's tokenizer is not byte-level."""
+from hisparse_pd.vocabulary import CheckpointError
 
 
 class TokenBytes:
     """The bytes that each token of a byte-level tokenizer stands for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises TokenizerUnsupported."""
+        """Raises CheckpointError for one that is not byte-level."""
         if not _is_byte_level(tokenizer.decoder):
-            raise TokenizerUnsupported(
+            raise CheckpointError(
                 f"the tokenizer decodes with {type(tokenizer.decoder).__name__}; only byte-level tokenizers "
                 "(as those of DeepSeek-V3.2 and GLM-5) are supported"
             )

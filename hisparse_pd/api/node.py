@@ -18,7 +18,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 from starlette.types import ASGIApp
 
 from hisparse_pd.api.app import Front
-from hisparse_pd.api.detokenizer import TokenizerUnsupported
 from hisparse_pd.api.keys import load_api_keys
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.api.text_codec import TextCodec
@@ -33,11 +32,10 @@ from hisparse_pd.http.fronts import Fronts, serve_further
 from hisparse_pd.http.in_flight import make_board
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
-from hisparse_pd.process import StartError, setup_logging
+from hisparse_pd.process import setup_logging
 from hisparse_pd.settings import NodeSettings
 from hisparse_pd.traces import open_tracer
-from hisparse_pd.vocabulary import CheckpointError
-from protocol.access import KeyFileError
+from hisparse_pd.vocabulary import CheckpointError, StartError
 from protocol.channels import load_control_keys
 
 log = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class _NodePlan(Generic[S]):
         )
 
     def front(self, link: EngineLink, metrics: FrontMetrics) -> Front:
-        """Raises CheckpointError, KeyFileError, TokenizerUnsupported, StartError, OSError."""
+        """Raises StartError and OSError."""
         codec = TextCodec.load(self.settings.model_path)
         tracer = open_tracer(
             self.settings.otlp_traces_endpoint,
@@ -142,7 +140,7 @@ def run_front(
             for index, port in enumerate(ports)
         ]
         engines = EngineProcesses(engine, settings, f"{role}-engine")
-    except (OSError, CheckpointError, KeyFileError, StartError) as error:
+    except (OSError, StartError) as error:
         log.error("%s", error)
         return 1
     if settings.exposure is not None:
@@ -169,7 +167,7 @@ def run_front(
             return asyncio.run(
                 serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs)
             )
-    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
+    except (OSError, StartError) as error:
         log.error("%s", error)
         return 1
     finally:
@@ -194,7 +192,7 @@ def _run_further(
         with contextlib.closing(plan.front(link, metrics)) as front:
             app, *_ = plan.apps(front)
             asyncio.run(serve_further(number, link, metrics, plan.board, listener, app))
-    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
+    except (OSError, StartError) as error:
         log.error("%s", error)
         raise SystemExit(1) from None
 

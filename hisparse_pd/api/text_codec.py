@@ -66,7 +66,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, model_path: Path) -> TextCodec:
-        """Read the tokenizer from a local checkpoint. Raises CheckpointError or TokenizerUnsupported."""
+        """Read the tokenizer from a local checkpoint. Raises CheckpointError."""
         # Late, because it takes a second; and this class, because AutoTokenizer imports torch.
         from transformers import PreTrainedTokenizerFast
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from hisparse_pd.process import StartError
 from hisparse_pd.settings import NodeSettings
+from hisparse_pd.vocabulary import StartError
 from protocol.names import resolve
 
 log = logging.getLogger(__name__)

@@ -15,34 +15,20 @@ import torch
 
 from hisparse_pd.engine.messages import EngineLoading
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
-from hisparse_pd.memory.device import DeviceMemoryError, DeviceMissingError, check_devices, use_device
-from hisparse_pd.memory.host import HostMemoryError
+from hisparse_pd.memory.device import check_devices, use_device
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.rank_group import RankGroup, RankGroupError
 from hisparse_pd.model.spec import ModelSpec, load_spec
-from hisparse_pd.process import die_with_parent, setup_logging, start_errors
+from hisparse_pd.process import die_with_parent, setup_logging
 from hisparse_pd.settings import NodeSettings
-from hisparse_pd.vocabulary import VERSION, CheckpointError, RankPlace
-from kernels.attention import AttentionBackendError
-from kernels.gpu_sizes import KernelSizeError
+from hisparse_pd.vocabulary import VERSION, RankPlace
 from kernels.row_math import fix_arithmetic
-from transfer.engine import TransferSetupError, quiet_mooncake_logs
+from transfer.engine import quiet_mooncake_logs
 from transfer.transport import Transport, choose_transport
 
 log = logging.getLogger(__name__)
-
-START_ERRORS = (
-    AttentionBackendError,
-    CheckpointError,
-    DeviceMemoryError,
-    DeviceMissingError,
-    HostMemoryError,
-    KernelSizeError,
-    RankGroupError,
-    TransferSetupError,
-)
 
 
 class Engine(Protocol):
@@ -58,15 +44,13 @@ def run_engine_process(
     place: RankPlace,
     *,
     role: str,
-    settings_error: type[Exception],
     num_host_bytes: Callable[[ModelSpec], int],
     make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport], Engine],
 ) -> None:
     """Load everything, telling the fronts at ``endpoints`` of it, and serve.
 
     ``settings.device`` is this rank's. ``num_host_bytes``: checks what else the node needs of this machine,
-    and returns the main memory that it registers. Raises StartError for what ``START_ERRORS`` and
-    ``settings_error`` say.
+    and returns the main memory that it registers. Raises StartError.
     """
     die_with_parent()
     rank = f" rank {place.rank}" if place.size > 1 else ""
@@ -79,46 +63,43 @@ def run_engine_process(
     front = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
     ranks: RankGroup | None = None
     try:
-        with start_errors(*START_ERRORS, settings_error):
-            check_devices((settings.device,))
-            use_device(settings.device)
-            spec = load_spec(
-                settings.model_path,
-                settings.dtype,
-                settings.kv_cache_dtype,
-                settings.context_length,
-                device=settings.device,
-                indexer_cache_dtype=settings.indexer_cache_dtype,
-                num_draft_layers=settings.num_draft_layers,
-                load_format=settings.load_format,
-                has_row_checks=settings.verify_rows,
+        check_devices((settings.device,))
+        use_device(settings.device)
+        spec = load_spec(
+            settings.model_path,
+            settings.dtype,
+            settings.kv_cache_dtype,
+            settings.context_length,
+            device=settings.device,
+            indexer_cache_dtype=settings.indexer_cache_dtype,
+            num_draft_layers=settings.num_draft_layers,
+            load_format=settings.load_format,
+            has_row_checks=settings.verify_rows,
+        )
+        gc.freeze()
+        gc.enable()
+        AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
+        transport = choose_transport(settings, num_host_bytes(spec))
+        if place.size > 1:
+            ranks = RankGroup(
+                place,
+                torch.device(settings.device),
+                agree_secs=settings.heartbeat_timeout_secs,
+                forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
+                start_secs=settings.startup_timeout_secs,
             )
-            gc.freeze()
-            gc.enable()
-            AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
-            transport = choose_transport(settings, num_host_bytes(spec))
-            if place.size > 1:
-                ranks = RankGroup(
-                    place,
-                    torch.device(settings.device),
-                    agree_secs=settings.heartbeat_timeout_secs,
-                    forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
-                    start_secs=settings.startup_timeout_secs,
-                )
-                ranks.check_same(
-                    {"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines}
-                )
-            model = load_model(
-                settings.model_path,
-                spec,
-                settings.device,
-                ranks,
-                lambda done, total: front.send(EngineLoading("weights", done, total)),
-            )
-            front.send(EngineLoading("pools and kernels"))
-            if ranks is not None:
-                ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
-            engine = make(spec, model, front, transport)
+            ranks.check_same({"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines})
+        model = load_model(
+            settings.model_path,
+            spec,
+            settings.device,
+            ranks,
+            lambda done, total: front.send(EngineLoading("weights", done, total)),
+        )
+        front.send(EngineLoading("pools and kernels"))
+        if ranks is not None:
+            ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
+        engine = make(spec, model, front, transport)
         gc.freeze()  # else each full collection looks at all of torch and transformers: 0.2 s without a step
         try:
             engine.run()

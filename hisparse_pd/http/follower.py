@@ -13,7 +13,8 @@ from contextlib import closing
 from multiprocessing.connection import wait
 
 from hisparse_pd.http.front import EngineProcesses, EngineTarget, S
-from hisparse_pd.process import StartError, setup_logging
+from hisparse_pd.process import setup_logging
+from hisparse_pd.vocabulary import StartError
 
 log = logging.getLogger(__name__)
 

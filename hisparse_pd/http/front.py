@@ -27,14 +27,13 @@ from hisparse_pd.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.process import (
     BRIEF_SPIN,
-    StartError,
     chooses_its_waiting,
     die_with_parent,
     environment_of_children,
     setup_logging,
 )
 from hisparse_pd.settings import NodeSettings
-from hisparse_pd.vocabulary import RankPlace
+from hisparse_pd.vocabulary import RankPlace, StartError
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from hisparse_pd.vocabulary import StartError
+
 _GIB = 1 << 30
 
 
-class DeviceMissingError(RuntimeError):
+class DeviceMissingError(StartError):
     """A device that this machine or this build of torch has not got."""
 
 
@@ -43,7 +45,7 @@ def use_device(name: str) -> None:
         torch.cuda.set_device(torch.device(name).index or 0)
 
 
-class DeviceMemoryError(RuntimeError):
+class DeviceMemoryError(StartError):
     """A GPU is too small for what it is to have; the message names bytes needed, bytes there, and options."""
 
 

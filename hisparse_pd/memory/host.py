@@ -28,6 +28,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hisparse_pd.vocabulary import StartError
+
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -41,7 +43,7 @@ _PORTABLE, _MAPPED = 1, 2
 _GIB = 1 << 30
 
 
-class HostMemoryError(RuntimeError):
+class HostMemoryError(StartError):
     """Main memory cannot be had or pinned; the message names the limit, the value and the remedy."""
 
 

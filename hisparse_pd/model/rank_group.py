@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hisparse_pd.model.rank_bells import RankBells
-from hisparse_pd.vocabulary import RankPlace
+from hisparse_pd.vocabulary import RankPlace, StartError
 from protocol.names import interface_of, own_address_towards
 
 
-class RankGroupError(Exception):
+class RankGroupError(StartError):
     """The ranks of a node cannot work together, or not any more."""
 
 

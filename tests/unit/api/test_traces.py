@@ -24,9 +24,8 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.phases import Phase
-from hisparse_pd.process import StartError
 from hisparse_pd.tracing import Tracer
-from hisparse_pd.vocabulary import FinishReason, Mode
+from hisparse_pd.vocabulary import FinishReason, Mode, StartError
 from protocol.messages import PrefillTimes
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.unit.api.scripted_engine import say

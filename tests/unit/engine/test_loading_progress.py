@@ -14,9 +14,8 @@ import prefill_node.engine
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine import start as engine_process
 from hisparse_pd.engine.messages import EngineLoading
-from hisparse_pd.process import StartError
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from hisparse_pd.vocabulary import CheckpointError, RankPlace
+from hisparse_pd.vocabulary import CheckpointError, RankPlace, StartError
 
 
 @pytest.mark.parametrize("module", [prefill_node.engine, decode_node.engine])

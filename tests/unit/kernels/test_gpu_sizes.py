@@ -14,9 +14,8 @@ from decode_node.sizing import check_swap_in
 from hisparse_pd.engine import start as engine_process
 from hisparse_pd.memory.device import use_device
 from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.process import StartError
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from hisparse_pd.vocabulary import MAX_DRAFTS, RankPlace
+from hisparse_pd.vocabulary import MAX_DRAFTS, RankPlace, StartError
 from kernels.attention import AttentionBackendError
 from kernels.gpu_sizes import KernelSizeError, check_indexer_sizes, check_swap_in_sizes
 from prefill_node import engine as prefill_engine

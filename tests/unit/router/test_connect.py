@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hisparse_pd.settings import RouterSettings
-from router.connect import NO_TLS, CaFileError, Call, tls_context
+from hisparse_pd.vocabulary import StartError
+from router.connect import NO_TLS, Call, tls_context
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
 
 WAIT_SECS = 60.0
@@ -181,7 +182,7 @@ def test_which_nodes_are_trusted(tmp_path: Path) -> None:
     secure = RouterSettings(prefill=(("http://p:1", 1),), decode=("https://d:1",), node_ca_file=tls.cert)
     assert tls_context(secure).cert_store_stats()["x509_ca"] == 1
     for path in (tmp_path / "missing", tls.key):
-        with pytest.raises(CaFileError, match="node_ca_file"):
+        with pytest.raises(StartError, match="node_ca_file"):
             tls_context(secure.model_copy(update={"node_ca_file": path}))
 
 

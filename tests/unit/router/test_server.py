@@ -20,10 +20,10 @@ from starlette.types import Send
 from hisparse_pd.api.bodies import Endpoint, TokenPath
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION, StartError
 from protocol.access import KeyFileError
 from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, RequestBody
-from router.nodes import Node, NodeKind, NodePool, NodeUrlError
+from router.nodes import Node, NodeKind, NodePool
 from router.server import RELAYED, create_app
 from tests.property.fuzzing import peak_bytes
 from tests.unit.router.cluster import (
@@ -835,7 +835,7 @@ def test_a_node_that_was_gone_has_nothing_cached(kind: NodeKind) -> None:
     "url", ["localhost:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:1?q"]
 )
 def test_a_bad_node_url_is_named(url: str) -> None:
-    with pytest.raises(NodeUrlError, match="decode node"):
+    with pytest.raises(StartError, match="decode node"):
         Node.from_url(NodeKind.DECODE, url)
 
 
