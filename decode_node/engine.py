@@ -139,7 +139,9 @@ class DecodeEngine:
         geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
-            self._transfer = TransferEngine(settings.reachable_host, transport)
+            self._transfer = TransferEngine(
+                settings.reachable_host, transport, needs_network=settings.same_host_lane == "off"
+            )
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup)
         shared = self._memory.shared_memory()  # with prefill nodes of this machine

@@ -137,7 +137,9 @@ class PrefillEngine:
 
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
-            self._transfer = TransferEngine(settings.reachable_host, transport)
+            self._transfer = TransferEngine(
+                settings.reachable_host, transport, needs_network=settings.same_host_lane == "off"
+            )
         self._memory = PrefillMemory(
             spec,
             num_slots=num_pages * settings.page_size,
@@ -347,9 +349,7 @@ class PrefillEngine:
     def _register(self, identity: bytes, message: Register, now_secs: float) -> None:
         error = self._peers.why_refused(message)
         if error is not None:
-            self._life.dropped["refused"] += 1
-            log.warning("refused decode node %s: %s", message.node_id, error)
-            self._control.send(identity, Refused(error[:MAX_TEXT_CHARS], permanent=True))
+            self._refuse(identity, message.node_id, error)
             return
         before = self._peers.of_node(message.node_id)
         peer, replaced = self._peers.register(identity, message, now_secs)
@@ -365,7 +365,16 @@ class PrefillEngine:
         else:  # a sign of life, for which the decode node waits on
             self._control.send(identity, HeartbeatAck(0, self._instance_id))
 
+    def _refuse(self, identity: bytes, node_id: str, error: str) -> None:
+        self._life.dropped["refused"] += 1
+        log.warning("refused decode node %s: %s", node_id, error)
+        self._control.send(identity, Refused(error[:MAX_TEXT_CHARS], permanent=True))
+
     def _answer(self, peer: Peer, lane: Lane) -> None:
+        if lane.refusal:
+            self._refuse(peer.identity, peer.node_id, lane.refusal)
+            self._peers.lose(peer)
+            return
         self._control.send(
             peer.identity,
             Registered(PROTOCOL_VERSION, self._instance_id, self._geometry, lane.kind, lane.reason),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ import numpy as np
 
 from hisparse_pd.memory.machine import Machine
 from hisparse_pd.paging.extents import ranges_around
-from protocol.access import WILDCARD_HOSTS, in_url
+from protocol.access import WILDCARD_HOSTS, in_url, is_loopback
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Writes, as_descriptors, cut_long
@@ -58,7 +59,9 @@ class TransferEngine:
     ``choose_transport`` returned. Raises TransferSetupError.
     """
 
-    def __init__(self, host: str, transport: Transport = TCP) -> None:
+    def __init__(self, host: str, transport: Transport = TCP, *, needs_network: bool = True) -> None:
+        """``needs_network``: nodes of this machine do not share memory, either. Otherwise a node on loopback
+        starts without Mooncake."""
         host = _checked_host(host)
         fault = environment_fault(Machine())
         if fault is not None:
@@ -68,8 +71,17 @@ class TransferEngine:
         self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
         self._registered: dict[int, tuple[int, HasMemory]] = {}
         """Where registered memory ends, by where it begins, and its tensor, which this keeps alive."""
+        self.fault = ""
+        """Why nothing can be written over a network."""
         with _environment(_mooncake_settings(transport, host)):
-            self._mooncake = _new_mooncake_engine()
+            try:
+                self._mooncake = _new_mooncake_engine()
+            except TransferSetupError as error:
+                if needs_network or transport.protocol != "tcp" or not is_loopback(host):
+                    raise
+                self.fault = f"KV goes to nodes of this machine alone, through shared memory: {error}"
+                log.warning("%s", self.fault)
+                self._mooncake = _SharedMemoryAlone()
             code = self._mooncake.initialize(
                 host, "P2PHANDSHAKE", transport.protocol, ",".join(transport.devices)
             )
@@ -131,6 +143,8 @@ class TransferEngine:
         columns = as_descriptors(writes)
         if not columns.lengths.size:
             return
+        if self.fault:
+            raise TransferError(f"write to session {session}: {self.fault}; nothing was sent")
         self.check_sources(columns)
         columns = cut_long(columns, MAX_DESCRIPTOR_BYTES)
         with self._lock:
@@ -188,6 +202,8 @@ class TransferEngine:
             for addr in self._registered:
                 self._mooncake.unregister_memory(addr)
             self._registered.clear()
+            if isinstance(self._mooncake, _SharedMemoryAlone):
+                self._mooncake.close()
             self._mooncake = None
 
     def _check_session(self, host: str) -> None:
@@ -247,6 +263,36 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+class _SharedMemoryAlone:
+    """In Mooncake's place where it is not installed: what it would answer if it had no peers.
+
+    It holds a port of loopback, so that its session is no other process'.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def initialize(self, *arguments: str) -> int:
+        return 0
+
+    def get_rpc_port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def register_memory(self, addr: int, num_bytes: int) -> int:
+        return 0
+
+    def unregister_memory(self, addr: int) -> int:
+        return 0
+
+    def send_probe(self, session: str) -> int:
+        return 0
 
 
 def _new_mooncake_engine() -> Any:

@@ -46,10 +46,11 @@ LaneKind = Literal["shm", "tcp", "rdma"]
 
 @dataclass(frozen=True)
 class Lane:
-    """What a pair is on, and why."""
+    """What a pair is on, and why. ``refusal``: why no KV can go over it after all."""
 
     kind: LaneKind
     reason: str
+    refusal: str = ""
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class Lanes:
                     pair.mapping.close()
                 pair = self._pairs[session] = _Pair(offer, time.monotonic())
             if pair.lane is None and (reason := self._why_network(pair)):
-                self._decide(session, pair, Lane(self.protocol, reason))
+                self._decide(session, pair, self._over_network(reason))
             elif is_new and offer is not None:
                 # In a thread of its own: the decode node may be stopped, and CUDA takes its time.
                 args, name = (session, pair, offer, tuple(regions)), f"lane to {session}"
@@ -165,10 +166,15 @@ class Lanes:
         remedy = "; `hisparse-pd doctor` says what pages shared memory has" if self.gpu is not None else ""
         return f"the decode node's memory was not open within {OPEN_SECS:g} s{remedy}"
 
+    def _over_network(self, reason: str) -> Lane:
+        fault = self.network.fault
+        return Lane(self.protocol, reason, refusal=f"{reason}; {fault}" if fault else "")
+
     def _decide(self, session: str, pair: _Pair, lane: Lane) -> None:
         """The caller has the lock."""
         pair.lane = lane
-        log.info("decode node at %s: lane %s (%s)", session, lane.kind, lane.reason)
+        kind = "none" if lane.refusal else lane.kind
+        log.info("decode node at %s: lane %s (%s)", session, kind, lane.refusal or lane.reason)
 
     def _open(self, session: str, pair: _Pair, offer: LaneOffer, regions: Sequence[tuple[int, int]]) -> None:
         """Open the decode node's memory, and let go of it when that node has ended."""
@@ -179,11 +185,13 @@ class Lanes:
             covers_all = mapping.covers(regions)
             rest = "" if covers_all else f"; the rest of it over {self.protocol}"
             lane = Lane("shm", f"both see the same memory{rest}")
+            if not covers_all and self.network.fault:
+                lane = self._over_network("the decode node shares a part of its memory only")
         except LaneError as error:
-            lane = Lane(self.protocol, str(error))
+            lane = self._over_network(str(error))
         except Exception as error:
             log.exception("the lane to session %s", session)
-            lane = Lane(self.protocol, f"{type(error).__name__}: {error}")
+            lane = self._over_network(f"{type(error).__name__}: {error}")
         with self._lock:
             is_late = self._pairs.get(session) is not pair or pair.lane is not None
             if not is_late:

@@ -26,6 +26,7 @@ from hisparse_pd.memory.machine import (
     verbs_library_fault,
 )
 from hisparse_pd.settings import TransportSettings
+from protocol.access import is_loopback
 from transfer.errors import TransferSetupError
 from transfer.rdma import (
     RdmaDevice,
@@ -132,22 +133,27 @@ def cuda_facts() -> CudaFacts:
 # --- software ---------------------------------------------------------------------------------------------
 
 
-def check_mooncake(version: Callable[[], str]) -> Check:
+def without_network(host: str) -> Status:
+    """What it means that KV cannot go over a network: nodes on loopback share their memory."""
+    return Status.WARN if is_loopback(host) else Status.FAIL
+
+
+def check_mooncake(host: str, version: Callable[[], str]) -> Check:
     try:
         return Check("Mooncake", Status.OK, version())
     except ImportError as error:
         return Check(
             "Mooncake",
-            Status.FAIL,
-            f"cannot be imported ({error})",
+            without_network(host),
+            f"cannot be imported ({error}): KV goes to nodes of this machine alone",
             f"pip install {_MOONCAKE_PACKAGE}-cuda13 (or -non-cuda), apt-get install libibverbs1 libnuma1",
         )
 
 
-def check_verbs(machine: Machine) -> Check:
+def check_verbs(host: str, machine: Machine) -> Check:
     """Mooncake does not load without the library, not even for TCP."""
     if (fault := verbs_library_fault(machine)) is not None:
-        return Check.of("libibverbs", fault, Status.FAIL)
+        return Check.of("libibverbs", fault, without_network(host))
     devices = ", ".join(machine.verbs_devices()) or "none"
     return Check("libibverbs", Status.OK, f"loads, devices with a driver: {devices}")
 

@@ -115,8 +115,8 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
     num_devices = len(named or select_devices("", host, machine).devices)
     transport_check, transport = check_transport(settings, num_bytes, machine)
     checks = [
-        check_mooncake(mooncake_version),
-        check_verbs(machine),
+        check_mooncake(host, mooncake_version),
+        check_verbs(host, machine),
         *check_devices(asked, settings.ib_device, host, machine),
         check_memlock(num_bytes, num_devices, asked, machine),
         check_gpu_direct(device, asked, machine),

@@ -31,6 +31,8 @@ SESSION = "peer"
 class NoNetwork:
     """All of it goes over the lane. Sources are not checked here."""
 
+    fault = "there is none"
+
     def write(self, *_: object, **__: object) -> None:
         raise AssertionError("over the network")
 

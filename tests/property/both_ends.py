@@ -205,7 +205,7 @@ class World:
         self._num_runs += 1
         return 20_000 + self._num_runs
 
-    def _new_transfer(self, *_: Any) -> SimTransfer:
+    def _new_transfer(self, *_: Any, **__: Any) -> SimTransfer:
         self._num_runs += 1
         return SimTransfer(f"127.0.0.1:{10_000 + self._num_runs}")
 

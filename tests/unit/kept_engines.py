@@ -31,7 +31,7 @@ class _Lease:
             _idle.append(self._engine)
 
 
-def kept_engine(host: str, transport: Transport = TCP) -> TransferEngine:
+def kept_engine(host: str, transport: Transport = TCP, *, needs_network: bool = True) -> TransferEngine:
     """One that nobody uses, or a new one. On loopback over TCP only: the idle ones are."""
     assert (host, transport) == ("127.0.0.1", TCP)
     return cast(TransferEngine, _Lease(_idle.pop() if _idle else TransferEngine(host, transport)))

@@ -24,7 +24,8 @@ POOL_BYTES = (300_001, 4096)
 class Network:
     """In place of a TransferEngine: remembers what it was to send. ``source`` is what is registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
         self.source = np.random.default_rng(0).integers(0, 256, 400_000, np.uint8)
         self.sent: list[tuple[str, list[int]]] = []
 
@@ -44,7 +45,14 @@ class Network:
 class Pair:
     """A decode node's memory, of which all or some is offered, and the lanes of a prefill node."""
 
-    def __init__(self, directory: str = "", *, covers_all: bool = True, why_off: str = "") -> None:
+    def __init__(
+        self,
+        directory: str = "",
+        *,
+        covers_all: bool = True,
+        why_off: str = "",
+        network_fault: str = "",
+    ) -> None:
         self.pools: list[HostPool] = [allocate_host(size, pinned=False, shared=True) for size in POOL_BYTES]
         self.memory = [pool.tensor.numpy() for pool in self.pools]
         self.regions = [(int(memory.ctypes.data), memory.nbytes) for memory in self.memory]
@@ -54,7 +62,7 @@ class Pair:
             if pool.shared_fd is not None
         ]
         self.host = LaneHost(offered if covers_all else offered[:1], directory=directory)
-        self.network = Network()
+        self.network = Network(network_fault)
         self.lanes = Lanes(self.network, "tcp", "run", why_off=why_off, directory=directory)
 
     def register(self, offer: LaneOffer | str | None = "own") -> Lane:
@@ -97,5 +105,7 @@ class Pair:
             pool.close()
 
 
-def pair_of(directory: str = "", *, covers_all: bool = True, why_off: str = "") -> closing[Pair]:
-    return closing(Pair(directory, covers_all=covers_all, why_off=why_off))
+def pair_of(
+    directory: str = "", *, covers_all: bool = True, why_off: str = "", network_fault: str = ""
+) -> closing[Pair]:
+    return closing(Pair(directory, covers_all=covers_all, why_off=why_off, network_fault=network_fault))

@@ -23,7 +23,7 @@ from transfer.engine import (
     TransferSetupError,
     quiet_mooncake_logs,
 )
-from transfer.plan import MAX_DESCRIPTOR_BYTES
+from transfer.plan import MAX_DESCRIPTOR_BYTES, as_descriptors
 from transfer.transport import TCP, Transport
 
 PEER_BYTES = 12 << 20
@@ -302,6 +302,30 @@ def test_mooncake_is_held_to_the_transport_by_its_environment(
     assert seen == {**inside, "protocol": transport.protocol, "devices": ",".join(transport.devices)}
     assert os.environ["MC_FORCE_TCP"] == "kept"
     assert "MC_FORCE_HCA" not in os.environ
+
+
+def test_a_node_on_loopback_starts_without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise TransferSetupError("Mooncake cannot be imported; install it")
+
+    monkeypatch.setattr(engine_module, "_new_mooncake_engine", missing)
+    one, other = (TransferEngine("127.0.0.1", needs_network=False) for _ in range(2))
+    assert one.session != other.session
+    memory = torch.zeros(8, dtype=torch.uint8)
+    addr = one.register(memory)
+    one.check_sources(as_descriptors(([addr], [1], [8])))
+    with pytest.raises(TransferError, match=r"machine alone.*install it; nothing was sent"):
+        one.write(other.session, ([addr], [1], [8]))
+    one.unregister(addr)
+    for engine in (one, other):
+        engine.close()
+    for needs_network, host, transport in (
+        (True, "127.0.0.1", TCP),
+        (False, "192.0.2.1", TCP),
+        (False, "127.0.0.1", Transport("rdma", ("mlx5_0",))),
+    ):
+        with pytest.raises(TransferSetupError, match="install it"):
+            TransferEngine(host, transport, needs_network=needs_network)
 
 
 @pytest.mark.I1

@@ -155,6 +155,16 @@ def test_the_network_is_taken_where_shared_memory_is_not_wanted() -> None:
         assert len(pair.network.sent) == 1
 
 
+def test_without_a_network_all_memory_must_be_shared() -> None:
+    with pair_of(network_fault="no Mooncake") as pair:
+        assert pair.register() == Lane("shm", "both see the same memory")
+    with pair_of(network_fault="no Mooncake", covers_all=False) as pair:
+        assert pair.register().refusal == "the decode node shares a part of its memory only; no Mooncake"
+    with pair_of(network_fault="no Mooncake") as pair:
+        lane = pair.register(None)
+        assert lane.refusal == "the decode node offers no shared memory; no Mooncake"
+
+
 def test_the_network_is_taken_for_a_node_of_another_machine(pair: Pair) -> None:
     elsewhere = LaneOffer(f"{SOCKET_PREFIX}{'0' * 16}", bytes(32))
     lane = pair.register(elsewhere)
