@@ -6,6 +6,7 @@ One thing they cannot keep out: a mark that is spelled within a string of a JSON
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -252,18 +253,36 @@ class _DeepSeekV31(CallWriter):
 
     def _call(self, tool: CallableTool) -> str:
         mark = self._lark.mark
-        if tool.parameters.get("type", "object") != "object":
-            raise NotWritable("has parameters that are no object")
-        schema = {**tool.parameters, "type": "object"}
-        arguments = json_value(schema, is_lenient=not tool.is_strict)
         name = sequence(mark(V31.CALL), literal(tool.name), mark(V31.SEPARATOR))
-        return sequence(name, arguments, mark(V31.END_OF_CALL))
+        return sequence(name, _json_arguments(tool), mark(V31.END_OF_CALL))
+
+
+class _Hermes(CallWriter):
+    """``<tool_call>{"name": "...", "arguments": {...}}</tool_call>``, with line breaks."""
+
+    opening = "<tool_call>"
+
+    def _calls(self, call: str, at_most_one: bool) -> str:
+        further = "" if at_most_one else f"({NEWLINE}? {self._lark.mark(self.opening)} {call})*"
+        return sequence(call, further)
+
+    def _call(self, tool: CallableTool) -> str:
+        name = literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
+        end = self._lark.mark("</tool_call>")
+        return sequence(f"{NEWLINE}?", name, _json_arguments(tool), literal("}"), f"{NEWLINE}?", end)
+
+
+def _json_arguments(tool: CallableTool) -> str:
+    if tool.parameters.get("type", "object") != "object":
+        raise NotWritable("has parameters that are no object")
+    return json_value({**tool.parameters, "type": "object"}, is_lenient=not tool.is_strict)
 
 
 CALL_WRITERS: Final[Mapping[ToolMarkup, type[CallWriter]]] = {
     ToolMarkup.GLM: _Glm,
     ToolMarkup.DSML: _Dsml,
     ToolMarkup.DEEPSEEK_V31: _DeepSeekV31,
+    ToolMarkup.HERMES: _Hermes,
 }
 
 

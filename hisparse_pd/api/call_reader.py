@@ -18,7 +18,7 @@ import msgspec
 from hisparse_pd.api.chat_format import STRING_ATTRIBUTE, Markup
 from hisparse_pd.api.message_parts import PartKind, PartList
 from hisparse_pd.api.tool_schemas import ToolSchemas
-from protocol.decoding import decode_json
+from protocol.decoding import TypedDecoder, decode_json
 
 
 class _At(Enum):
@@ -67,6 +67,23 @@ class _Call:
     """Behind them."""
 
 
+class _JsonCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_JSON_CALLS: TypedDecoder[_JsonCall] = TypedDecoder.json(_JsonCall)
+
+
+def _json_call(text: str) -> _JsonCall | None:
+    """A call that is JSON as a whole; None where it is none."""
+    try:
+        call = _JSON_CALLS.decode(text.encode())
+    except msgspec.MsgspecError:
+        return None
+    return call if call.name else None
+
+
 class CallReader:
     """The calls behind one ``opening``, which show themselves in ``parts``.
 
@@ -107,7 +124,8 @@ class CallReader:
     @property
     def is_no_call(self) -> bool:
         """Whether the opening, which begins a call, was none: no name is as long as what follows it."""
-        return self._at is _At.NAME and not self._markup.call and self._num_name_chars > _MAX_NAME_CHARS
+        begins_call = not self._markup.call and not self._markup.is_json
+        return self._at is _At.NAME and begins_call and self._num_name_chars > _MAX_NAME_CHARS
 
     def unshown(self) -> str:
         """What was read and is no call so far, with the opening unless a call followed it."""
@@ -185,9 +203,13 @@ class CallReader:
         markup = self._markup
         name = self._since_mark().strip()
         ends_call = mark in markup.ends
+        if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
+            self._begin_call(whole.name)
+            self._end_call(bytes(whole.arguments).decode(), mark)
+            return
         if not name and ends_call and not markup.end_of_name:  # an opening and its closing, and nothing else
             self.is_over = True
-        elif not name or (ends_call and markup.end_of_name):
+        elif not name or markup.is_json or (ends_call and markup.end_of_name):
             self._end_no_call(mark)
         else:
             self._begin_call(name)
@@ -332,7 +354,8 @@ def _marks(markup: Markup, at: _At) -> tuple[str, ...]:
         case _At.BETWEEN | _At.TEXT:
             return (markup.call, markup.closing)
         case _At.NAME:
-            return (markup.end_of_name or markup.key, *ends, *(() if markup.call else markup.openings))
+            before = markup.end_of_name or markup.key
+            return (*([before] if before else []), *ends, *(() if markup.call else markup.openings))
         case _At.BODY:
             return (markup.key, *ends)
         case _At.KEY:

@@ -29,6 +29,7 @@ class ToolMarkup(StrEnum):
     GLM = "glm"
     DSML = "dsml"
     DEEPSEEK_V31 = "deepseek_v31"
+    HERMES = "hermes"
 
 
 class V31:
@@ -80,8 +81,18 @@ def _ends_with(mark: str, prompt: bytes, of_token: Callable[[int], bytes]) -> bo
     return end.rstrip().endswith(mark.encode())
 
 
-_MARKS = {ToolMarkup.DSML: DSML, ToolMarkup.DEEPSEEK_V31: V31.SEPARATOR, ToolMarkup.GLM: "<arg_key>"}
-_OF_FAMILY = {"glm_moe_dsa": ToolMarkup.GLM, "deepseek_v32": ToolMarkup.DSML}
+_MARKS = {
+    ToolMarkup.DSML: DSML,
+    ToolMarkup.DEEPSEEK_V31: V31.SEPARATOR,
+    ToolMarkup.GLM: "<arg_key>",
+    ToolMarkup.HERMES: "<tool_call>",
+}
+"""What a template has that writes such calls, and those before it here have not."""
+_OF_FAMILY = {
+    "glm_moe_dsa": ToolMarkup.GLM,
+    "deepseek_v32": ToolMarkup.DSML,
+    "axk2": ToolMarkup.HERMES,
+}
 
 
 def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
@@ -104,7 +115,8 @@ def writes_own_chat(template: str | None, model_type: str) -> bool:
 class Markup:
     """Calls stand between one of ``openings`` and ``closing``; each begins with ``call`` and ends with
     ``call_end``. A call is a name and, behind ``end_of_name``, its arguments: keys and values, each with
-    marks of its own, or one JSON object.
+    marks of its own, or one JSON object. Or it ``is_json`` as a whole: an object of ``name`` and
+    ``arguments``.
 
     ``call``, ``end_of_name``, ``value``: "" where no mark stands there. ``key``: "" where arguments are JSON.
     ``values_hide_marks``: within a value nothing but its end is a mark; otherwise a call can end there.
@@ -126,6 +138,7 @@ class Markup:
     end_of_value: str = ""
     values_hide_marks: bool = False
     says_type: bool = False
+    is_json: bool = False
     takes_repeated_keys: bool = False
     ends_reasoning: bool = False
 
@@ -176,5 +189,15 @@ MARKUPS: Final[Mapping[ToolMarkup, Markup]] = {
         end_of_name=V31.SEPARATOR,
         call_end=V31.END_OF_CALL,
         sign=V31.CALLS,
+    ),
+    # {"name": "...", "arguments": {...}}
+    ToolMarkup.HERMES: Markup(
+        openings=("<tool_call>",),
+        closing="</tool_call>",
+        call="",
+        end_of_name="",
+        call_end="</tool_call>",
+        sign="<tool_call>",
+        is_json=True,
     ),
 }

@@ -349,6 +349,10 @@ def written_calls(draw: st.DrawFn) -> tuple[Markup, str, ToolSchemas, tuple[str,
             text = f"<|tool▁calls▁begin|><|tool▁call▁begin|>{name}<|tool▁sep|>{space}{json.dumps(arguments)}"
             text += f"{space}<|tool▁call▁end|><|tool▁calls▁end|>"
             read = {key: json.dumps(value) for key, value in arguments.items()}
+        case ToolMarkup.HERMES:
+            call = f'{{"name": "{name}",{space}"arguments": {json.dumps(arguments)}}}'
+            text = f"<tool_call>{space}{call}{space}</tool_call>"
+            read = {key: json.dumps(value) for key, value in arguments.items()}
     shown = "{" + ", ".join(f'"{key}": {value}' for key, value in read.items()) + "}"
     return MARKUPS[kind], text.replace("|", BAR), schemas, (name, shown)
 

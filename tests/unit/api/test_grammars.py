@@ -34,6 +34,7 @@ TOKENS = {
     ToolMarkup.DEEPSEEK_V31: (
         *("<think>", "</think>", V31.CALLS, V31.END_OF_CALLS, V31.CALL, V31.END_OF_CALL, V31.SEPARATOR),
     ),
+    ToolMarkup.HERMES: ("<think>", "</think>", "<tool_call>", "</tool_call>"),
 }
 MARKS = TOKENS | {
     ToolMarkup.DSML: (
@@ -340,6 +341,7 @@ CALLS = {
     ToolMarkup.DEEPSEEK_V31: (
         f"{V31.CALLS}{V31.CALL}no_arguments{V31.SEPARATOR}{{}}{V31.END_OF_CALL}{V31.END_OF_CALLS}"
     ),
+    ToolMarkup.HERMES: '<tool_call>\n{"name": "no_arguments", "arguments": {}}\n</tool_call>',
 }
 
 
