@@ -72,3 +72,21 @@ def place_rows(
     device_slots = torch.where(is_there & (slots >= 0), slots, scratch_device_slot)
     columns = (positions, select_at, of_rows, device_slots, index_slots)
     return StepRows(*(column.flatten().contiguous() for column in columns))
+
+
+def slots_of(page_table: Tensor, page_size: int, table_rows: Tensor, positions: Tensor) -> Tensor:
+    """Token slots, int32 [num_rows, n], of ``positions``, int32 [num_rows, n], of each row's row of the page
+    table; ABSENT where they are.
+
+    ``page_table``: int32 [rows of the table, max_pages]; ``table_rows``: int64 [num_rows]. Contiguous, on one
+    device; nothing synchronises.
+    """
+    if positions.device.type == "cuda":
+        from kernels import triton_step_rows
+
+        out = torch.empty_like(positions)
+        triton_step_rows.slots_of(page_table, page_size, table_rows, positions, out)
+        return out
+    known = positions.clamp(min=0)
+    pages = page_table[table_rows[:, None], known // page_size]
+    return (pages * page_size + known % page_size).masked_fill_(positions < 0, ABSENT)

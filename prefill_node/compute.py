@@ -29,6 +29,7 @@ from kernels.bit_masks import allowed_logits
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
+from prefill_node.short_forwards import ShortForwards
 from protocol.messages import Room
 from transfer.sender import Ready
 
@@ -75,6 +76,7 @@ class PromptRunner:
         self.kernels = AttentionKernels.choose(
             model, attention_backend, scratch_tokens=min(chunk_tokens, most_rows)
         )
+        self._short = ShortForwards(model, memory, page_size, self.kernels)
 
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
@@ -83,36 +85,32 @@ class PromptRunner:
         computes, layer after layer. Raises whatever the model or ``on_written`` raises, out of memory
         included; then the chunks count as not computed."""
         is_whole = [chunk.stop == record.num_prompt_tokens for record, chunk in batch]
-        kv = PagedKv(
-            self._model.spec,
-            self._memory.kv,
-            self._memory.index,
-            self._page_size,
-            [
-                PagedRequest(self._page_ids(record), chunk.start, chunk.stop - chunk.start, want_hint=whole)
-                for (record, chunk), whole in zip(batch, is_whole, strict=True)
-            ],
-            layer_hook(on_written, self._model.device),
-            self.kernels,
-            self._memory.row_checks,
-        )
+        requests = [
+            PagedRequest(self._page_ids(record), chunk.start, chunk.stop - chunk.start)
+            for record, chunk in batch
+        ]
+        memory, hook = self._memory, layer_hook(on_written, self._model.device)
+        pools = memory.kv, memory.index, self._page_size
+        kv = PagedKv(self._model.spec, *pools, requests, hook, self.kernels, memory.row_checks)
         token_ids = torch.cat(
             [
                 torch.from_numpy(record.token_ids[chunk.start : chunk.stop].astype(np.int64))
                 for record, chunk in batch
             ]
-        )
-        logit_rows = kv.last_rows[torch.tensor(is_whole, device=kv.last_rows.device)]
-        inputs = (token_ids.to(self._model.device), kv.positions, kv, logit_rows)
-        hidden: Tensor | None = None
+        ).to(self._model.device)
+        whole_requests = torch.tensor(
+            [number for number, whole in enumerate(is_whole) if whole], dtype=torch.int64
+        ).to(self._model.device)
+        logit_rows = kv.last_rows[whole_requests]
         scored = _scored_rows(batch)
-        if self._model.spec.num_draft_layers or scored:
-            logits, hidden = self._model.forward_with_hidden(*inputs)
+        if (short := self._short.run(token_ids, kv)) is not None:
+            logits, hidden = short[0][whole_requests], short[1]
+            if hook is not None:
+                for layer in range(self._model.spec.num_layers):
+                    hook(layer)
         else:
-            logits = self._model.forward(*inputs)
-        whole = [
-            (record, hint) for (record, _), hint in zip(batch, kv.hints, strict=True) if hint is not None
-        ]
+            logits, hidden = self._model.forward_with_hidden(token_ids, kv.positions, kv, logit_rows)
+        whole = [(record, kv.hints[number]) for number, (record, _) in enumerate(batch) if is_whole[number]]
         tokens, logprobs = sample(
             logits,
             [_sampling(record) for record, _ in whole],
@@ -122,9 +120,9 @@ class PromptRunner:
             masks=_first_masks([record for record, _ in whole], self._model.spec.vocab_size, logits.device),
         )
         rows: ScoredRows | None = None
-        if scored and hidden is not None:
+        if scored:
             rows = self._score(hidden, scored)
-        if self._model.spec.num_draft_layers and hidden is not None:
+        if self._model.spec.num_draft_layers:
             next_ids = _next_tokens(batch, tokens).to(self._model.device)
             self._model.draft(next_ids, hidden, kv.positions, kv, logit_rows[:0])
         self._wait()
@@ -153,6 +151,8 @@ class PromptRunner:
                 torch.full((1, -(-vocab_size // 32)), ALL_ALLOWED, dtype=torch.int32, device=device),
             )
         self._model.expect_tokens(0)
+        if ranks is None and device.type == "cuda":
+            self._short.capture(most_tokens)
 
     def _warm_up_record(self, num_tokens: int) -> RoomRecord:
         """A prompt of zeros in the first pages, with logprobs of its own tokens and a drawn first one."""

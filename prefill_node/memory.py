@@ -24,12 +24,15 @@ log = logging.getLogger(__name__)
 
 VERIFIED_AT_A_TIME = 1 << 16
 """Token slots: their checks and those that they are compared with take 32 MB with 61 layers."""
+NUM_SCRATCH_SLOTS = 64
+"""Behind those of pages, and as many bytes as keep all layers aligned."""
 
 
 class PrefillMemory:
     """``kv``: uint8 [num_kv_layers, num_slots, item_bytes] and ``index``: uint8 [num_index_groups, num_slots,
     index_item_bytes], and ``row_checks``: int32 [num_kv_layers, num_slots], if the node computes them, all on
-    ``device``; ``aux``: uint8 [num_aux_slots, aux slot bytes] on the host.
+    ``device``; ``aux``: uint8 [num_aux_slots, aux slot bytes] on the host. ``num_slots``: those of pages, and
+    from ``scratch_slot`` on some that nobody reads, for rows of padding.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class PrefillMemory:
     ) -> None:
         self._of_layers = spec.kv_layer_of_layer, spec.index_group_of_layer
         self._index_topk = spec.index_topk
+        self.scratch_slot = num_slots
         kv_shape, index_shape, aux_shape = _shapes(spec, num_slots, num_aux_slots)
         self.row_checks: Tensor | None = None
         if spec.has_row_checks:
@@ -105,12 +109,14 @@ class PrefillMemory:
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:
     """Bytes of main memory that a PrefillMemory of these sizes registers."""
     kv, index, aux = (math.prod(shape) for shape in _shapes(spec, num_slots, num_aux_slots))
-    return aux + (kv + index + num_slots * spec.row_check_bytes if device.type == "cpu" else 0)
+    checks = (num_slots + NUM_SCRATCH_SLOTS) * spec.row_check_bytes
+    return aux + (kv + index + checks if device.type == "cpu" else 0)
 
 
 def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[int, ...], ...]:
     """The shapes of the KV pool, the index pool and the aux staging."""
     aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
+    num_slots += NUM_SCRATCH_SLOTS
     return (
         (spec.num_kv_layers, num_slots, spec.item_bytes),
         (spec.num_index_groups, num_slots, spec.index_item_bytes),

@@ -11,6 +11,8 @@ BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, weights that are unpacked."""
 TOKEN_RESERVE_BYTES = 512 << 10
 """For activations of one token of a chunk: queries of 128 heads of 576 numbers, twice, and what is less."""
+GRAPH_TOKENS = (1024, 256, 64, 16)
+"""Of the forwards that are captured, which keep the activations of the first of them."""
 MAX_INDEXER_BYTES = 1 << 30
 """For the scores of the indexer, which come in blocks of queries where they would be more."""
 LOGIT_COPIES = 6
@@ -54,11 +56,12 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
 
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
-    """For what the forward of one chunk computes with: a fixed part, its tokens, indexer scores, logits."""
+    """For what the forward of one chunk computes with: a fixed part, its tokens and those of the largest
+    graph, indexer scores, logits."""
     num_tokens = settings.chunked_prefill_size
     return (
         BASE_RESERVE_BYTES
-        + num_tokens * TOKEN_RESERVE_BYTES
+        + (num_tokens + min(num_tokens, GRAPH_TOKENS[0])) * TOKEN_RESERVE_BYTES
         + min(MAX_INDEXER_BYTES, 2 * 4 * num_tokens * spec.context_length)
         + settings.max_running_requests * 4 * LOGIT_COPIES * spec.vocab_size
     )

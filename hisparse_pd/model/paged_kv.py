@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.spec import ModelSpec
 from kernels.paged_indexer import paged_index_topk
 from kernels.row_check import store_row_checks
+from kernels.step_rows import slots_of
 
 
 @dataclass(frozen=True)
@@ -23,37 +23,30 @@ class PagedRequest:
     """Integer [>= pages of the whole length], in position order."""
     prefix_len: int
     num_new_tokens: int
-    want_hint: bool = False
-    """Keep the last new token's selection of every index group."""
 
     @property
     def seq_len(self) -> int:
         return self.prefix_len + self.num_new_tokens
 
 
-class PagedKv:
-    """The ``KvAccess`` of one forward over ``requests``, whose new tokens are concatenated in order.
+@dataclass(frozen=True)
+class PagedRows:
+    """What a forward knows of its requests and their new tokens, which are concatenated in order."""
 
-    ``device_pool``: uint8 [num_kv_layers, num_slots, item_bytes]; ``index_pool``: uint8 [num_index_groups,
-    num_slots, index_item_bytes]; new rows of both are written, and of ``row_checks``, int32 [num_kv_layers,
-    num_slots], if there are any. After the forward ``hints[i]`` is int32
-    [num_index_groups, index_topk], the hint of ``requests[i]``, or None when it was not wanted.
+    page_table: Tensor
+    """int32 [num_requests, max_pages], 0 behind a request's pages."""
+    request_of_token: Tensor
+    """int64 [num_tokens], as are ``positions`` and ``slots``: where a token's rows are stored."""
+    positions: Tensor
+    slots: Tensor
+    num_tokens: Tensor
+    """int32 [1]: tokens from there on are padding."""
+    last_rows: Tensor
+    """int64 [num_requests]: each request's last new token among the forward's tokens."""
 
-    ``on_written(layer)`` is called in the forward, layer after layer, once what it has in both pools is
-    written: on the CPU the bytes are there, on a GPU the kernels that store them are in the current stream.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        device_pool: Tensor,
-        index_pool: Tensor,
-        page_size: int,
-        requests: Sequence[PagedRequest],
-        on_written: Callable[[int], None] | None = None,
-        kernels: AttentionKernels | None = None,
-        row_checks: Tensor | None = None,
-    ) -> None:
+    @classmethod
+    def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
+        """Raises ValueError for a request without new tokens, or with more than its pages hold."""
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
                 raise ValueError(
@@ -65,6 +58,80 @@ class PagedKv:
                     f"request {number}: {request.seq_len} tokens do not fit in {request.page_ids.shape[0]} "
                     f"pages of {page_size}"
                 )
+        max_pages = max((request.page_ids.shape[0] for request in requests), default=1)
+        page_table = torch.zeros((len(requests), max_pages), dtype=torch.int32, device=device)
+        for number, request in enumerate(requests):
+            page_table[number, : request.page_ids.shape[0]] = request.page_ids
+        num_tokens = sum(request.num_new_tokens for request in requests)
+        lengths = torch.tensor([request.num_new_tokens for request in requests], device=device)
+        request_of_token = torch.repeat_interleave(lengths, output_size=num_tokens)
+        positions = torch.cat(
+            [torch.arange(request.prefix_len, request.seq_len, device=device) for request in requests]
+        )
+        return cls(
+            page_table,
+            request_of_token,
+            positions,
+            slots_of(page_table, page_size, request_of_token, positions[:, None].int())[:, 0].long(),
+            torch.tensor([num_tokens], dtype=torch.int32, device=device),
+            lengths.cumsum(0) - 1,
+        )
+
+    @classmethod
+    def padding(
+        cls, num_requests: int, max_pages: int, num_tokens: int, scratch_slot: int, device: torch.device
+    ) -> PagedRows:
+        """All of it, whose rows are stored at ``scratch_slot``: for ``hold``."""
+        nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        return cls(
+            torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
+            nothing,
+            nothing.clone(),
+            nothing + scratch_slot,
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(num_requests, dtype=torch.int64, device=device),
+        )
+
+    def hold(self, others: PagedRows, scratch_slot: int) -> None:
+        """Become ``others``, of which there are no more, and padding behind them."""
+        num_requests, max_pages = others.page_table.shape
+        num_tokens = len(others.positions)
+        self.page_table[:num_requests, :max_pages] = others.page_table
+        for target, source in (
+            (self.request_of_token, others.request_of_token),
+            (self.positions, others.positions),
+            (self.slots, others.slots),
+            (self.last_rows, others.last_rows),
+        ):
+            target[: len(source)] = source
+        self.slots[num_tokens:] = scratch_slot
+        self.num_tokens.copy_(others.num_tokens)
+
+
+class PagedKv:
+    """The ``KvAccess`` of one forward over the requests of ``rows``.
+
+    ``device_pool``: uint8 [num_kv_layers, num_slots, item_bytes]; ``index_pool``: uint8 [num_index_groups,
+    num_slots, index_item_bytes]; new rows of both are written, and of ``row_checks``, int32 [num_kv_layers,
+    num_slots], if there are any.
+
+    ``on_written(layer)`` is called in the forward, layer after layer, once the layer's rows in both pools are
+    written: on the CPU the bytes are there, on a GPU the kernels that store them are in the current stream.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device_pool: Tensor,
+        index_pool: Tensor,
+        page_size: int,
+        requests: Sequence[PagedRequest] | PagedRows,
+        on_written: Callable[[int], None] | None = None,
+        kernels: AttentionKernels | None = None,
+        row_checks: Tensor | None = None,
+    ) -> None:
+        device = device_pool.device
+        self.rows = requests if isinstance(requests, PagedRows) else PagedRows.of(requests, page_size, device)
         self._spec = spec
         self._kernels = kernels or AttentionKernels.reference(spec)
         self._device_pool = device_pool
@@ -72,34 +139,28 @@ class PagedKv:
         self._row_checks = row_checks
         self._page_size = page_size
         self._on_written = on_written
-        device = device_pool.device
-        max_pages = max((request.page_ids.shape[0] for request in requests), default=1)
-        self._page_table = torch.zeros((len(requests), max_pages), dtype=torch.int32, device=device)
-        for number, request in enumerate(requests):
-            self._page_table[number, : request.page_ids.shape[0]] = request.page_ids
-        lengths = torch.tensor([request.num_new_tokens for request in requests], device=device)
-        self._request_of_token = torch.repeat_interleave(lengths)
-        self.positions = torch.cat(
-            [torch.arange(request.prefix_len, request.seq_len, device=device) for request in requests]
-        )
-        """int64 [num_tokens]: the positions that the forward needs."""
-        self._num_tokens = torch.tensor(
-            [sum(request.num_new_tokens for request in requests)], dtype=torch.int32, device=device
-        )
-        self._last_row_of = [total - 1 for total in accumulate(r.num_new_tokens for r in requests)]
-        self.last_rows = lengths.cumsum(0) - 1
-        """int64 [num_requests]: each request's last new token among the forward's tokens."""
-        self._new_slots = self._slots(self.positions[:, None])[:, 0]
         self._resolved: tuple[Tensor, Tensor] | None = None
-        self.hints: list[Tensor | None] = [
-            torch.full((spec.num_index_groups, spec.index_topk), -1, dtype=torch.int32, device=device)
-            if request.want_hint
-            else None
-            for request in requests
-        ]
+        shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
+        self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [num_tokens]: the positions that the forward needs."""
+        return self.rows.positions
+
+    @property
+    def last_rows(self) -> Tensor:
+        """int64 [num_requests]: each request's last new token among the forward's tokens."""
+        return self.rows.last_rows
+
+    @property
+    def hints(self) -> Tensor:
+        """int32 [num_requests, num_index_groups, index_topk]: after the forward, what each request's last new
+        token selected."""
+        return self._hints.transpose(0, 1)
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
-        slots, pool = self._new_slots, self._device_pool
+        slots, pool = self.rows.slots, self._device_pool
         if kv is not None:
             kv_layer = self._spec.kv_layer_of_layer[layer]
             self._kernels.kv_format.store(pool[kv_layer], slots, kv)
@@ -117,29 +178,23 @@ class PagedKv:
             q_index,
             weights,
             self._index_pool[group],
-            self._page_table,
-            self._request_of_token,
-            self.positions,
-            self._num_tokens,
+            self.rows.page_table,
+            self.rows.request_of_token,
+            self.rows.positions,
+            self.rows.num_tokens,
             page_size=self._page_size,
             top_k=self._spec.index_topk,
             key_format=self._kernels.index_format.name,
             scratch=self._kernels.indexer_scratch,
         )
-        for number, hint in enumerate(self.hints):
-            if hint is not None:
-                hint[group] = selected[self._last_row_of[number]]
+        torch.index_select(selected, 0, self.rows.last_rows, out=self._hints[group])
         return selected
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         # Shared-index layers attend to the very tensor of their group's first layer.
         if self._resolved is None or self._resolved[0] is not positions:
-            self._resolved = (positions, self._slots(positions).int())
+            rows = self.rows
+            slots = slots_of(rows.page_table, self._page_size, rows.request_of_token, positions)
+            self._resolved = (positions, slots)
         items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
         return self._kernels.attention.attend(q, items, self._resolved[1], scale)
-
-    def _slots(self, positions: Tensor) -> Tensor:
-        """Device slots, int64 [num_tokens, n], of ``positions`` of each token's request; -1 where -1."""
-        known = positions.clamp(min=0).long()
-        page_ids = self._page_table[self._request_of_token[:, None], known // self._page_size].long()
-        return (page_ids * self._page_size + known % self._page_size).masked_fill_(positions < 0, -1)

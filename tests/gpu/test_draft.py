@@ -42,7 +42,7 @@ def test_a_chain_of_two_guesses(tmp_path: Path, in_fp8: bool, kv_dtype: str) -> 
         )
     ]
     pages = torch.arange(NUM_TOKENS // PAGE_SIZE, device=DEVICE)
-    request = PagedRequest(pages, 0, NUM_TOKENS, want_hint=True)
+    request = PagedRequest(pages, 0, NUM_TOKENS)
     kv = PagedKv(spec, pools[0], pools[1], PAGE_SIZE, [request], kernels=kernels)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(NUM_BYTES, SHAPE.vocab_size - 6, (NUM_TOKENS + 1,), generator=generator)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kernels.step_rows import StepRows, place_rows
+from kernels.step_rows import StepRows, place_rows, slots_of
 from tests.gpu.support import DEVICE, needs_gpu
-from tests.unit.kernels.drawn_rows import check
+from tests.unit.kernels.drawn_rows import PAGE_SIZE, check, check_slots
 
 pytestmark = needs_gpu
 
@@ -22,3 +22,7 @@ def test_rows() -> None:
         return place_rows(**moved)
 
     check(place)
+
+
+def test_slots() -> None:
+    check_slots(lambda table, rows, positions: slots_of(table, PAGE_SIZE, rows, positions), DEVICE)

@@ -153,7 +153,7 @@ def prefill(
         started = time.perf_counter()
         for start in range(0, context, chunk):
             stop = min(start + chunk, context)
-            request = PagedRequest(pages, start, stop - start, want_hint=stop in (*cuts, context))
+            request = PagedRequest(pages, start, stop - start)
             kv = PagedKv(
                 spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels, memory.row_checks
             )
@@ -164,7 +164,7 @@ def prefill(
                 model.draft(following, hidden, kv.positions, kv, kv.last_rows)
             else:
                 model.forward(*inputs)
-            if kv.hints[0] is not None:
+            if stop in (*cuts, context):
                 hints[stop] = kv.hints[0].cpu()
         synchronize(device)
         secs = time.perf_counter() - started

@@ -137,7 +137,7 @@ def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) 
     kv = torch.zeros((spec.num_kv_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
     index = torch.zeros((spec.num_index_groups, num_slots, spec.index_item_bytes), dtype=torch.uint8)
     row_checks = torch.zeros((spec.num_kv_layers, num_slots), dtype=torch.int32)
-    request = PagedRequest(torch.arange(num_pages), 0, len(prompt), want_hint=True)
+    request = PagedRequest(torch.arange(num_pages), 0, len(prompt))
     access = PagedKv(spec, kv, index, page_size, [request], row_checks=row_checks)
     tokens = torch.tensor(prompt)
     greedy = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
@@ -150,7 +150,6 @@ def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) 
         logits = model.forward(tokens, access.positions, access, access.last_rows)
         token_ids, logprobs = sample(logits, [greedy], [0], ())
     hint = access.hints[0]
-    assert hint is not None
     return Prefilled(kv, index, row_checks, token_ids[0], logprobs[0], hint.numpy())
 
 

@@ -65,3 +65,19 @@ def check(place: Callable[..., StepRows]) -> None:
         columns = (rows.positions, rows.select_at, rows.req_rows, rows.device_slots, rows.index_slots)
         assert all(column.dtype == torch.int64 and column.is_contiguous() for column in columns)
         assert torch.stack(columns, dim=1).tolist() == by_loop(given), form
+
+
+def check_slots(slots_of: Callable[..., torch.Tensor], device: str = "cpu") -> None:
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randperm(5 * 9, generator=generator).view(5, 9).int()
+    table_rows = torch.randint(0, 5, (13,), generator=generator)
+    for num_positions in (1, 70):
+        positions = torch.randint(-2, 9 * PAGE_SIZE, (13, num_positions), generator=generator).int()
+        positions.clamp_(min=-1)
+        found = slots_of(*(x.to(device) for x in (table, table_rows, positions)))
+        expected = [
+            [-1 if at < 0 else int(table[row, at // PAGE_SIZE]) * PAGE_SIZE + at % PAGE_SIZE for at in of_row]
+            for row, of_row in zip(table_rows.tolist(), positions.tolist(), strict=True)
+        ]
+        assert found.dtype == torch.int32
+        assert found.tolist() == expected

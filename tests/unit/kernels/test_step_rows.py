@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.step_rows import StepRows, place_rows
-from tests.unit.kernels.drawn_rows import NUM_REQS, check
+from kernels.step_rows import StepRows, place_rows, slots_of
+from tests.unit.kernels.drawn_rows import NUM_REQS, PAGE_SIZE, check, check_slots
 from tests.unit.kernels.triton_here import compiled_for_hopper, interpreted, needs_triton
 
 
 @pytest.mark.I6
 def test_rows_in_torch() -> None:
     check(place_rows)
+
+
+def test_slots_in_torch() -> None:
+    check_slots(lambda table, rows, positions: slots_of(table, PAGE_SIZE, rows, positions))
 
 
 def interpret_cases() -> None:
@@ -27,6 +31,14 @@ def interpret_cases() -> None:
 
     triton_step_rows.BLOCK = 32  # several programs, the last in part
     check(place)
+
+    def look_up(table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(positions)
+        triton_step_rows.slots_of(table, PAGE_SIZE, rows, positions, out)
+        return out
+
+    triton_step_rows.MOST_POSITIONS = 32
+    check_slots(look_up)
 
 
 @needs_triton

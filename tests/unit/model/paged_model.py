@@ -35,8 +35,8 @@ class PagedModel:
     def kv(self, *requests: PagedRequest) -> PagedKv:
         return PagedKv(self.spec, self.device_pool, self.index_pool, self.page_size, requests)
 
-    def extend(self, parts: Sequence[Part], want_hint: bool = False) -> tuple[Tensor, PagedKv]:
+    def extend(self, parts: Sequence[Part]) -> tuple[Tensor, PagedKv]:
         """The logits behind each of ``parts``, in one forward."""
-        kv = self.kv(*(PagedRequest(pages, start, len(tokens), want_hint) for pages, start, tokens in parts))
+        kv = self.kv(*(PagedRequest(pages, start, len(tokens)) for pages, start, tokens in parts))
         token_ids = torch.tensor([token_id for _, _, tokens in parts for token_id in tokens])
         return self.model.forward(token_ids, kv.positions, kv, kv.last_rows), kv

@@ -40,8 +40,8 @@ class Drafter(PagedModel):
         spec = load_spec(path, num_draft_layers=num_draft_layers)
         super().__init__(spec, load_model(path, spec, ranks=ranks), NUM_PAGES, PAGE_SIZE)
 
-    def kv_of(self, start: int, num_tokens: int, want_hint: bool = False) -> PagedKv:
-        return self.kv(PagedRequest(self.free_pages, start, num_tokens, want_hint))
+    def kv_of(self, start: int, num_tokens: int) -> PagedKv:
+        return self.kv(PagedRequest(self.free_pages, start, num_tokens))
 
     def forward(self, tokens: list[int], start: int = 0) -> tuple[Tensor, Tensor]:
         kv = self.kv_of(start, len(tokens))
@@ -110,7 +110,7 @@ def test_chunks_write_the_bytes_of_one_pass(drafter: Drafter) -> None:
     parts = [drafter.draft(tokens[i : i + 70], hidden[i : i + 70], i) for i in range(0, len(tokens), 70)]
     for in_chunks, at_once in zip(zip(*parts, strict=True), whole, strict=True):
         assert torch.equal(torch.cat(in_chunks), at_once)
-    slots = drafter.kv_of(0, len(tokens))._new_slots
+    slots = drafter.kv_of(0, len(tokens)).rows.slots
     for pool, expected in zip((drafter.device_pool, drafter.index_pool), pools, strict=True):
         assert torch.equal(pool[-1, slots], expected[-1, slots])
 
@@ -121,16 +121,15 @@ def test_a_draft_writes_its_own_layer_alone(drafter: Drafter) -> None:
     drafter.draft([66, 67], hidden)
     for pool, old in zip((drafter.device_pool, drafter.index_pool), before, strict=True):
         changed = (pool != old).any(dim=2).nonzero().tolist()
-        slots = drafter.kv_of(0, 2)._new_slots.tolist()
+        slots = drafter.kv_of(0, 2).rows.slots.tolist()
         assert changed == sorted([len(pool) - 1, slot] for slot in slots)
 
 
 def test_the_hint_has_the_draft_layers_selection_last(drafter: Drafter) -> None:
-    kv = drafter.kv_of(0, len(PROMPT), want_hint=True)
+    kv = drafter.kv_of(0, len(PROMPT))
     inputs = (torch.tensor(PROMPT), kv.positions, kv, kv.last_rows)
     _, hidden = drafter.model.forward_with_hidden(*inputs)
     (hint,) = kv.hints
-    assert hint is not None
     assert hint.shape == (drafter.spec.num_index_layers + 1, INDEX_TOPK)
     assert (hint[-1] == -1).all()
     of_model = hint[:-1].clone()
@@ -149,8 +148,8 @@ def test_the_model_computes_the_same_bits_beside_a_draft_layer(
     expected = alone.model.forward(torch.tensor(PROMPT), kv.positions, kv, rows)
     logits, _ = drafter.forward(PROMPT)
     assert torch.equal(logits, expected)
-    written = drafter.device_pool[:NUM_LAYERS, drafter.kv_of(0, len(PROMPT))._new_slots]
-    assert torch.equal(written, alone.device_pool[:, kv._new_slots])
+    written = drafter.device_pool[:NUM_LAYERS, drafter.kv_of(0, len(PROMPT)).rows.slots]
+    assert torch.equal(written, alone.device_pool[:, kv.rows.slots])
     with pytest.raises(ValueError, match="num_draft_layers of its model is 0"):
         alone.model.draft(torch.tensor(PROMPT), logits, kv.positions, kv, rows)
 

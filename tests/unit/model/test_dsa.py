@@ -16,7 +16,7 @@ from hisparse_pd.model import loader
 from hisparse_pd.model.block_linear import BlockLinear
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest, PagedRows
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.attention import TorchAttention
@@ -170,19 +170,37 @@ def test_wrong_kv_or_selection_changes_tokens(
 def test_hint_is_the_last_tokens_selection(runner: Runner, prompts: list[Tokens]) -> None:
     prompt = prompts[-1]
     pages = runner.pages([len(prompt)])[0]
-    whole = runner.extend([(pages, 0, prompt)], want_hint=True)[1].hints[0]
-    assert whole is not None
+    whole = runner.extend([(pages, 0, prompt)])[1].hints[0]
     assert whole.shape == (runner.spec.num_index_layers, INDEX_TOPK)
     for positions in whole.tolist():
         assert len(set(positions)) == INDEX_TOPK
         assert 0 <= min(positions) <= max(positions) < len(prompt)
-    last = runner.extend([(pages, len(prompt) - 1, prompt[-1:])], want_hint=True)[1].hints[0]
-    assert last is not None
+    last = runner.extend([(pages, len(prompt) - 1, prompt[-1:])])[1].hints[0]
     assert last.sort().values.tolist() == whole.sort().values.tolist()
-    short = runner.extend([(pages, 0, prompt[:3])], want_hint=True)[1].hints[0]
-    assert short is not None
+    short = runner.extend([(pages, 0, prompt[:3])])[1].hints[0]
     assert short[0].tolist() == [0, 1, 2] + [-1] * (INDEX_TOPK - 3)
-    assert runner.extend([(pages, 0, prompt[:3])])[1].hints == [None]
+
+
+@pytest.mark.I5
+def test_rows_of_padding_change_nothing(runner: Runner, prompts: list[Tokens]) -> None:
+    """A forward over rows that were another's before, as graphs of short prompts have them."""
+    parts = [(runner.free_pages[2 * number :][:2], 0, prompts[number][: 7 + number]) for number in range(2)]
+    scratch_slot = int(runner.free_pages[-1]) * PAGE_SIZE
+    expected, kv = runner.extend(parts)
+    pools = runner.device_pool.clone(), runner.index_pool.clone()
+    rows = PagedRows.padding(3, 5, 20, scratch_slot, torch.device("cpu"))
+    others = [PagedRequest(runner.free_pages[4:8], 60, 19), PagedRequest(runner.free_pages[8:9], 0, 1)]
+    rows.hold(PagedRows.of(others, PAGE_SIZE, torch.device("cpu")), scratch_slot)
+    rows.hold(kv.rows, scratch_slot)
+    new = [*parts[0][2], *parts[1][2]]
+    token_ids = torch.tensor(new + [65] * (20 - len(new)))
+    padded = PagedKv(runner.spec, runner.device_pool, runner.index_pool, PAGE_SIZE, rows)
+    logits = runner.model.forward(token_ids, padded.positions, padded, padded.last_rows)
+    assert torch.equal(logits[:2], expected)
+    assert torch.equal(padded.hints[:2], kv.hints)
+    for pool, before in zip((runner.device_pool, runner.index_pool), pools, strict=True):
+        changed = (pool != before).any(dim=2).any(dim=0).nonzero().flatten().tolist()
+        assert changed == [scratch_slot]
 
 
 def test_writes_touch_the_requests_own_new_slots_only(runner: Runner) -> None:

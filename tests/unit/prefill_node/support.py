@@ -534,7 +534,7 @@ def own_pools(
     num_slots = num_pages * page_size
     kv = torch.zeros(spec.num_kv_layers, num_slots, spec.item_bytes, dtype=torch.uint8)
     index = torch.zeros(spec.num_index_groups, num_slots, spec.index_item_bytes, dtype=torch.uint8)
-    request = PagedRequest(torch.arange(num_pages), 0, num_tokens, want_hint=True)
+    request = PagedRequest(torch.arange(num_pages), 0, num_tokens)
     return PagedKv(spec, kv, index, page_size, [request]), kv[:, :num_tokens], index[:, :num_tokens]
 
 
@@ -559,7 +559,6 @@ def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Computed:
     else:
         logits = engine.model.forward(ids, kv.positions, kv, kv.last_rows)
     hint = kv.hints[0]
-    assert hint is not None
     return Computed(kv_bytes, index_bytes, int(logits.argmax()), hint)
 
 

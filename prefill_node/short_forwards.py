@@ -1,0 +1,95 @@
+"""Forwards of few tokens as CUDA graphs: the host launches kernels one by one more slowly than they run.
+
+A graph is of one size. Its forward is over rows of its own, which become those of the forward that is wanted;
+what is left are rows of padding, stored in the pools' scratch slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.paged_kv import PagedKv, PagedRows
+from prefill_node.memory import PrefillMemory
+from prefill_node.sizing import GRAPH_TOKENS
+
+MOST_REQUESTS: Final = 8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    token_ids: Tensor
+    kv: PagedKv
+    logits: Tensor
+    """float32 [MOST_REQUESTS, vocab_size], behind each request's last row."""
+    hidden: Tensor
+
+
+class ShortForwards:
+    """``DsaModel.forward_with_hidden`` of what fits into a graph; of nothing before ``capture``."""
+
+    def __init__(
+        self, model: DsaModel, memory: PrefillMemory, page_size: int, kernels: AttentionKernels
+    ) -> None:
+        self._model, self._memory, self._page_size, self._kernels = model, memory, page_size, kernels
+        self._captured: dict[int, _Captured] = {}
+        """By size, smallest first."""
+
+    @torch.inference_mode()
+    def capture(self, most_tokens: int) -> None:
+        """Graphs for forwards of up to ``most_tokens``, once all that they launch has been compiled."""
+        started = time.monotonic()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        captured, pool = {}, None
+        for size in (size for size in GRAPH_TOKENS if size <= most_tokens):  # so that they share memory
+            token_ids, kv = self._padding(size)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                self._forward(token_ids, kv)  # for what is allocated or compiled for these shapes
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                logits, hidden = self._forward(token_ids, kv)
+            pool = graph.pool()
+            captured[size] = _Captured(graph, token_ids, kv, logits, hidden)
+        self._captured = dict(sorted(captured.items()))
+        sizes = list(self._captured)
+        log.info("captured CUDA graphs of %s tokens in %.1f s", sizes, time.monotonic() - started)
+
+    @torch.inference_mode()
+    def run(self, token_ids: Tensor, kv: PagedKv) -> tuple[Tensor, Tensor] | None:
+        """What ``DsaModel.forward_with_hidden`` returns of ``kv.last_rows``, until the next call; ``kv`` gets
+        the hints. None: there are too many tokens or requests for any graph.
+
+        Whom ``kv`` tells of each layer that is written, the caller has to tell of all.
+        """
+        num_tokens, num_requests = len(token_ids), len(kv.last_rows)
+        size = next((size for size in self._captured if size >= num_tokens), None)
+        if size is None or num_requests > MOST_REQUESTS:
+            return None
+        captured = self._captured[size]
+        captured.token_ids[:num_tokens] = token_ids
+        captured.kv.rows.hold(kv.rows, self._memory.scratch_slot)
+        captured.graph.replay()
+        kv.hints.copy_(captured.kv.hints[:num_requests])
+        return captured.logits[:num_requests], captured.hidden[:num_tokens]
+
+    def _forward(self, token_ids: Tensor, kv: PagedKv) -> tuple[Tensor, Tensor]:
+        return self._model.forward_with_hidden(token_ids, kv.positions, kv, kv.last_rows)
+
+    def _padding(self, size: int) -> tuple[Tensor, PagedKv]:
+        memory, spec = self._memory, self._model.spec
+        max_pages = -(-spec.context_length // self._page_size)
+        rows = PagedRows.padding(MOST_REQUESTS, max_pages, size, memory.scratch_slot, self._model.device)
+        pools = memory.kv, memory.index, self._page_size
+        kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks)
+        return torch.zeros(size, dtype=torch.int64, device=self._model.device), kv
