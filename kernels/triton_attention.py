@@ -24,6 +24,7 @@ from kernels.attention import TRITON, check_attend
 from kernels.cuda_launch import num_multiprocessors
 from kernels.fp8 import FP8_CAPABILITY
 from kernels.kv_format import FLOAT32, FP8_E4M3, SCALE_TILE, KvFormat
+from kernels.triton_launch import begin, launch_options
 
 LOG2_E: Final = 1.4426950408889634
 SMALLEST_DOT: Final = 16
@@ -62,6 +63,9 @@ BFLOAT16_TILINGS: Final = (
     Tiling(16, 16, 4, 1),
 )
 """From the one that moves the fewest bytes to the one that asks for the least shared memory."""
+SHORT_TILING: Final = Tiling(32, 128, 4, 2)
+"""Of latents of up to SHORT_RANK numbers, tried before the others: most of a block's time is its softmax."""
+SHORT_RANK: Final = 128
 FLOAT32_TILINGS: Final = (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1))
 """Float32 products do without tensor cores."""
 
@@ -104,7 +108,8 @@ class TritonAttention:
         in_float32 = q.dtype == torch.float32 or self.kv_format.name == FLOAT32
         key = (q.device, num_heads, in_float32)
         out = q.new_empty((num_tokens, num_heads, rank))
-        tilings = [self._tilings[key]] if key in self._tilings else tilings_for(num_heads, in_float32)
+        tilings: Sequence[Tiling] = [self._tilings[key]] if key in self._tilings else ()
+        tilings = tilings or tilings_for(num_heads, rank, in_float32)
         for tiling in tilings:
             try:
                 with torch.cuda.device_of(q):
@@ -181,6 +186,7 @@ class TritonAttention:
             SCALE_TILE=min(SCALE_TILE, block_rank),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
+            **launch_options(q.device),
         )
         if num_splits > 1:
             combine_kernel[(num_tokens * num_heads, -(-rank // COMBINED_DIMS))](
@@ -192,15 +198,17 @@ class TritonAttention:
                 RANK=rank,
                 BLOCK_SPLITS=triton.next_power_of_2(num_splits),
                 BLOCK_DIMS=COMBINED_DIMS,
+                **launch_options(q.device),
             )
 
 
-def tilings_for(num_heads: int, in_float32: bool) -> Sequence[Tiling]:
+def tilings_for(num_heads: int, rank: int, in_float32: bool) -> Sequence[Tiling]:
     """The tilings to try, in this order: none has twice the heads that there are."""
     if in_float32:
         return FLOAT32_TILINGS
     widest = max(SMALLEST_DOT, triton.next_power_of_2(num_heads))
-    return [tiling for tiling in BFLOAT16_TILINGS if tiling.block_heads <= widest]
+    first = (SHORT_TILING,) if rank <= SHORT_RANK else ()
+    return [tiling for tiling in (*first, *BFLOAT16_TILINGS) if tiling.block_heads <= widest]
 
 
 def num_splits_for(num_programs: int, num_blocks: int, num_places: int) -> int:
@@ -254,6 +262,7 @@ def attend_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     SCALE_TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One split of one token's slots for one tile of its heads.
 
@@ -263,6 +272,7 @@ def attend_kernel(
     [num_tokens, num_splits, num_heads, RANK]; ``log_sum``, to base 2: [num_tokens, num_splits, num_heads],
     written when IS_PARTIAL.
     """
+    begin(OVERLAPS)
     PRODUCT: tl.constexpr = tl.float32 if IN_FLOAT32 else tl.bfloat16
     num_head_tiles = tl.cdiv(num_heads, BLOCK_HEADS)
     # Programs that read the same items stand next to each other and find them in L2.
@@ -279,10 +289,10 @@ def attend_kernel(
     q_rope = tl.load(q_rows + RANK + ropes, mask=is_head[:, None] & (ropes < ROPE), other=0.0).to(PRODUCT)
 
     token_slots = slots_ptr + token * top_k
-    begin = split * split_len
-    stop = tl.minimum(begin + split_len, top_k)
-    end = begin  # Behind the last slot that there is: short contexts leave most of a row unused.
-    for start in range(begin, stop, 256):
+    first = split * split_len
+    stop = tl.minimum(first + split_len, top_k)
+    end = first  # Behind the last slot that there is: short contexts leave most of a row unused.
+    for start in range(first, stop, 256):
         at = start + tl.arange(0, 256)
         slots = tl.load(token_slots + at, mask=at < stop, other=-1)
         end = tl.maximum(end, tl.max(tl.where(slots >= 0, at + 1, 0)))
@@ -291,7 +301,7 @@ def attend_kernel(
     top = tl.full((BLOCK_HEADS,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     result = tl.zeros((BLOCK_HEADS, BLOCK_RANK), tl.float32)
-    for start in range(begin, end, BLOCK_SLOTS):
+    for start in range(first, end, BLOCK_SLOTS):
         at = start + tl.arange(0, BLOCK_SLOTS)
         slots = tl.load(token_slots + at, mask=at < end, other=-1)
         is_slot = slots >= 0
@@ -368,10 +378,12 @@ def combine_kernel(
     RANK: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The splits' results [num_tokens, num_splits, num_heads, RANK] as one, for a head and some of its RANK
     elements; ``out``: [num_tokens, num_heads, RANK].
     """
+    begin(OVERLAPS)
     program = tl.program_id(0)
     token = (program // num_heads).to(tl.int64)
     head = program % num_heads
