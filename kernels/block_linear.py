@@ -1,4 +1,4 @@
-"""Products of activations with a matrix in fp8 (``kernels.block_fp8``), both as eight bits.
+"""Products of activations with a matrix: both in fp8 (``kernels.block_fp8``), or both in the model's dtype.
 
 Activations are rounded to fp8 too, each row in blocks of 128 columns with a scale of their own, as the
 reference implementations of DeepSeek-V3 and its successors do. Products of blocks are float32, and are scaled
@@ -18,10 +18,12 @@ from kernels.block_fp8 import BLOCK, dequantize
 from kernels.cuda_launch import HOPPER
 from kernels.fp8_rows import (
     ROW_MULTIPLE,
+    Activations,
     Rounded,
     Rounding,
     are_few,
     dequantize_rows,
+    gated_rows,
     quantize_gated,
     round_rows,
     row_multiple,
@@ -59,7 +61,7 @@ def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tenso
     if are_few(num_tokens, values.device):
         from kernels.triton_linear import linear_parts
 
-        return linear_parts(x.values, x.scales, num_tokens, values, scales)
+        return linear_parts(x.values, num_tokens, values, x.scales, scales)
     result: Tensor = scaled_mm(
         x.values,
         values.t(),
@@ -72,6 +74,18 @@ def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tenso
     return result[None, :num_tokens]
 
 
+def dense_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix.T`` in parts, [parts, num_tokens, rows], as ``block_product`` has them, of one dtype.
+
+    ``x``: [num_tokens, columns], rows contiguous; ``matrix``: [rows, columns], rows side by side.
+    """
+    if matrix.dtype == x.dtype == torch.bfloat16 and len(x) and are_few(len(x), x.device):
+        from kernels.triton_linear import linear_parts
+
+        return linear_parts(x, len(x), matrix)
+    return linear(x, matrix)[None]
+
+
 def block_linear(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = False) -> Tensor:
     """``block_product`` of ``x``, with its parts added up: [num_tokens, rows] of ``x``'s dtype.
 
@@ -81,8 +95,12 @@ def block_linear(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = Fal
     return add_parts(product).to(x.dtype)
 
 
-def round_gated(gate_up: Tensor, rounding: Rounding) -> Rounded:
-    """``silu(gate) * up`` for a product, float32 until it is rounded; ``gate_up``: [parts, num_tokens, 2 *
-    columns]."""
-    multiple = row_multiple(gate_up.shape[1], gate_up.device)
-    return Rounded(*quantize_gated(gate_up, multiple, ue8m0=rounding.ue8m0))
+def gated(gate_up: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> Activations:
+    """``silu(gate) * up`` for a product, float32 until it is of ``dtype`` or, with ``rounding``, in fp8 and
+    nothing else; ``gate_up``: [parts, num_tokens, 2 * columns]."""
+    num_tokens = gate_up.shape[1]
+    if rounding is None:
+        return Activations(gated_rows(gate_up, dtype))
+    multiple = row_multiple(num_tokens, gate_up.device)
+    rounded = Rounded(*quantize_gated(gate_up, multiple, ue8m0=rounding.ue8m0))
+    return Activations(gate_up.new_empty((num_tokens, 0), dtype=dtype), rounded)

@@ -46,9 +46,11 @@ class ExpertChoice:
     scale: float
     score_outside: float = float("-inf")
     is_softmax: bool = False
+    has_shared: bool = False
+    """One more expert, behind all others, which every token has last, with a weight of 1."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32, and ids, int64, [num_tokens, top_k]; one launch on a GPU.
+        """Weights, float32, and ids, int64, [num_tokens, top_k (+ 1)]; one launch on a GPU.
 
         ``logits``: float32 [parts, num_tokens, num_experts].
         """
@@ -65,6 +67,7 @@ class ExpertChoice:
                 scale=self.scale,
                 score_outside=self.score_outside,
                 is_softmax=self.is_softmax,
+                has_shared=self.has_shared,
             )
         total = add_parts(logits)
         scores = total.softmax(dim=1) if self.is_softmax else sigmoid(total)
@@ -75,7 +78,11 @@ class ExpertChoice:
         weights = scores.gather(1, ids)
         if self.normalizes:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        return weights * self.scale, ids
+        weights = weights * self.scale
+        if self.has_shared:
+            weights = torch.cat((weights, weights.new_ones((len(weights), 1))), dim=1)
+            ids = torch.cat((ids, ids.new_full((len(ids), 1), choice.shape[1])), dim=1)
+        return weights, ids
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
         """``choice`` in the groups whose two best experts have the largest sums."""

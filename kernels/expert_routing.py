@@ -15,9 +15,11 @@ from torch import Tensor
 from kernels.block_fp8 import dequantize
 
 TILE_ROWS: Final = (16, 32, 64)
-ROUNDED_TILE_ROWS: Final = 64
-"""Of products of fp8 with fp8, at any number of tokens: Hopper's tensor cores take fp8 from 64 rows on. Empty
-rows of a tile cost nothing beside reading the weights, and every row is added up in the same order."""
+FEW_TILE_ROWS: Final = 64
+"""Of products of fp8 with fp8 or of bfloat16: Hopper's tensor cores take 64 rows. Empty rows of a tile cost
+nothing beside reading the weights, and every row is added up in the same order."""
+MANY_TILE_ROWS: Final = 128
+"""Of products of bfloat16 where experts have so many rows twice."""
 FEW_ROWS: Final = 2048
 """Up to so many on a GPU one launch makes the plan."""
 
@@ -75,18 +77,28 @@ class Routing:
 
     @classmethod
     def plan(
-        cls, expert_ids: Tensor, weights: Tensor, num_experts: int, *, is_rounded: bool = False
+        cls,
+        expert_ids: Tensor,
+        weights: Tensor,
+        num_experts: int,
+        *,
+        is_rounded: bool = False,
+        in_bfloat16: bool = False,
     ) -> Routing:
         """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device.
 
-        ``is_rounded``: what ``rounds`` says of the tokens and the experts' matrices. Padding has the id
-        ``num_experts``: its rows are behind those of all experts.
+        ``is_rounded``: what ``rounds`` says of the tokens and the experts' matrices; ``in_bfloat16``: both
+        are so. Padding has the id ``num_experts``: its rows are behind those of all experts.
         """
         num_tokens, top_k = expert_ids.shape
         num_rows = num_tokens * top_k
-        # Most experts in one tile, so that their weights are read once; no larger, since it is padded.
-        enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
-        tile_rows = ROUNDED_TILE_ROWS if is_rounded else min(enough, default=TILE_ROWS[-1])
+        tile_rows = FEW_TILE_ROWS
+        if in_bfloat16 and num_rows >= 2 * MANY_TILE_ROWS * num_experts:
+            tile_rows = MANY_TILE_ROWS
+        elif not (is_rounded or in_bfloat16):
+            # Most experts in one tile, so that their weights are read once; no larger, since it is padded.
+            enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
+            tile_rows = min(enough, default=TILE_ROWS[-1])
         num_tiles = most_tiles(num_rows, num_experts, tile_rows)
         of_rows = weights.float().flatten()
         if expert_ids.device.type == "cuda" and 0 < num_rows <= FEW_ROWS:

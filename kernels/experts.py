@@ -20,6 +20,8 @@ def run_experts(
     down: ExpertMatrices,
     first_expert: int,
     rounded: Rounded | None = None,
+    *,
+    has_others: bool = True,
 ) -> Tensor:
     """What the experts from ``first_expert`` on, which these matrices are of, are to add to each token.
 
@@ -27,12 +29,14 @@ def run_experts(
     ``gate_up``, one in ``down``; where ``routing`` says so, what they multiply is rounded to fp8: ``rounded``
     is ``hidden`` so rounded, if it is there already. Returns
     [num_tokens, top_k, hidden_size] of ``hidden``'s dtype, by choice, weighted, with zeros for experts that
-    are not among these.
+    are not among these, unless it is said that ``routing`` never ``has_others``.
     """
     if hidden.device.type == "cuda":
         from kernels.triton_experts import run_experts_triton
 
-        return run_experts_triton(hidden, routing, gate_up, down, first_expert, rounded)
+        return run_experts_triton(
+            hidden, routing, gate_up, down, first_expert, rounded, has_others=has_others
+        )
     return _run_reference(hidden, routing, gate_up, down, first_expert)
 
 

@@ -106,6 +106,19 @@ def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = Fals
     return quantize_rows(silu(gate) * up, row_multiple, ue8m0=ue8m0)
 
 
+def gated_rows(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """``silu(gate) * up`` of ``dtype``, [rows, columns], which is float32 until then. One launch on a GPU.
+
+    ``gate_up``: as of ``quantize_gated``.
+    """
+    if gate_up.device.type == "cuda":
+        from kernels.triton_fp8 import gated_rows_triton
+
+        return gated_rows_triton(gate_up, dtype)
+    gate, up = gate_up[0].float().chunk(2, dim=-1)
+    return (silu(gate) * up).to(dtype)
+
+
 def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
     """What they were made of, as far as they hold it, in float32."""
     spread = scales.t().repeat_interleave(BLOCK, -1)[:, : values.shape[1]]

@@ -91,10 +91,7 @@ class KvFormat:
             "layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes), contiguous=False
         )
         _check_stored("items", layer_pool, slots, items, self.item_dim)
-        if self.name != FP8_E4M3:
-            _store_plain(layer_pool, slots, items.to(self.dtype))
-            return
-        _store_fp8(layer_pool, slots, items, self.kv_lora_rank, SCALE_TILE)
+        _store(self.name, layer_pool, slots, items, self.kv_lora_rank, SCALE_TILE)
 
     def load(self, rows: Tensor) -> Tensor:
         """The items that ``rows``, uint8 [..., item_bytes], hold: [..., item_dim] of ``self.dtype``.
@@ -142,10 +139,7 @@ class IndexKeyFormat:
             "layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes), contiguous=False
         )
         _check_stored("keys", layer_pool, slots, keys, self.index_head_dim)
-        if self.name != FP8_E4M3:
-            _store_plain(layer_pool, slots, keys.to(self.dtype))
-            return
-        _store_fp8(layer_pool, slots, keys, self.index_head_dim, self.index_head_dim)
+        _store(self.name, layer_pool, slots, keys, self.index_head_dim, self.index_head_dim)
 
     def load(self, rows: Tensor) -> Tensor:
         """The keys that ``rows``, uint8 [..., item_bytes], hold: [..., index_head_dim] of ``self.dtype``."""
@@ -175,26 +169,29 @@ def _check_loaded(rows: Tensor, item_bytes: int) -> None:
         )
 
 
-def _store_plain(layer_pool: Tensor, slots: Tensor, values: Tensor) -> None:
+def _store(
+    name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int
+) -> None:
+    """Store ``values`` in a format: of fp8 the first ``num_quantised`` columns, and the rest in bfloat16."""
+    on_gpu = layer_pool.device.type == "cuda" and name != FLOAT32
+    if on_gpu and (kernel := _store_kernel(layer_pool.device)) is not None:
+        kernel(layer_pool, slots, values, num_quantised if name == FP8_E4M3 else 0, tile)
+        return
+    if name == FP8_E4M3:
+        quantised, scales = _quantise(values[:, :num_quantised], tile)
+        rest = values[:, num_quantised:].to(torch.bfloat16)
+        layer_pool[slots] = torch.cat((quantised, _bytes(scales), _bytes(rest)), dim=-1)
+        return
+    values = values.to(_PLAIN_DTYPES[name])
     if _is_viewable(layer_pool, values.dtype):
         layer_pool.view(values.dtype)[slots] = values
     else:
         layer_pool[slots] = _bytes(values)
 
 
-def _store_fp8(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int) -> None:
-    """Store the first ``num_quantised`` columns of ``values`` in fp8, the rest in bfloat16."""
-    if layer_pool.device.type == "cuda" and (kernel := _store_kernel(layer_pool.device)) is not None:
-        kernel(layer_pool, slots, values, num_quantised, tile)
-        return
-    quantised, scales = _quantise(values[:, :num_quantised], tile)
-    rest = values[:, num_quantised:].to(torch.bfloat16)
-    layer_pool[slots] = torch.cat((quantised, _bytes(scales), _bytes(rest)), dim=-1)
-
-
 @functools.cache
 def _store_kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int, int], None] | None:
-    """What does all of ``_store_fp8`` in one launch, where triton is installed and the GPU knows fp8."""
+    """What does all of ``_store`` in one launch, where triton is installed and the GPU knows fp8."""
     try:
         from kernels.triton_kv_format import store
     except ImportError:

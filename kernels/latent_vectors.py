@@ -56,7 +56,8 @@ class Latents:
     """What a layer makes of its hidden states before it looks at any other token."""
 
     q: Activations | None
-    """The query latent behind its norm, [num_tokens, q_lora_rank]."""
+    """The query latent behind its norm, [num_tokens, q_lora_rank]; where the raw one is kept, its dense form
+    has that behind it, [num_tokens, 2 * q_lora_rank]."""
     item: Tensor | None
     """[num_tokens, item_dim]: the KV latent behind its norm, then the rotated key."""
     index_keys: Tensor | None

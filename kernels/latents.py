@@ -24,6 +24,7 @@ def finish_latents(
     rotation: Rotation,
     rounding: Rounding | None,
     *,
+    keeps_raw: bool = False,
     index_keys: Tensor | None = None,
     vectors: IndexVectors | None = None,
     head_weights: Tensor | None = None,
@@ -31,19 +32,22 @@ def finish_latents(
     """The latents of what the first projections made; no query latent, or no item, of what is None.
 
     With an indexer: ``index_keys``, ``vectors`` and, unless only keys are wanted, ``head_weights``, float32
-    before they are scaled by the number of heads ** -0.5. ``rounding``: of the query latent.
+    before they are scaled by the number of heads ** -0.5. ``rounding``: of the query latent; ``keeps_raw``:
+    it is wanted before its norm, too.
     """
     dtype = norms.dtype
     if rotation[0].device.type == "cuda":
         from kernels.triton_latents import finish_latents_triton
 
-        return finish_latents_triton(q_a, kv_a, norms, rotation, rounding, index_keys, vectors, head_weights)
+        return finish_latents_triton(
+            q_a, kv_a, norms, rotation, rounding, index_keys, vectors, head_weights, keeps_raw=keeps_raw
+        )
     q = item = keys = weights = None
     if q_a is not None and norms.q_weight is not None:
-        normed = torch.nn.functional.rms_norm(
-            add_parts(q_a).to(dtype), norms.q_weight.shape, norms.q_weight, norms.q_eps
-        )
-        q = Activations(normed, None if rounding is None else round_rows(normed, rounding))
+        raw = add_parts(q_a).to(dtype)
+        normed = torch.nn.functional.rms_norm(raw, norms.q_weight.shape, norms.q_weight, norms.q_eps)
+        dense = torch.cat((normed, raw), dim=-1) if keeps_raw else normed
+        q = Activations(dense, None if rounding is None else round_rows(normed, rounding))
     if kv_a is not None and norms.kv_weight is not None:
         size = len(norms.kv_weight)
         latent, k_rope = add_parts(kv_a).to(dtype).tensor_split([size], dim=-1)
@@ -98,11 +102,13 @@ def lift_values(
     ``gate``: [parts, num_tokens, heads, value_dim]; its sigmoid multiplies the values.
     """
     num_tokens, (heads, _, value_dim) = len(attended), value_up.shape
-    takes = value_up.dtype == torch.bfloat16 and (rounding is None or value_dim % BLOCK == 0)
-    if takes and are_few(num_tokens, attended.device):
+    if value_up.dtype == torch.bfloat16 and are_few(num_tokens, attended.device):
         from kernels.triton_heads import lift_values_triton
 
-        return lift_values_triton(attended, value_up, gate, rounding)
+        if rounding is None or value_dim % BLOCK == 0:
+            return lift_values_triton(attended, value_up, gate, rounding)
+        dense = lift_values_triton(attended, value_up, gate, None).dense
+        return Activations(dense, round_rows(dense, rounding))
     values = torch.empty((num_tokens, heads, value_dim), dtype=attended.dtype, device=attended.device)
     matmul_heads(attended, value_up, out=values)
     if gate is not None:

@@ -7,11 +7,32 @@ into parts of its columns, or of several experts. They are added up in their ord
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.fp8_rows import Activations, Rounding, round_rows
+from kernels.row_math import linear, sigmoid, silu
+
+
+@dataclass(frozen=True)
+class NormGate:
+    """A gate of low rank that a norm's result y opens for itself: ``y * sigmoid(up(silu(down(y))))``."""
+
+    down: Tensor
+    """[rank, size]"""
+    up: Tensor
+    """[size, rank]; on a GPU the numbers of a rank stand side by side in memory."""
+
+    @classmethod
+    def of(cls, down: Tensor, up: Tensor) -> NormGate:
+        return cls(down, up.t().contiguous().t() if up.is_cuda else up)
+
+    def apply(self, y: Tensor) -> Tensor:
+        """``y``: [num_tokens, size]. In torch, rounded to its dtype behind each product."""
+        opening = sigmoid(linear(silu(linear(y, self.down)), self.up).float())
+        return (y * opening).to(y.dtype)
 
 
 def add_parts(parts: Tensor) -> Tensor:
@@ -23,18 +44,24 @@ def add_parts(parts: Tensor) -> Tensor:
 
 
 def add_norm(
-    hidden: Tensor | None, added: Sequence[Tensor], weight: Tensor, eps: float, rounding: Rounding | None
+    hidden: Tensor | None,
+    added: Sequence[Tensor],
+    weight: Tensor,
+    eps: float,
+    rounding: Rounding | None,
+    gate: NormGate | None = None,
 ) -> tuple[Tensor, Activations]:
     """The sum of ``hidden`` and all that is ``added``, and its RMS norm, with ``rounding`` also rounded.
 
-    ``hidden``: [num_tokens, size], of the model's dtype, which is ``weight``'s; None: zeros. ``added``: parts
-    of up to two blocks, of that dtype or float32.
+    ``hidden``: [num_tokens, size], of the model's dtype, which is ``weight``'s and the ``gate``'s; None:
+    zeros. ``added``: parts of up to two blocks, of that dtype or float32.
     """
     tokens_of = added[0][0] if hidden is None else hidden
     if tokens_of.device.type == "cuda":
         from kernels.triton_norms import add_norm_triton
 
-        return add_norm_triton(hidden, added, weight, eps, rounding)
+        matrices = None if gate is None else (gate.down, gate.up.t())
+        return add_norm_triton(hidden, added, weight, eps, rounding, matrices)
     if added:
         total = add_parts(added[0])
         for parts in added[1:]:
@@ -42,4 +69,6 @@ def add_norm(
         hidden = total if hidden is None else hidden + total
     assert hidden is not None
     normed = torch.nn.functional.rms_norm(hidden, weight.shape, weight, eps)
+    if gate is not None:
+        normed = gate.apply(normed)
     return hidden, Activations(normed, None if rounding is None else round_rows(normed, rounding))

@@ -19,11 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import silu
 
 from kernels.block_fp8 import BLOCK
 from kernels.block_fp8 import DTYPE as FP8
-from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles
+from kernels.expert_routing import FEW_TILE_ROWS, MANY_TILE_ROWS, ExpertMatrices, Routing, most_tiles
 from kernels.fp8_rows import Rounded, quantize_gated, quantize_rows
 from kernels.triton_launch import begin, launch_options
 
@@ -37,16 +36,16 @@ class Tiling:
     num_stages: int
 
 
-_FASTEST: Final = (Tiling(128, 128, 4, 4), Tiling(128, 128, 4, 3), Tiling(128, 64, 4, 4))
-TILINGS: Final = dict(zip(TILE_ROWS, _FASTEST, strict=True))
-"""By rows of a tile, for as many bytes of weights as 128 or 64 columns in fp8 are."""
+TILINGS: Final = {FEW_TILE_ROWS: Tiling(128, 64, 4, 4), MANY_TILE_ROWS: Tiling(128, 64, 8, 3)}
+"""Of products in bfloat16, by the rows of a tile."""
 FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
 """Float32 products do without tensor cores."""
 ROUNDED_TILING: Final = Tiling(128, 128, 4, 3)
-"""Of products of fp8 with fp8, in tiles of ROUNDED_TILE_ROWS."""
+"""Of products of fp8 with fp8."""
 NARROW_TILING: Final = Tiling(32, 128, 4, 8)
-"""The same where there are few tiles: more programs, each of as many weights at a time as it can wait for."""
-MOST_NARROW_TILES: Final = 2
+NARROW_BFLOAT16_TILING: Final = Tiling(64, 128, 4, 3)
+"""The same where programs are few: more of them, each of as many weights at a time as it can wait for."""
+ENOUGH_PROGRAMS: Final = 120
 
 
 def run_experts_triton(
@@ -56,23 +55,23 @@ def run_experts_triton(
     down: ExpertMatrices,
     first_expert: int,
     rounded: Rounded | None = None,
+    *,
+    has_others: bool = True,
 ) -> Tensor:
     """See ``kernels.experts.run_experts``."""
     hidden = hidden.contiguous()
-    num_rows = len(routing.order)
-    both = hidden.new_empty((num_rows, 2 * gate_up.values.shape[2]))
-    results = hidden.new_zeros((num_rows, hidden.shape[1]))  # of the other ranks' experts, too
+    num_rows, inner_size = len(routing.order), gate_up.values.shape[2]
+    results = (hidden.new_zeros if has_others else hidden.new_empty)((num_rows, hidden.shape[1]))
     x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
         if routing.is_rounded:
             rounded = rounded or Rounded(*quantize_rows(hidden, ue8m0=gate_up.ue8m0))
-            hidden, x_scales = rounded.values, rounded.scales
-        _launch(hidden, x_scales, gate_up, both, routing, first_expert, is_first=True)
-        if routing.is_rounded:
+            both = hidden.new_empty((num_rows, 2 * inner_size))
+            _launch(rounded.values, rounded.scales, gate_up, both, routing, first_expert, is_first=True)
             inner, x_scales = quantize_gated(both[None], ue8m0=down.ue8m0)
         else:
-            gate, up = both.chunk(2, dim=-1)
-            inner = silu(gate) * up
+            inner = hidden.new_empty((num_rows, inner_size))
+            _launch(hidden, None, gate_up, inner, routing, first_expert, is_first=True)
         _launch(inner, x_scales, down, results, routing, first_expert, is_first=False)
     return results.view(-1, routing.top_k, results.shape[1])
 
@@ -91,8 +90,13 @@ def _launch(
     """``x_scales``: of an ``x`` in fp8, as ``quantize_rows`` gives them."""
     num_experts, num_matrices, rows, columns = matrices.values.shape
     num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
-    tiling = tiling or _tiling(x.dtype, matrices.values.itemsize, routing.tile_rows, num_tiles)
-    grid = (triton.cdiv(rows, tiling.block_rows), num_tiles, num_matrices)
+    is_gated = is_first and x_scales is None
+    tiling = tiling or _tiling(
+        x.dtype, routing.tile_rows, triton.cdiv(num_matrices * rows, BLOCK) * num_tiles
+    )
+    if is_gated:  # a program has both matrices
+        tiling = replace(tiling, block_rows=tiling.block_rows // num_matrices)
+    grid = (triton.cdiv(rows, tiling.block_rows), num_tiles, 1 if is_gated else num_matrices)
     scales: Any = matrices.scales
     scales_of_rows: Any = x_scales
     _product_kernel[grid](
@@ -114,6 +118,7 @@ def _launch(
         ROWS=rows,
         COLUMNS=columns,
         IS_FIRST=is_first,
+        IS_GATED=is_gated,
         HAS_SCALES=scales is not None,
         IS_ROUNDED=x_scales is not None,
         SCALE_BLOCK=BLOCK,
@@ -126,13 +131,14 @@ def _launch(
     )
 
 
-def _tiling(dtype: torch.dtype, bytes_a_weight: int, tile_rows: int, num_tiles: int) -> Tiling:
-    if dtype == FP8:
-        return NARROW_TILING if num_tiles <= MOST_NARROW_TILES else ROUNDED_TILING
+def _tiling(dtype: torch.dtype, tile_rows: int, num_programs: int) -> Tiling:
+    """``num_programs``: of tiles of BLOCK rows of the matrices."""
     if dtype == torch.float32:
         return FLOAT32_TILING
-    tiling = TILINGS[tile_rows]
-    return replace(tiling, block_columns=tiling.block_columns // bytes_a_weight)
+    is_narrow = num_programs <= ENOUGH_PROGRAMS
+    if dtype == FP8:
+        return NARROW_TILING if is_narrow else ROUNDED_TILING
+    return NARROW_BFLOAT16_TILING if is_narrow else TILINGS[tile_rows]
 
 
 @triton.jit(do_not_specialize=["num_sources"])
@@ -155,6 +161,7 @@ def _product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_FIRST: tl.constexpr,
+    IS_GATED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
@@ -163,7 +170,8 @@ def _product_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """``out[tile] = x[tile] @ matrix.T``, side by side for several matrices of an expert.
+    """``out[tile] = x[tile] @ matrix.T``, side by side for several matrices of an expert; where it
+    IS_GATED, ``silu`` of the first matrix' result times the second's, both of which a program has.
 
     The first product reads tokens and writes rows in the order of experts; the second reads those, weighs
     its result and writes it to the row's own place.
@@ -187,29 +195,47 @@ def _product_kernel(
     tokens = x + source.to(tl.int64)[:, None] * COLUMNS
     weights_of_rows = values + (matrix * ROWS + n)[:, None] * COLUMNS
     total = tl.zeros((TILE_ROWS, BLOCK_ROWS), dtype=tl.float32)
+    total_up = total
+    scale_of_up: tl.constexpr = tl.cdiv(ROWS, SCALE_BLOCK) * blocks_across
     if IS_ROUNDED:
         of_rows = x_scales + source
         row_scale = tl.load(of_rows, mask=is_row, other=0.0)
     if HAS_SCALES:
-        scale = tl.load(scales + block_row * blocks_across)
+        of_matrix = scales + block_row * blocks_across
+        scale = tl.load(of_matrix)
+        if IS_GATED:
+            up_scale = tl.load(of_matrix + scale_of_up)
     for start in range(0, COLUMNS, BLOCK_COLUMNS):
         k = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = (k < COLUMNS)[None, :]
+        is_weight = (n < ROWS)[:, None] & is_column
         a = tl.load(tokens + k[None, :], mask=is_row[:, None] & is_column, other=0.0)
-        b = tl.load(weights_of_rows + k[None, :], mask=(n < ROWS)[:, None] & is_column, other=0.0)
+        b = tl.load(weights_of_rows + k[None, :], mask=is_weight, other=0.0)
+        if IS_GATED:
+            b_up = tl.load(weights_of_rows + ROWS * COLUMNS + k[None, :], mask=is_weight, other=0.0)
         following = tl.minimum(start + BLOCK_COLUMNS, COLUMNS - 1) // SCALE_BLOCK
         if IS_ROUNDED:
-            product = tl.dot(a, b.T) * row_scale[:, None]
+            total += tl.dot(a, b.T) * (row_scale * scale)[:, None]
             # A round ahead, as are the matrix' scales: they are not among what Triton pipelines.
             row_scale = tl.load(of_rows + following.to(tl.int64) * num_sources, mask=is_row, other=0.0)
+        elif HAS_SCALES:
+            total += tl.dot(a, b.to(a.dtype).T, input_precision="ieee") * scale
+            if IS_GATED:
+                total_up += tl.dot(a, b_up.to(a.dtype).T, input_precision="ieee") * up_scale
+                up_scale = tl.load(of_matrix + scale_of_up + following)
         else:
-            product = tl.dot(a, b.to(a.dtype).T, input_precision="ieee")
+            total = tl.dot(a, b.T, total, input_precision="ieee")
+            if IS_GATED:
+                total_up = tl.dot(a, b_up.T, total_up, input_precision="ieee")
         if HAS_SCALES:
-            product *= scale
-            scale = tl.load(scales + block_row * blocks_across + following)
-        total += product
+            scale = tl.load(of_matrix + following)
     if not IS_FIRST:
         total *= tl.load(weights + row, mask=is_row, other=0.0)[:, None]
     mask = is_row[:, None] & (n < ROWS)[None, :]
-    out += target.to(tl.int64)[:, None] * (NUM_MATRICES * ROWS) + tl.program_id(2) * ROWS
+    results: tl.constexpr = 1 if IS_GATED else NUM_MATRICES
+    if IS_GATED:  # each rounded as a result of its own is
+        dtype: tl.constexpr = out.dtype.element_ty
+        gate, up = total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32)
+        total = gate / (1.0 + tl.exp(-gate)) * up
+    out += target.to(tl.int64)[:, None] * (results * ROWS) + tl.program_id(2) * ROWS
     tl.store(out + n[None, :], total, mask=mask)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,31 +15,47 @@ from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
 from kernels.fp8 import FP8_MAX
 from kernels.triton_launch import begin, launch_options
 
-ROWS_PER_PROGRAM = 4
-BLOCKS_PER_PROGRAM = 4
+MOST_PER_PROGRAM = 4
+"""Rows and blocks that a program takes; one of each of few rows, whose numbers may come in many parts."""
+FEW_ROWS = 32
 
 
 def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_rows``."""
-    return _launch(x[None], x.shape[1], num_rows, is_gated=False, ue8m0=ue8m0)
+    return _launch(x[None], *_rounded(x, x.shape[1], num_rows), is_gated=False, ue8m0=ue8m0)
 
 
 def quantize_gated_triton(gate_up: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_gated``."""
-    return _launch(gate_up, gate_up.shape[2] // 2, num_rows, is_gated=True, ue8m0=ue8m0)
+    return _launch(gate_up, *_rounded(gate_up, gate_up.shape[2] // 2, num_rows), is_gated=True, ue8m0=ue8m0)
 
 
-def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    num_blocks = triton.cdiv(columns, BLOCK)
+def gated_rows_triton(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """See ``kernels.fp8_rows.gated_rows``."""
+    columns = gate_up.shape[2] // 2
+    out = torch.empty((gate_up.shape[1], columns), dtype=dtype, device=gate_up.device)
+    return _launch(gate_up, out, None, is_gated=True, ue8m0=False)[0]
+
+
+def _rounded(x: Tensor, columns: int, num_rows: int) -> tuple[Tensor, Tensor]:
     values = torch.empty((num_rows, columns), dtype=DTYPE, device=x.device)
-    scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=x.device)
+    scales = torch.empty((triton.cdiv(columns, BLOCK), num_rows), dtype=torch.float32, device=x.device)
+    return values, scales
+
+
+def _launch(
+    x: Tensor, values: Tensor, scales: Tensor | None, *, is_gated: bool, ue8m0: bool
+) -> tuple[Tensor, Any]:
+    num_rows, columns = values.shape
+    num_blocks = triton.cdiv(columns, BLOCK)
     if num_rows and columns:
-        grid = (triton.cdiv(num_rows, ROWS_PER_PROGRAM), triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM))
+        each = 1 if num_rows <= FEW_ROWS else MOST_PER_PROGRAM
+        grid = (triton.cdiv(num_rows, each), triton.cdiv(num_blocks, each))
         with torch.cuda.device_of(x):
             _quantize_kernel[grid](
                 x,
                 values,
-                scales,
+                values if scales is None else scales,
                 x.shape[1],
                 num_rows,
                 x.stride(0),
@@ -45,13 +63,14 @@ def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool, ue8m0: bo
                 PARTS=len(x),
                 COLUMNS=columns,
                 IS_GATED=is_gated,
+                ROUNDS=scales is not None,
                 UE8M0=ue8m0,
                 BLOCK=BLOCK,
-                ROWS=ROWS_PER_PROGRAM,
-                BLOCKS=BLOCKS_PER_PROGRAM,
+                ROWS=each,
+                BLOCKS=each,
                 LARGEST=FP8_MAX,
                 SMALLEST_PEAK=SMALLEST_PEAK,
-                num_warps=4,
+                num_warps=each,
                 **launch_options(x.device),
             )
     return values, scales
@@ -69,6 +88,7 @@ def _quantize_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ROUNDS: tl.constexpr,
     UE8M0: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -90,11 +110,14 @@ def _quantize_kernel(
         if PARTS > 1:  # as a product that comes in one part is
             number, up = number.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
         number = number / (1.0 + tl.exp(-number)) * up
-    rounded, scale = round_blocks(number, 2, LARGEST, SMALLEST_PEAK, UE8M0)
     target = values + row.to(tl.int64) * COLUMNS + column
-    tl.store(target, rounded, mask=(row < num_rows) & (column < COLUMNS))
-    is_block = (row < num_rows) & (block * BLOCK < COLUMNS)
-    tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=is_block)
+    if ROUNDS:
+        rounded, scale = round_blocks(number, 2, LARGEST, SMALLEST_PEAK, UE8M0)
+        tl.store(target, rounded, mask=(row < num_rows) & (column < COLUMNS))
+        is_block = (row < num_rows) & (block * BLOCK < COLUMNS)
+        tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=is_block)
+    else:
+        tl.store(target, number, mask=(row < num_rows) & (column < COLUMNS))
 
 
 @triton.jit

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda_launch import num_multiprocessors
+from kernels.triton_launch import begin, launch_options
 
 PROGRAMS_PER_SM = 8
 """Programs that share the work of few queries: more than run at once, so that unequal lengths even out."""
@@ -94,6 +95,7 @@ def write_logits(
             HEAD_DIM=head_dim, BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)), TILE=tuning.tile,
             IS_FLOAT32=is_float32, IS_FP8=key_format == "fp8_e4m3",
             MIN_TILES=MIN_TILES, NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
+            **launch_options(device),
         )  # fmt: skip
 
 
@@ -124,8 +126,9 @@ def _logits_kernel(
     KEY_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
-    MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     split, block_token = tl.program_id(0), tl.program_id(1)
     token = first_token + block_token
     if token >= tl.load(num_real):

@@ -1,6 +1,7 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Storing fp8 rows on a GPU in one launch; ``kernels.kv_format`` has the format and the same in torch."""
+"""Storing rows of 8 and 16 bits on a GPU in one launch; ``kernels.kv_format`` has the formats and the same in
+torch."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int,
             IS_ALIGNED=is_aligned,
             SCALES_AT=num_quantised,
             REST_AT=num_quantised + 4 * num_scales,
-            BLOCK_TILES=triton.next_power_of_2(num_scales),
+            BLOCK_TILES=triton.next_power_of_2(max(1, num_scales)),
             BLOCK_TILE=triton.next_power_of_2(tile),
             BLOCK_REST=triton.next_power_of_2(max(1, dim - num_quantised)),
             **launch_options(layer_pool.device),
@@ -80,28 +81,29 @@ def store_kernel(
     row = tl.program_id(0).to(tl.int64)
     byte_row = tl.load(slots_ptr + row) * row_stride
     values_row = values_ptr + row * values_stride
-    tiles = tl.arange(0, BLOCK_TILES)
-    within = tl.arange(0, BLOCK_TILE)[None, :]
-    at = tiles[:, None] * TILE + within
-    is_value = (within < TILE) & (at < DIM)
-    values = tl.load(values_row + at, mask=is_value, other=0.0).to(tl.float32)
+    if DIM > 0:
+        tiles = tl.arange(0, BLOCK_TILES)
+        within = tl.arange(0, BLOCK_TILE)[None, :]
+        at = tiles[:, None] * TILE + within
+        is_value = (within < TILE) & (at < DIM)
+        values = tl.load(values_row + at, mask=is_value, other=0.0).to(tl.float32)
 
-    # The next power of two, and its reciprocal, are arithmetic on the exponent.
-    bits = tl.div_rn(tl.max(tl.abs(values), 1), FP8_MAX).to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFFF) & 0x7F800000
-    bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
-    factors = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    quantised = tl.clamp(values * factors[:, None], -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
-    tl.store(bytes_ptr + byte_row + at, quantised.to(tl.uint8, bitcast=True), mask=is_value)
+        # The next power of two, and its reciprocal, are arithmetic on the exponent.
+        bits = tl.div_rn(tl.max(tl.abs(values), 1), FP8_MAX).to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFFF) & 0x7F800000
+        bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
+        factors = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+        quantised = tl.clamp(values * factors[:, None], -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
+        tl.store(bytes_ptr + byte_row + at, quantised.to(tl.uint8, bitcast=True), mask=is_value)
 
-    is_scale = tiles * TILE < DIM
-    if IS_ALIGNED:
-        scales = bits.to(tl.float32, bitcast=True)
-        tl.store(float32_ptr + (byte_row + SCALES_AT) // 4 + tiles, scales, mask=is_scale)
-    else:
-        for byte in tl.static_range(4):
-            part = (bits >> (8 * byte)).to(tl.uint8)
-            tl.store(bytes_ptr + byte_row + SCALES_AT + 4 * tiles + byte, part, mask=is_scale)
+        is_scale = tiles * TILE < DIM
+        if IS_ALIGNED:
+            scales = bits.to(tl.float32, bitcast=True)
+            tl.store(float32_ptr + (byte_row + SCALES_AT) // 4 + tiles, scales, mask=is_scale)
+        else:
+            for byte in tl.static_range(4):
+                part = (bits >> (8 * byte)).to(tl.uint8)
+                tl.store(bytes_ptr + byte_row + SCALES_AT + 4 * tiles + byte, part, mask=is_scale)
 
     if REST > 0:
         rest_at = tl.arange(0, BLOCK_REST)

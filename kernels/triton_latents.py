@@ -26,6 +26,8 @@ def finish_latents_triton(
     index_keys: Tensor | None,
     vectors: IndexVectors | None,
     head_weights: Tensor | None,
+    *,
+    keeps_raw: bool = False,
 ) -> Latents:
     """See ``kernels.latents.finish_latents``."""
     cos, sin = rotation
@@ -40,7 +42,7 @@ def finish_latents_triton(
     num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
     q_blocks = triton.cdiv(q_rank, BLOCK)
     item = torch.empty((num_tokens, item_dim), dtype=dtype, device=device)
-    dense = torch.empty((num_tokens, q_rank), dtype=dtype, device=device)
+    dense = torch.empty((num_tokens, q_rank * (1 + keeps_raw)), dtype=dtype, device=device)
     rounded = None
     if rounding is not None:
         values = torch.empty((num_rows, q_rank), dtype=DTYPE, device=device)
@@ -100,6 +102,7 @@ def finish_latents_triton(
                 HEAD_PARTS=len(head_parts),
                 IS_INTERLEAVED=vectors is not None and vectors.is_interleaved,
                 SPREADS=hadamard is not None,
+                KEEPS_RAW=keeps_raw,
                 ROUNDS=rounding is not None,
                 UE8M0=rounding is not None and rounding.ue8m0,
                 BLOCK=BLOCK,
@@ -187,6 +190,7 @@ def finish_latents_kernel(
     HEAD_PARTS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     SPREADS: tl.constexpr,
+    KEEPS_RAW: tl.constexpr,
     ROUNDS: tl.constexpr,
     UE8M0: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,7 +220,11 @@ def finish_latents_kernel(
                 rounded, scale = round_blocks(normed.to(tl.float32), 1, LARGEST, SMALLEST_PEAK, UE8M0)
                 tl.store(values + row * Q_RANK + at, rounded, mask=is_there)
                 tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < Q_RANK)
-            tl.store(q_resid + row * Q_RANK + at, normed, mask=is_there & (row < num_tokens))
+            dense: tl.constexpr = 2 * Q_RANK if KEEPS_RAW else Q_RANK
+            tl.store(q_resid + row * dense + at, normed, mask=is_given)
+            if KEEPS_RAW:
+                raw = sum_parts(q_a + row * q_stride, q_part, at, is_given, Q_PARTS)
+                tl.store(q_resid + row * dense + Q_RANK + at, raw, mask=is_given)
         return
     if row >= num_tokens:
         return

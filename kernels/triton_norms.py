@@ -1,9 +1,10 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.norms.add_norm`` on a GPU: a program a row."""
+"""``kernels.norms.add_norm`` on a GPU: a program a row, or with a gate some rows."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from kernels.cuda_launch import num_multiprocessors
 from kernels.fp8 import FP8_MAX
 from kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
 from kernels.triton_fp8 import round_blocks, sum_parts
 from kernels.triton_launch import begin, launch_options
+
+GATE_NUMBERS = 1 << 15
+"""Of a gate's matrix that a program multiplies at a time: what its registers hold."""
 
 
 def add_norm_triton(
@@ -24,10 +29,11 @@ def add_norm_triton(
     weight: Tensor,
     eps: float,
     rounding: Rounding | None,
+    gate: tuple[Tensor, Tensor] | None = None,
     *,
     num_warps: int = 8,
 ) -> tuple[Tensor, Activations]:
-    """See ``kernels.norms.add_norm``."""
+    """See ``kernels.norms.add_norm``; ``gate``: its two matrices, each [rank, size], contiguous."""
     num_tokens, size = added[0].shape[1:] if hidden is None else hidden.shape
     device = weight.device
     normed = torch.empty((num_tokens, size), dtype=weight.dtype, device=device)
@@ -41,13 +47,20 @@ def add_norm_triton(
         rounded = Rounded(values, torch.empty((blocks, num_rows), dtype=torch.float32, device=device))
     before = sums if hidden is None else hidden
     one, other = (*added, before[None], before[None])[:2]
+    down, up = (weight, weight) if gate is None else gate
+    rank = 0 if gate is None else len(down)
+    padded = triton.next_power_of_2(blocks) * BLOCK
+    # A gate's matrices stay with a program from row to row.
+    num_programs = num_rows if gate is None else min(num_rows, _num_programs(device))
     if num_rows:
         with torch.cuda.device_of(weight):
-            add_norm_kernel[(num_rows,)](
+            add_norm_kernel[(num_programs,)](
                 before,
                 one,
                 other,
                 weight,
+                down,
+                up,
                 sums,
                 normed,
                 normed if rounded is None else rounded.values,
@@ -59,13 +72,15 @@ def add_norm_triton(
                 *other.stride()[:2],
                 eps,
                 SIZE=size,
+                PADDED=padded,
+                RANK=rank,
+                RANK_STEP=max(1, min(triton.next_power_of_2(max(1, rank)), GATE_NUMBERS // padded)),
                 HAS_HIDDEN=hidden is not None,
                 NUM_ONE=len(one) if added else 0,
                 NUM_OTHER=len(other) if len(added) > 1 else 0,
                 ROUNDS=rounding is not None,
                 UE8M0=rounding is not None and rounding.ue8m0,
                 BLOCK=BLOCK,
-                BLOCKS=triton.next_power_of_2(blocks),
                 LARGEST=FP8_MAX,
                 SMALLEST_PEAK=SMALLEST_PEAK,
                 num_warps=num_warps,
@@ -74,12 +89,19 @@ def add_norm_triton(
     return sums, Activations(normed, rounded)
 
 
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    return num_multiprocessors(device) if device.type == "cuda" else 2  # Triton's interpreter
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def add_norm_kernel(
     hidden,
     one,
     other,
     weight,
+    down,
+    up,
     sums,
     normed,
     values,
@@ -93,41 +115,77 @@ def add_norm_kernel(
     other_stride,
     eps,
     SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_STEP: tl.constexpr,
     HAS_HIDDEN: tl.constexpr,
     NUM_ONE: tl.constexpr,
     NUM_OTHER: tl.constexpr,
     ROUNDS: tl.constexpr,
     UE8M0: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One row, in blocks; a row behind ``num_tokens`` is zeros in fp8 and nothing else."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)[:, None]
-    at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    """Some rows, one after the other; a row behind ``num_tokens`` is zeros in fp8 and nothing else.
+
+    What of a gate fits into registers is read before the kernel in front has ended.
+    """
+    at = tl.arange(0, PADDED)
     is_there = at < SIZE
-    factor = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32)
+    factor = tl.load(weight + at, mask=is_there, other=0.0)
+    rank = tl.arange(0, RANK_STEP)[:, None]
+    if RANK > 0 and RANK <= RANK_STEP:
+        held_down, held_up = gate_rows(down, up, rank, at, is_there, RANK, SIZE)
     begin(OVERLAPS)
-    is_token = is_there & (row < num_tokens)
     dtype: tl.constexpr = normed.dtype.element_ty
-    if HAS_HIDDEN:
-        x = tl.load(hidden + row * hidden_stride + at, mask=is_token, other=0.0)
-    else:
-        x = tl.zeros((BLOCKS, BLOCK), dtype=dtype)
-    if NUM_ONE > 0:
-        total = sum_parts(one + row * one_stride, one_part, at, is_token, NUM_ONE)
-        if NUM_OTHER > 0:
-            total += sum_parts(other + row * other_stride, other_part, at, is_token, NUM_OTHER)
-        x = (x.to(tl.float32) + total).to(dtype)
-        tl.store(sums + row * SIZE + at, x, mask=is_token)
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide * wide) / SIZE
-    result = (wide * tl.rsqrt(mean + eps) * factor).to(dtype)
-    tl.store(normed + row * SIZE + at, result, mask=is_token)
-    if ROUNDS:
-        rounded, scale = round_blocks(result.to(tl.float32), 1, LARGEST, SMALLEST_PEAK, UE8M0)
-        tl.store(values + row * SIZE + at, rounded, mask=is_there)
-        tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < SIZE)
+    for number in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row = tl.cast(number, tl.int64)
+        is_token = is_there & (row < num_tokens)
+        if HAS_HIDDEN:
+            x = tl.load(hidden + row * hidden_stride + at, mask=is_token, other=0.0)
+        else:
+            x = tl.zeros((PADDED,), dtype=dtype)
+        if NUM_ONE > 0:
+            total = sum_parts(one + row * one_stride, one_part, at, is_token, NUM_ONE)
+            if NUM_OTHER > 0:
+                total += sum_parts(other + row * other_stride, other_part, at, is_token, NUM_OTHER)
+            x = (x.to(tl.float32) + total).to(dtype)
+            tl.store(sums + row * SIZE + at, x, mask=is_token)
+        wide = x.to(tl.float32)
+        mean = tl.sum(wide * wide) / SIZE
+        result = (wide * tl.rsqrt(mean + eps) * factor.to(tl.float32)).to(dtype)
+        if RANK > 0:
+            y = result.to(tl.float32)
+            if RANK <= RANK_STEP:
+                opening = opened(y, held_down, held_up, dtype)
+            else:
+                opening = tl.zeros((PADDED,), dtype=tl.float32)
+                for first in range(0, RANK, RANK_STEP):
+                    of_down, of_up = gate_rows(down, up, first + rank, at, is_there, RANK, SIZE)
+                    opening += opened(y, of_down, of_up, dtype)
+            result = (y * tl.sigmoid(opening.to(dtype).to(tl.float32))).to(dtype)
+        tl.store(normed + row * SIZE + at, result, mask=is_token)
+        if ROUNDS:
+            blocks = tl.reshape(result.to(tl.float32), (PADDED // BLOCK, BLOCK))
+            rounded, scale = round_blocks(blocks, 1, LARGEST, SMALLEST_PEAK, UE8M0)
+            tl.store(values + row * SIZE + at, tl.reshape(rounded, (PADDED,)), mask=is_there)
+            block = tl.arange(0, PADDED // BLOCK)[:, None]
+            tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < SIZE)
+
+
+@triton.jit
+def gate_rows(down, up, rank, at, is_there, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Some ranks of both matrices of a gate, each [ranks, columns]."""
+    place = rank * SIZE + at[None, :]
+    mask = (rank < RANK) & is_there[None, :]
+    return tl.load(down + place, mask=mask, other=0.0), tl.load(up + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def opened(y, down, up, dtype: tl.constexpr):
+    """What some ranks add to how far the gate opens, [columns]."""
+    inner = tl.sum(down.to(tl.float32) * y[None, :], axis=1).to(dtype).to(tl.float32)
+    inner = (inner / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
+    return tl.sum(up.to(tl.float32) * inner[:, None], axis=0)

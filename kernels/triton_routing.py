@@ -15,7 +15,8 @@ from kernels.triton_fp8 import sum_parts
 from kernels.triton_launch import begin, launch_options, prefetch
 
 PART_BYTES: Final = 1024
-"""Of a matrix' row, of which a program of ``narrow_parts`` takes a part."""
+"""Of a matrix' row, of which a program of ``narrow_parts`` takes a part; half of it where that makes few."""
+FEW_PARTS: Final = 8
 STEP_BYTES: Final = 256
 LINE_BYTES: Final = 128
 BLOCK_OUTPUTS: Final = 32
@@ -28,8 +29,9 @@ def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
     """See ``kernels.expert_choice.narrow_product``."""
     num_tokens, columns = x.shape
     outputs = matrix.shape[0]
-    part = PART_BYTES // matrix.itemsize
-    parts = triton.cdiv(columns, part)
+    row_bytes = columns * matrix.itemsize
+    part_bytes = PART_BYTES if row_bytes > FEW_PARTS * PART_BYTES else PART_BYTES // 2
+    part, parts = part_bytes // matrix.itemsize, triton.cdiv(row_bytes, part_bytes)
     out = torch.empty((parts, num_tokens, outputs), dtype=torch.float32, device=x.device)
     tile = next((tile for tile in TILE_TOKENS if tile >= num_tokens), TILE_TOKENS[-1])
     if num_tokens:
@@ -114,11 +116,13 @@ def choose_triton(
     scale: float,
     score_outside: float,
     is_softmax: bool = False,
+    has_shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See ``kernels.expert_choice``; the best comes first."""
     parts, num_tokens, num_experts = logits.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits.device)
+    shape = num_tokens, top_k + has_shared
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
     if num_tokens:
         size = num_experts // num_groups
         with torch.cuda.device_of(logits):
@@ -133,6 +137,7 @@ def choose_triton(
                 EXPERTS=num_experts,
                 PARTS=parts,
                 TOP_K=top_k,
+                HAS_SHARED=has_shared,
                 GROUP=size,
                 GROUPS=num_groups,
                 CHOSEN_GROUPS=num_chosen_groups,
@@ -140,7 +145,7 @@ def choose_triton(
                 IS_SOFTMAX=is_softmax,
                 BLOCK_GROUP=triton.next_power_of_2(size),
                 BLOCK_GROUPS=triton.next_power_of_2(num_groups),
-                BLOCK_K=triton.next_power_of_2(top_k),
+                BLOCK_K=triton.next_power_of_2(top_k + has_shared),
                 num_warps=1,
                 **launch_options(logits.device),
             )
@@ -172,6 +177,7 @@ def choose_kernel(
     EXPERTS: tl.constexpr,
     PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
@@ -223,9 +229,14 @@ def choose_kernel(
         key = tl.where(key == largest, NOTHING, key)
     if NORMALIZES:
         chosen_scores = tl.div_rn(chosen_scores, tl.sum(chosen_scores, axis=0) + 1e-20)
-    at = token * TOP_K + k
-    tl.store(weights + at, chosen_scores * scale, mask=k < TOP_K)
-    tl.store(ids + at, chosen_ids.to(tl.int64), mask=k < TOP_K)
+    chosen_scores = chosen_scores * scale
+    if HAS_SHARED:
+        chosen_ids = tl.where(k == TOP_K, EXPERTS, chosen_ids)
+        chosen_scores = tl.where(k == TOP_K, 1.0, chosen_scores)
+    every: tl.constexpr = TOP_K + 1 if HAS_SHARED else TOP_K
+    at = token * every + k
+    tl.store(weights + at, chosen_scores, mask=k < every)
+    tl.store(ids + at, chosen_ids.to(tl.int64), mask=k < every)
 
 
 def plan_triton(

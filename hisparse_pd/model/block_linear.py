@@ -1,4 +1,5 @@
-"""Linear layers whose weights stay in the checkpoint's fp8: its values and the scales of their blocks.
+"""Linear layers in few launches: in the model's dtype, or in the checkpoint's fp8, its values and the scales
+of their blocks.
 
 Layers of the same input are one product (``JoinedLinears``, ``GatedMlp``): their input is rounded once, and a
 matrix of few rows costs next to nothing beside a larger one.
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, scales_shape
 from kernels.block_fp8 import DTYPE as FP8
-from kernels.block_linear import block_product, round_gated
+from kernels.block_linear import block_product, dense_product, gated
 from kernels.fp8_rows import Activations, Rounding, round_rows
 from kernels.norms import add_parts
 
@@ -54,18 +55,20 @@ class BlockLinear(torch.nn.Module):
 
 def parts_of(layer: Any, x: Activations) -> Tensor:
     """[parts, num_tokens, out_features]: what a linear layer or gated MLP, in fp8 or not, makes of ``x``."""
+    if isinstance(layer, torch.nn.Linear) and layer.bias is None:
+        return dense_product(x.dense, layer.weight)
     result: Tensor = layer.parts(x) if isinstance(layer, BlockLinear | GatedMlp) else layer(x.dense)[None]
     return result
 
 
 def rounding_of(*layers: Any) -> Rounding | None:
     """How the common input of these layers is rounded; None where none of them is in fp8."""
-    roundings = [layer.rounding for layer in layers if isinstance(layer, BlockLinear | GatedMlp)]
-    return roundings[0] if roundings else None
+    roundings = (layer.rounding for layer in layers if isinstance(layer, BlockLinear | GatedMlp))
+    return next((rounding for rounding in roundings if rounding is not None), None)
 
 
 class JoinedLinears:
-    """Layers of the same input, in fp8 or not: one product where all are, and their blocks do not overlap."""
+    """Layers of the same input, in fp8 or not: one product where they ``can_join``."""
 
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         self._parts = list(parts)
@@ -81,7 +84,7 @@ class JoinedLinears:
         """The results, each [parts, num_tokens, out_features], sections of one tensor maybe."""
         if self._joined is None:
             return tuple(parts_of(part, x) for part in self._parts)
-        return torch.split(self._joined.parts(x), self._rows, dim=-1)
+        return torch.split(parts_of(self._joined, x), self._rows, dim=-1)
 
     def first(self, x: Activations) -> Tensor:
         """The result of the first layer alone."""
@@ -95,18 +98,17 @@ class GatedMlp(torch.nn.Module):
         """``mlp``: transformers' module of the same job."""
         super().__init__()
         self.gate_up = _join((mlp.gate_proj, mlp.up_proj))
-        self.down_proj: BlockLinear = mlp.down_proj
+        self.down_proj: Any = mlp.down_proj
 
     @property
-    def rounding(self) -> Rounding:
-        """Of the input."""
-        return self.gate_up.rounding
+    def rounding(self) -> Rounding | None:
+        """Of the input; None where it is not in fp8."""
+        return rounding_of(self.gate_up)
 
     def parts(self, x: Activations) -> Tensor:
         """[parts, num_tokens, hidden_size], see ``kernels.block_linear``."""
-        down = self.down_proj
-        inner = round_gated(self.gate_up.parts(x), down.rounding)
-        return block_product(inner, x.num_tokens, x.dense.dtype, down.weight, down.weight_scale_inv)
+        gate_up = parts_of(self.gate_up, x)
+        return parts_of(self.down_proj, gated(gate_up, x.dense.dtype, rounding_of(self.down_proj)))
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [..., hidden_size]"""
@@ -114,28 +116,40 @@ class GatedMlp(torch.nn.Module):
         return add_parts(self.parts(rows)).to(x.dtype).view(x.shape)
 
 
-def can_join(parts: Sequence[torch.nn.Module]) -> bool:
-    """All are in fp8, and each begins where a block does."""
-    rows = [len(part.weight) for part in parts if isinstance(part, BlockLinear)]
-    return len(rows) == len(parts) and not any(number % BLOCK for number in rows[:-1])
+def can_join(parts: Sequence[Any]) -> bool:
+    """All are in fp8, and each begins where a block does; or all are on a GPU in the model's dtype.
+
+    On a CPU a product's bits may depend on the number of the matrix' rows.
+    """
+    if all(isinstance(part, BlockLinear) for part in parts):
+        return not any(len(part.weight) % BLOCK for part in parts[:-1])
+    return all(type(part) is torch.nn.Linear and part.bias is None and part.weight.is_cuda for part in parts)
 
 
 def gated_mlp(mlp: Any) -> Any:
-    """``mlp``, or a GatedMlp in its place if its layers are in fp8."""
-    layers = (mlp.gate_proj, mlp.up_proj)
-    return GatedMlp(mlp) if can_join(layers) and isinstance(mlp.down_proj, BlockLinear) else mlp
+    """``mlp``, or a GatedMlp in its place if its first layers ``can_join``."""
+    is_linear = isinstance(mlp.down_proj, BlockLinear | torch.nn.Linear)
+    return GatedMlp(mlp) if can_join((mlp.gate_proj, mlp.up_proj)) and is_linear else mlp
 
 
-def _join(parts: Sequence[Any]) -> BlockLinear:
+def _join(parts: Sequence[Any]) -> Any:
     """One layer of all rows; the parts' tensors become views of its own."""
+    num_rows, first = sum(len(part.weight) for part in parts), parts[0]
     with torch.device("meta"):
-        num_rows = sum(len(part.weight) for part in parts)
-        joined = BlockLinear(parts[0].weight.shape[1], num_rows, ue8m0=parts[0].ue8m0)
-    for name in ("weight", "weight_scale_inv"):
-        tensors = [getattr(part, name) for part in parts]
+        if isinstance(first, BlockLinear):
+            joined: Any = BlockLinear(first.weight.shape[1], num_rows, ue8m0=first.ue8m0)
+        else:
+            joined = torch.nn.Linear(first.weight.shape[1], num_rows, bias=False)
+    for name in first.state_dict():
+        tensors = [getattr(part, name).detach() for part in parts]
         together = torch.cat(tensors)
-        setattr(joined, name, together)
+        _put(joined, name, together)
         starts = [0, *torch.tensor([len(tensor) for tensor in tensors]).cumsum(0).tolist()]
-        for part, (first, end) in zip(parts, pairwise(starts), strict=True):
-            setattr(part, name, together[first:end])
+        for part, (start, end) in zip(parts, pairwise(starts), strict=True):
+            _put(part, name, together[start:end])
     return joined
+
+
+def _put(layer: Any, name: str, tensor: Tensor) -> None:
+    is_parameter = isinstance(getattr(layer, name), torch.nn.Parameter)
+    setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)

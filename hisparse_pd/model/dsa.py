@@ -25,12 +25,12 @@ from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.expert_choice import narrow_product
-from kernels.fp8_rows import Activations, Rounding, round_rows
+from kernels.fp8_rows import Activations, Rounding
 from kernels.hadamard import hadamard_matrix
 from kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
 from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
-from kernels.norms import add_norm, add_parts
-from kernels.row_math import sigmoid, silu, softcap
+from kernels.norms import NormGate, add_norm
+from kernels.row_math import softcap
 
 _CHANGING_ANGLES = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies follow the length."""
@@ -264,39 +264,20 @@ def _latent_eps(spec: ModelSpec, config: Any) -> float | None:
 
 
 class _Norm:
-    """A norm of transformers', with the sum in front of it, and the rounding that what follows wants."""
+    """A norm of transformers', with its gate if it has one (A.X-K2), the sum in front of it, and the rounding
+    that what follows wants."""
 
     def __init__(self, module: Any, rounding: Rounding | None = None) -> None:
-        self._weight: Tensor = module.weight
-        self._eps: float = module.variance_epsilon
+        gate = getattr(module, "mlp", None)
+        self._gate = None if gate is None else NormGate.of(gate.fc1.weight, gate.fc2.weight)
+        norm = module if gate is None else module.norm
+        self._weight: Tensor = norm.weight
+        self._eps: float = norm.variance_epsilon
         self._rounding = rounding
 
     def __call__(self, hidden: Tensor | None, added: Sequence[Tensor] = ()) -> tuple[Tensor, Activations]:
         """See ``kernels.norms.add_norm``."""
-        return add_norm(hidden, added, self._weight, self._eps, self._rounding)
-
-
-class _GatedNorm:
-    """A norm whose result opens a gate of low rank for itself, as A.X-K2 has it."""
-
-    def __init__(self, module: Any, rounding: Rounding | None) -> None:
-        self._norm = _Norm(module.norm)
-        self._down, self._up = module.mlp.fc1, module.mlp.fc2
-        self._rounding = rounding
-
-    def __call__(self, hidden: Tensor | None, added: Sequence[Tensor] = ()) -> tuple[Tensor, Activations]:
-        """As of ``_Norm``."""
-        hidden, normed = self._norm(hidden, added)
-        y = normed.dense
-        gate: Tensor = sigmoid(self._up(silu(self._down(y))).float())
-        gated = (y * gate).to(y.dtype)
-        return hidden, Activations(
-            gated, None if self._rounding is None else round_rows(gated, self._rounding)
-        )
-
-
-def _norm_of_hidden(module: Any, rounding: Rounding | None) -> _Norm | _GatedNorm:
-    return _GatedNorm(module, rounding) if hasattr(module, "mlp") else _Norm(module, rounding)
+        return add_norm(hidden, added, self._weight, self._eps, self._rounding, self._gate)
 
 
 class _Layer:
@@ -307,9 +288,8 @@ class _Layer:
     ) -> None:
         self._attention = _Attention(spec, number, module.self_attn, latent_eps)
         self._feed_forward = FeedForward(module.mlp, spec.family, is_silu=is_silu)
-        self._input_norm = _norm_of_hidden(module.input_layernorm, self._attention.rounding)
-        post_attention, rounding = module.post_attention_layernorm, self._feed_forward.rounding
-        self._post_attention_norm = _norm_of_hidden(post_attention, rounding)
+        self._input_norm = _Norm(module.input_layernorm, self._attention.rounding)
+        self._post_attention_norm = _Norm(module.post_attention_layernorm, self._feed_forward.rounding)
 
     @property
     def num_heads(self) -> int:
@@ -475,6 +455,7 @@ class _Attention:
             self._norms,
             rotation,
             self._queries.rounding if asks else None,
+            keeps_raw=asks and self._queries.takes_raw,
             index_keys=None if indexer is None else made[0],
             vectors=None if indexer is None else indexer.vectors,
             head_weights=indexer.head_weights(x) if asks and indexer is not None else None,
@@ -500,6 +481,9 @@ def _queries_of(module: Any) -> _Queries | _GatedQueries | _DirectQueries:
 class _Queries:
     """What becomes of the latent query: the heads' queries and, in the same product, the indexer's."""
 
+    takes_raw = False
+    """Whether ``normed`` is to have the latent query before its norm behind it."""
+
     def __init__(self, module: Any) -> None:
         queries = [] if module.indexer is None else [module.indexer.wq_b]
         self._linears = JoinedLinears([module.q_b_proj, *queries])
@@ -513,15 +497,17 @@ class _Queries:
     def __call__(
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of the latent query [num_tokens, q_lora_rank] behind its norm and, in parts, before it: queries
-        [parts, num_tokens, num_heads, head_dim]; a gate of each head's values, so too, or None; and
-        ``with_index`` what wq_b makes, [parts, num_tokens, columns]."""
+        """Of the latent query behind its norm (``Latents.q``) and, in parts, before it: queries [parts,
+        num_tokens, num_heads, head_dim]; a gate of each head's values, so too, or None; and ``with_index``
+        what wq_b makes, [parts, num_tokens, columns]."""
         q, *index_queries = self._linears(normed) if with_index else [self._linears.first(normed)]
         return _of_heads(q, self._num_heads), None, next(iter(index_queries), None)
 
 
 class _GatedQueries:
     """``_Queries`` of A.X-K2: one projection of the latent query, normed and raw, makes queries and gates."""
+
+    takes_raw = True
 
     def __init__(self, module: Any) -> None:
         self._projection = module.q_gate_proj
@@ -537,9 +523,9 @@ class _GatedQueries:
     def __call__(
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        both = torch.cat((normed.dense, add_parts(raw).to(normed.dense.dtype)), dim=-1)
-        made = _of_heads(parts_of(self._projection, Activations(both)), self._num_heads)
+        made = _of_heads(parts_of(self._projection, Activations(normed.dense)), self._num_heads)
         q, gate = torch.split(made, self._parts, dim=-1)
+        normed = Activations(normed.dense.chunk(2, dim=-1)[0], normed.rounded)
         return q, gate, parts_of(self._index_queries, normed) if with_index else None
 
 
@@ -548,6 +534,7 @@ class _DirectQueries:
 
     rounding: Rounding | None = None
     """There is no latent query."""
+    takes_raw = False
 
     def __init__(self, module: Any) -> None:
         self._scaling = _PositionScaling(module.softmax_scaling)

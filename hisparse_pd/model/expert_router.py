@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,11 @@ class ExpertRouter:
             by_softmax,
         )
 
+    def with_shared(self) -> None:
+        """From now on every token has one more expert, behind all others."""
+        self.choice = replace(self.choice, has_shared=True)
+
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32, and ids, int64, [num_tokens, top_k] of ``hidden`` [num_tokens, hidden_size]."""
+        """Weights, float32, and ids, int64, [num_tokens, top_k] of ``hidden`` [num_tokens, hidden_size]; one
+        more of each behind ``with_shared``."""
         return self.choice.choose(narrow_product(hidden, self._weight))

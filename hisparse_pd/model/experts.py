@@ -8,6 +8,7 @@ its experts add to them, and gets back the sums of its own tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,16 +35,19 @@ class RoutedExperts(torch.nn.Module):
         ranks: RankGroup | None = None,
         *,
         ue8m0: bool = False,
+        has_room: bool = False,
     ) -> None:
         """``dtype``: of the weights, which are for the loader to fill in; ``kernels.block_fp8.DTYPE`` has
         scales. ``ranks``: who has the experts that this rank has not; None: nobody. ``ue8m0``: see
-        ``kernels.fp8_rows``.
+        ``kernels.fp8_rows``. ``has_room``: for one more, which ``take_shared`` fills.
         """
         super().__init__()
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
-        self.gate_up = _empty((len(self.experts), 2, inner_size, hidden_size), dtype, device, ue8m0=ue8m0)
-        self.down = _empty((len(self.experts), 1, hidden_size, inner_size), dtype, device, ue8m0=ue8m0)
-        self._num_experts = num_experts
+        num_held = len(self.experts) + has_room
+        self.gate_up = _empty((num_held, 2, inner_size, hidden_size), dtype, device, ue8m0=ue8m0)
+        self.down = _empty((num_held, 1, hidden_size, inner_size), dtype, device, ue8m0=ue8m0)
+        self._num_experts = num_experts + has_room
+        self._has_room = has_room
         self._ranks = ranks
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -53,6 +57,26 @@ class RoutedExperts(torch.nn.Module):
         make this call, for equally many tokens or for up to ``step_tokens``.
         """
         return self.parts(Activations(hidden), expert_ids, weights).sum(dim=0)
+
+    @torch.no_grad()
+    def take_shared(self, mlp: Any) -> bool:
+        """Make a gated MLP that every token has, of the experts' form, one more of them, behind all others.
+        False: there is no room for it, or its weights are not as theirs."""
+        places = (
+            (mlp.gate_proj, self.gate_up, 0),
+            (mlp.up_proj, self.gate_up, 1),
+            (mlp.down_proj, self.down, 0),
+        )
+        if not self._has_room or any(
+            layer.weight.dtype != matrices.values.dtype or getattr(layer, "bias", None) is not None
+            for layer, matrices, _ in places
+        ):
+            return False
+        for layer, matrices, number in places:
+            matrices.values[-1, number] = layer.weight
+            if matrices.scales is not None:
+                matrices.scales[-1, number] = layer.weight_scale_inv
+        return True
 
     def parts(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """The same before it is added up, [parts, num_tokens, hidden_size]."""
@@ -78,8 +102,19 @@ class RoutedExperts(torch.nn.Module):
 
     def _compute(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
         is_rounded = rounds(x.dense, self.gate_up)
-        routing = Routing.plan(expert_ids, weights, self._num_experts, is_rounded=is_rounded)
-        return run_experts(x.dense, routing, self.gate_up, self.down, self.experts.start, x.rounded)
+        in_bfloat16 = x.dense.dtype == torch.bfloat16 == self.gate_up.values.dtype and x.dense.is_cuda
+        routing = Routing.plan(
+            expert_ids, weights, self._num_experts, is_rounded=is_rounded, in_bfloat16=in_bfloat16
+        )
+        return run_experts(
+            x.dense,
+            routing,
+            self.gate_up,
+            self.down,
+            self.experts.start,
+            x.rounded,
+            has_others=self._ranks is not None,
+        )
 
 
 def _parts(added: Tensor) -> Tensor:

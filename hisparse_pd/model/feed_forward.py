@@ -27,23 +27,31 @@ class FeedForward:
         """The routed ones; None in a dense layer."""
         self.router = ExpertRouter(mlp.gate, family) if hasattr(mlp, "gate") else None
         every = mlp if self.router is None else mlp.shared_experts
+        self._mlp: Any = None
+        """None: it is one of the routed experts, which have its form."""
+        if self.router is not None and isinstance(self.experts, RoutedExperts):
+            self._rounding = rounding_of(every.gate_proj)
+            if self.experts.take_shared(every):
+                self.router.with_shared()
+                return
         self._mlp = gated_mlp(every) if is_silu else every
+        self._rounding = rounding_of(self._mlp)
 
     @property
     def rounding(self) -> Rounding | None:
         """Of the input; None where nothing takes it so."""
-        return rounding_of(self._mlp)
+        return self._rounding
 
     def __call__(self, x: Activations) -> list[Tensor]:
         """What is to be added to the hidden states, each [parts, num_tokens, hidden_size]."""
-        of_every_token = parts_of(self._mlp, x)
+        of_every_token = [] if self._mlp is None else [parts_of(self._mlp, x)]
         if self.router is None:
-            return [of_every_token]
+            return of_every_token
         weights, ids = self.router(x.dense)
         if isinstance(self.experts, RoutedExperts):
-            return [self.experts.parts(x, ids, weights), of_every_token]
+            return [self.experts.parts(x, ids, weights), *of_every_token]
         routed: Tensor = self.experts(x.dense, ids, weights)
-        return [routed[None], of_every_token]
+        return [routed[None], *of_every_token]
 
     def forward_of_others(self, hidden: Tensor) -> None:
         """Take part in the layer of other ranks. ``hidden``: [0, hidden_size]."""

@@ -48,8 +48,9 @@ HEAD_WEIGHTS = "weights_proj"
 """The matrix of the indexer's head weights: in float32, whatever the checkpoint has it in."""
 IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
 """In the names of weights that are in float32 whatever the model's dtype is, as in DeepSeek's reference."""
-NEVER_IN_FP8 = (ABSORBED, HEAD_WEIGHTS)
-"""Linear layers whose matrices become another dtype, whatever the checkpoint has them in."""
+NEVER_IN_FP8 = (ABSORBED, HEAD_WEIGHTS, "fc1", "fc2")
+"""Linear layers whose matrices become another dtype, whatever the checkpoint has them in: the last two are
+those of a norm's gate, of which 16 rows or columns are too few to be cut into blocks."""
 PUBLISHED_DENSE = ("lm_head", "eh_proj")
 """Linear layers that checkpoints in fp8 have in bfloat16."""
 
@@ -167,7 +168,7 @@ class _Loader:
                 if self._has_own_experts(config):
                     for layer, module in enumerate(hf_model.model.layers):
                         if (experts := getattr(module.mlp, "experts", None)) is not None:
-                            module.mlp.experts = self._routed_experts(files, layer, experts)
+                            module.mlp.experts = self._routed_experts(files, layer, experts, module.mlp)
                 if self._keeps_fp8:
                     self._put_block_linears(files, hf_model)
                 if self._device.type == "cpu":
@@ -184,8 +185,8 @@ class _Loader:
 
     def _has_own_experts(self, config: Any) -> bool:
         """Or transformers', which on a CPU does not care with how many rows an expert's product is made."""
-        depends_on_rows = self._device.type == "cpu" and fewest_rows() > 1
-        return self._needs_own_experts or (depends_on_rows and config.hidden_act == "silu")
+        is_better = self._device.type == "cuda" or fewest_rows() > 1
+        return self._needs_own_experts or (is_better and config.hidden_act == "silu")
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
         """Behind transformers' layers, which leave it out: one more, and by its side what else an MTP layer
@@ -259,8 +260,10 @@ class _Loader:
             scales = self._find(files, name + SCALES, scales_shape(*target.shape))
         self._placements.append(Placement(stored, target, scales))
 
-    def _routed_experts(self, files: WeightFiles, layer: int, module: Any) -> RoutedExperts:
+    def _routed_experts(self, files: WeightFiles, layer: int, module: Any, mlp: Any) -> RoutedExperts:
         num_experts, hidden_size, inner_size = module.down_proj.shape
+        shared = getattr(mlp, "shared_experts", None)
+        is_like_shared = shared is not None and shared.down_proj.in_features == inner_size
         if self._ranks is not None and self._ranks.size > num_experts:
             raise CheckpointError(
                 f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
@@ -274,6 +277,7 @@ class _Loader:
             self._device,
             self._ranks,
             ue8m0=self._spec.scales_are_ue8m0,
+            has_room=is_like_shared and self._ranks is None and self._device.type == "cuda",
         )
         for place, expert in enumerate(routed.experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"

@@ -1,4 +1,4 @@
-"""Products with matrices in fp8: against float64, row by row, and in CUDA graphs."""
+"""Products with matrices, in fp8 and in bfloat16: against float64, row by row, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hisparse_pd.model.block_linear import BlockLinear, JoinedLinears
+from hisparse_pd.model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
 from kernels.block_fp8 import BLOCK, dequantize, quantize
-from kernels.block_linear import block_linear, block_product, round_gated
+from kernels.block_linear import block_linear, block_product, dense_product, gated
 from kernels.fp8_rows import (
     FEW_ROWS,
     Activations,
@@ -90,7 +90,9 @@ def test_a_gated_product_is_that_of_what_was_rounded(parts: int) -> None:
     gate_up = gate_up.float() if parts > 1 else gate_up
     rounded = dequantize_rows(*quantize_gated(add_parts(gate_up).bfloat16()[None])).double()
     expected = rounded @ dequantize(values, scales, torch.float32).double().t()
-    found = block_product(round_gated(gate_up, Rounding()), 5, torch.bfloat16, values, scales)
+    inner = gated(gate_up, torch.bfloat16, Rounding())
+    assert inner.rounded is not None
+    found = block_product(inner.rounded, inner.num_tokens, torch.bfloat16, values, scales)
     assert (found.sum(dim=0) - expected).norm() <= 2**-8 * expected.norm()
 
 
@@ -142,7 +144,48 @@ def test_layers_that_are_joined_compute_what_each_does_alone() -> None:
 def test_no_rows() -> None:
     x, values, scales = draw(1, 256, 384)
     assert block_linear(x[:0], values, scales).shape == (0, 256)
-    assert round_gated(x[None, :0], Rounding()).values.shape == (0, 192)
+    assert dense_product(x[:0], x).shape == (1, 0, 1)
+    for rounding in (None, Rounding()):
+        assert gated(x[None, :0], torch.bfloat16, rounding).num_tokens == 0
+
+
+@pytest.mark.parametrize("shape", [(672, 2048), (5120, 768), (2048, 384), (2048, 512), (130, 72)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 64, 200])
+def test_a_product_in_bfloat16(num_tokens: int, shape: tuple[int, int]) -> None:
+    """A.X-K2-Light's shapes, of which some rows of ``x`` are a part of longer ones; and one of no blocks."""
+    rows, columns = shape
+    x, matrix = draw(num_tokens, 1, 2 * columns)[0][:, :columns], draw(rows, 1, columns)[0]
+    with no_waiting():
+        found = dense_product(x, matrix)
+    expected = x.double() @ matrix.double().t()
+    away = (found.double().sum(dim=0) - expected).norm(dim=1)
+    assert torch.all(away <= 2**-8 * expected.norm(dim=1))
+    assert len(found) == 1 or found.dtype == torch.float32
+
+
+@pytest.mark.I5
+def test_a_row_in_bfloat16_is_the_same_among_any_few_rows() -> None:
+    x, matrix = draw(FEW_ROWS, 1, 2048)[0], draw(672, 1, 2048)[0]
+    among_all = dense_product(x, matrix)
+    for num_rows in (1, 2, 16, 17, 33, FEW_ROWS - 1):
+        for rows in (slice(0, num_rows), slice(FEW_ROWS - num_rows, FEW_ROWS)):
+            assert torch.equal(dense_product(x[rows], matrix), among_all[:, rows]), (num_rows, rows)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 300])
+def test_a_gated_mlp_in_bfloat16(num_tokens: int) -> None:
+    mlp = torch.nn.Module()
+    for name, shape in (("gate_proj", (512, 2048)), ("up_proj", (512, 2048)), ("down_proj", (2048, 512))):
+        linear = torch.nn.Linear(shape[1], shape[0], bias=False, device=DEVICE, dtype=torch.bfloat16)
+        linear.requires_grad_(False)
+        mlp.add_module(name, linear)
+    x = draw(num_tokens, 1, 2048)[0]
+    inner = (silu(mlp.gate_proj(x).double()) * mlp.up_proj(x).double()).bfloat16()
+    expected = inner.double() @ mlp.down_proj.weight.double().t()
+    ours = gated_mlp(mlp)
+    assert isinstance(ours, GatedMlp)
+    found = ours.parts(Activations(x)).double().sum(dim=0)
+    assert torch.all((found - expected).norm(dim=1) <= 2**-7 * expected.norm(dim=1))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 200])

@@ -62,7 +62,8 @@ def test_chooses_as_on_the_cpu(
     logits = torch.randn((3, num_tokens, num_experts), generator=generator).round()
     logits[:, ::3] = 0
     bias = torch.randn(num_experts, generator=generator).round() / 8
-    choice = ExpertChoice(bias, top_k, *groups, normalizes, 2.5, outside, is_softmax)
+    has_shared = num_tokens % 2 == 1
+    choice = ExpertChoice(bias, top_k, *groups, normalizes, 2.5, outside, is_softmax, has_shared)
     weights, ids = choice.choose(logits)
     on_gpu, logits_on_gpu = replace(choice, bias=bias.to(DEVICE)), logits.to(DEVICE)
     with no_waiting():

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
+from hisparse_pd.model.block_linear import BlockLinear
 from hisparse_pd.model.experts import RoutedExperts
+from hisparse_pd.model.families import FAMILIES
+from hisparse_pd.model.feed_forward import FeedForward
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import quantize
 from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.experts import run_experts
+from kernels.fp8_rows import Activations
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
@@ -35,14 +41,16 @@ def draw_tokens(num_tokens: int, num_experts: int, top_k: int, hidden_size: int)
     return hidden, popular.topk(top_k).indices, torch.rand((num_tokens, top_k), generator=generator)
 
 
-def on_gpu(gate_up: ExpertMatrices, down: ExpertMatrices, dtype: torch.dtype) -> RoutedExperts:
+def on_gpu(
+    gate_up: ExpertMatrices, down: ExpertMatrices, dtype: torch.dtype, *, has_room: bool = False
+) -> RoutedExperts:
     num_experts, _, inner_size, hidden_size = gate_up.values.shape
     of_weights = dtype if gate_up.scales is None else FP8
-    experts = RoutedExperts(num_experts, hidden_size, inner_size, of_weights, HOME)
+    experts = RoutedExperts(num_experts, hidden_size, inner_size, of_weights, HOME, has_room=has_room)
     for target, source in ((experts.gate_up, gate_up), (experts.down, down)):
-        target.values.copy_(source.values)
+        target.values[:num_experts].copy_(source.values)
         if target.scales is not None and source.scales is not None:
-            target.scales.copy_(source.scales)
+            target.scales[:num_experts].copy_(source.scales)
     return experts
 
 
@@ -104,3 +112,48 @@ def test_does_the_same_in_graphs(is_fp8: bool) -> None:
             graph.replay()
             expected = experts(*inputs)
             torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 40, 300])
+def test_an_expert_that_every_token_has_is_one_of_them(num_tokens: int, is_fp8: bool) -> None:
+    """The same layer with room for it among the routed ones and without."""
+    num_experts, top_k, hidden_size, inner_size = 16, 4, 512, 256
+    gate_up = draw_matrices((num_experts, 2, inner_size, hidden_size), is_fp8=is_fp8)
+    down = draw_matrices((num_experts, 1, hidden_size, inner_size), is_fp8=is_fp8)
+    hidden = draw_tokens(num_tokens, num_experts, top_k, hidden_size)[0].to(HOME, torch.bfloat16)
+    of_gate = torch.randn((num_experts, hidden_size), generator=torch.Generator().manual_seed(1)).to(HOME)
+    results = []
+    for has_room in (False, True):
+        mlp = torch.nn.Module()
+        mlp.gate = SimpleNamespace(
+            weight=of_gate / hidden_size**0.5, top_k=top_k, num_group=None, topk_group=None,
+            norm_topk_prob=True, routed_scaling_factor=2.5,
+            e_score_correction_bias=torch.zeros(num_experts, device=HOME),
+        )  # fmt: skip
+        mlp.experts = on_gpu(gate_up, down, torch.bfloat16, has_room=has_room)
+        mlp.shared_experts = shared_mlp(hidden_size, inner_size, is_fp8=is_fp8)
+        layer = FeedForward(mlp, FAMILIES["axk2"], is_silu=True)
+        parts = layer(Activations(hidden))
+        assert len(parts) == (1 if has_room else 2)
+        results.append(sum(part.double().sum(dim=0) for part in parts))
+    assert (results[1] - results[0]).norm() <= 0.01 * results[0].norm()
+
+
+def shared_mlp(hidden_size: int, inner_size: int, *, is_fp8: bool) -> torch.nn.Module:
+    mlp = torch.nn.Module()
+    generator = torch.Generator().manual_seed(5)
+    for name, rows, columns in (
+        ("gate_proj", inner_size, hidden_size),
+        ("up_proj", inner_size, hidden_size),
+        ("down_proj", hidden_size, inner_size),
+    ):
+        weight = torch.randn((rows, columns), generator=generator).to(HOME) / columns**0.5
+        if is_fp8:
+            layer: torch.nn.Module = BlockLinear(columns, rows)
+            layer.weight, layer.weight_scale_inv = quantize(weight)
+        else:
+            layer = torch.nn.Linear(columns, rows, bias=False, device=HOME, dtype=torch.bfloat16)
+            layer.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
+        mlp.add_module(name, layer)
+    return mlp

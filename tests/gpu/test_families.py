@@ -44,9 +44,10 @@ def logits_on(checkpoint: Path, device: str) -> Tensor:
     return torch.cat(chunks)
 
 
-def test_logits_of_mistral_are_those_of_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["v32", "axk2", "mistral"])
+def test_logits_are_those_of_a_cpu(tmp_path: Path, variant: str) -> None:
     """But where two scores at the end of a selection are as good as equal."""
-    write_checkpoint(tmp_path, "mistral")
+    write_checkpoint(tmp_path, variant)
     expected, found = logits_on(tmp_path, "cpu"), logits_on(tmp_path, DEVICE)
     off = (found - expected).abs().amax(dim=1)
     assert float((off < 0.01).float().mean()) > 0.95

@@ -10,11 +10,17 @@ from kernels.fp8_rows import Rounding, dequantize_rows, quantize_rows
 from kernels.hadamard import hadamard_matrix
 from kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
 from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
+from kernels.norms import add_parts
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu
 
-SIZES = [(1536, 512, 64, 128, 64, 128, 128), (200, 48, 16, 32, 5, 24, 72), (2048, 512, 64, 128, 32, 192, 256)]
+SIZES = [
+    (1536, 512, 64, 128, 64, 128, 128),
+    (200, 48, 16, 32, 5, 24, 72),
+    (2048, 512, 64, 128, 32, 192, 256),
+    (384, 128, 32, 128, 16, 64, 64),
+]
 """Query latent, KV latent, rotary part, index key, index heads, of a head without rotary part, of a value."""
 ROWS = [1, 3, 16, 17, 63, 200]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -80,6 +86,7 @@ def test_latents_are_as_on_the_cpu(
         without_indexer = finish_latents(q_a, kv_a, *there, Rounding())
         without_query = finish_latents(None, kv_a, *there, Rounding(), **index)
         keys_alone = finish_latents(None, None, *there, None, **index)
+        with_raw = finish_latents(q_a, kv_a, *there, Rounding(), keeps_raw=True)
     is_close(found.q.dense, expected.q.dense)
     is_close(found.item, expected.item)
     for name in ("index_keys", "head_weights"):
@@ -90,6 +97,9 @@ def test_latents_are_as_on_the_cpu(
     assert torch.equal(found.q.rounded.scales[:, :num_tokens].cpu(), scales)
     assert torch.equal(without_indexer.item, found.item)
     assert torch.equal(without_indexer.q.dense, found.q.dense)
+    assert torch.equal(with_raw.q.dense[:, :q_rank], found.q.dense)
+    assert torch.equal(with_raw.q.dense[:, q_rank:], add_parts(q_a).to(dtype))
+    assert torch.equal(with_raw.q.rounded.scales, found.q.rounded.scales)
     assert without_query.q is keys_alone.q is keys_alone.item is None
     assert torch.equal(without_query.item, found.item)
     for some in (without_query, keys_alone):

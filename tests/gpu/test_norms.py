@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.fp8_rows import Rounding, quantize_rows
-from kernels.norms import add_norm
+from kernels.norms import NormGate, add_norm
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu
@@ -42,6 +42,29 @@ def test_adds_norms_and_rounds(num_rows: int, size: int, rounding: Rounding | No
             found = normed.rounded.values.cpu()
             assert torch.equal(found[:num_rows].view(torch.uint8), values.view(torch.uint8))
             assert not found[num_rows:].float().any()
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2048, 16), (7168, 16), (136, 5)])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_a_norm_that_opens_a_gate_for_itself(num_rows: int, size: int, rank: int) -> None:
+    hidden, weight, added = draw(num_rows, size).bfloat16(), draw(size).bfloat16(), draw(3, num_rows, size)
+    down, up = (draw(rank, size) / size**0.5).bfloat16(), draw(size, rank).bfloat16()
+    gate = NormGate.of(down, up)
+    sums, normed = add_norm(hidden, [added], weight, 1e-6, Rounding(), gate)
+    expected_sums, ungated = add_norm(hidden, [added], weight, 1e-6, None)
+    assert torch.equal(sums, expected_sums)
+    wide = ungated.dense.double()
+    inner = torch.nn.functional.silu((wide @ down.double().t()).bfloat16().double())
+    opening = (inner.bfloat16().double() @ up.double().t()).bfloat16().double().sigmoid()
+    # A number on the border of two moves the opening by what the largest element of the gate is.
+    torch.testing.assert_close(normed.dense.double(), wide * opening, rtol=2**-5, atol=2**-12)
+    assert normed.rounded is not None
+    values, scales = quantize_rows(normed.dense.cpu())
+    assert torch.equal(normed.rounded.scales[:, :num_rows].cpu(), scales)
+    assert torch.equal(normed.rounded.values[:num_rows].cpu().view(torch.uint8), values.view(torch.uint8))
+    if num_rows > 1:
+        alone = add_norm(hidden[1:2], [added[:, 1:2]], weight, 1e-6, None, gate)[1].dense
+        assert torch.equal(alone, normed.dense[1:2])
 
 
 @pytest.mark.I5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, dequantize, quantize, scales_shape
 from kernels.expert_routing import (
-    ROUNDED_TILE_ROWS,
+    FEW_TILE_ROWS,
+    MANY_TILE_ROWS,
     ExpertMatrices,
     Routing,
     most_tiles,
@@ -178,12 +180,14 @@ def test_what_is_rounded(device: str, dtype: torch.dtype, is_fp8: bool, expected
     assert rounds(hidden, matrices(torch.zeros(1, 1, 2, 2), is_fp8=is_fp8)) is expected
 
 
-def test_tiles_of_rounded_rows_have_one_size() -> None:
+def test_tiles_of_few_rows_have_one_size() -> None:
     """Or a row would be added up in another order in a larger batch."""
     for num_tokens in (1, 60, 3000):
         _, expert_ids, weights, *_ = draw(num_tokens)
-        routing = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=True)
-        assert routing.tile_rows == ROUNDED_TILE_ROWS
+        rounded = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=True)
+        assert rounded.tile_rows == FEW_TILE_ROWS
+        in_bfloat16 = Routing.plan(expert_ids, weights, NUM_EXPERTS, in_bfloat16=True)
+        assert in_bfloat16.tile_rows == (MANY_TILE_ROWS if num_tokens == 3000 else FEW_TILE_ROWS)
 
 
 def interpret_cases() -> None:
@@ -211,12 +215,20 @@ def test_interpreted_kernel() -> None:
 
 
 def compile_kernel() -> None:
-    from kernels.triton_experts import ROUNDED_TILING, TILINGS, _product_kernel, _tiling
+    from kernels.triton_experts import (
+        NARROW_BFLOAT16_TILING,
+        NARROW_TILING,
+        ROUNDED_TILING,
+        TILINGS,
+        _product_kernel,
+    )
 
     result = {}
-    cases = [("fp8e4nv", ROUNDED_TILE_ROWS, ROUNDED_TILING)]
-    cases += [("bf16", tile_rows, _tiling(torch.bfloat16, 2, tile_rows, 1)) for tile_rows in TILINGS]
-    for dtype, tile_rows, tiling in cases:
+    cases = [("fp8e4nv", FEW_TILE_ROWS, tiling, False) for tiling in (ROUNDED_TILING, NARROW_TILING)]
+    for tile_rows, tiling in (*TILINGS.items(), (FEW_TILE_ROWS, NARROW_BFLOAT16_TILING)):
+        half = replace(tiling, block_rows=tiling.block_rows // 2)
+        cases += [("bf16", tile_rows, half, True), ("bf16", tile_rows, tiling, False)]
+    for dtype, tile_rows, tiling, is_gated in cases:
         is_rounded = dtype == "fp8e4nv"
         pointers = {"x": f"*{dtype}", "out": "*bf16", "values": f"*{dtype}"}
         pointers |= dict.fromkeys(("x_scales", "scales", "weights"), "*fp32")
@@ -226,6 +238,7 @@ def compile_kernel() -> None:
             "ROWS": 2048,
             "COLUMNS": 7168,
             "IS_FIRST": True,
+            "IS_GATED": is_gated,
             "HAS_SCALES": is_rounded,
             "IS_ROUNDED": is_rounded,
             "SCALE_BLOCK": BLOCK,
@@ -235,7 +248,7 @@ def compile_kernel() -> None:
             "OVERLAPS": True,
         }
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        result[f"{dtype} {tile_rows}"] = compiled_for_hopper(
+        result[f"{dtype} {tile_rows} {tiling} {is_gated}"] = compiled_for_hopper(
             _product_kernel, pointers, constants, list(pointers), **options
         )
     print(json.dumps(result))

@@ -6,19 +6,21 @@ The interpreter multiplies no matrices of bfloat16 right, so kernels that do are
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kernels.block_fp8 import quantize
-from kernels.block_linear import block_product
+from kernels.block_linear import block_product, dense_product
 from kernels.expert_choice import ExpertChoice, narrow_product
-from kernels.expert_routing import ROUNDED_TILE_ROWS, ExpertMatrices, Routing, most_tiles
-from kernels.fp8_rows import Activations, Rounded, Rounding, quantize_gated, quantize_rows
+from kernels.expert_routing import FEW_TILE_ROWS, ExpertMatrices, Routing, most_tiles
+from kernels.fp8_rows import Activations, Rounded, Rounding, gated_rows, quantize_gated, quantize_rows
 from kernels.hadamard import hadamard_matrix
 from kernels.kv_format import IndexKeyFormat, KvFormat
 from kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
 from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
-from kernels.norms import add_norm, add_parts
+from kernels.norms import NormGate, add_norm, add_parts
 from tests.unit.kernels.triton_here import (
     compiles_launches,
     interpreted,
@@ -73,7 +75,8 @@ def rotation_of(num_tokens: int, rope: int) -> Rotation:
 
 
 def norms_and_roundings() -> None:
-    from kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton
+    from kernels import triton_norms
+    from kernels.triton_fp8 import gated_rows_triton, quantize_gated_triton, quantize_rows_triton
     from kernels.triton_norms import add_norm_triton
 
     for num_rows, size in ((3, 200), (1, 128)):
@@ -86,6 +89,12 @@ def norms_and_roundings() -> None:
                 is_close(sums, of_reference.bfloat16())
                 is_close(normed.dense, expected.dense.bfloat16())
                 is_rounded(normed, normed.dense, rounding)
+        gate = NormGate.of(draw(5, size) / size**0.5, draw(size, 5))
+        inputs = hidden.float(), [of_product], weight.float(), EPS
+        for most_numbers in (1 << 15, 512):  # all ranks at once, or some
+            triton_norms.GATE_NUMBERS = most_numbers
+            gated = add_norm_triton(*inputs, None, (gate.down, gate.up.t().contiguous()))[1]
+            is_close(gated.dense, add_norm(*inputs, None, gate)[1].dense)
         for ue8m0 in (False, True):
             found = quantize_rows_triton(hidden, num_rows + 2, ue8m0=ue8m0)
             is_rounded(Activations(hidden, Rounded(*found)), hidden, Rounding(ue8m0))
@@ -94,6 +103,7 @@ def norms_and_roundings() -> None:
             of_reference, expected_scales = quantize_gated(gate_up, ue8m0=ue8m0)
             is_close(scales, expected_scales)
             nearly_all_equal(values.view(torch.uint8), of_reference.view(torch.uint8))
+            is_close(gated_rows_triton(gate_up, torch.float32), gated_rows(gate_up, torch.float32))
 
 
 def latents_and_heads() -> None:
@@ -119,6 +129,11 @@ def latents_and_heads() -> None:
             is_rounded(found.q, found.q.dense, rounding)
             for name in ("item", "index_keys", "head_weights"):
                 is_close(getattr(found, name), getattr(expected, name))
+        with_raw = finish_latents_triton(q_a, kv_a, norms, rotation, None, None, None, None, keeps_raw=True)
+        wanted = finish_latents(q_a, kv_a, norms, rotation, None, keeps_raw=True)
+        assert with_raw.q is not None
+        assert wanted.q is not None
+        is_close(with_raw.q.dense, wanted.q.dense)
         without = finish_latents_triton(None, None, norms, rotation, Rounding(), keys, vectors, None)
         assert (without.q, without.item, without.head_weights) == (None, None, None)
         is_close(without.index_keys, expected.index_keys)
@@ -154,10 +169,12 @@ def products_of_few_rows() -> None:
     for num_tokens, rows, columns in ((3, 136, 1152), (17, 48, 384)):
         values, scales = quantize(draw(rows, columns))
         x = Rounded(*quantize_rows(draw(num_tokens, columns)))
-        found = linear_parts(x.values, x.scales, num_tokens, values, scales)
-        assert len(found) == num_parts(rows, columns)
+        found = linear_parts(x.values, num_tokens, values, x.scales, scales)
+        assert len(found) == num_parts(rows, -(-columns // 128))
         expected = block_product(x, num_tokens, torch.float32, values, scales)[0]
         is_close(add_parts(found), expected.to(found.dtype))
+        dense, matrix = draw(num_tokens, 2 * columns)[:, :columns], draw(rows, columns)
+        is_close(add_parts(linear_parts(dense, num_tokens, matrix)), dense_product(dense, matrix)[0])
 
 
 def experts_are_chosen_and_planned() -> None:
@@ -172,18 +189,26 @@ def experts_are_chosen_and_planned() -> None:
         (1, 1, 9, True),
     ):
         choice = ExpertChoice(
-            draw(num_experts) / 8, 3, num_groups, num_chosen, num_groups > 1, 2.5, is_softmax=is_softmax
+            draw(num_experts) / 8,
+            3,
+            num_groups,
+            num_chosen,
+            num_groups > 1,
+            2.5,
+            is_softmax=is_softmax,
+            has_shared=is_softmax,
         )
         logits = draw(2, 5, num_experts)
         logits[:, 1] = 0.0  # all alike: the lowest
         weights, ids = choose_triton(
             logits, choice.bias, 3, num_groups=num_groups, num_chosen_groups=num_chosen,
             normalizes=choice.normalizes, scale=choice.scale, score_outside=choice.score_outside,
-            is_softmax=is_softmax,
+            is_softmax=is_softmax, has_shared=is_softmax,
         )  # fmt: skip
         expected_weights, expected_ids = choice.choose(logits)
         assert torch.equal(ids, expected_ids)
         is_close(weights, expected_weights)
+        num_experts += is_softmax
         routing = Routing.plan(ids, weights, num_experts)
         tables = plan_triton(ids, num_experts, routing.tile_rows, len(routing.tile_experts))
         names = ("order", "starts", "tile_starts", "tile_experts")
@@ -197,6 +222,8 @@ def rows_of_pools() -> None:
         (KvFormat("fp8_e4m3", 256, 8), 256, 128),
         (KvFormat("fp8_e4m3", 13, 3), 13, 128),
         (IndexKeyFormat("fp8_e4m3", 32), 32, 32),
+        (KvFormat("bfloat16", 13, 3), 0, 128),
+        (IndexKeyFormat("bfloat16", 32), 0, 32),
     ):
         dim = made.item_dim if isinstance(made, KvFormat) else made.index_head_dim
         values, slots = draw(3, dim).bfloat16(), torch.tensor([4, 0, 2])
@@ -204,7 +231,8 @@ def rows_of_pools() -> None:
         store(found, slots, values, num_quantised, tile)
         made.store(expected, slots, values)
         assert torch.equal(found[:, num_quantised:], expected[:, num_quantised:])
-        nearly_all_equal(found[:, :num_quantised], expected[:, :num_quantised])
+        if num_quantised:
+            nearly_all_equal(found[:, :num_quantised], expected[:, :num_quantised])
 
 
 def without_loops() -> None:
@@ -278,18 +306,28 @@ def compile_a_layer() -> None:
             attended = some(num_tokens, HEADS, LATENT)
             lift_values_triton(attended, some(HEADS, LATENT, VALUE_DIM), None, Rounding())
             x, x_scales = some(num_tokens, Q_RANK, dtype=fp8), wide(Q_RANK // 128, num_tokens)
-            linear_parts(x, x_scales, num_tokens, some(32768, Q_RANK, dtype=fp8), wide(256, Q_RANK // 128))
+            matrix, scales = some(32768, Q_RANK, dtype=fp8), wide(256, Q_RANK // 128)
+            linear_parts(x, num_tokens, matrix, x_scales, scales)
+            linear_parts(some(num_tokens, Q_RANK), num_tokens, some(32768, Q_RANK))
             narrow_parts(some(num_tokens, HIDDEN), wide(NUM_EXPERTS, HIDDEN))
+        gate = some(16, 2048), some(16, 2048)
+        for rounding in (None, Rounding()):
+            add_norm_triton(some(5, 2048), [wide(8, 5, 2048)], some(2048), EPS, rounding, gate)
         choose_triton(
             wide(14, 5, NUM_EXPERTS), wide(NUM_EXPERTS), 8,
             num_groups=8, num_chosen_groups=4, normalizes=True, scale=2.5, score_outside=0.0,
         )  # fmt: skip
-        num_tiles = most_tiles(40, NUM_EXPERTS, ROUNDED_TILE_ROWS)
-        tables = plan_triton(some(5, 8, dtype=torch.int64), NUM_EXPERTS, ROUNDED_TILE_ROWS, num_tiles)
-        routing = Routing(*tables, wide(40), 8, ROUNDED_TILE_ROWS, is_rounded=True)
+        num_tiles = most_tiles(40, NUM_EXPERTS, FEW_TILE_ROWS)
+        tables = plan_triton(some(5, 8, dtype=torch.int64), NUM_EXPERTS, FEW_TILE_ROWS, num_tiles)
+        routing = Routing(*tables, wide(40), 8, FEW_TILE_ROWS, is_rounded=True)
         gate_up = ExpertMatrices(some(32, 2, 2048, HIDDEN, dtype=fp8), wide(32, 2, 16, HIDDEN // 128))
         down = ExpertMatrices(some(32, 1, HIDDEN, 2048, dtype=fp8), wide(32, 1, HIDDEN // 128, 16))
         run_experts_triton(some(5, HIDDEN), routing, gate_up, down, 0)
+        in_bfloat16 = replace(routing, is_rounded=False)
+        gate_up = ExpertMatrices(some(32, 2, 2048, HIDDEN), None)
+        run_experts_triton(
+            some(5, HIDDEN), in_bfloat16, gate_up, ExpertMatrices(some(32, 1, HIDDEN, 2048), None), 0
+        )
         store(some(100, 656, dtype=torch.uint8), some(5, dtype=torch.int64), some(5, 576), 512, 128)
     print(" ".join(sorted(compiled)))
 

@@ -224,6 +224,7 @@ def compile_logits_kernel() -> None:
             "KEY_STRIDE": stride, "SCALE_STRIDE": 33, "PAGE_SIZE": 64, "NUM_HEADS": 64, "BLOCK_HEADS": 64,
             "HEAD_DIM": 128, "BLOCK_DIM": 128, "TILE": TUNING[key_format].tile, "IS_FLOAT32": False,
             "IS_FP8": key_format == "fp8_e4m3", "MIN_TILES": 4, "NUM_STAGES": TUNING[key_format].num_stages,
+            "OVERLAPS": True,
         }  # fmt: skip
         result[key_format] = compiled_for_hopper(
             _logits_kernel, pointers | {"score_scale": "fp32"}, constants, [*pointers, "logits_stride"],
