@@ -26,7 +26,7 @@ from hisparse_pd.api.lark import (
     without,
 )
 from hisparse_pd.api.schema_document import Steps, TooManySteps
-from hisparse_pd.grammar.gbnf import GbnfError, convert_gbnf
+from hisparse_pd.grammar.gbnf import convert_gbnf
 from hisparse_pd.http.http_errors import FieldRefused
 
 _SPACE = "/[ \\n]*/"
@@ -147,7 +147,7 @@ def _in_lark(answer: AnswerFormat) -> str:
         return answer.text
     try:
         return convert_gbnf(answer.text)
-    except GbnfError as error:
+    except ValueError as error:
         raise FieldRefused(answer.field, str(error)) from error
 
 

@@ -59,10 +59,6 @@ COUNTERS = (
 _HISPARSE: dict[str, HisparseValue] = {"true": True, "false": False, "auto": "auto", "none": None}
 
 
-class MetricsError(Exception):
-    """A node's /metrics cannot be read."""
-
-
 # --- points -----------------------------------------------------------------------------------------------
 
 
@@ -109,7 +105,7 @@ async def measure(
 ) -> None:
     """Measure all points into ``measured``, which has what is known when it is interrupted.
 
-    Raises EndpointError, MetricsError.
+    Raises EndpointError.
     """
     api_key = os.environ.get(settings.api_key_env, "")
     async with Client(url, settings.timeout_secs, api_key) as client:
@@ -157,7 +153,7 @@ def _row(record: Record) -> dict[str, Any]:
 async def read_counters(urls: Sequence[str]) -> dict[str, float]:
     """COUNTERS summed over the nodes and their labels; waits until a point that just ended is in them.
 
-    Raises MetricsError where a node does not answer; a node that has not got a counter adds nothing.
+    Raises EndpointError where a node does not answer; a node that has not got a counter adds nothing.
     """
     if not urls:
         return {}
@@ -168,7 +164,9 @@ async def read_counters(urls: Sequence[str]) -> dict[str, float]:
             try:
                 found = counters_in((await client.get(url)).raise_for_status().text, COUNTERS)
             except (httpx.HTTPError, ValueError) as error:
-                raise MetricsError(f"--metrics-url {url}: {type(error).__name__}: {error}") from error
+                raise EndpointError(
+                    "metrics", f"--metrics-url {url}: {type(error).__name__}: {error}"
+                ) from error
             totals = {name: total + found[name] for name, total in totals.items()}
     return totals
 
@@ -191,7 +189,7 @@ def run(settings: ServingSettings, words: Sequence[str]) -> int:
         else:
             url = settings.url or DEFAULT_URL
             asyncio.run(measure(settings, url, settings.metrics_url, measured, console))
-    except (EndpointError, MetricsError, PairError) as error:
+    except (EndpointError, PairError) as error:
         console.print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
         status = 1
     except KeyboardInterrupt:

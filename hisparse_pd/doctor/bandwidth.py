@@ -21,6 +21,7 @@ from hisparse_pd.doctor.channel import (
     DOCTOR_VERSION,
     Answer,
     DoctorClient,
+    DoctorError,
     DoctorServer,
     Offer,
     Question,
@@ -52,14 +53,10 @@ _POLL_SECS = 0.2
 _SEED = 20261121
 
 
-class BandwidthError(Exception):
-    """The device has no such buffer, the other side refused, or what it received is not what was sent."""
-
-
 class Buffer:
     """Registered memory on ``device`` (a torch device), zeroed. ``close`` before the engine closes.
 
-    ``shared``: of a memfd, where that can be had, on the CPU. Raises TransferError, BandwidthError.
+    ``shared``: of a memfd, where that can be had, on the CPU. Raises TransferError, DoctorError.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Buffer:
             else:
                 self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except Exception as error:
-            raise BandwidthError(
+            raise DoctorError(
                 f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
             ) from error
         self.base_addr = engine.register(self._memory)
@@ -169,11 +166,11 @@ def measure(
     """Write to the buffer of the doctor behind ``client``, ``secs_per_size`` and one batch at least a size.
 
     Over the network, and over the lane of one machine when that can be had; the lane says why not. Raises
-    DoctorChannelError, TransferError, BandwidthError.
+    DoctorError, TransferError.
     """
     offer = _ask(client, engine)
     if offer.num_bytes < max(message_bytes):
-        raise BandwidthError(
+        raise DoctorError(
             f"the other doctor offers {offer.num_bytes} bytes, a message of {max(message_bytes)} does not fit"
         )
     num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
@@ -185,7 +182,7 @@ def measure(
         rates = [_measure_size(kind, writer, offer, source, size, secs_per_size) for size in message_bytes]
         arrived = _ask(client, engine, num_bytes).crc32
         if arrived != (sent := source.crc32(num_bytes)):
-            raise BandwidthError(
+            raise DoctorError(
                 f"the first {num_bytes} bytes arrived with checksum {arrived:#010x}, sent was {sent:#010x}; "
                 "does another doctor write to the same one?"
             )
@@ -259,5 +256,5 @@ def _ask(client: DoctorClient, engine: TransferEngine, num_bytes: int = 0) -> Of
     """With the checksum of the first ``num_bytes``."""
     answer = client.ask(Question(DOCTOR_VERSION, engine.transport.protocol, num_bytes))
     if isinstance(answer, Refused):
-        raise BandwidthError(f"the other doctor refuses: {answer.error}")
+        raise DoctorError(f"the other doctor refuses: {answer.error}")
     return answer

@@ -24,8 +24,8 @@ MAX_MESSAGE_BYTES = 16 << 10
 M = TypeVar("M")
 
 
-class DoctorChannelError(Exception):
-    """The other doctor is not there, does not answer in time, or says something that is no answer."""
+class DoctorError(Exception):
+    """The other doctor is not there, refuses, or got other bytes than were sent; or no buffer can be had."""
 
 
 class Question(Struct, frozen=True, array_like=True, tag=1):
@@ -87,7 +87,7 @@ class _Socket(Generic[M]):
 
 
 class DoctorServer(_Socket[Question]):
-    """The end that serves. ``port`` 0 takes any free one. Raises DoctorChannelError."""
+    """The end that serves. ``port`` 0 takes any free one. Raises DoctorError."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(zmq.REP, _question_decoder, ":" in host)
@@ -96,7 +96,7 @@ class DoctorServer(_Socket[Question]):
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise DoctorChannelError(f"cannot listen on {endpoint}: {error}") from error
+            raise DoctorError(f"cannot listen on {endpoint}: {error}") from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def serve_one(self, answer: Callable[[Question], Answer], timeout_secs: float) -> None:
@@ -123,18 +123,18 @@ class DoctorClient(_Socket[Answer]):
             self._socket.connect(self._endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise DoctorChannelError(f"cannot connect to {self._endpoint}: {error}") from error
+            raise DoctorError(f"cannot connect to {self._endpoint}: {error}") from error
 
     def ask(self, question: Question) -> Answer:
-        """Raises DoctorChannelError, after which no other question can be asked."""
+        """Raises DoctorError, after which no other question can be asked."""
         self._socket.send(_encoder.encode(question), zmq.NOBLOCK)
         frame = self._receive(self._timeout_secs)
         if frame is None:
-            raise DoctorChannelError(
+            raise DoctorError(
                 f"no answer from {self._endpoint} within {self._timeout_secs:g} s; "
                 "is `hisparse-pd doctor --serve` running there, with a --host that this machine reaches?"
             )
         try:
             return self._decoder.decode(frame)
         except msgspec.MsgspecError as error:
-            raise DoctorChannelError(f"{self._endpoint} answers what is no answer: {error}") from error
+            raise DoctorError(f"{self._endpoint} answers what is no answer: {error}") from error

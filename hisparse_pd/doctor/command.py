@@ -21,13 +21,12 @@ from rich.table import Table
 from hisparse_pd.doctor.bandwidth import (
     BUFFER_BYTES,
     MESSAGE_BYTES,
-    BandwidthError,
     Buffer,
     Rate,
     measure,
     serve,
 )
-from hisparse_pd.doctor.channel import DoctorChannelError, DoctorClient, DoctorServer
+from hisparse_pd.doctor.channel import DoctorClient, DoctorError, DoctorServer
 from hisparse_pd.doctor.checks import (
     Check,
     Status,
@@ -156,7 +155,7 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
                 engine.close()
         finally:
             client.close()
-    except (DoctorChannelError, TransferError, BandwidthError) as error:
+    except (DoctorError, TransferError) as error:
         return failed(name, error), []
     best = {kind: max(r.bytes_per_sec for r in rates if r.over == kind) for kind in {r.over for r in rates}}
     found = " and ".join(f"{best[kind] / 1e9:.3g} GB/s over {kind}" for kind in sorted(best, reverse=True))
@@ -179,7 +178,7 @@ def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
         buffer = Buffer(engine, BUFFER_BYTES, settings.device, shared=True)
         memory, directory = buffer.shared_memory, settings.same_host_dir
         host = LaneHost(memory, directory=directory) if memory else None
-    except (DoctorChannelError, TransferError, BandwidthError) as error:
+    except (DoctorError, TransferError) as error:
         print(f"hisparse-pd doctor: error: {error}", file=sys.stderr)
         return 1
     _announce(settings, server.port, engine, as_json=as_json)

@@ -11,15 +11,11 @@ _BAR = re.compile(_QUOTED + r"|(?<!\s)\s+\|", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
-class GbnfError(ValueError):
-    """No grammar in GBNF. The message says where and why."""
-
-
 def convert_gbnf(text: str) -> str:
     """The grammar in llguidance's Lark notation.
 
     Takes time in proportion to the rules times the length, 0.3 s for 128 rules in 16 KiB: callers bound both.
-    Raises GbnfError.
+    Raises ValueError for what is no such grammar.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark  # late: the library takes a while to load
 
@@ -28,9 +24,9 @@ def convert_gbnf(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except RecursionError as error:
-        raise GbnfError("is nested too deeply") from error
+        raise ValueError("is nested too deeply") from error
     except Exception as error:  # of its own, or whatever its parser runs into at the end of the text
-        raise GbnfError(f"is no grammar in GBNF: {error}") from error
+        raise ValueError(f"is no grammar in GBNF: {error}") from error
 
 
 def _character(escape: re.Match[str]) -> str:
@@ -42,7 +38,7 @@ def _character(escape: re.Match[str]) -> str:
         char = chr(int(code, 16))
         char.encode()
     except (ValueError, OverflowError) as error:
-        raise GbnfError(f"has the escape {escape[0]}, which is no character") from error
+        raise ValueError(f"has the escape {escape[0]}, which is no character") from error
     if char < " " or char == "\x7f":
         return f"\\x{ord(char):02x}"
     return f"\\{char}" if char in '"\\[]' else char

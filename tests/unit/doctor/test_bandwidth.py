@@ -16,13 +16,13 @@ import pytest
 import zmq
 
 from hisparse_pd.doctor import bandwidth
-from hisparse_pd.doctor.bandwidth import BandwidthError, Buffer, Rate, measure, serve
+from hisparse_pd.doctor.bandwidth import Buffer, Rate, measure, serve
 from hisparse_pd.doctor.channel import (
     DOCTOR_VERSION,
     MAX_MESSAGE_BYTES,
     Answer,
-    DoctorChannelError,
     DoctorClient,
+    DoctorError,
     DoctorServer,
     Offer,
     Question,
@@ -121,7 +121,7 @@ def test_a_message_may_fill_the_whole_buffer(engines: Engines, client: DoctorCli
 
 
 def test_a_message_that_does_not_fit_is_refused(engines: Engines, client: DoctorClient) -> None:
-    with pytest.raises(BandwidthError, match=f"offers {BUFFER_BYTES} bytes.*{BUFFER_BYTES + 1}"):
+    with pytest.raises(DoctorError, match=f"offers {BUFFER_BYTES} bytes.*{BUFFER_BYTES + 1}"):
         measure(client, engines[0], [BUFFER_BYTES + 1], 0.001)
 
 
@@ -129,7 +129,7 @@ def test_bytes_that_did_not_arrive_are_noticed(
     engines: Engines, client: DoctorClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines[0], "write", lambda *_: None)
-    with pytest.raises(BandwidthError, match="arrived with checksum"):
+    with pytest.raises(DoctorError, match="arrived with checksum"):
         measure(client, engines[0], [64], 0.001)
 
 
@@ -173,7 +173,7 @@ def test_a_doctor_on_another_transport_is_refused_with_both(
     engines: Engines, client: DoctorClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines[0], "transport", replace(engines[0].transport, protocol="rdma"))
-    with pytest.raises(BandwidthError, match="you are on 'rdma', this doctor on 'tcp'"):
+    with pytest.raises(DoctorError, match="you are on 'rdma', this doctor on 'tcp'"):
         measure(client, engines[0], [64], 0.001)
 
 
@@ -184,9 +184,9 @@ def test_rates() -> None:
 
 
 def test_a_device_that_is_not_there_is_told(engines: Engines, client: DoctorClient) -> None:
-    with pytest.raises(BandwidthError, match="64 bytes on device nonsense cannot be had"):
+    with pytest.raises(DoctorError, match="64 bytes on device nonsense cannot be had"):
         Buffer(engines[0], 64, "nonsense")
-    with pytest.raises(BandwidthError, match="nonsense"):
+    with pytest.raises(DoctorError, match="nonsense"):
         measure(client, engines[0], [64], 0.001, "nonsense")
 
 
@@ -237,7 +237,7 @@ def test_bytes_that_the_lane_did_not_write_are_noticed(
     monkeypatch.setattr(Lanes, "write", lambda *_: None)
     with (
         offering(engines[1], shared, tmp_path) as client,
-        pytest.raises(BandwidthError, match="arrived with checksum"),
+        pytest.raises(DoctorError, match="arrived with checksum"),
     ):
         measure(client, engines[0], [64], 0.001, directory=str(tmp_path))
 
@@ -300,25 +300,25 @@ def test_an_oversized_question_costs_only_its_sender_the_connection(port: int, c
 def test_an_answer_that_is_none_is_an_error() -> None:
     with (
         answering(lambda question: Offer("s", -1, 5)) as client,
-        pytest.raises(DoctorChannelError, match="answers what is no answer"),
+        pytest.raises(DoctorError, match="answers what is no answer"),
     ):
         client.ask(Question(DOCTOR_VERSION, "tcp"))
 
 
 def test_nobody_answers() -> None:
     client = DoctorClient("127.0.0.1", 1, 0.05)
-    with pytest.raises(DoctorChannelError, match=r"no answer from tcp://127\.0\.0\.1:1 within 0\.05 s"):
+    with pytest.raises(DoctorError, match=r"no answer from tcp://127\.0\.0\.1:1 within 0\.05 s"):
         client.ask(Question(DOCTOR_VERSION, "tcp"))
     client.close()
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(DoctorChannelError, match="cannot connect"):
+    with pytest.raises(DoctorError, match="cannot connect"):
         DoctorClient("no host", 1, 0.05)
 
 
 def test_a_taken_port_is_told(port: int) -> None:
-    with pytest.raises(DoctorChannelError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
+    with pytest.raises(DoctorError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
         DoctorServer("127.0.0.1", port)
 
 
