@@ -94,8 +94,7 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 class DecodeEngine:
     """All parts of one decode node's engine.
 
-    Raises DecodeSettingsError, TransferError and TransferSetupError; and when pools do not fit,
-    DeviceMemoryError or HostMemoryError.
+    Raises TransferError, and StartError, also when pools do not fit.
     """
 
     def __init__(
@@ -357,8 +356,8 @@ class DecodeEngine:
 
 
 def registered_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Main memory that the node registers. Raises KernelSizeError for what the swap-in cannot take, and
-    HostMemoryError when the pools do not fit."""
+    """Main memory that the node registers. Raises StartError for what the swap-in cannot take, and when the
+    pools do not fit."""
     check_swap_in(settings, spec)
     # A device pool whose size is not known yet is on a GPU, and takes no main memory.
     totals = make_limits(settings, spec, settings.device_pool_tokens).totals

@@ -40,21 +40,17 @@ LOGIT_COPIES = 6
 """Float32 rows of the vocabulary that sampling holds for a request at a time, the masked ones among them."""
 
 
-class DecodeSettingsError(StartError):
-    """Settings that do not go together with each other or with the model."""
-
-
 def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> Limits:
     """The sizes of all pools, with ``device_pool_tokens`` in the device pool; 0 before that is known.
 
-    Raises DecodeSettingsError when nothing could ever be served with them.
+    Raises StartError when nothing could ever be served with them.
     """
     page_size = settings.page_size
     num_drafts = settings.speculative_num_steps
     smallest, buffer = smallest_buffer(num_drafts, spec.index_topk), hot_buffer_tokens(settings, spec)
     if buffer < smallest:
         with_drafts = f" and {num_drafts} drafts" if num_drafts else ""
-        raise DecodeSettingsError(
+        raise StartError(
             f"device_buffer_size {buffer}: a hot buffer holds the {spec.index_topk} "
             f"positions of a top-k and the newest token{with_drafts}; give at least {smallest}"
         )
@@ -64,7 +60,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         ("index_pool_tokens", settings.index_pool_tokens),
     ):
         if 0 < num_tokens < page_size:
-            raise DecodeSettingsError(f"{name} {num_tokens}: less than one page of {page_size} tokens")
+            raise StartError(f"{name} {num_tokens}: less than one page of {page_size} tokens")
     index_tokens = settings.index_pool_tokens or round_up(
         settings.host_pool_tokens + device_pool_tokens, page_size
     )
@@ -113,7 +109,7 @@ def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
 
 
 def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
-    """Raise KernelSizeError for what the swap-in of a GPU cannot take, if the node is on one."""
+    """Raise StartError for what the swap-in of a GPU cannot take, if the node is on one."""
     if settings.device != "cpu":
         check_swap_in_sizes(
             top_k=spec.index_topk,
@@ -126,11 +122,11 @@ def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
 def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
     """Tokens of the device pool, checked against ``memory``, which None says not to do: no GPU.
 
-    Raises DeviceMemoryError, and DecodeSettingsError when the size is left to a GPU that is not there.
+    Raises StartError, also when the size is left to a GPU that is not there.
     """
     if memory is None:
         if settings.device_pool_tokens == 0:
-            raise DecodeSettingsError(
+            raise StartError(
                 "device_pool_tokens 0: the size comes from free GPU memory, and device is "
                 f"{settings.device}; give a number of tokens"
             )

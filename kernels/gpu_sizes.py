@@ -13,20 +13,16 @@ from kernels.kv_format import FP8_E4M3
 from kernels.paged_indexer import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS_OF_A_BLOCK, MAX_TOP_K
 
 
-class KernelSizeError(StartError):
-    """A size that a GPU kernel cannot take; the message names it, its bound, and what to do."""
-
-
 def check_indexer_sizes(
     *, num_heads: int, head_dim: int, top_k: int, context_length: int, key_format: str
 ) -> None:
-    """Of the lightning indexer and the top-k behind it. Raises KernelSizeError."""
+    """Of the lightning indexer and the top-k behind it. Raises StartError."""
     _check("index_n_heads", num_heads, MAX_HEADS, "indexer", _ON_CPU)
     _check("index_head_dim", head_dim, MAX_HEAD_DIM, "indexer", _ON_CPU)
     _check("index_topk", top_k, MAX_TOP_K, "top-k", _ON_CPU)
     _check("context_length", context_length, MAX_CONTEXT, "indexer", "lower --context-length")
     if key_format == FP8_E4M3 and head_dim % 4:
-        raise KernelSizeError(
+        raise StartError(
             f"index_head_dim {head_dim}: the GPU's indexer takes multiples of 4 with fp8 keys; give "
             "--indexer-cache-dtype bfloat16"
         )
@@ -34,7 +30,7 @@ def check_indexer_sizes(
 
 def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int, num_new: int = 1) -> None:
     """Of the swap-in, for a batch of ``max_running_requests`` with up to ``num_new`` new positions each.
-    Raises KernelSizeError.
+    Raises StartError.
     """
     _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)
     most_new = MAX_POSITIONS // top_k
@@ -50,4 +46,4 @@ _ON_CPU = "serve this checkpoint with --device cpu"
 
 def _check(name: str, value: int, bound: int, kernel: str, remedy: str) -> None:
     if value > bound:
-        raise KernelSizeError(f"{name} {value}: the GPU's {kernel} takes {bound} at most; {remedy}")
+        raise StartError(f"{name} {value}: the GPU's {kernel} takes {bound} at most; {remedy}")

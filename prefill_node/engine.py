@@ -42,14 +42,14 @@ from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.engine.start import run_engine_process
 from hisparse_pd.grammar.compiler import Compiler
 from hisparse_pd.grammar.token_trie import TokenTrie
-from hisparse_pd.memory.device import DeviceMemory, DeviceMemoryError
+from hisparse_pd.memory.device import DeviceMemory
 from hisparse_pd.memory.peer import GpuWriter
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.sampling import finish_reason
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.pools import PoolKind, Stage
 from hisparse_pd.settings import PrefillSettings
-from hisparse_pd.vocabulary import FinishReason, RankPlace
+from hisparse_pd.vocabulary import FinishReason, RankPlace, StartError
 from prefill_node.compute import FirstToken, PromptRunner
 from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.push import Pusher, groups_of
@@ -108,7 +108,7 @@ def run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankP
 class PrefillEngine:
     """Wires the parts together and turns the loop; what happens to a room is ``RoomLife``'s.
 
-    Raises PrefillSettingsError, TransferError, and DeviceMemoryError when the pools do not fit.
+    Raises TransferError, and StartError, also when the pools do not fit.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class PrefillEngine:
                     lambda size: front.send(EngineLoading(f"kernels, with forwards of {size} tokens")),
                 )
             except torch.OutOfMemoryError as error:
-                raise DeviceMemoryError(
+                raise StartError(
                     f"forwards of up to {most_tokens} tokens do not fit beside the KV pool on {device}; "
                     f"lower --chunked-prefill-size or --kv-pool-tokens ({error})"
                 ) from error

@@ -19,18 +19,14 @@ LOGIT_COPIES = 6
 """Float32 rows of the vocabulary that sampling holds for a request at a time, counts of tokens with them."""
 
 
-class PrefillSettingsError(StartError):
-    """Settings that do not go together with the device."""
-
-
 def size_kv_pool(settings: PrefillSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
     """Tokens of the KV pool, checked against ``memory``, which None says not to do: no GPU.
 
-    Raises DeviceMemoryError, and PrefillSettingsError when the size is left to a GPU that is not there.
+    Raises StartError, also when the size is left to a GPU that is not there.
     """
     if memory is None:
         if settings.kv_pool_tokens == 0:
-            raise PrefillSettingsError(
+            raise StartError(
                 f"kv_pool_tokens 0: the size comes from free GPU memory, and device is {settings.device}; "
                 "give a number of tokens"
             )

@@ -12,24 +12,20 @@ from hisparse_pd.vocabulary import StartError
 _GIB = 1 << 30
 
 
-class DeviceMissingError(StartError):
-    """A device that this machine or this build of torch has not got."""
-
-
 def check_devices(names: Iterable[str]) -> None:
-    """Raise DeviceMissingError unless all devices, such as ``cpu``, ``cuda`` and ``cuda:1``, are there."""
+    """Raise StartError unless all devices, such as ``cpu``, ``cuda`` and ``cuda:1``, are there."""
     for name in names:
         device = torch.device(name)
         if device.type != "cuda":
             continue
         if torch.version.cuda is None:
-            raise DeviceMissingError(
+            raise StartError(
                 f"device {name}: torch {torch.__version__} is built without CUDA; install another build, or "
                 "give --device cpu"
             )
         num_devices = torch.cuda.device_count()
         if num_devices <= (device.index or 0):
-            raise DeviceMissingError(
+            raise StartError(
                 f"device {name}: this process sees {num_devices} CUDA devices; check nvidia-smi and "
                 "CUDA_VISIBLE_DEVICES"
             )
@@ -43,10 +39,6 @@ def use_device(name: str) -> None:
     """
     if torch.device(name).type == "cuda":
         torch.cuda.set_device(torch.device(name).index or 0)
-
-
-class DeviceMemoryError(StartError):
-    """A GPU is too small for what it is to have; the message names bytes needed, bytes there, and options."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class PoolDemand:
     def tokens_from_free(self, memory: DeviceMemory, fraction: float, min_tokens: int) -> int:
         """As many tokens as that share of the device has room for, in whole pages.
 
-        ``min_tokens``: fewer are of no use. Raises DeviceMemoryError when they do not fit.
+        ``min_tokens``: fewer are of no use. Raises StartError when they do not fit.
         """
         budget = memory.budget(fraction)
         num_pages = (budget - self.num_bytes(0)) // (self.bytes_per_token * self.page_size)
@@ -101,16 +93,16 @@ class PoolDemand:
                 f"{_show(budget)} are there: {fraction:g} of {_show(memory.total_bytes)} less "
                 f"{_show(memory.used_bytes)} in use"
             )
-            raise DeviceMemoryError(
+            raise StartError(
                 f"{self.option} 0: {self._needs(min_tokens)}, but {there}; raise --mem-fraction-static, "
                 f"{self.remedy}"
             )
         return num_pages * self.page_size
 
     def check_fits(self, memory: DeviceMemory, num_tokens: int) -> None:
-        """Raises DeviceMemoryError unless ``num_tokens`` fit in what is free."""
+        """Raises StartError unless ``num_tokens`` fit in what is free."""
         if self.num_bytes(num_tokens) > memory.free_bytes:
-            raise DeviceMemoryError(
+            raise StartError(
                 f"{self.option} {num_tokens}: {self._needs(num_tokens)}, but {_show(memory.free_bytes)} of "
                 f"{_show(memory.total_bytes)} are free; lower {self.option}, {self.remedy}"
             )

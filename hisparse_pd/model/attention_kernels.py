@@ -36,8 +36,8 @@ class AttentionKernels:
 
     @staticmethod
     def check(spec: ModelSpec, device: torch.device, backend: str) -> None:
-        """Raise what ``choose`` and the first steps would, before the model is loaded: AttentionBackendError,
-        and KernelSizeError for a size that a kernel of the device cannot take.
+        """Raise what ``choose`` and the first steps would, before the model is loaded: StartError, also for a
+        size that a kernel of the device cannot take.
         """
         _choose_attention(spec, device, backend)
         if device.type == "cuda":

@@ -46,7 +46,7 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import DeviceRunner, make_runner
-from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN, DecodeSettingsError
+from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
 from hisparse_pd.bench.facts import OUT, run_facts
 from hisparse_pd.bench.report import table, write_json
 from hisparse_pd.engine.lockstep import NodeStep
@@ -58,7 +58,7 @@ from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, round_up
 from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams
+from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams, StartError
 from prefill_node.compute import PromptRunner
 from prefill_node.memory import PrefillMemory
 from protocol.messages import Room
@@ -197,13 +197,13 @@ class _Settings(DecodeSettings):
 def slots_of_one(
     spec: ModelSpec, settings: DecodeSettings, mode: Mode, context: int, num_steps: int
 ) -> SlotCounts:
-    """What a request takes for its prompt and four times ``num_steps`` steps. Raises DecodeSettingsError."""
+    """What a request takes for its prompt and four times ``num_steps`` steps. Raises StartError."""
     num_new = settings.speculative_num_steps + 1
     life = context + 4 * num_steps * num_new + 1 + num_new
     is_hisparse = mode is Mode.HISPARSE
     capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
     if 0 < capacity < min(full_buffer(num_new - 1, spec.index_topk), life):
-        raise DecodeSettingsError(
+        raise StartError(
             f"--buffer {capacity}: the positions of a step with {num_new - 1} drafts may select "
             f"more; give {full_buffer(num_new - 1, spec.index_topk)}"
         )

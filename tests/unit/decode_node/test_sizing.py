@@ -18,18 +18,18 @@ from torch import Tensor
 from decode_node import sizing
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, num_host_bytes
-from decode_node.sizing import DecodeSettingsError, device_demand, make_limits, size_device_pool, table_bytes
+from decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
 from decode_node.split_choice import MIN_REQS
-from hisparse_pd.memory.device import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
+from hisparse_pd.memory.device import DeviceMemory, check_devices
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.model.token_counts import TokenCounts
 from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from hisparse_pd.vocabulary import CheckpointError
+from hisparse_pd.vocabulary import CheckpointError, StartError
 from kernels.hot_state import HotBufferState
 from kernels.miss_plan import MissPlan
 from prefill_node import sizing as prefill_sizing
-from prefill_node.sizing import PrefillSettingsError, size_kv_pool
+from prefill_node.sizing import size_kv_pool
 from tests.unit.model.model_specs import make_spec
 
 GIB = 1 << 30
@@ -206,7 +206,7 @@ def test_there_are_lookup_slots_for_every_host_slot_and_for_shared_ones() -> Non
 
 def test_what_does_not_fit_is_named_with_bytes_and_options() -> None:
     memory = DeviceMemory(24 * GIB, 20 * GIB)
-    with pytest.raises(DeviceMemoryError) as caught:
+    with pytest.raises(StartError) as caught:
         size_device_pool(decode(), make_spec(), memory)
     budget = memory.budget(0.85)
     needed = device_demand(decode(), make_spec()).num_bytes(2112)
@@ -229,7 +229,7 @@ def test_a_size_that_is_given_is_kept_and_checked() -> None:
     spec, settings = make_spec(), decode(device_pool_tokens=65536)
     needed = device_demand(settings, spec).num_bytes(65536)
     assert size_device_pool(settings, spec, DeviceMemory(needed + GIB, GIB)) == 65536
-    with pytest.raises(DeviceMemoryError, match=rf"65536: {needed} bytes .* lower --device-pool-tokens"):
+    with pytest.raises(StartError, match=rf"65536: {needed} bytes .* lower --device-pool-tokens"):
         size_device_pool(settings, spec, DeviceMemory(needed + GIB - 1, GIB))
 
 
@@ -238,7 +238,7 @@ def test_at_least_one_hot_buffer_has_to_fit() -> None:
     demand = device_demand(settings, spec)
     least = DeviceMemory(int(demand.num_bytes(2112) / 0.85) + 2, 0)
     assert size_device_pool(settings, spec, least) == 2112
-    with pytest.raises(DeviceMemoryError):
+    with pytest.raises(StartError):
         size_device_pool(settings, spec, DeviceMemory(least.total_bytes - 16, 0))
 
 
@@ -295,14 +295,14 @@ def test_without_a_number_a_hot_buffer_has_room_for_all_drafts(
 
 def test_the_smallest_hot_buffer_has_room_for_the_new_positions() -> None:
     settings = decode(device_buffer_size=2050, speculative_num_steps=2, host_pool_tokens=4096)
-    with pytest.raises(DecodeSettingsError, match="2 drafts; give at least 2051"):
+    with pytest.raises(StartError, match="2 drafts; give at least 2051"):
         make_limits(settings, make_spec(index_topk=2048), 4096)
 
 
 def test_without_a_gpu_the_size_is_the_settings() -> None:
     cpu = decode(device="cpu", device_pool_tokens=640)
     assert size_device_pool(cpu, make_spec(), None) == 640
-    with pytest.raises(DecodeSettingsError, match="device is cpu; give a number of tokens"):
+    with pytest.raises(StartError, match="device is cpu; give a number of tokens"):
         size_device_pool(cpu.model_copy(update={"device_pool_tokens": 0}), make_spec(), None)
 
 
@@ -327,7 +327,7 @@ def test_the_kv_pool_fills_its_share(total: int, used: float, page_size: int) ->
     settings = prefill(page_size=page_size, chunked_prefill_size=512)
     try:
         num_tokens = size_kv_pool(settings, spec, memory)
-    except DeviceMemoryError:
+    except StartError:
         num_tokens = 0
     token_bytes = 4 * (spec.item_bytes + spec.index_item_bytes)
     slack = memory.budget(0.85) - prefill_sizing.reserve_bytes(settings, spec) - num_tokens * token_bytes
@@ -337,11 +337,11 @@ def test_the_kv_pool_fills_its_share(total: int, used: float, page_size: int) ->
 
 
 def test_a_prefill_node_that_does_not_fit_says_so() -> None:
-    with pytest.raises(DeviceMemoryError, match=r"--kv-pool-tokens 0: .*--chunked-prefill-size"):
+    with pytest.raises(StartError, match=r"--kv-pool-tokens 0: .*--chunked-prefill-size"):
         size_kv_pool(prefill(), make_spec(), DeviceMemory(24 * GIB, 23 * GIB))
-    with pytest.raises(DeviceMemoryError, match=r"lower --kv-pool-tokens"):
+    with pytest.raises(StartError, match=r"lower --kv-pool-tokens"):
         size_kv_pool(prefill(kv_pool_tokens=1 << 30), make_spec(), DeviceMemory(24 * GIB, GIB))
-    with pytest.raises(PrefillSettingsError, match="give a number of tokens"):
+    with pytest.raises(StartError, match="give a number of tokens"):
         size_kv_pool(prefill(), make_spec(), None)
 
 
@@ -380,21 +380,17 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_devices(("cpu", "cuda", "cuda:0", "cuda:1"))
-    with pytest.raises(
-        DeviceMissingError, match="device cuda:2: this process sees 2 CUDA devices; check nvidia"
-    ):
+    with pytest.raises(StartError, match="device cuda:2: this process sees 2 CUDA devices; check nvidia"):
         check_devices(("cuda:0", "cuda:2"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(DeviceMissingError, match="device cuda: this process sees 0 CUDA devices"):
+    with pytest.raises(StartError, match="device cuda: this process sees 0 CUDA devices"):
         check_devices(("cuda",))
 
 
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     check_devices(("cpu",))
-    with pytest.raises(
-        DeviceMissingError, match=r"device cuda:1: torch .* is built without CUDA; .* --device cpu"
-    ):
+    with pytest.raises(StartError, match=r"device cuda:1: torch .* is built without CUDA; .* --device cpu"):
         check_devices(("cuda:1",))
 
 

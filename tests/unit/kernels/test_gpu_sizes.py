@@ -17,7 +17,7 @@ from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.vocabulary import MAX_DRAFTS, RankPlace, StartError
 from kernels.attention import AttentionBackendError
-from kernels.gpu_sizes import KernelSizeError, check_indexer_sizes, check_swap_in_sizes
+from kernels.gpu_sizes import check_indexer_sizes, check_swap_in_sizes
 from prefill_node import engine as prefill_engine
 from tests.unit.model.model_specs import make_spec
 
@@ -55,7 +55,7 @@ def test_sizes_that_the_indexer_takes(changes: dict[str, Any]) -> None:
     ],
 )
 def test_sizes_that_the_indexer_cannot_take(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(KernelSizeError, match=message):
+    with pytest.raises(StartError, match=message):
         check_indexer_sizes(**{**INDEXER, **changes})
 
 
@@ -79,7 +79,7 @@ def test_sizes_that_the_indexer_cannot_take(changes: dict[str, Any], message: st
 def test_sizes_that_the_swap_in_cannot_take(changes: dict[str, Any], message: str) -> None:
     check_swap_in_sizes(**SWAP_IN)
     check_swap_in_sizes(**{**SWAP_IN, "num_new": MAX_DRAFTS + 1, "max_running_requests": 1023})
-    with pytest.raises(KernelSizeError, match=message):
+    with pytest.raises(StartError, match=message):
         check_swap_in_sizes(**{**SWAP_IN, **changes})
 
 
@@ -97,9 +97,9 @@ def test_a_node_asks_by_its_device() -> None:
     with pytest.raises(AttentionBackendError, match="triton: it needs a CUDA device, not cpu"):
         check(settings(attention_backend="triton"))
     on_gpu = settings(device="cuda:1", attention_backend="torch")
-    with pytest.raises(KernelSizeError, match="index_n_heads 200"):
+    with pytest.raises(StartError, match="index_n_heads 200"):
         check(on_gpu)
-    with pytest.raises(KernelSizeError, match="device_buffer_size 40000"):
+    with pytest.raises(StartError, match="device_buffer_size 40000"):
         check_swap_in(on_gpu, spec)
 
 
