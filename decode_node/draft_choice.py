@@ -9,6 +9,7 @@ changes a token, only when it comes.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,11 +20,12 @@ PROBE_EVERY = 400
 PROBE_STEPS = 4
 """Of a trial: the first has no drafts to verify when the best number was 0."""
 MIN_GAIN = 1.03
-"""By which another number has to be better than the present one: two that are alike do not take turns."""
+"""By which a larger number has to be better than the present one: two that are alike do not take turns."""
 _OLD_SHARE = 0.9
 """Of an average, what the next value leaves of it."""
-_MAX_JUMP = 3.0
-"""A step that took longer than so many averages did something else too, and counts as so many."""
+_MAX_JUMP = 1.25
+"""A step that took longer than so many averages did something else too, and the next one had begun meanwhile:
+they count as so many, and as the average divided by it, so that neither decides anything alone."""
 _CLOCK_SECS = 1e-6
 """No step is shorter."""
 _OLD_TRIES = 0.999
@@ -45,13 +47,14 @@ def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
 
 
 def best_num_drafts(rates: Sequence[float], secs: Sequence[float], present: int) -> int:
-    """The number of drafts, an index of ``secs``, with most tokens a second; ``present``, if it is as good.
+    """The number of drafts, an index of ``secs``, with most tokens a second; ``present``, if that is smaller
+    and as good.
 
     ``secs``: of a step with so many drafts.
     """
     speeds = [expected_tokens(rates, number) / of_step for number, of_step in enumerate(secs)]
     best = max(range(len(speeds)), key=lambda number: speeds[number])
-    return best if speeds[best] > MIN_GAIN * speeds[present] else present
+    return best if best < present or speeds[best] > MIN_GAIN * speeds[present] else present
 
 
 @dataclass
@@ -59,8 +62,9 @@ class _Size:
     """What is known of batches of about one size."""
 
     secs: list[float]
-    num_steps: list[int]
-    """Measured, by number of drafts."""
+    """Of a step, by number of drafts."""
+    first_secs: list[list[float]]
+    """Of the first FIRST_STEPS of each."""
     present: int
     until_probe: int = PROBE_EVERY
     probe: int = 0
@@ -101,7 +105,7 @@ class DraftChoice:
     def _choose(self, num_reqs: int, most: int) -> int:
         size = self._size(num_reqs)
         for number in range(most, -1, -1):
-            if size.num_steps[number] < FIRST_STEPS:
+            if len(size.first_secs[number]) < FIRST_STEPS:
                 return number
         if size.probe_steps:
             size.probe_steps -= 1
@@ -127,14 +131,13 @@ class DraftChoice:
     def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
         """A step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
         size, secs = self._size(num_reqs), max(secs, _CLOCK_SECS)
-        average, count = size.secs[num_drafts], size.num_steps[num_drafts]
-        size.num_steps[num_drafts] += 1
-        if count == 0:
-            size.secs[num_drafts] = secs
-        elif count < FIRST_STEPS:  # the first one may have compiled something
-            size.secs[num_drafts] = min(average, secs)
+        average, first = size.secs[num_drafts], size.first_secs[num_drafts]
+        if len(first) < FIRST_STEPS:  # one of which may have compiled something
+            first.append(secs)
+            size.secs[num_drafts] = statistics.median(first)
         else:
-            size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * min(secs, _MAX_JUMP * average)
+            usual = min(max(secs, average / _MAX_JUMP), average * _MAX_JUMP)
+            size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * usual
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Of ``num_drafts`` that a step had place for, a request accepted ``num_accepted``."""
@@ -147,5 +150,6 @@ class DraftChoice:
         bits = (max(1, num_reqs) - 1).bit_length()
         if bits not in self._sizes:
             count = self._max_drafts + 1
-            self._sizes[bits] = _Size([0.0] * count, [0] * count, present=self._max_drafts)
+            first_secs: list[list[float]] = [[] for _ in range(count)]
+            self._sizes[bits] = _Size([0.0] * count, first_secs, present=self._max_drafts)
         return self._sizes[bits]

@@ -297,6 +297,8 @@ class Bench:
                 self._commit(launched)
             if self._choice is not None:
                 self._choice.turn(len(self.requests), num_new - 1, time.monotonic())
+        if self._choice is not None:  # what comes before the next step is no part of it
+            self._choice.turn(0, 0, time.monotonic())
         if previous is not None:
             self._commit(previous)
         synchronize(self.hot_buffers.device)

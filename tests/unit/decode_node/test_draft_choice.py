@@ -26,9 +26,10 @@ def test_expected_tokens_are_those_of_the_chain() -> None:
         ([0.9, 0.9, 0.9], [1.0, 1.1, 1.2, 1.3], 0, 3),
         ([0.9, 0.1, 0.1], [1.0, 1.1, 1.2, 1.3], 0, 1),
         ([0.2, 0.2, 0.2], [1.0, 1.5, 2.0, 2.5], 3, 0),
-        # What is hardly better is not worth a change.
+        # More drafts that are hardly better are not worth a change; fewer are.
         ([0.5], [1.0, 1.48], 0, 0),
-        ([0.5], [1.0, 1.52], 1, 1),
+        ([0.5], [1.0, 1.52], 1, 0),
+        ([0.5], [1.0, 1.48], 1, 1),
     ],
 )
 def test_the_number_that_brings_most_tokens_a_second(
@@ -110,6 +111,18 @@ def test_one_slow_step_changes_nothing() -> None:
     run(choice, 1, [1.0, 1.1], 1, 100)
     choice.took(1, 1, 100.0)
     assert choice.choose(1, 1) == 1
+
+
+def test_a_stall_and_the_short_turn_behind_it_decide_nothing() -> None:
+    choice = DraftChoice(1)
+    for secs in (2.0, 50.0, 0.01, 2.0, 2.0, 2.0):
+        choice.took(1, 1, secs)
+    for _ in range(FIRST_STEPS):
+        choice.took(1, 0, 1.15)
+    assert choice.choose(1, 1) == 0
+    for secs in (50.0, 0.01):
+        choice.took(1, 0, secs)
+        assert choice.choose(1, 1) == 0
 
 
 def test_without_drafts_there_is_nothing_to_choose() -> None:
