@@ -24,8 +24,8 @@ MIN_GAIN = 1.03
 _OLD_SHARE = 0.9
 """Of an average, what the next value leaves of it."""
 _MAX_JUMP = 1.25
-"""A step that took longer than so many averages did something else too, and the next one had begun meanwhile:
-they count as so many, and as the average divided by it, so that neither decides anything alone."""
+"""A step counts as so many averages at most, and as an average divided by it at least: one that was longer
+did something else too, during which the next one ran. So neither decides anything alone."""
 _CLOCK_SECS = 1e-6
 """No step is shorter."""
 _OLD_TRIES = 0.999
