@@ -1,0 +1,103 @@
+"""Does an answer depend on its request alone? The same requests alone and beside others, dense and hisparse.
+
+    python -m tools.bench.same_tokens --url http://127.0.0.1:8000/v1 [--requests 24] [--prompt-tokens 4096]
+
+Greedy answers with logprobs of a service that runs. "Equal" are answers whose tokens, and whose tokens and
+logprobs to the last bit, are those of the same prompt asked before. Prompts are cached from the second pass
+on, and every answer is then computed from the same KV but for the end of its prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hisparse_pd.bench.facts import OUT, run_facts
+from hisparse_pd.bench.report import make_console, table_of, write_json
+
+REQUEST_TIMEOUT_SECS = 300.0
+
+
+Answer = tuple[list[str], list[float]]
+"""Tokens and their logprobs."""
+
+
+def ask(url: str, output_tokens: int, hisparse: bool, prompt: Sequence[int]) -> Answer:
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "hisparse": hisparse,
+    }
+    response = httpx.post(f"{url}/completions", json=body, timeout=REQUEST_TIMEOUT_SECS)
+    response.raise_for_status()
+    logprobs = response.json()["choices"][0]["logprobs"]
+    return logprobs["tokens"], logprobs["token_logprobs"]
+
+
+def compare(question: str, some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
+    pairs = list(zip(some, others, strict=True))
+    return {
+        "question": question,
+        "answers": len(pairs),
+        "equal tokens": sum(a[0] == b[0] for a, b in pairs),
+        "equal logprobs": sum(a == b for a, b in pairs),
+    }
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    draw = random.Random(options.seed)
+    prompts = [
+        [draw.randrange(*options.token_range) for _ in range(options.prompt_tokens + 37 * number)]
+        for number in range(options.requests)
+    ]
+
+    def alone(hisparse: bool) -> list[Answer]:
+        return [ask(options.url, options.output_tokens, hisparse, prompt) for prompt in prompts]
+
+    def at_once(hisparse: bool) -> list[Answer]:
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            return list(clients.map(partial(ask, options.url, options.output_tokens, hisparse), prompts))
+
+    computed, cached = alone(False), alone(False)
+    dense_at_once, hisparse_at_once = at_once(False), at_once(True)
+    hisparse = alone(True)
+    return [
+        compare("dense, alone: prompt computed, prompt cached", computed, cached),
+        compare("dense, alone: twice", cached, alone(False)),
+        compare("alone: dense, hisparse", cached, hisparse),
+        compare("hisparse, alone: twice", hisparse, alone(True)),
+        compare("dense: alone, all at once", cached, dense_at_once),
+        compare("hisparse: alone, all at once", hisparse, hisparse_at_once),
+        compare("hisparse: all at once, twice", hisparse_at_once, at_once(True)),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--prompt-tokens", type=int, default=4096, help="of the first one; each has 37 more")
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--token-range", type=int, nargs=2, default=(3, 250), help="ids: LOW to END - 1")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=OUT / "same_tokens")
+    options = parser.parse_args()
+    rows = measure(options)
+    write_json(
+        options.out.with_suffix(".json"), {"facts": run_facts(), "options": vars(options), "rows": rows}
+    )
+    make_console().print(table_of("", rows))
+
+
+if __name__ == "__main__":
+    main()
