@@ -5,6 +5,7 @@ A wrong row paged in, a selection that is off, or a stale hot buffer gives a wro
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from tests.integration.harness import Deployment
+from tools.bench import same_tokens
 from tools.bench.accuracy import NUM_CLIENTS, ask_pair
 from tools.bench.accuracy_report import Response
 from tools.bench.retrieval import Retrieval, retrievals
@@ -51,6 +53,19 @@ def test_answers_are_right_and_the_same_in_every_mode(
     long = [answer for answer in answers["hisparse"] if answer.length == max(num_prompts)]
     assert all(answer.misses > 0 for answer in long)
     assert len(prompts) > NUM_CLIENTS  # requests of all modes met in batches
+
+
+def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(trained_pair: Deployment) -> None:
+    asked = argparse.Namespace(
+        url=f"{trained_pair.url}/v1",
+        requests=4,
+        prompt_tokens=200,
+        output_tokens=16,
+        token_range=(3, 250),
+        seed=0,
+    )
+    for row in same_tokens.measure(asked):
+        assert row["equal logprobs"] == row["answers"] == 4, row["question"]
 
 
 @pytest.mark.slow
