@@ -114,6 +114,7 @@ class Forwards:
 
     def launch(self, num_reqs: int, num_new: int, *, is_split: bool) -> Forward:
         """The model's part of a step. ``num_reqs``: of the rank that has most."""
+        is_split = is_split and num_new == 1  # steps that verify drafts are not split
         graphs = self._graphs.get((num_new, is_split), {})
         size = next((size for size in graphs if size >= num_reqs), None)
         if size is None:

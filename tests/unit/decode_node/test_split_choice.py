@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decode_node.device_step import DeviceStep
+from decode_node.forwards import Forwards
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
 from decode_node.split_choice import MIN_REQS, MISS_SHARE, SPLITS, Secs, Split, TrialRequests, choose_splits
@@ -122,3 +123,26 @@ def test_what_the_pools_do_not_hold_is_not_tried(host: int, device: int) -> None
     assert not requests.fits
     requests.end()
     assert (hot.state.capacity == 0).all()
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+def test_steps_that_verify_drafts_have_graphs_where_others_are_split() -> None:
+    forwards = Forwards.__new__(Forwards)
+    whole, split, verifying = Graph(), Graph(), Graph()
+    forwards._graphs = {
+        (1, False): {4: (whole, "whole")},
+        (1, True): {4: (split, "split")},
+        (2, False): {4: (verifying, "verifying")},
+    }
+    assert [
+        forwards.launch(3, num_new, is_split=is_split)
+        for num_new, is_split in ((1, False), (1, True), (2, True), (2, False))
+    ] == ["whole", "split", "verifying", "verifying"]
+    assert (whole.num_replays, split.num_replays, verifying.num_replays) == (1, 1, 2)

@@ -1,0 +1,52 @@
+"""Steps of large hisparse batches on a GPU, in graphs: whole, in parts and as micro-batches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from decode_node import forwards
+from decode_node.split_choice import SPLITS, Split
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.vocabulary import Mode
+from tests.gpu.support import DEVICE, needs_gpu
+from tools.bench import decode_step
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
+
+pytestmark = needs_gpu
+
+NUM_REQS, NUM_STEPS = 10, 16
+SHAPE = SyntheticShape(2, 2, 256, 8192, 8192, index_topk=256, draft_agreement=0.8)
+
+
+@pytest.mark.I3
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_batch_that_is_split_draws_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    write_synthetic(tmp_path, SHAPE, 0, DEVICE)
+    parser = argparse.ArgumentParser()
+    decode_step.add_node_options(parser)
+    arguments = parser.parse_args(["--dtype", "float32", "--buffer", "1028"])
+    arguments.model_path, arguments.no_graphs = tmp_path, False
+    spec = decode_step.load_shared_spec(arguments, num_drafts)
+    model = load_model(tmp_path, spec, arguments.device)
+    prompt = decode_step.prefill(spec, model, decode_step.make_settings(arguments, 1), 2048, 4096)
+    tokens, misses = [], []
+    for split in (Split.WHOLE, *SPLITS):
+        arguments.micro_batch_min_bs = 0 if split is Split.WHOLE else NUM_REQS
+        monkeypatch.setattr(forwards, "fastest", lambda secs, split=split: split)
+        monkeypatch.setattr(forwards, "UNTRIED", split)
+        settings = decode_step.make_settings(arguments, NUM_REQS, num_drafts)
+        bench = decode_step.Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
+        try:
+            bench.run(NUM_STEPS)
+        finally:
+            bench.memory.close()
+        tokens.append([request.output_token_ids for request in bench.requests])
+        misses.append(bench.totals[1])
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert min(misses) > 0
