@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import dataclass
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from tests.other_process import OtherProcess
 from transfer.engine import TransferEngine, quiet_mooncake_logs
@@ -29,6 +30,23 @@ class Peer(OtherProcess):
         return bytes.fromhex(self.ask(f"{start} {stop}"))
 
 
+@dataclass(frozen=True)
+class ArrayMemory:
+    """An array as memory to register; as a tensor's its process would have to import torch, for a second."""
+
+    array: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
+
+
 def has_ipv6() -> bool:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -41,7 +59,7 @@ def main() -> None:
     quiet_mooncake_logs()
     memory = np.zeros(int(sys.argv[1]), np.uint8)
     engine = TransferEngine("127.0.0.1")
-    addr = engine.register(torch.from_numpy(memory))
+    addr = engine.register(ArrayMemory(memory))
     print(engine.session, addr, flush=True)
     for line in sys.stdin:
         start, stop = map(int, line.split())
