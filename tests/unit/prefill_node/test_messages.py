@@ -41,6 +41,7 @@ from tests.unit.prefill_node.support import (
     next_room,
     wait_for,
 )
+from transfer.lane import Lane, Lanes
 
 
 @pytest.fixture
@@ -120,6 +121,24 @@ def test_who_is_refused_is_not_registered(engine: EngineThread, peer: DecodePeer
     assert "99" in refused.error
     peer.client.send(Heartbeat(1))
     assert not peer.expect(Refused).permanent
+
+
+def test_without_a_network_a_decode_node_that_shares_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, engine: EngineThread, peer: DecodePeer
+) -> None:
+    def over_network(lanes: Lanes, reason: str) -> Lane:
+        return Lane("tcp", reason, refusal=f"{reason}; no Mooncake")
+
+    monkeypatch.setattr(Lanes, "_over_network", over_network)
+    before = engine.num_dropped("refused")
+    peer.client.send(peer.registration(node_id="apart", session="127.0.0.1:19"))
+    refused = peer.expect(Refused)
+    assert refused.permanent
+    assert refused.error == "the decode node offers no shared memory; no Mooncake"
+    peer.client.send(Heartbeat(1))
+    assert not peer.expect(Refused).permanent
+    assert engine.num_dropped("refused") == before + 1
+    peer.register()
 
 
 def test_regions_must_be_whole(peer: DecodePeer) -> None:
