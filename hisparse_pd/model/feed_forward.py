@@ -17,7 +17,7 @@ from kernels.row_math import silu
 
 class FeedForward:
     """transformers' MLP or MoE block, with our router, our experts where the loader put them, and gated MLPs
-    in fp8 in few launches."""
+    in few launches on a GPU."""
 
     def __init__(self, mlp: Any, family: Family, *, is_silu: bool) -> None:
         for part in mlp.modules():

@@ -3,8 +3,8 @@
 transformers gives the modules, without memory; what they need is allocated here, on the device that it is
 for, and read straight into it (``hisparse_pd.model.weight_reader``), converted to the model's dtype on the
 way; or drawn there (``hisparse_pd.model.dummy_weights``). Nothing is ever whole in main memory on its way to
-a GPU. Routed experts that are in fp8, or spread over ranks, are modules of ours, and keep the checkpoint's
-fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
+a GPU. Routed experts that are on a GPU, in fp8, or spread over ranks, are modules of ours, and keep the
+checkpoint's fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
 """
 
 from __future__ import annotations
