@@ -72,9 +72,12 @@ def void_row_checks(row_checks: Tensor, page_ids: Tensor, page_size: int) -> Non
     """Let the checks of whole pages vouch for nothing that may lie there, so that an item and a check which
     both fail to come do not agree.
 
-    ``row_checks``: int32 [num_layers, num_slots], contiguous; ``page_ids``: int64 [n] on its device.
+    ``row_checks``: int32 [num_layers, num_slots], of which those behind the last whole page are nobody's;
+    ``page_ids``: int64 [n] on its device.
     """
-    row_checks.view(row_checks.shape[0], -1, page_size).index_fill_(1, page_ids, 0)
+    num_layers, num_slots = row_checks.shape
+    pages = row_checks[:, : num_slots // page_size * page_size].view(num_layers, -1, page_size)
+    pages.index_fill_(1, page_ids, 0)
 
 
 def wrong_items(
