@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from decode_node.device_step import DeviceStep
-from hisparse_pd.model.dsa import DsaModel, KvAccess
+from hisparse_pd.model.attention import KvAccess
+from hisparse_pd.model.dsa import DsaModel
 
 
 class SharedSelection:
