@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hisparse_pd.model.spec import load_spec
+from protocol.messages import ROW_CHECK_BYTES
 from tests.rdma.conftest import without_device
 from tests.rdma.machines import DEVICE, NODE_PORT, Machine
 from tests.rdma.pair import HOT_BUFFER, Service, running_pair, start_node
@@ -142,7 +143,8 @@ def test_turns_go_on_from_what_is_held_with_the_tokens_of_all_sent(over_rdma: Ru
         assert turn["output_ids"] == over_tcp.turns[number, hisparse]["output_ids"]
     assert over_tcp.num_held == 0
     spec = load_spec(RETRIEVAL_MODEL, "float32")
-    token_bytes = spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes
+    item_bytes = spec.item_bytes + ROW_CHECK_BYTES
+    token_bytes = spec.num_layers * item_bytes + spec.num_index_layers * spec.index_item_bytes
     landed, without = (run.metrics[1]["hisparse_pd:kv_transfer_bytes_total"] for run in (over_rdma, over_tcp))
     assert without - landed == over_rdma.num_held * token_bytes
     assert over_rdma.metrics[1]["hisparse_pd:held_tokens_total"] == over_rdma.num_held
