@@ -21,6 +21,7 @@ from hisparse_pd.engine import held_rows
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind
+from hisparse_pd.paging.prefix_tree import Prefix
 from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
 from kernels.row_check import row_checks_of
 from protocol.messages import RoomDone
@@ -100,6 +101,11 @@ def ask(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag = 
     node.turn_until(lambda: answer.is_over)
     assert answer.failure is None
     return answer
+
+
+def first_held(node: EngineHarness) -> Prefix:
+    """The run with the beginning of what is held: it may be two where the scrub has just read one."""
+    return next(prefix for prefix in node.engine.requests.held if prefix.parent is None)
 
 
 def num_found(node: EngineHarness) -> dict[str, float]:
@@ -257,7 +263,7 @@ def test_a_row_that_nobody_reads_ends_nobody(
 def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: HisparseFlag) -> None:
     prompt = random_prompt(7, 50)
     right = ask(node, prompt, 30, flag)
-    (prefix,) = node.engine.requests.held
+    prefix = first_held(node)
     kind, _ = prefix.kinds
     slot = prefix.extents(kind)[0].start + 20
     corruption = Corruption(node, "landing")
