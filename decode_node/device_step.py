@@ -124,7 +124,7 @@ class DeviceStep:
         return self._rows.positions
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
-        """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
+        """See ``hisparse_pd.model.attention.KvAccess``; so below."""
         memory, rows, num_layers = self._memory, self._rows, self._spec.num_layers
         kv_layer = self._spec.kv_layer_of_layer[layer]
         if kv is not None:

@@ -29,7 +29,7 @@ class SharedSelection:
         """int32 [num_reqs, index_topk]: not positions but their device slots."""
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
-        """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
+        """See ``hisparse_pd.model.attention.KvAccess``; so below."""
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         return self.selected
