@@ -130,12 +130,18 @@ def test_each_request_is_right_or_refused(nodes: Nodes, kind: str, share: float,
         else:
             assert_names_a_row(got)
     assert nodes.num_damaged(kind) > num_damaged
-    found = num_found(nodes.prefill, nodes.decode) - before
+
+    def found() -> float:
+        """Metrics are some turns of the engines' loops behind their answers."""
+        return num_found(nodes.prefill, nodes.decode) - before
+
     if kind in ("cached", "neighbours", "repeated"):
         assert num_right == len(damaged), [got.text for _, got in damaged]
-        assert (found > 0) is (kind == "cached")
+    fewest = max(1, len(damaged) - num_right)
+    if kind in ("neighbours", "repeated"):
+        assert found() == 0
     else:
-        assert found >= max(1, len(damaged) - num_right)
+        wait_until(lambda: found() >= fewest, f"{fewest} wrong rows in the metrics")
     wait_until(lambda: is_idle(nodes.decode), "the decode node is idle")
     for node in (nodes.prefill, nodes.decode):
         release_pages(node)
