@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from hisparse_pd.bench.settings import ServingSettings
 from hisparse_pd.doctor.settings import DoctorSettings
 from hisparse_pd.ports import free_port, is_taken
-from hisparse_pd.settings import DecodeSettings, Port, PrefillSettings, RouterSettings, Secs
+from hisparse_pd.settings import DecodeSettings, Device, Port, PrefillSettings, RouterSettings, Secs
 from hisparse_pd.settings_sources import (
     SettingsError,
     check_known,
@@ -54,6 +54,9 @@ class PairSettings(BaseModel):
     )
     decode_port: Port = Field(
         30001, description="port of the decode node; 0: any free one, as for a default that is taken"
+    )
+    decode_device: Device | None = Field(
+        None, description="the decode node's device where it is another than the prefill node's"
     )
     startup_timeout_secs: Secs = Field(
         300.0,
@@ -152,6 +155,8 @@ def pair_settings(
     for name in SECTIONS:
         merged[name] = node_ports[name] | _shared(name, from_file) | sections[name]
         options[name] = _shared(name, given)
+    if pair.decode_device is not None:
+        options["decode"]["device"] = pair.decode_device
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
     decode = validate(DecodeSettings, merged["decode"], f"{config} [decode]", options["decode"])
     chosen = set(from_file) | set(given)

@@ -297,6 +297,15 @@ def test_the_nodes_of_a_pair_stay_on_loopback() -> None:
     assert (prefill.host, decode.host, router.host) == ("127.0.0.1", "127.0.0.1", "0.0.0.0")
 
 
+def test_the_nodes_of_a_pair_may_have_a_gpu_each(tmp_path: Path) -> None:
+    given = {**MODEL, "device": "cuda:0", "decode_device": "cuda:1"}
+    for config in (None, file(tmp_path, '[decode]\ndevice = "cuda:3"')):
+        _, prefill, decode, _ = pair_settings(given, config)
+        assert (prefill.device, decode.device) == ("cuda:0", "cuda:1")
+    with pytest.raises(SettingsError, match="--decode-device"):
+        pair_settings({**MODEL, "decode_device": "gpu"})
+
+
 def test_port_zero_of_a_pair_becomes_free_ports() -> None:
     zero = dict.fromkeys(("port", "prefill_port", "decode_port", "bootstrap_port"), "0")
     _, prefill, decode, router = pair_settings({**MODEL, **zero})
