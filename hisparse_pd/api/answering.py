@@ -15,7 +15,6 @@ from hisparse_pd.api.answers import Chat, Completions, Dialect, Generate
 from hisparse_pd.api.anthropic_answers import Messages
 from hisparse_pd.api.app import Front, Work
 from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.chat_format import MARKUPS
 from hisparse_pd.api.journal import Journal
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.responses_answers import Responses
@@ -130,17 +129,16 @@ def _outputs(front: Front, work: Work) -> list[SampleOutput]:
 
 def _dialect(front: Front, work: Work) -> Dialect:
     codec, model_name = front.codec, front.settings.model_name
-    markup = None if codec.tool_markup is None else MARKUPS[codec.tool_markup]
     match work.request.endpoint:
         case Endpoint.COMPLETIONS:
             return Completions(work, model_name, codec.token_bytes)
         case Endpoint.CHAT:
-            return Chat(work, model_name, codec.token_bytes, markup)
+            return Chat(work, model_name, codec.token_bytes, codec.chat_format)
         case Endpoint.GENERATE:
             return Generate(work, codec.token_bytes)
         case Endpoint.MESSAGES:
-            return Messages(work, model_name, codec.token_bytes, markup)
+            return Messages(work, model_name, codec.token_bytes, codec.chat_format)
         case Endpoint.RESPONSES:
-            return Responses(work, model_name, codec.token_bytes, markup)
+            return Responses(work, model_name, codec.token_bytes, codec.chat_format)
         case endpoint:
             assert_never(endpoint)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import Markup
+from hisparse_pd.api.chat_format import ChatFormat
 from hisparse_pd.api.chat_reading import Block, BlockKind, Change, ChatReading, chat_readings
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import SSE_DONE, sse
@@ -255,10 +255,9 @@ class Chat(_OpenAi):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
-        """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
         super().__init__(work, model_name, token_bytes)
-        self._readings = chat_readings(work, token_bytes, markup)
+        self._readings = chat_readings(work, token_bytes, chat_format)
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         self._readings[output.index].feed(output, delta)

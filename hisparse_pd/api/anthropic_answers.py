@@ -13,7 +13,7 @@ from hisparse_pd.api.answers import hisparse_usage
 from hisparse_pd.api.anthropic_messages import signature_of
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.blocks import BlockAnswer
-from hisparse_pd.api.chat_format import Markup
+from hisparse_pd.api.chat_format import ChatFormat
 from hisparse_pd.api.chat_reading import Block, BlockKind, Change
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
@@ -27,8 +27,8 @@ Json = dict[str, object]
 class Messages(BlockAnswer):
     """``/v1/messages``. Thinking that is shown has no signature; what is omitted is in its signature."""
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
-        super().__init__(work, model_name, token_bytes, markup)
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
+        super().__init__(work, model_name, token_bytes, chat_format)
         self._id = work.identity.name("msg_", 12)
         self._omits_thinking = work.request.omits_thinking
 

@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from hisparse_pd.api.answers import Dialect
 from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import Markup
+from hisparse_pd.api.chat_format import ChatFormat
 from hisparse_pd.api.chat_reading import Block, Change, chat_readings
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.output import Delta, SampleOutput
@@ -24,8 +24,8 @@ _NO_CHOICE = Raw(msgspec.json.encode(None))
 class BlockAnswer(Dialect):
     """For requests of one sample."""
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
-        (self._reading,) = chat_readings(work, token_bytes, markup)
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
+        (self._reading,) = chat_readings(work, token_bytes, chat_format)
         self._model_name = model_name
         self._identity = work.identity
         self._has_begun = False

@@ -272,6 +272,20 @@ class _Hermes(CallWriter):
         return sequence(f"{NEWLINE}?", name, _json_arguments(tool), literal("}"), f"{NEWLINE}?", end)
 
 
+class _Mistral(CallWriter):
+    """``[TOOL_CALLS]name[ARGS]{...}``, the next call or the answer's end behind it."""
+
+    opening = "[TOOL_CALLS]"
+
+    def _calls(self, call: str, at_most_one: bool) -> str:
+        return call if at_most_one else f"{call} ({self._lark.mark(self.opening)} {call})*"
+
+    def _call(self, tool: CallableTool) -> str:
+        if "[" in tool.name:
+            raise NotWritable("has a name that this model's calls cannot have")
+        return sequence(literal(tool.name), self._lark.mark("[ARGS]"), _json_arguments(tool))
+
+
 def _json_arguments(tool: CallableTool) -> str:
     if tool.parameters.get("type", "object") != "object":
         raise NotWritable("has parameters that are no object")
@@ -283,6 +297,7 @@ CALL_WRITERS: Final[Mapping[ToolMarkup, type[CallWriter]]] = {
     ToolMarkup.DSML: _Dsml,
     ToolMarkup.DEEPSEEK_V31: _DeepSeekV31,
     ToolMarkup.HERMES: _Hermes,
+    ToolMarkup.MISTRAL: _Mistral,
 }
 
 

@@ -17,7 +17,18 @@ from hisparse_pd.engine.messages import unpack_token_ids
 DSML = "｜DSML｜"
 """Begins the marks of DeepSeek-V3.2's calls."""
 
-THINK, END_OF_THINK = "<think>", "</think>"
+
+@dataclass(frozen=True)
+class ThinkMarks:
+    """What reasoning stands between."""
+
+    opening: str
+    closing: str
+
+
+THINK = ThinkMarks("<think>", "</think>")
+THINK_MARKS: Final = (THINK, ThinkMarks("[THINK]", "[/THINK]"))
+"""Mistral's are the second, which it has as special tokens."""
 
 _END_TOKENS = 16
 """Of a prompt: enough to see either of them a byte a token, and white space behind it."""
@@ -30,6 +41,7 @@ class ToolMarkup(StrEnum):
     DSML = "dsml"
     DEEPSEEK_V31 = "deepseek_v31"
     HERMES = "hermes"
+    MISTRAL = "mistral"
 
 
 class V31:
@@ -54,26 +66,27 @@ class ChatFormat:
     """What of a checkpoint the grammar of an answer depends on.
 
     ``markup``: of calls; None where it is not known. ``reasons``: its template knows of reasoning.
-    ``token_ids``: of the tokens beside the vocabulary proper, by what they stand for.
+    ``token_ids``: of the tokens beside the vocabulary proper, by what they stand for. ``think``: the marks of
+    reasoning.
     """
 
     markup: ToolMarkup | None = None
     reasons: bool = False
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    think: ThinkMarks = THINK
 
     def reasoning_start(
         self, prompt: bytes, of_token: Callable[[int], bytes], *, is_continued: bool
     ) -> ReasoningStart:
         """``prompt``: packed token ids that ``of_token`` spells; ``is_continued``: it ends in an answer."""
-        if opens_reasoning(prompt, of_token):
+        if self.opens_reasoning(prompt, of_token):
             return ReasoningStart.BEGUN
-        is_over = is_continued or _ends_with(END_OF_THINK, prompt, of_token)
+        is_over = is_continued or _ends_with(self.think.closing, prompt, of_token)
         return ReasoningStart.NONE if is_over or not self.reasons else ReasoningStart.MAY_BEGIN
 
-
-def opens_reasoning(prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
-    """Whether the prompt, packed token ids, ends with what opens reasoning."""
-    return _ends_with(THINK, prompt, of_token)
+    def opens_reasoning(self, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
+        """Whether the prompt, packed token ids, ends with what opens reasoning."""
+        return _ends_with(self.think.opening, prompt, of_token)
 
 
 def _ends_with(mark: str, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
@@ -86,6 +99,7 @@ _MARKS = {
     ToolMarkup.DEEPSEEK_V31: V31.SEPARATOR,
     ToolMarkup.GLM: "<arg_key>",
     ToolMarkup.HERMES: "<tool_call>",
+    ToolMarkup.MISTRAL: "[ARGS]",
 }
 """What a template has that writes such calls, and those before it here have not."""
 _OF_FAMILY = {
@@ -101,6 +115,11 @@ def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
         if template is not None and mark in template:
             return markup
     return _OF_FAMILY.get(model_type)
+
+
+def think_marks(template: str | None) -> ThinkMarks | None:
+    """The first marks of reasoning that the template has; None where it knows of none."""
+    return next((marks for marks in THINK_MARKS if template is not None and marks.opening in template), None)
 
 
 def writes_own_chat(template: str | None, model_type: str) -> bool:
@@ -146,6 +165,11 @@ class Markup:
     def ends(self) -> tuple[str, ...]:
         """What a call ends with, whether it is complete or not."""
         return tuple(dict.fromkeys((self.call_end, self.closing)))
+
+    @property
+    def ends_with_answer(self) -> bool:
+        """Calls have no end of their own: the next one or the end of the answer is theirs."""
+        return self.call_end in self.openings
 
 
 STRING_ATTRIBUTE = '" string="'
@@ -199,5 +223,14 @@ MARKUPS: Final[Mapping[ToolMarkup, Markup]] = {
         call_end="</tool_call>",
         sign="<tool_call>",
         is_json=True,
+    ),
+    # [TOOL_CALLS]name[ARGS]{...}, up to the next call or the end of the answer.
+    ToolMarkup.MISTRAL: Markup(
+        openings=("[TOOL_CALLS]",),
+        closing="[TOOL_CALLS]",
+        call="",
+        end_of_name="[ARGS]",
+        call_end="[TOOL_CALLS]",
+        sign="[TOOL_CALLS]",
     ),
 }

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from functools import cache
 
 from hisparse_pd.api.call_reader import CallReader
-from hisparse_pd.api.chat_format import END_OF_THINK, THINK, Markup
+from hisparse_pd.api.chat_format import THINK, Markup, ThinkMarks
 from hisparse_pd.api.detokenizer import overlap
 from hisparse_pd.api.message_parts import Part, PartKind, PartList
 from hisparse_pd.api.tool_schemas import ToolSchemas
@@ -31,7 +31,8 @@ class MessageParser:
     """One answer, of which all text is fed.
 
     ``in_reasoning``: the prompt ended within reasoning. ``separates_reasoning``: otherwise it is content like
-    the rest. ``markup``: None when no tools were offered, and what looks like a call is content.
+    the rest. ``markup``: None when no tools were offered, and what looks like a call is content. ``think``:
+    the marks of reasoning.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class MessageParser:
         markup: Markup | None,
         schemas: ToolSchemas,
         separates_reasoning: bool = True,
+        think: ThinkMarks = THINK,
     ) -> None:
         self._state = _State.START if separates_reasoning else _State.CONTENT
         self._behind_start = _State.REASONING if in_reasoning else _State.CONTENT
         self._markup = markup
+        self._think = think
         self._schemas = schemas
         self._parts = PartList()
         self._space: list[str] = []
@@ -78,14 +81,14 @@ class MessageParser:
 
     def _begin(self, text: str) -> str | None:
         """What is to be read, once it is known what the answer begins with; None before."""
-        openings = _match_openings(text)
-        if THINK in openings:
+        openings = _match_openings(text, self._think)
+        if self._think.opening in openings:
             self._space.clear()
             self._behind_start = _State.REASONING
         else:
             self._space.append(openings)
         begun = text[len(openings) :]
-        if THINK.startswith(begun):
+        if self._think.opening.startswith(begun):
             self._held = begun
             return None
         return self._leave_start() + begun
@@ -111,20 +114,20 @@ class MessageParser:
 
     def _marks(self) -> tuple[str, ...]:
         """What is markup here."""
-        markup, calls = self._markup, self._calls
+        markup, calls, end_of_think = self._markup, self._calls, self._think.closing
         if self._state is _State.REASONING and (markup is None or not markup.ends_reasoning):
-            return (END_OF_THINK,)
+            return (end_of_think,)
         if markup is None:
             return ()
         if self._state is _State.REASONING:
-            return (END_OF_THINK, *markup.openings)
+            return (end_of_think, *markup.openings)
         if self._state is _State.CALLS and calls is not None:
-            return (*calls.marks, *((END_OF_THINK,) if self._is_reasoning_open and calls.is_in_name else ()))
+            return (*calls.marks, *((end_of_think,) if self._is_reasoning_open and calls.is_in_name else ()))
         # A second end of the same calls, which GLM writes at times, is no content.
         return (
             *markup.openings,
             *((markup.closing,) if self.has_calls else ()),
-            *((END_OF_THINK,) if self._is_reasoning_open else ()),
+            *((end_of_think,) if self._is_reasoning_open else ()),
         )
 
     def _take(self, before: str, mark: str) -> None:
@@ -136,20 +139,22 @@ class MessageParser:
         markup, calls = self._markup, self._calls
         is_opening = markup is not None and mark in markup.openings
         if self._state is _State.CALLS and calls is not None:
-            if not is_opening and mark != END_OF_THINK:
+            if calls.is_in_call or (not is_opening and mark != self._think.closing):
                 calls.meet(mark)
                 self.has_calls |= calls.num_calls > 0
                 if calls.is_over:
                     self._state, self._skips_space = _State.CONTENT, True
-                return
-            self._give_up()
+                if not (calls.is_over and is_opening):  # otherwise it opens the next call, too
+                    return
+            else:
+                self._give_up()
         if markup is not None and is_opening:
             self._interrupts = self._state is _State.REASONING
             self._is_reasoning_open |= self._interrupts
             self._calls = CallReader(markup, self._schemas, mark, self._parts)
             self._state = _State.CALLS
         else:
-            self._is_reasoning_open &= mark != END_OF_THINK
+            self._is_reasoning_open &= mark != self._think.closing
             self._state, self._skips_space = _State.CONTENT, True
 
     def _grow(self, text: str) -> None:
@@ -187,6 +192,8 @@ class MessageParser:
             held = self._leave_start() + held
         elif self._state is _State.CALLS and self._calls is not None:
             if is_cut or self._calls.is_in_call:
+                if self._markup is not None and self._markup.ends_with_answer and not is_cut:
+                    self._calls.meet(self._markup.call_end)
                 return
             self._give_up()
         elif is_cut and self._markup is not None and self._markup.sign in held:
@@ -194,13 +201,10 @@ class MessageParser:
         self._show(held)
 
 
-def _match_openings(text: str) -> str:
+def _match_openings(text: str, think: ThinkMarks) -> str:
     """White space and what opens reasoning, at the beginning of ``text``."""
-    found = _OPENINGS.match(text)
+    found = re.match(rf"\s*({re.escape(think.opening)}\s*)*", text)
     return found.group() if found is not None else ""
-
-
-_OPENINGS = re.compile(rf"\s*({THINK}\s*)*")
 
 
 def _search(marks: tuple[str, ...], text: str, at: int) -> re.Match[str] | None:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import assert_never
 
 from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import END_OF_THINK, THINK, Markup, opens_reasoning
+from hisparse_pd.api.chat_format import MARKUPS, ChatFormat, ThinkMarks
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.message_parts import PartKind
@@ -57,27 +57,25 @@ class Block:
         return self.pieces[0]
 
 
-def chat_readings(work: Work, token_bytes: TokenBytes, markup: Markup | None) -> list[ChatReading]:
-    """One for each sample of a chat.
-
-    ``markup``: how the model writes tool calls; None where that is not known, and they stay text.
-    """
+def chat_readings(work: Work, token_bytes: TokenBytes, chat_format: ChatFormat) -> list[ChatReading]:
+    """One for each sample of a chat. Tool calls stay text where it is not known how the model writes them."""
     (prompt,) = work.request.prompts
     assert isinstance(prompt, ChatPrompt)
     tools = prompt.all_tools
-    markup = markup if tools else None
+    markup = MARKUPS[chat_format.markup] if tools and chat_format.markup is not None else None
     openings = markup.openings if markup is not None and markup.ends_reasoning else ()
     schemas = ToolSchemas(tools)
-    in_reasoning = opens_reasoning(work.samples[0].prompt, token_bytes.of)
+    in_reasoning = chat_format.opens_reasoning(work.samples[0].prompt, token_bytes.of)
     return [
         ChatReading(
             MessageParser(
                 in_reasoning=in_reasoning,
                 separates_reasoning=prompt.separate_reasoning,
+                think=chat_format.think,
                 markup=markup,
                 schemas=schemas,
             ),
-            ReasoningTokens(token_bytes, (END_OF_THINK, *openings), in_reasoning=in_reasoning),
+            ReasoningTokens(token_bytes, chat_format.think, openings, in_reasoning=in_reasoning),
         )
         for _ in work.samples
     ]
@@ -157,13 +155,17 @@ class ChatReading:
 
 
 class ReasoningTokens:
-    """Counts the tokens of an answer up to the one that ends its reasoning: with the first of ``ends``."""
+    """Counts the tokens of an answer up to the one that ends its reasoning: with its closing mark, or one of
+    ``interruptions``."""
 
-    def __init__(self, token_bytes: TokenBytes, ends: Sequence[str], *, in_reasoning: bool) -> None:
+    def __init__(
+        self, token_bytes: TokenBytes, think: ThinkMarks, interruptions: Sequence[str], *, in_reasoning: bool
+    ) -> None:
         self._token_bytes = token_bytes
-        self._ends = tuple(end.encode() for end in ends)
+        self._opening = think.opening.encode()
+        self._ends = tuple(end.encode() for end in (think.closing, *interruptions))
         self._num_kept_bytes = max(map(len, self._ends))
-        self._seen = THINK.encode() if in_reasoning else b""
+        self._seen = self._opening if in_reasoning else b""
         """Of the answer, as if it began with what opens reasoning: its last bytes."""
         self._num_tokens = 0
         self._is_open: bool | None = True if in_reasoning else None
@@ -177,9 +179,9 @@ class ReasoningTokens:
             self._seen += self._token_bytes.of(token_id)
             if self._is_open is None:
                 self._seen = self._seen.lstrip()
-                if self._seen.startswith(THINK.encode()):
+                if self._seen.startswith(self._opening):
                     self._is_open = True
-                elif not THINK.encode().startswith(self._seen):
+                elif not self._opening.startswith(self._seen):
                     self._is_open, self._num_tokens = False, 0
             if self._is_open:
                 self._is_open = not any(end in self._seen for end in self._ends)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from hisparse_pd.api.chat_format import DSML, END_OF_THINK, THINK
+from hisparse_pd.api.chat_format import DSML, THINK
 from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.http.http_errors import ApiError
 
@@ -38,7 +38,7 @@ If the thinking_mode is enabled, then after function results you should strongly
 <function_results>
 ...
 </function_results>
-{THINK}...thinking about results{END_OF_THINK}
+{THINK.opening}...thinking about results{THINK.closing}
 Here are the functions available in JSONSchema format:
 <functions>
 """  # noqa: E501 -- word for word what the model was trained on
@@ -95,7 +95,7 @@ class _Chat:
 
     def _opening(self, index: int) -> str:
         """What an answer to message ``index`` begins with."""
-        return THINK if self._thinks and index >= self._last_asking else END_OF_THINK
+        return THINK.opening if self._thinks and index >= self._last_asking else THINK.closing
 
     def _system(self, index: int) -> str:
         message = self._messages[index]
@@ -126,7 +126,7 @@ class _Chat:
                     "answers the last question, thinking is on, and the message has neither "
                     "reasoning_content nor tool_calls",
                 )
-            parts += (reasoning, END_OF_THINK)
+            parts += (reasoning, THINK.closing)
         parts.append(str(message["content"]))
         if calls:
             invokes = "\n".join(_invoke(call) for call in calls)

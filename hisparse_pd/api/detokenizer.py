@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
+from hisparse_pd.api.chat_format import THINK_MARKS
 from hisparse_pd.vocabulary import CheckpointError
 
 
@@ -27,7 +28,9 @@ class TokenBytes:
                 "(as those of DeepSeek-V3.2 and GLM-5) are supported"
             )
         self._tokenizer = tokenizer
-        self._special_ids = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        added = tokenizer.get_added_tokens_decoder()
+        marks = {mark for think in THINK_MARKS for mark in (think.opening, think.closing)}  # these are read
+        self._special_ids = {i for i, t in added.items() if t.special and t.content not in marks}
         self._byte_of_char = _byte_alphabet()
         self._cache: dict[int, bytes] = {}
 

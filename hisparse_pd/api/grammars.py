@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from hisparse_pd.api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
-from hisparse_pd.api.chat_format import END_OF_THINK, MARKUPS, THINK, ChatFormat, ReasoningStart
+from hisparse_pd.api.chat_format import MARKUPS, ChatFormat, ReasoningStart, ThinkMarks
 from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind
 from hisparse_pd.api.lark import (
     ANY,
@@ -63,16 +63,18 @@ def write_grammar(
     try:
         if answer is not None and calls is None and reasoning is ReasoningStart.NONE:
             return _alone(answer)
-        lark = Lark(chat_format.token_ids)
+        lark, think = Lark(chat_format.token_ids), chat_format.think
         # What begins so would be read as reasoning, unless that is over.
-        excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(THINK)}"]
+        excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(think.opening)}"]
         if calls is None or chat_format.markup is None:
             assert answer is not None
-            return lark.text(sequence(_thoughts(lark, reasoning), f"({_answer(lark, answer, excluded)})"))
+            return lark.text(
+                sequence(_thoughts(lark, think, reasoning), f"({_answer(lark, answer, excluded)})")
+            )
         writer = CALL_WRITERS[chat_format.markup](lark, tools, Steps())
         interrupts = MARKUPS[chat_format.markup].ends_reasoning
         reads_calls = interrupts or not separates_reasoning
-        thoughts = _thoughts(lark, reasoning, [writer.opening] if reads_calls else ())
+        thoughts = _thoughts(lark, think, reasoning, [writer.opening] if reads_calls else ())
         parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
         called = writer.behind_opening(
             list(callable_tools(tools, calls.names)), at_most_one=calls.at_most_one
@@ -81,7 +83,7 @@ def write_grammar(
         parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
         ways = [sequence(thoughts, f"({' | '.join(parts)})")]
         if interrupts and reasoning is not ReasoningStart.NONE:
-            interrupted = _thoughts_until(lark, reasoning, writer.opening, [END_OF_THINK])
+            interrupted = _thoughts_until(lark, think, reasoning, writer.opening, [think.closing])
             ways.append(f"{interrupted} {called}")
         return lark.text(" | ".join(f"({way})" for way in ways))
     except (TooLarge, TooManySteps) as error:
@@ -91,25 +93,27 @@ def write_grammar(
 # --- reasoning ---------------------------------------------------------------------------------------
 
 
-def _thoughts(lark: Lark, reasoning: ReasoningStart, excluded: Sequence[str] = ()) -> str:
+def _thoughts(lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, excluded: Sequence[str] = ()) -> str:
     """Reasoning with its end; "" where there is none. ``excluded``: marks that are not in it."""
     match reasoning:
         case ReasoningStart.NONE:
             return ""
         case ReasoningStart.BEGUN:
-            return f"{_thoughts_until(lark, reasoning, END_OF_THINK, excluded)} {_GAP}"
+            return f"{_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP}"
         case ReasoningStart.MAY_BEGIN:
-            return f"({_thoughts_until(lark, reasoning, END_OF_THINK, excluded)} {_GAP})?"
+            return f"({_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP})?"
 
 
-def _thoughts_until(lark: Lark, reasoning: ReasoningStart, mark: str, excluded: Sequence[str]) -> str:
+def _thoughts_until(
+    lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, mark: str, excluded: Sequence[str]
+) -> str:
     """Reasoning up to ``mark`` and with it, from its opening on where the prompt has not begun it."""
     if reasoning is ReasoningStart.BEGUN:
         return lark.until(mark, excluded=excluded)
-    if THINK in lark.token_ids:
-        return f"{_GAP} {lark.mark(THINK)} {lark.until(mark, excluded=excluded)}"
+    if think.opening in lark.token_ids:
+        return f"{_GAP} {lark.mark(think.opening)} {lark.until(mark, excluded=excluded)}"
     free = without(*excluded) if excluded else ANY
-    return lark.until(mark, f"{_SPACE} {literal(THINK)} {free}")
+    return lark.until(mark, f"{_SPACE} {literal(think.opening)} {free}")
 
 
 # --- the answer's format -----------------------------------------------------------------------------

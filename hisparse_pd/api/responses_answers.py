@@ -14,7 +14,7 @@ from msgspec import Raw
 from hisparse_pd.api.answers import hisparse_usage
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.blocks import BlockAnswer
-from hisparse_pd.api.chat_format import Markup
+from hisparse_pd.api.chat_format import ChatFormat
 from hisparse_pd.api.chat_reading import Block, BlockKind, Change
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
@@ -38,8 +38,8 @@ _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_
 class Responses(BlockAnswer):
     """``/v1/responses``."""
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
-        super().__init__(work, model_name, token_bytes, markup)
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
+        super().__init__(work, model_name, token_bytes, chat_format)
         self._echo = work.request.echo or {}
         self._sampling = work.request.options[0].sampling
         chat = work.request.chat

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from hisparse_pd.api.chat_format import THINK, ChatFormat, tool_markup, writes_own_chat
+from hisparse_pd.api.chat_format import THINK, ChatFormat, think_marks, tool_markup, writes_own_chat
 from hisparse_pd.api.deepseek_chat import encode_chat
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.grammar_checks import GrammarChecks
@@ -47,11 +47,10 @@ class TextCodec:
         self._first_token = b"" if first_token_id is None else pack_token_ids([first_token_id])
         self._grammar_checks = grammar_checks
         template = _template_text(tokenizer)
-        self.tool_markup = tool_markup(template, model_type)
-        """How answers call tools; None: in a way that is not known, and calls stay text."""
+        markup, think = tool_markup(template, model_type), think_marks(template)
         self._writes_own_chat = writes_own_chat(template, model_type)
         self._takes_tools = template is None or "tools" in template
-        self._fit = TemplateFit(template, self.tool_markup)
+        self._fit = TemplateFit(template, markup)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -59,9 +58,10 @@ class TextCodec:
         self.token_bytes = TokenBytes(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self.chat_format = ChatFormat(
-            self.tool_markup,
-            self._writes_own_chat or (template is not None and THINK in template),
+            markup,
+            self._writes_own_chat or think is not None,
             {token.content: token_id for token_id, token in added.items()},
+            think or THINK,
         )
 
     @classmethod

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse_pd.api import chat_message
-from hisparse_pd.api.chat_format import MARKUPS, Markup, ToolMarkup
+from hisparse_pd.api.chat_format import MARKUPS, THINK_MARKS, Markup, ToolMarkup
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.message_parts import Part, PartKind
 from hisparse_pd.api.tool_schemas import ToolSchemas
@@ -20,6 +20,7 @@ from tests.unit.api.joined_parts import Message, joined
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 GLM, DSML, V31 = (MARKUPS[kind] for kind in (ToolMarkup.GLM, ToolMarkup.DSML, ToolMarkup.DEEPSEEK_V31))
+MISTRAL = MARKUPS[ToolMarkup.MISTRAL]
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
 SCHEMAS = ToolSchemas([{"function": {"name": "weather", "parameters": {"properties": PROPERTIES}}}])
 
@@ -66,6 +67,8 @@ V31_CALLS = (
 V31_ODD = (
     "<|tool▁calls▁begin|><|tool▁call▁begin|>weather<|tool▁sep|>[1]<|tool▁call▁end|><|tool▁calls▁end|>"
 ).replace("|", BAR)
+MISTRAL_CALLS = '[TOOL_CALLS]weather[ARGS]{"city": "杭州", "days": [1]}[TOOL_CALLS]now[ARGS]{}'
+MISTRAL_READ = ("weather", {"city": "杭州", "days": [1]})
 BROKEN_GLM = "f" + "<arg_key>" * 30_000
 """Calls that hurt whoever searches for the end of each beginning."""
 
@@ -186,6 +189,12 @@ def plain(text: str, markup: Markup | None) -> Case:
         said(V31_ODD, V31, "", ("weather", [1])),
         said(V31_CALLS.replace("{}", ""), V31, "", ("weather", {"city": "杭州"}), ("now", {})),
         plain(V31_CALLS, DSML),
+        said(f"Two:{MISTRAL_CALLS}", MISTRAL, "Two:", MISTRAL_READ, ("now", {})),
+        said("[TOOL_CALLS]now[ARGS]", MISTRAL, "", ("now", {})),
+        said(
+            f"a [TOOL_CALLS] b {MISTRAL_CALLS[:-2]}", MISTRAL, "a [TOOL_CALLS] b ", MISTRAL_READ, ("now", {})
+        ),
+        plain("[TOOL_CALLS]now and [ARG", MISTRAL),
         said(ODD_CALLS + " and on", DSML, ODD_CALLS + "and on"),
     ],
 )
@@ -234,7 +243,9 @@ def test_what_cannot_be_read_of_a_call_stays_in_its_arguments_which_are_no_json(
             json.loads(found.calls[0].arguments)
 
 
-@pytest.mark.parametrize(("markup", "calls"), [(GLM, GLM_CALL), (DSML, DSML_CALLS), (V31, V31_CALLS)])
+@pytest.mark.parametrize(
+    ("markup", "calls"), [(GLM, GLM_CALL), (DSML, DSML_CALLS), (V31, V31_CALLS), (MISTRAL, MISTRAL_CALLS)]
+)
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.STOP])
 def test_of_calls_that_are_cut_off_no_markup_is_shown(
     markup: Markup, calls: str, finish: FinishReason
@@ -245,7 +256,7 @@ def test_of_calls_that_are_cut_off_no_markup_is_shown(
         found = parse_cut(f"So: {calls[:end]}", markup, 5, finish=finish)
         for cut, call in zip(found.calls, whole.calls, strict=False):
             assert cut.name == call.name
-            assert call.arguments.startswith(cut.arguments)
+            assert call.arguments.startswith(cut.arguments) or (markup is MISTRAL and cut.arguments == "{}")
         if finish is FinishReason.LENGTH:
             assert markup.sign not in found.content
             assert found.content.startswith("So: ")
@@ -264,6 +275,7 @@ TOKENS = [
     *("a", " ", "\n", "<", "tool", "now", PROSE),
 ]
 V31_TOKENS = [*re.findall(rf"<{BAR}[^>]*>|[^<]+", V31_CALLS), "</think>", "<", " ", "x", PROSE]
+MISTRAL_TOKENS = ["[TOOL_CALLS]", "[ARGS]", "</think>", "[", "{}", '{"a": 1}', " ", "x", PROSE]
 DSML_TOKENS = ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x", PROSE]
 
 
@@ -272,6 +284,7 @@ DSML_TOKENS = ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR
         st.tuples(st.just(GLM), st.lists(st.sampled_from(TOKENS), max_size=12)),
         st.tuples(st.just(DSML), st.lists(st.sampled_from(DSML_TOKENS), max_size=12)),
         st.tuples(st.just(V31), st.lists(st.sampled_from(V31_TOKENS), max_size=12)),
+        st.tuples(st.just(MISTRAL), st.lists(st.sampled_from(MISTRAL_TOKENS), max_size=12)),
     ),
     st.booleans(),
     st.data(),
@@ -353,6 +366,9 @@ def written_calls(draw: st.DrawFn) -> tuple[Markup, str, ToolSchemas, tuple[str,
             call = f'{{"name": "{name}",{space}"arguments": {json.dumps(arguments)}}}'
             text = f"<tool_call>{space}{call}{space}</tool_call>"
             read = {key: json.dumps(value) for key, value in arguments.items()}
+        case ToolMarkup.MISTRAL:
+            text = f"[TOOL_CALLS]{name}[ARGS]{space}{json.dumps(arguments)}{space}"
+            read = {key: json.dumps(value) for key, value in arguments.items()}
     shown = "{" + ", ".join(f'"{key}": {value}' for key, value in read.items()) + "}"
     return MARKUPS[kind], text.replace("|", BAR), schemas, (name, shown)
 
@@ -365,6 +381,15 @@ def test_the_arguments_of_a_call_are_those_that_were_written(
     markup, text, schemas, expected = case
     found = parse(cut(text, data), markup, schemas=schemas)
     assert (found.content, [(call.name, call.arguments) for call in found.calls]) == ("", [expected])
+
+
+def test_other_marks_of_reasoning() -> None:
+    for text, in_reasoning in (("[THINK]hm[/THINK]Yes <think>.", False), ("hm[/THINK]Yes <think>.", True)):
+        parser = MessageParser(in_reasoning=in_reasoning, markup=None, schemas=SCHEMAS, think=THINK_MARKS[1])
+        found = joined(
+            [part for piece in text for part in parser.feed(piece)] + parser.feed("", FinishReason.STOP)
+        )
+        assert (found.reasoning, found.content) == ("hm", "Yes <think>.")
 
 
 def test_reasoning_that_speaks_of_calls_goes_on() -> None:

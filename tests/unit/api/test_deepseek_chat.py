@@ -276,6 +276,8 @@ V31_TEMPLATE = (
         ("<tool_call><arg_key>", "axk2", ToolMarkup.GLM),
         ("<tool_call>", "axk2", ToolMarkup.HERMES),
         ("plain", "axk2", ToolMarkup.HERMES),
+        ("[TOOL_CALLS]f[ARGS]", "mistral_large4", ToolMarkup.MISTRAL),
+        ("plain", "mistral_large4", None),
         ("plain", "deepseek_v32", ToolMarkup.DSML),
         ("plain", "glm_moe_dsa", ToolMarkup.GLM),
         (None, "glm_moe_dsa", ToolMarkup.GLM),
@@ -287,7 +289,7 @@ def test_the_template_decides_how_calls_are_read(
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    assert TextCodec(tokenizer, len(tokenizer), model_type).tool_markup is markup
+    assert TextCodec(tokenizer, len(tokenizer), model_type).chat_format.markup is markup
 
 
 def test_a_template_of_v31_gets_arguments_as_text(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def stream(detokenizer: Detokenizer, tokens: list[int], sizes: list[int] | None 
     return [*pieces, detokenizer.finish()]
 
 
+def test_marks_of_reasoning_are_shown_though_they_are_special_tokens() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    tokens = tokenizer("[THINK]a[/THINK]b<|end|>", add_special_tokens=False)["input_ids"]
+    shown = Detokenizer(TokenBytes(tokenizer.backend_tokenizer)).feed(tokens)
+    assert (len(tokens), shown) == (5, "[THINK]a[/THINK]b")
+
+
 @quick
 @given(token_ids, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans())
 def test_pieces_join_to_the_whole_decode(tokens: list[int], sizes: list[int], skip: bool) -> None:

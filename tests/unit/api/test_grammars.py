@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse_pd.api.call_rules import CallRule
-from hisparse_pd.api.chat_format import DSML, MARKUPS, V31, ChatFormat, ReasoningStart, ToolMarkup
+from hisparse_pd.api.chat_format import (
+    DSML,
+    MARKUPS,
+    THINK_MARKS,
+    V31,
+    ChatFormat,
+    ReasoningStart,
+    ThinkMarks,
+    ToolMarkup,
+)
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
 from hisparse_pd.api.grammars import write_grammar
@@ -35,6 +44,7 @@ TOKENS = {
         *("<think>", "</think>", V31.CALLS, V31.END_OF_CALLS, V31.CALL, V31.END_OF_CALL, V31.SEPARATOR),
     ),
     ToolMarkup.HERMES: ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    ToolMarkup.MISTRAL: ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),
 }
 MARKS = TOKENS | {
     ToolMarkup.DSML: (
@@ -103,7 +113,11 @@ TOOLS = [
 
 def chat_format(markup: ToolMarkup | None, *, has_tokens: bool = False, reasons: bool = True) -> ChatFormat:
     tokens = token_ids(TOKENS[markup]) if has_tokens and markup is not None else {}
-    return ChatFormat(markup, reasons, tokens)
+    return ChatFormat(markup, reasons, tokens, think_of(markup))
+
+
+def think_of(markup: ToolMarkup | None) -> ThinkMarks:
+    return THINK_MARKS[markup is ToolMarkup.MISTRAL]
 
 
 def forced(*names: str, at_most_one: bool = False) -> Constraint:
@@ -127,6 +141,7 @@ def read(
         markup=MARKUPS[markup] if markup is not None else None,
         schemas=ToolSchemas(TOOLS),
         separates_reasoning=separates,
+        think=think_of(markup),
     )
     found = joined(parser.feed(text, FinishReason.STOP))
     return found.reasoning, found.content, found.calls
@@ -185,7 +200,7 @@ def test_where_calls_are_free_text_may_come_before_them_or_alone(
         assert opening not in content
         assert len(calls) == 1, text
         check_calls(calls, NAMES)
-    said = "</think>" * (start is ReasoningStart.BEGUN) + "Hello."
+    said = think_of(markup).closing * (start is ReasoningStart.BEGUN) + "Hello."
     made = matcher(walk.grammar, walk.over)
     ids = walk.encode(said)
     assert made.try_consume_tokens(ids) == len(ids)
@@ -233,6 +248,10 @@ def test_calls_as_models_write_them() -> None:
     v31 = write_grammar(forced("set_all"), chat_format(ToolMarkup.DEEPSEEK_V31), tools=TOOLS)
     call = f'{V31.CALL}set_all{V31.SEPARATOR}{{"anything": [1], "number": 5.5}}{V31.END_OF_CALL}'
     assert admits(v31, f"{V31.CALLS}{call}{call}{V31.END_OF_CALLS}")
+    mistral = write_grammar(forced("set_all"), chat_format(ToolMarkup.MISTRAL), tools=TOOLS)
+    call = '[TOOL_CALLS]set_all[ARGS]{"anything": [1], "number": 5.5}'
+    assert admits(mistral, call + call)
+    assert not admits(mistral, f"{call}[TOOL_CALLS]")
 
 
 def test_a_mark_is_its_token_where_the_tokenizer_has_one() -> None:
@@ -342,6 +361,7 @@ CALLS = {
         f"{V31.CALLS}{V31.CALL}no_arguments{V31.SEPARATOR}{{}}{V31.END_OF_CALL}{V31.END_OF_CALLS}"
     ),
     ToolMarkup.HERMES: '<tool_call>\n{"name": "no_arguments", "arguments": {}}\n</tool_call>',
+    ToolMarkup.MISTRAL: "[TOOL_CALLS]no_arguments[ARGS]{}",
 }
 
 
@@ -357,12 +377,13 @@ def test_a_call_of_glm_may_end_its_reasoning(
         answer = answers(FormatKind.JSON, json.dumps(SCHEMA)).answer
         constraint = Constraint(answer, free("no_arguments").calls)
     written = chat_format(markup, has_tokens=are_special is not None)
-    for start, opening in ((ReasoningStart.BEGUN, ""), (ReasoningStart.MAY_BEGIN, "<think>")):
+    think = think_of(markup)
+    for start, opening in ((ReasoningStart.BEGUN, ""), (ReasoningStart.MAY_BEGIN, think.opening)):
         grammar = write_grammar(constraint, written, start, TOOLS, separates_reasoning=separates)
         walk = walk_of(grammar, markup, are_special)
         for text, is_admitted in (
             (f"{opening}So.{CALLS[markup]}", markup is ToolMarkup.GLM),
-            (f"{opening}So.</think>{CALLS[markup]}", True),
+            (f"{opening}So.{think.closing}{CALLS[markup]}", True),
         ):
             made = matcher(walk.grammar, walk.over)
             ids = walk.encode(text)
