@@ -113,10 +113,11 @@ rooms: $(READY) ## ROOM_EXAMPLES new histories of the room protocol with both en
 soak: $(READY) ## nodes under load that are killed, stopped and started again, for SOAK_SECS
 	SOAK_SECS=$(SOAK_SECS) SOAK_RANKS=$(SOAK_RANKS) SOAK_DRAFTS=$(SOAK_DRAFTS) SOAK_FLIPS=$(SOAK_FLIPS) $(BIN)/python -m pytest -s -m soak tests/soak $(TEST_ARGS)
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, mypy, and that tests which only run elsewhere can be imported
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -o addopts= -qqq --collect-only tests/gpu tests/rdma tests/compose tests/soak
 
 format: $(READY) ## sort imports and format
 	$(BIN)/ruff check --select I --fix .
