@@ -497,11 +497,10 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--indexer-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
+    parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
 
 
-def load_shared_spec(
-    arguments: argparse.Namespace, num_drafts: int, has_row_checks: bool = False
-) -> ModelSpec:
+def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpec:
     return load_spec(
         arguments.model_path,
         arguments.dtype,
@@ -510,7 +509,7 @@ def load_shared_spec(
         indexer_cache_dtype=arguments.indexer_cache_dtype,
         num_draft_layers=int(num_drafts > 0),
         load_format=arguments.load_format,
-        has_row_checks=has_row_checks,
+        has_row_checks=arguments.verify_rows,
     )
 
 
@@ -523,6 +522,7 @@ def shared_report(arguments: argparse.Namespace, spec: ModelSpec) -> dict[str, A
         "num_layers": spec.num_layers,
         "context": arguments.context,
         "buffer": arguments.buffer,
+        "verifies_rows": spec.has_row_checks,
     }
 
 
@@ -585,13 +585,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--choose-drafts", action="store_true", help="each line once more, as a node does")
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
     parser.add_argument("--kernels", action="store_true", help="name all kernels, those first that add most")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
     arguments = parser.parse_args(argv)
     console = Console(width=190)
     use_device(arguments.device)
-    spec = load_shared_spec(arguments, max(arguments.speculative_num_steps), arguments.verify_rows)
+    spec = load_shared_spec(arguments, max(arguments.speculative_num_steps))
     used = MemoryByPart(torch.device(arguments.device))
     used.mark("CUDA")
     started = time.perf_counter()
@@ -604,7 +603,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kv_format": spec.kv_format,
         "item_bytes": spec.item_bytes,
         "index_format": spec.index_format,
-        "verifies_rows": spec.has_row_checks,
         "weights_are_fp8": spec.weights_are_fp8,
         "load_secs": load_secs,
         "memory_gb": used.gb,
