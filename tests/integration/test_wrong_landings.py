@@ -59,7 +59,12 @@ class Nodes:
         """Raises AssertionError for wrong tokens."""
         if got.status_code != 200:
             return False
-        assert got.json()["output_ids"] == self.expected[case[0]], "wrong tokens with a 200"
+        tokens, expected = got.json()["output_ids"], self.expected[case[0]]
+        same = [mine == right for mine, right in zip(tokens, expected, strict=True)]
+        assert all(same), (
+            f"wrong tokens with a 200: {len(case[0])} prompt tokens, hisparse {case[1]}, from new token "
+            f"{same.index(False)} on: {got.json()}, expected {expected}"
+        )
         return True
 
     def flush(self) -> None:
