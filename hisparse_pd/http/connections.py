@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ BODY_WINDOW_BYTES = 16 << 10
 """What must have come of a body in each window, unless it is complete: 1.6 kB/s."""
 UNREAD_SECS = 300.0
 """For a client that reads nothing of what was sent to it."""
+
+MAX_SMALL_CHUNKS = 1024
+SMALL_CHUNK_BYTES = 256
+"""Of a request's body in chunks: each may have one chunk for so many bytes, and so many chunks more."""
 
 _MAX_HEAD_BYTES = 1 << 16
 
@@ -147,9 +152,28 @@ _CHUNKED = b"\r\nTransfer-Encoding: chunked\r\n"
 
 
 class _Framing(h11.Connection):
-    """h11, except that the pieces of a chunked body need no rules: a stream has one a token."""
+    """h11, except that the pieces of an answer in chunks need no rules: a stream has one a token. Those of a
+    request are bounded in number, since h11 takes as long for a byte as for a kilobyte."""
 
     _is_chunked = False
+    _num_chunks = 0
+    _num_chunk_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if type(event) is h11.Request:
+            self._num_chunks = self._num_chunk_bytes = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding: send one of them")
+        elif type(event) is h11.Data:
+            self._num_chunks += event.chunk_start
+            self._num_chunk_bytes += len(event.data)
+            if self._num_chunks > MAX_SMALL_CHUNKS + self._num_chunk_bytes // SMALL_CHUNK_BYTES:
+                raise h11.RemoteProtocolError(
+                    f"{self._num_chunks} chunks for {self._num_chunk_bytes} bytes of the body: after "
+                    f"{MAX_SMALL_CHUNKS} chunks, {SMALL_CHUNK_BYTES} bytes each are the least, on average"
+                )
+        return event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if self._is_chunked and type(event) is h11.Data:
@@ -233,7 +257,7 @@ class Connection(h11_impl.H11Protocol):
             if self._head_since is None or now - self._head_since < HEAD_SECS:
                 return None
             if self.conn.trailing_data[0]:
-                self._refuse(f"the head of a request must be here within {HEAD_SECS:g} s")
+                self._refuse_slow(f"the head of a request must be here within {HEAD_SECS:g} s")
                 return "closed: half a head"
             return self.drop("closed: silent")
         if not self.cycle.more_body or self.flow.read_paused or now - self._body_since < BODY_WINDOW_SECS:
@@ -242,7 +266,7 @@ class Connection(h11_impl.H11Protocol):
         self._body_since = now
         if is_enough:
             return None
-        self._refuse(
+        self._refuse_slow(
             f"the body of a request must come on by {BODY_WINDOW_BYTES} bytes in {BODY_WINDOW_SECS:g} s"
         )
         return "closed: half a body"
@@ -263,12 +287,27 @@ class Connection(h11_impl.H11Protocol):
         self.transport.abort()
         return why
 
-    def _refuse(self, why: str) -> None:
-        """Answer what has come of a request with 408, unless an answer has begun, and close."""
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's way out of what h11 cannot read; called where h11's error is handled."""
+        self._all.closed["closed: no HTTP that can be read"] += 1
+        error, status = sys.exception(), HTTPStatus.BAD_REQUEST
+        if isinstance(error, h11.RemoteProtocolError):
+            status = HTTPStatus(error.error_status_hint)
+        why = f"this is no HTTP/1.1 that can be read: {error}"
+        if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+            why = f"the head of a request must have at most {_MAX_HEAD_BYTES} bytes: send fewer headers"
+        self._refuse(ApiError(status, why))
+
+    def _refuse_slow(self, why: str) -> None:
+        self._refuse(ApiError(HTTPStatus.REQUEST_TIMEOUT, f"{why}; send it again"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what has come of a request with ``error``, unless an answer has begun, and close."""
         self._all.forget(self)
-        if not self.transport.is_closing() and (self._is_between_requests or not self.cycle.response_started):
-            body = ApiError(HTTPStatus.REQUEST_TIMEOUT, f"{why}; send it again").body()
-            head = f"HTTP/1.1 408 Request Timeout\r\ncontent-length: {len(body)}\r\n"
+        if not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = error.body()
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+            head += f"content-length: {len(body)}\r\n"
             head += "content-type: application/json\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
         # What the kernel takes at once is sent; no client makes the rest wait.

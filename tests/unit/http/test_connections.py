@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import signal
 import socket
@@ -23,6 +24,8 @@ from hisparse_pd.http.connections import (
     BODY_WINDOW_BYTES,
     BODY_WINDOW_SECS,
     HEAD_SECS,
+    MAX_SMALL_CHUNKS,
+    SMALL_CHUNK_BYTES,
     UNREAD_SECS,
     Connections,
 )
@@ -219,6 +222,51 @@ def test_what_the_server_stood_still_for_is_nobodys_silence() -> None:
     held.sweep(1061.0)
     assert held.now == 1.0 + connections._MAX_STEP_SECS
     assert connections._MAX_STEP_SECS < HEAD_SECS / 2
+
+
+# --- what is no HTTP, or too dear ----------------------------------------------------------------------
+
+CHUNKED = b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "why"),
+    [
+        (b"GET /hello HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"\x16\x03\x01\x02\x00\r\n\r\n", 400, "illegal request line"),
+        (b"GET /hello HTTP/1.1\r\nx: ".ljust((1 << 16) + 1, b"a"), 431, "65536 bytes"),
+        (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"\r\n", 501, "Transfer-Encoding"),
+        (CHUNKED + b"content-length: 5\r\n\r\n0\r\n\r\n", 400, "send one of them"),
+        (CHUNKED + b"\r\nno length\r\n", 400, "no length"),
+        (CHUNKED + b"\r\n" + b"1\r\nx\r\n" * (MAX_SMALL_CHUNKS + 9), 400, f"{SMALL_CHUNK_BYTES} bytes each"),
+    ],
+)
+async def test_what_cannot_be_read_is_answered_with_the_reason(said: bytes, status: int, why: str) -> None:
+    async with serving() as served:
+        head, _, body = (await (await served.connect(said)).read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % status)
+        assert why in json.loads(body)["error"]["message"]
+        assert sum(served.connections.closed.values()) == 1
+
+
+async def test_a_body_that_breaks_behind_its_answer_only_ends_its_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving() as served:
+        client = await served.connect(CHUNKED.replace(b"echo", b"nothing") + b"\r\n")
+        assert b"404 Not Found" in await client.read_head()
+        client.send(b"no length\r\n")
+        assert b"HTTP/1.1" not in await client.read()
+        assert not caplog.records
+
+
+async def test_a_long_body_may_come_in_many_chunks() -> None:
+    async with serving() as served:
+        body = (b"%x\r\n%b\r\n" % (SMALL_CHUNK_BYTES, b"x" * SMALL_CHUNK_BYTES)) * 3 * MAX_SMALL_CHUNKS
+        client = await served.connect(
+            CHUNKED + b"\r\n" + b"1\r\nx\r\n" * MAX_SMALL_CHUNKS + body + b"0\r\n\r\n"
+        )
+        assert b"200 OK" in await client.read_head()
 
 
 # --- how many there are ------------------------------------------------------------------------------
