@@ -82,7 +82,7 @@ def test_a_chain_in_training_is_what_is_served(network: Network, draft: DraftLay
     served = model.forward_with_hidden(torch.tensor(tokens), whole.positions, whole, whole.last_rows)[1]
     torch.testing.assert_close(served, hidden[0], rtol=1e-3, atol=1e-3)
     # From the last on: what a chain writes is behind all that those before it read.
-    for start in range(len(tokens) - 3, 0, -7):
+    for start in range(len(tokens) - 3, 0, -31):
         first = kv(0, start + 1)
         ids = torch.tensor(next_tokens[: start + 1])
         _, state = model.draft(ids, served[: start + 1], first.positions, first, first.last_rows)
