@@ -41,8 +41,15 @@ class NodeUnreachable(RouterError):
 class NodeFailed(RouterError):
     """A node closed the connection early, fell silent, or answered with something that is no HTTP answer."""
 
-    last_words = b""
-    """The event with which it ended a stream itself."""
+
+class StreamEnded(NodeFailed):
+    """A decode node ended a stream before its end, by itself if ``last_words``, the last event, says why."""
+
+    def __init__(self, last_words: bytes) -> None:
+        error = _object_in(last_words.partition(b"data: ")[2]).get("error")
+        why = f": {error.get('message')}" if isinstance(error, dict) else ""
+        super().__init__(502, f"the decode node ended the stream before its end{why}")
+        self.last_words = last_words
 
 
 class LocalFault(RouterError):

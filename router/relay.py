@@ -26,7 +26,7 @@ from hisparse_pd.api.frame import PING_SECS
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
 from router.body import RequestBody
 from router.connect import Call, RawHeaders
-from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError, StreamEnded
 from router.journal import Journal, JournalBudget, Losses
 from router.node_calls import Answer, NodeCalls, headers_to_node
 from router.nodes import Node, NodeKind, NodePool, Pair
@@ -206,8 +206,7 @@ class _Passage:
         """At another node: the one that had the stream is lost, or leaves. Raises RouterError."""
         leg = journal.leg
         if error is None:
-            error = NodeFailed(502, "the decode node ended the stream before its end")
-            error.last_words = leg.unshown
+            error = StreamEnded(leg.unshown)
         assert self._exchange is not None
         pair = self._exchange.pair
         error.node_headers = pair.headers

@@ -32,7 +32,7 @@ from hisparse_pd.traces import open_tracer
 from router.body import RequestBody
 from router.connect import RawHeaders
 from router.drain import Drain, ShuttingDown
-from router.errors import NodeFailed, RouterError
+from router.errors import RouterError, StreamEnded
 from router.fleet import Fleet
 from router.health import LOADING, HealthWatch
 from router.journal import JournalBudget
@@ -268,7 +268,7 @@ class _RelayEndpoint:
                 span.error = str(error)
             if not answer.is_event_stream:
                 return
-            event = error.last_words if isinstance(error, NodeFailed) else b""
+            event = error.last_words if isinstance(error, StreamEnded) else b""
             event = event or (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

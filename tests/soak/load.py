@@ -58,7 +58,7 @@ class Load:
     num_clients: int
     random: random.Random
     rows_may_be_wrong: bool = False
-    """Memory is damaged: an error may name a row."""
+    """Memory is damaged: an error may name a row, or say that so many nodes were lost with one request."""
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     """Messages of errors without their numbers and addresses."""
@@ -151,7 +151,7 @@ class Load:
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         message = event["error"]["message"]
-                        if not self._names_a_row(message):
+                        if not self._is_of_rows(message):
                             self.lost_streams.append(LostStream(began_at, time.monotonic(), message))
                         return self._error(None, event), tokens
                     tokens = event["output_ids"]
@@ -159,12 +159,13 @@ class Load:
 
     def _error(self, status: int | None, body: Json) -> str:
         message = body["error"]["message"]
-        is_known = status in (None, *ERROR_STATUSES) or (status == 500 and self._names_a_row(message))
+        is_known = status in (None, *ERROR_STATUSES) or (status == 500 and self._is_of_rows(message))
         if not message or not is_known:
             raise Violation(f"status {status} with {message!r}")
         words = (word for word in message.split() if not any(character.isdigit() for character in word))
         self.errors[" ".join(words)[:100]] += 1
         return f"error {status}" if status else "error in the stream"
 
-    def _names_a_row(self, message: str) -> bool:
-        return self.rows_may_be_wrong and ROW.search(message) is not None
+    def _is_of_rows(self, message: str) -> bool:
+        names = ROW.search(message) is not None or "were lost with this request" in message
+        return self.rows_may_be_wrong and names

@@ -104,12 +104,21 @@ async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.M
         assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
 
 
-async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third() -> None:
-    nodes = [LOST, journaled(cut=True), GOES_ON]
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (journaled(cut=True), ""),
+        (journaled(b"data: " + error_body(ENGINE_LOST) + b"\n\n"), "before its end: bye"),
+    ],
+)
+async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third(second: Behaviour, why: str) -> None:
+    """Its error has what the last one said."""
+    nodes = [LOST, second, GOES_ON]
     async with cluster(decode=nodes, resume_timeout_secs=30) as pair:
         text = (await pair.client.post(PATH, json=BODY)).text
         assert text.startswith('data: {"n": 1}\n\n')
         assert "were lost with this request, one after the other" in text
+        assert why in text
         assert pair.decode[2].requests == []
         assert "router_truncated_answers_total 1.0" in await pair.metrics()
 
