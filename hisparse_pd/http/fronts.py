@@ -8,6 +8,7 @@ the ``Board``.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from hisparse_pd.http.engine_link import EngineLink, LinkState
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.process import die_with_parent
+
+log = logging.getLogger(__name__)
 
 METRICS_SECS = 1.0
 """Between two times that a front writes on the board what it has counted."""
@@ -34,9 +37,15 @@ WHAT_DIED = {
 
 
 async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None:
-    """For as long as the front serves, if others ask for them."""
+    """For as long as the front serves, if others ask for them. What has no room is said once, in the log."""
+    is_told = False
     while board.num_fronts > 1:
-        board.write_metrics(front, metrics.pack())
+        try:
+            board.write_metrics(front, metrics.pack())
+        except ValueError as error:
+            if not is_told:
+                log.error("%s: /metrics shows what it had counted before; restart the node", error)
+            is_told = True
         await asyncio.sleep(METRICS_SECS)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from hisparse_pd.http import metric_sums
+from hisparse_pd.http import fronts, metric_sums
 from hisparse_pd.http.board import MAX_METRICS_BYTES, Board, Word
 from hisparse_pd.http.connections import Connections
 from hisparse_pd.http.listening import Listener, _SharedSocket
@@ -48,6 +49,22 @@ def test_a_front_alone_shares_nothing() -> None:
     board = Board(1)
     board.say(Word.LEAVE)
     assert (board.word, list(board.metrics())) == (Word.LEAVE, [])
+
+
+@pytest.mark.anyio
+async def test_metrics_without_room_are_said_once_and_later_ones_are_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fronts, "METRICS_SECS", 0.0)
+    board, too_many = Board(1, 2), b"x" * (MAX_METRICS_BYTES + 1)
+    packed = iter([b"first", too_many, too_many])
+    metrics: Any = SimpleNamespace(pack=lambda: next(packed, b"last"))
+    writing = asyncio.create_task(fronts.write_metrics(board, 1, metrics))
+    async with asyncio.timeout(WAIT_SECS):
+        while list(board.metrics()) != [b"last"]:
+            await asyncio.sleep(0)
+    writing.cancel()
+    assert caplog.text.count(f"front 1: {MAX_METRICS_BYTES + 1} bytes of metrics") == 1
 
 
 # --- counts ------------------------------------------------------------------------------------------
