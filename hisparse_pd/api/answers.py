@@ -16,9 +16,10 @@ from typing import assert_never
 import msgspec
 from msgspec import Raw
 
+from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.chat_format import ChatFormat
-from hisparse_pd.api.chat_reading import Block, BlockKind, Change, ChatReading, chat_readings
+from hisparse_pd.api.chat_reading import ChatReading, chat_readings
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import SSE_DONE, sse
 from hisparse_pd.api.output import Delta, Finish, SampleOutput

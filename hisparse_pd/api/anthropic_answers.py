@@ -9,12 +9,12 @@ from typing import assert_never
 import pydantic_core
 from msgspec import Raw
 
+from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.api.answers import hisparse_usage
 from hisparse_pd.api.anthropic_messages import signature_of
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.blocks import BlockAnswer
 from hisparse_pd.api.chat_format import ChatFormat
-from hisparse_pd.api.chat_reading import Block, BlockKind, Change
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
 from hisparse_pd.api.output import Finish, SampleOutput

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Raw
 
+from hisparse_pd.api.answer_blocks import Block, Change
 from hisparse_pd.api.answers import Dialect
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.chat_format import ChatFormat
-from hisparse_pd.api.chat_reading import Block, Change, chat_readings
+from hisparse_pd.api.chat_reading import chat_readings
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.output import Delta, SampleOutput
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import msgspec
 
+from hisparse_pd.api.answer_blocks import BlockKind, BlockList
 from hisparse_pd.api.chat_format import STRING_ATTRIBUTE, Markup
-from hisparse_pd.api.message_parts import PartKind, PartList
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from protocol.decoding import TypedDecoder, decode_json
 
@@ -85,16 +85,16 @@ def _json_call(text: str) -> _JsonCall | None:
 
 
 class CallReader:
-    """The calls behind one ``opening``, which show themselves in ``parts``.
+    """The calls behind one ``opening``, which show themselves in ``blocks``.
 
     Whoever has the text searches it for ``marks``, gives what is before the next one to ``grow`` and the mark
     to ``meet``, until ``is_over``. Another opening in a name, and ``is_no_call``, say that this one was none.
     """
 
-    def __init__(self, markup: Markup, schemas: ToolSchemas, opening: str, parts: PartList) -> None:
+    def __init__(self, markup: Markup, schemas: ToolSchemas, opening: str, blocks: BlockList) -> None:
         self._markup = markup
         self._schemas = schemas
-        self._parts = parts
+        self._blocks = blocks
         self._at = _At.BETWEEN if markup.call else _At.NAME
         self._unshown = [opening]
         """Text and marks that have been read and not been shown yet."""
@@ -160,7 +160,7 @@ class CallReader:
             case _At.FAULT:
                 self._show(text)
             case _At.TEXT | _At.NO_CALL:
-                self._parts.add(PartKind.CONTENT, text)
+                self._blocks.add(BlockKind.TEXT, text)
 
     def meet(self, mark: str) -> None:
         """``mark``, one of ``marks``, comes next."""
@@ -225,7 +225,7 @@ class CallReader:
         self._go(_At.BETWEEN if mark in self._markup.ends else _At.NO_CALL)
 
     def _show_content(self, mark: str = "") -> None:
-        self._parts.add(PartKind.CONTENT, self.unshown() + mark)
+        self._blocks.add(BlockKind.TEXT, self.unshown() + mark)
         self._unshown.clear()
         self._shows_end = True
 
@@ -235,12 +235,12 @@ class CallReader:
         self.num_calls += 1
         self._call = _Call(name)
         self._unshown.clear()
-        self._parts.add(PartKind.CALL, name)
+        self._blocks.begin_call(name)
         self._go(_At.BODY if self._markup.key else _At.JSON)
 
     def _end_call(self, text: str, mark: str) -> None:
-        self._parts.add(PartKind.ARGUMENTS, text)
-        self._parts.add(PartKind.END_OF_CALL)
+        self._blocks.grow(text)
+        self._blocks.close()
         self._unshown.clear()
         self._go(_At.BETWEEN)
         self.is_over = mark == self._markup.closing
@@ -335,7 +335,7 @@ class CallReader:
         return "".join(self._unshown[self._num_before :])
 
     def _show(self, arguments: str) -> None:
-        self._parts.add(PartKind.ARGUMENTS, arguments)
+        self._blocks.grow(arguments)
         self._unshown.clear()
 
 

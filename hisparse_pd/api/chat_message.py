@@ -1,6 +1,6 @@
 """A chat answer's text, taken apart as it comes: reasoning, content, tool calls.
 
-What may yet turn out to be markup is held back, so parts do not depend on how the text was cut into deltas.
+What may yet turn out to be markup is held back, so blocks do not depend on how the text was cut into deltas.
 Every character is searched once, and those that a marker may begin with once more: the work for a piece of
 text follows its own length, whatever came before it.
 """
@@ -11,10 +11,10 @@ import re
 from enum import Enum, auto
 from functools import cache
 
+from hisparse_pd.api.answer_blocks import Block, BlockKind, BlockList, Change
 from hisparse_pd.api.call_reader import CallReader
 from hisparse_pd.api.chat_format import THINK, Markup, ThinkMarks
 from hisparse_pd.api.detokenizer import overlap
-from hisparse_pd.api.message_parts import Part, PartKind, PartList
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
 
@@ -49,7 +49,7 @@ class MessageParser:
         self._markup = markup
         self._think = think
         self._schemas = schemas
-        self._parts = PartList()
+        self._list = BlockList()
         self._space: list[str] = []
         """White space at the start, which is content unless reasoning follows."""
         self._held = ""
@@ -69,15 +69,20 @@ class MessageParser:
         """Whether a call has begun and not ended."""
         return self._calls is not None and self._calls.is_in_call
 
-    def feed(self, text: str, finish: FinishReason | None = None) -> list[Part]:
-        """The parts that ``text`` adds. ``finish``: nothing follows it, for this reason."""
+    @property
+    def blocks(self) -> list[Block]:
+        return self._list.blocks
+
+    def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
+        """What ``text`` changes, as of ``BlockList.take``. ``finish``: nothing follows, for this reason."""
         text, self._held = self._held + text, ""
         unread = self._begin(text) if self._state is _State.START else text
         if unread is not None:
             self._read(unread)
         if finish is not None:
             self._finish(is_cut=finish is FinishReason.LENGTH)
-        return self._parts.take()
+            self._list.end(is_cut=finish is FinishReason.LENGTH)
+        return self._list.take()
 
     def _begin(self, text: str) -> str | None:
         """What is to be read, once it is known what the answer begins with; None before."""
@@ -151,7 +156,7 @@ class MessageParser:
         if markup is not None and is_opening:
             self._interrupts = self._state is _State.REASONING
             self._is_reasoning_open |= self._interrupts
-            self._calls = CallReader(markup, self._schemas, mark, self._parts)
+            self._calls = CallReader(markup, self._schemas, mark, self._list)
             self._state = _State.CALLS
         else:
             self._is_reasoning_open &= mark != self._think.closing
@@ -180,7 +185,7 @@ class MessageParser:
         if text:
             self._skips_space = False
             is_reasoning = self._state is _State.REASONING
-            self._parts.add(PartKind.REASONING if is_reasoning else PartKind.CONTENT, text)
+            self._list.add(BlockKind.REASONING if is_reasoning else BlockKind.TEXT, text)
 
     def _finish(self, *, is_cut: bool) -> None:
         """Show what was held back and is no markup after all.

@@ -1,60 +1,18 @@
-"""How a chat's answer is read: as blocks, each of reasoning, of text, or one call of a tool, as they grow.
-
-This module knows the blocks; the dialects of ``answers.py`` and ``blocks.py`` write them.
-"""
+"""How a chat's answers are read: into blocks, with the tokens of their reasoning counted."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import assert_never
 
+from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.chat_format import MARKUPS, ChatFormat, ThinkMarks
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.detokenizer import TokenBytes
-from hisparse_pd.api.message_parts import PartKind
 from hisparse_pd.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
-
-
-class BlockKind(Enum):
-    REASONING = auto()
-    TEXT = auto()
-    CALL = auto()
-
-
-class Change(Enum):
-    """What happens to a block."""
-
-    OPENED = auto()
-    GREW = auto()
-    CLOSED = auto()
-
-
-@dataclass(eq=False)
-class Block:
-    """``index``: among the blocks of the answer; ``number``: among those of its kind.
-
-    ``name``: of a call's tool; its text is the arguments. ``is_cut``: the answer ended within it, for its
-    length or in the middle of a call.
-    """
-
-    index: int
-    number: int
-    kind: BlockKind
-    name: str = ""
-    pieces: list[str] = field(default_factory=list)
-    is_cut: bool = False
-
-    @property
-    def text(self) -> str:
-        self.pieces = ["".join(self.pieces)]
-        return self.pieces[0]
 
 
 def chat_readings(work: Work, token_bytes: TokenBytes, chat_format: ChatFormat) -> list[ChatReading]:
@@ -87,11 +45,10 @@ class ChatReading:
     def __init__(self, parser: MessageParser, reasoning: ReasoningTokens) -> None:
         self._parser = parser
         self._reasoning = reasoning
-        self.blocks: list[Block] = []
-        self._open: Block | None = None
-        self._num_of: Counter[BlockKind] = Counter()
-        self._changes: list[tuple[Change, Block, str]] = []
-        """By the present delta."""
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self._parser.blocks
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -108,50 +65,7 @@ class ChatReading:
     def feed(self, output: SampleOutput, delta: Delta) -> list[tuple[Change, Block, str]]:
         """What ``delta`` changes, in order; the text is by what a block grew."""
         self._reasoning.count(output.token_ids[delta.first_token : delta.last_token])
-        self._changes = []
-        reason = delta.finish.reason if delta.finish is not None else None
-        for part in self._parser.feed(delta.text, reason):
-            match part.kind:
-                case PartKind.REASONING:
-                    self._add(BlockKind.REASONING, part.text)
-                case PartKind.CONTENT:
-                    self._add(BlockKind.TEXT, part.text)
-                case PartKind.CALL:
-                    self._begin(BlockKind.CALL, part.text)
-                case PartKind.ARGUMENTS:
-                    self._grow(part.text)
-                case PartKind.END_OF_CALL:
-                    self._close()
-                case _:
-                    assert_never(part.kind)
-        if delta.finish is not None and self._open is not None:
-            is_call = self._open.kind is BlockKind.CALL
-            self._open.is_cut = is_call or delta.finish.reason is FinishReason.LENGTH
-            self._close()
-        return self._changes
-
-    def _add(self, kind: BlockKind, text: str) -> None:
-        """To the open block if it is of this kind, else to a new one."""
-        if self._open is None or self._open.kind is not kind:
-            self._begin(kind)
-        self._grow(text)
-
-    def _begin(self, kind: BlockKind, name: str = "") -> None:
-        self._close()
-        self._open = Block(len(self.blocks), self._num_of[kind], kind, name)
-        self._num_of[kind] += 1
-        self.blocks.append(self._open)
-        self._changes.append((Change.OPENED, self._open, ""))
-
-    def _grow(self, text: str) -> None:
-        assert self._open is not None
-        self._open.pieces.append(text)
-        self._changes.append((Change.GREW, self._open, text))
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._changes.append((Change.CLOSED, self._open, ""))
-            self._open = None
+        return self._parser.feed(delta.text, delta.finish.reason if delta.finish is not None else None)
 
 
 class ReasoningTokens:

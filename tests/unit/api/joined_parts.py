@@ -1,11 +1,11 @@
-"""The whole answer of which a parser found parts."""
+"""The whole answer that a parser found block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hisparse_pd.api.message_parts import Part, PartKind
+from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
 
 
 @dataclass
@@ -21,16 +21,16 @@ class Message:
     calls: list[Call] = field(default_factory=list)
 
 
-def joined(parts: Iterable[Part]) -> Message:
+def joined(changes: Iterable[tuple[Change, Block, str]]) -> Message:
     message = Message()
-    for part in parts:
-        match part.kind:
-            case PartKind.REASONING:
-                message.reasoning += part.text
-            case PartKind.CONTENT:
-                message.content += part.text
-            case PartKind.CALL:
-                message.calls.append(Call(part.text))
-            case PartKind.ARGUMENTS:
-                message.calls[-1].arguments += part.text
+    for change, block, text in changes:
+        match change, block.kind:
+            case Change.GREW, BlockKind.REASONING:
+                message.reasoning += text
+            case Change.GREW, BlockKind.TEXT:
+                message.content += text
+            case Change.OPENED, BlockKind.CALL:
+                message.calls.append(Call(block.name))
+            case Change.GREW, BlockKind.CALL:
+                message.calls[-1].arguments += text
     return message

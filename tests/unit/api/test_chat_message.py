@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse_pd.api import chat_message
+from hisparse_pd.api.answer_blocks import BlockKind, Change
 from hisparse_pd.api.chat_format import MARKUPS, THINK_MARKS, Markup, ToolMarkup
 from hisparse_pd.api.chat_message import MessageParser
-from hisparse_pd.api.message_parts import Part, PartKind
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
 from tests.unit.api.joined_parts import Message, joined
@@ -81,14 +81,14 @@ def parse(
     finish: FinishReason = FinishReason.STOP,
     schemas: ToolSchemas = SCHEMAS,
 ) -> Message:
-    """The joined parts of an answer that comes in ``pieces``."""
+    """The joined blocks of an answer that comes in ``pieces``."""
     parser = MessageParser(in_reasoning=in_reasoning, markup=markup, schemas=schemas)
-    parts = [part for piece in pieces[:-1] for part in parser.feed(piece)]
-    parts += parser.feed(pieces[-1], finish)
-    kinds = [part.kind for part in parts]
-    assert parser.has_calls == (PartKind.CALL in kinds)
-    assert parser.is_in_call == (kinds.count(PartKind.CALL) > kinds.count(PartKind.END_OF_CALL))
-    return joined(parts)
+    changes = [change for piece in pieces[:-1] for change in parser.feed(piece)]
+    changes += parser.feed(pieces[-1], finish)
+    calls = [block for block in parser.blocks if block.kind is BlockKind.CALL]
+    assert parser.has_calls == bool(calls)
+    assert parser.is_in_call == any(call.is_cut for call in calls)
+    return joined(changes)
 
 
 def parse_cut(text: str, markup: Markup | None, num_chars: int, **options: Any) -> Message:
@@ -387,7 +387,7 @@ def test_other_marks_of_reasoning() -> None:
     for text, in_reasoning in (("[THINK]hm[/THINK]Yes <think>.", False), ("hm[/THINK]Yes <think>.", True)):
         parser = MessageParser(in_reasoning=in_reasoning, markup=None, schemas=SCHEMAS, think=THINK_MARKS[1])
         found = joined(
-            [part for piece in text for part in parser.feed(piece)] + parser.feed("", FinishReason.STOP)
+            [change for piece in text for change in parser.feed(piece)] + parser.feed("", FinishReason.STOP)
         )
         assert (found.reasoning, found.content) == ("hm", "Yes <think>.")
 
@@ -403,17 +403,21 @@ def test_reasoning_that_speaks_of_calls_goes_on() -> None:
 
 def shown(parser: MessageParser, *pieces: str) -> list[str]:
     """What each piece adds to the arguments."""
-    return [
-        "".join(part.text for part in parser.feed(piece) if part.kind is PartKind.ARGUMENTS)
-        for piece in pieces
-    ]
+    return ["".join(text for _, _, text in parser.feed(piece)) for piece in pieces]
+
+
+def begun(parser: MessageParser, piece: str) -> str:
+    """The name of the call that begins in the piece, in which nothing else happens."""
+    ((change, block, _),) = parser.feed(piece)
+    assert (change, block.kind) == (Change.OPENED, BlockKind.CALL)
+    return block.name
 
 
 def test_names_and_strings_are_shown_as_they_come() -> None:
     """What is no string for sure waits for its end."""
     parser = MessageParser(in_reasoning=False, markup=GLM, schemas=SCHEMAS)
     assert parser.feed("<tool_call>weather<arg_") == []
-    assert parser.feed("key>") == [Part(PartKind.CALL, "weather")]
+    assert begun(parser, "key>") == "weather"
     pieces = ("city</arg_key><arg_value>", "42\n", 'is "so', "</arg_value", ">")
     assert shown(parser, *pieces) == ['{"city": "', "42\\n", 'is \\"so', "", '"']
     pieces = ("<arg_key>days</arg_key><arg_value>", "4", "2", "</arg_value></tool_call>")
@@ -427,11 +431,11 @@ def test_names_and_strings_are_shown_as_they_come() -> None:
             '</|DSML|parameter>\n<|DSML|parameter name="b" string="false">',
         )
     )
-    assert parser.feed(invoke) == [Part(PartKind.CALL, "f")]
+    assert begun(parser, invoke) == "f"
     assert shown(parser, is_string, "1", "</", no_string, "1") == ['{"a": "', "1", "", '</", "b": ', ""]
     parser = MessageParser(in_reasoning=False, markup=V31, schemas=SCHEMAS)
     name, rest = V31_CALLS[: V31_CALLS.index("{")], V31_CALLS[V31_CALLS.index("{") :]
-    assert parser.feed(name) == [Part(PartKind.CALL, "weather")]
+    assert begun(parser, name) == "weather"
     assert shown(parser, rest[:3], "\n", rest[3:8]) == [rest[:3], "", "\n" + rest[3:8]]
 
 
@@ -446,9 +450,9 @@ def test_reasoning_stays_content_for_who_asks_for_that() -> None:
 
 def test_text_is_shown_as_soon_as_it_can_be_no_markup() -> None:
     parser = MessageParser(in_reasoning=False, markup=GLM, schemas=SCHEMAS)
-    assert parser.feed("one <to") == [Part(PartKind.CONTENT, "one ")]
+    assert joined(parser.feed("one <to")) == Message(content="one ")
     assert parser.feed("ol_") == []
-    assert parser.feed("x") == [Part(PartKind.CONTENT, "<tool_x")]
+    assert joined(parser.feed("x")) == Message(content="<tool_x")
     assert parser.feed("<tool_call>now") == []
     assert joined(parser.feed("</tool_call>")).calls[0].name == "now"
 
