@@ -43,7 +43,9 @@ def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
     return DeviceRunner(
         model,
         hot_buffers,
-        AttentionKernels.choose(model, settings.attention_backend, scratch_tokens=scratch_tokens),
+        AttentionKernels.choose(
+            model, settings.attention_backend, scratch_tokens=scratch_tokens, for_decode=True
+        ),
         max_reqs=max_reqs,
         graph_batches=settings.graph_batches if is_gpu else (),
         min_split_reqs=settings.micro_batch_min_bs if is_gpu else 0,

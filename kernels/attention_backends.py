@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from kernels import flashmla
 from kernels.attention import (
     AUTO,
     BACKEND_NAMES,
+    FLASHMLA_KV,
     FLASHMLA_SPARSE,
     TORCH,
     TRITON,
@@ -21,15 +20,25 @@ from kernels.attention import (
 )
 from kernels.kv_format import KvFormat
 
+DECODE_SPLIT_SLOTS: Final = {FLASHMLA_SPARSE: 512, FLASHMLA_KV: 512, TRITON: 256}
+"""Slots of a split of a query in decode steps, whatever the batch is: so a request's bits depend on it alone.
+Small splits are faster for few requests and slower for many: each costs as much as 200 slots."""
+
 
 def choose_backend(
-    name: str, *, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int
+    name: str,
+    *,
+    device: torch.device,
+    kv_format: KvFormat,
+    num_heads: int,
+    top_k: int,
+    for_decode: bool = False,
 ) -> AttentionBackend:
     """The backend ``name``, or with ``auto`` the best that works for this device, format and model.
 
     On a CPU that is ``torch``; on a GPU FlashMLA where it has a kernel for the format and the sizes, else
-    ``triton``, else ``torch``. Raises AttentionBackendError when ``name`` cannot work here; the message says
-    why, and names those that would.
+    ``triton``, else ``torch``. ``for_decode``: queries are few, and each is cut into splits. Raises
+    AttentionBackendError when ``name`` cannot work here; the message says why, and names those that would.
     """
     if name != AUTO and name not in BACKEND_NAMES:
         raise AttentionBackendError(
@@ -44,12 +53,7 @@ def choose_backend(
         obstacle = _obstacle(candidate, device, kv_format, num_heads, top_k)
         if obstacle is None:
             how = f"auto on {device.type}" if name == AUTO else "configured"
-            chosen = _create(candidate, device, kv_format, "; ".join((how, *refusals)))
-            if name != AUTO or candidate != FLASHMLA_SPARSE:
-                return chosen
-            if _obstacle(TRITON, device, kv_format, num_heads, top_k) is not None:
-                return chosen
-            return SmallBatchAttention(_create(TRITON, device, kv_format, ""), chosen)
+            return _create(candidate, kv_format, "; ".join((how, *refusals)), for_decode)
         refusals.append(f"not {candidate}: {obstacle}")
     others = [
         other for other in BACKEND_NAMES if _obstacle(other, device, kv_format, num_heads, top_k) is None
@@ -63,32 +67,6 @@ def choose_backend(
 def attention_beside(backend: AttentionBackend, taken_sms: int) -> AttentionBackend:
     """``backend`` for calls while so many of the GPU's multiprocessors are taken, if it can mind that."""
     return backend.beside(taken_sms) if isinstance(backend, flashmla.FlashMlaKvAttention) else backend
-
-
-MAX_SMALL_BATCH: Final = 8
-"""Tokens up to which splitting a query over programs beats FlashMLA's one program a query and 64 heads."""
-
-
-@dataclass(frozen=True)
-class SmallBatchAttention:
-    """Two backends of one format: ``small`` for up to MAX_SMALL_BATCH tokens, ``large`` for more."""
-
-    small: AttentionBackend
-    large: AttentionBackend
-
-    @property
-    def name(self) -> str:
-        """Of the one that prefill and full batches run on."""
-        return self.large.name
-
-    @property
-    def reason(self) -> str:
-        return f"{self.large.reason}; {self.small.name} for up to {MAX_SMALL_BATCH} tokens"
-
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
-        """See ``AttentionBackend.attend``."""
-        backend = self.small if q.shape[0] <= MAX_SMALL_BATCH else self.large
-        return backend.attend(q, layer_pool, device_slots, scale)
 
 
 def _obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int) -> str | None:
@@ -106,11 +84,11 @@ def _obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: i
     return flashmla.obstacle(name, device, kv_format, num_heads, top_k)
 
 
-def _create(name: str, device: torch.device, kv_format: KvFormat, reason: str) -> AttentionBackend:
+def _create(name: str, kv_format: KvFormat, reason: str, for_decode: bool) -> AttentionBackend:
     if name == TORCH:
         return TorchAttention(kv_format, reason)
     if name == TRITON:
         from kernels.triton_attention import TritonAttention
 
-        return TritonAttention(kv_format, reason)
-    return flashmla.create(name, kv_format, reason)
+        return TritonAttention(kv_format, reason, DECODE_SPLIT_SLOTS[name] if for_decode else None)
+    return flashmla.create(name, kv_format, reason, DECODE_SPLIT_SLOTS[name] if for_decode else None)

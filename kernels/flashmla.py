@@ -33,8 +33,9 @@ TOP_K_MULTIPLE: Final = {FLASHMLA_SPARSE: 128, FLASHMLA_KV: 64}
 """Slots that a kernel takes in one round; it does not check for a part of one."""
 
 MAX_PAGE_SIZE: Final = 64
-MAX_TOKENS_PER_CALL: Final = 512
-"""Of the fp8 kernel, which keeps float32 sums of the whole call, 256 KiB a token at 128 heads."""
+MAX_SPLITS_PER_CALL: Final = 528
+"""Of the fp8 kernel, which keeps float32 sums of the whole call, 256 KiB a split at 128 heads: queries that
+the 66 parts of an H200 take by eights, where each is one split."""
 
 
 def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int) -> str | None:
@@ -58,148 +59,181 @@ def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: in
     return module if isinstance(module, str) else None
 
 
-def create(name: str, kv_format: KvFormat, reason: str) -> AttentionBackend:
+def create(name: str, kv_format: KvFormat, reason: str, split_slots: int | None) -> AttentionBackend:
     """The backend ``name``, which has no ``obstacle``."""
     if name == FLASHMLA_SPARSE:
-        return FlashMlaSparseAttention(kv_format, reason)
-    return FlashMlaKvAttention(kv_format, reason)
+        return FlashMlaSparseAttention(kv_format, reason, split_slots)
+    return FlashMlaKvAttention(kv_format, reason, split_slots)
+
+
+def num_splits_of(top_k: int, split_slots: int | None, multiple: int) -> int:
+    """How many splits of the same length there are, of whole rounds of ``multiple`` slots and of
+    ``split_slots`` where that is possible; None: one."""
+    if split_slots is None:
+        return 1
+    return math.gcd(max(1, top_k // split_slots), top_k // multiple)
 
 
 @dataclass(frozen=True)
 class FlashMlaSparseAttention:
-    """bfloat16 items: one program a query and 64 heads, so that it needs a batch to fill a GPU."""
+    """bfloat16 items: one program a query and 64 heads.
+
+    So that few queries keep more of a GPU busy, slots are cut into splits, each a query to the library;
+    another kernel weighs their results.
+    """
 
     kv_format: KvFormat
     reason: str = ""
+    split_slots: int | None = None
+    """None: no query is split."""
     name: str = FLASHMLA_SPARSE
 
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
         """See ``AttentionBackend.attend``; a float32 ``q`` is rounded to bfloat16."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
-        if q.shape[0] == 0:
-            return q.new_zeros((0, q.shape[1], KV_LORA_RANK))
-        out, _, _ = _flash_mla().flash_mla_sparse_fwd(
-            q.to(torch.bfloat16).contiguous(),
+        num_tokens, num_heads, _ = q.shape
+        if num_tokens == 0:
+            return q.new_zeros((0, num_heads, KV_LORA_RANK))
+        top_k = device_slots.shape[1]
+        num_splits = num_splits_of(top_k, self.split_slots, TOP_K_MULTIPLE[FLASHMLA_SPARSE])
+        queries = q.to(torch.bfloat16).contiguous()
+        results, _, log_sums = _flash_mla().flash_mla_sparse_fwd(
+            queries if num_splits == 1 else queries.repeat_interleave(num_splits, dim=0),
             layer_pool.view(torch.bfloat16)[:, None, :],
-            device_slots[:, None, :],
+            device_slots.view(num_tokens * num_splits, 1, -1),
             scale,
             KV_LORA_RANK,
         )
-        result: Tensor = out.to(q.dtype)
-        return result
+        if num_splits == 1:
+            result: Tensor = results.to(q.dtype)
+            return result
+        from kernels.triton_attention import combine
+
+        return combine(
+            results.view(num_tokens, num_splits, num_heads, -1),
+            log_sums.view(num_tokens, num_splits, num_heads),
+            torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device),
+        )
 
 
 @dataclass(frozen=True)
 class FlashMlaKvAttention:
-    """fp8 items. The kernel turns them into bfloat16, exactly, because their scales are powers of two."""
+    """fp8 items. The kernel turns them into bfloat16, exactly, because their scales are powers of two.
+
+    Slots are cut into splits of ``split_slots``, whatever is beside a query, and another kernel weighs their
+    results: so a query's bits depend on the query alone. To the library splits are queries of one request.
+    Its own schedules cut requests where the batch makes parts of equal length, and are not used.
+    """
 
     kv_format: KvFormat
     reason: str = ""
+    split_slots: int | None = None
+    """None: no query is split."""
     name: str = FLASHMLA_KV
     taken_sms: int = 0
     """Multiprocessors that something else holds meanwhile. The kernel's blocks that find no place begin when
     others end, and double its time: so the work is spread over as many as do.
     """
     _schedules: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    """How calls of a shape are spread over the GPU: the first call of a shape computes it on the device."""
+    """How calls of a shape are spread over the GPU."""
 
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
         """See ``AttentionBackend.attend``; a float32 ``q`` is rounded to bfloat16."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
         num_tokens, num_heads, _ = q.shape
-        if num_tokens <= MAX_TOKENS_PER_CALL:
-            return self._attend(q, layer_pool, device_slots, scale)
-        out = q.new_empty((num_tokens, num_heads, KV_LORA_RANK))
-        for start in range(0, num_tokens, MAX_TOKENS_PER_CALL):
-            tokens = slice(start, start + MAX_TOKENS_PER_CALL)
-            out[tokens] = self._attend(q[tokens], layer_pool, device_slots[tokens], scale)
+        out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
+        num_splits = num_splits_of(device_slots.shape[1], self.split_slots, TOP_K_MULTIPLE[FLASHMLA_KV])
+        at_once = MAX_SPLITS_PER_CALL // num_splits
+        for start in range(0, num_tokens, at_once):
+            tokens = slice(start, start + at_once)
+            self._attend(q[tokens], layer_pool, device_slots[tokens], scale, num_splits, out[tokens])
         return out
 
     def beside(self, taken_sms: int) -> FlashMlaKvAttention:
         """The same for a GPU of which so many multiprocessors are taken."""
         return replace(self, taken_sms=taken_sms, _schedules={})
 
-    def _attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
-        if q.shape[0] == 0:
-            return q.new_zeros((0, q.shape[1], KV_LORA_RANK))
+    def _attend(
+        self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float, num_splits: int, out: Tensor
+    ) -> None:
+        num_tokens, num_heads, dim = q.shape
         # The kernel addresses slots by page, of any size: the largest that divides the pool.
         page_size = math.gcd(layer_pool.shape[0], MAX_PAGE_SIZE)
         device_index = -1 if q.device.index is None else q.device.index
         key = (*q.shape, device_slots.shape[1], page_size, device_index)
-        schedule = known = self._schedules.get(key)
-        if schedule is None:
-            schedule, _ = _flash_mla().get_mla_metadata()  # to be filled in by the call
-        out, _ = _flash_mla().flash_mla_with_kvcache(
-            q=q.to(torch.bfloat16).contiguous()[:, None],
-            k_cache=layer_pool.view(torch.float8_e4m3fn).view(-1, page_size, 1, self.kv_format.item_bytes),
-            block_table=None,
-            cache_seqlens=None,
-            head_dim_v=KV_LORA_RANK,
-            tile_scheduler_metadata=schedule,
-            softmax_scale=scale,
-            is_fp8_kvcache=True,
-            indices=device_slots[:, None, :],
-        )
-        # What a capture computes exists once its graph is replayed: nobody else may find it here.
-        if known is None and not torch.cuda.is_current_stream_capturing():
-            if self.taken_sms:
-                blocks_per_query = device_slots.shape[1] // TOP_K_MULTIPLE[FLASHMLA_KV]
-                self._leave_out_taken(schedule, q.shape[0], blocks_per_query)
-            self._schedules[key] = schedule
-        result: Tensor = out[:, 0].to(q.dtype)
-        return result
+        queries = q.to(torch.bfloat16).contiguous()[:, None].expand(num_tokens, num_splits, num_heads, dim)
 
-    def _leave_out_taken(self, schedule: Any, num_queries: int, blocks_per_query: int) -> None:
-        """Rewrite a schedule that the library made for all multiprocessors."""
+        def run(schedule: Any) -> tuple[Tensor, Tensor]:
+            results, log_sums = _flash_mla().flash_mla_with_kvcache(
+                q=queries,
+                k_cache=layer_pool.view(torch.float8_e4m3fn).view(-1, page_size, 1, layer_pool.shape[1]),
+                block_table=None,
+                cache_seqlens=None,
+                head_dim_v=KV_LORA_RANK,
+                tile_scheduler_metadata=schedule,
+                softmax_scale=scale,
+                is_fp8_kvcache=True,
+                indices=device_slots.view(num_tokens, num_splits, -1),
+            )
+            return results, log_sums
+
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule, _ = _flash_mla().get_mla_metadata()
+            run(schedule)  # which fills it in
+            self._rewrite(schedule, num_tokens, device_slots.shape[1] // num_splits)
+            # What a capture computes exists once its graph is replayed: nobody else may find it here.
+            if not torch.cuda.is_current_stream_capturing():
+                self._schedules[key] = schedule
+        results, log_sums = run(schedule)
+        if num_splits == 1:
+            out.copy_(results[:, 0])
+            return
+        from kernels.triton_attention import LOG2_E, combine
+
+        combine(results, log_sums.transpose(1, 2), out, LOG2_E)
+
+    def _rewrite(self, schedule: Any, num_queries: int, num_slots: int) -> None:
+        """Put whole queries into the parts of a schedule that the library made."""
         table, starts = schedule.tile_scheduler_metadata, schedule.num_splits
-        if num_scheduled_blocks(table.cpu(), num_queries, blocks_per_query) != num_queries * blocks_per_query:
-            log.warning("this version of FlashMLA has another schedule: attention may wait for copies")
+        num_blocks = num_slots // TOP_K_MULTIPLE[FLASHMLA_KV]
+        if (
+            not torch.cuda.is_current_stream_capturing()
+            and num_scheduled_blocks(table.cpu(), num_queries, num_blocks) != num_queries * num_blocks
+        ):
+            log.warning(
+                "this version of FlashMLA has another schedule: other requests may change how a request's "
+                "attention is rounded, and attention may wait for copies"
+            )
             return
         num_sms = num_multiprocessors(table.device)
         num_parts = max(1, len(table) * (num_sms - self.taken_sms) // num_sms)
-        own_table, own_starts = spread(num_queries, blocks_per_query, num_parts, len(table))
-        table.copy_(own_table)
-        starts.copy_(own_starts)
+        table.copy_(spread(num_queries, num_blocks, num_parts, len(table), table.device))
+        torch.arange(num_queries + 1, out=starts)
 
 
-def spread(num_queries: int, blocks_per_query: int, num_parts: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """A schedule of the fp8 kernel: the blocks of all queries, in a row, cut into parts of the same length.
+def spread(
+    num_queries: int, num_blocks: int, num_parts: int, num_rows: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A schedule of the fp8 kernel: whole queries of ``num_blocks`` blocks each, evenly in parts.
 
     Returns int32 [num_rows, 8], a part a row: first and last query; first block of the first and end of the
-    last; how many parts before this one have blocks of the first; whether the first, and whether the last is
-    cut; 0. Rows from ``num_parts`` on have no work. And int32 [num_queries + 1]: how many parts the queries
-    before each have, a query in two parts counted twice.
+    last; then what matters of queries that are cut, and is 0. Rows from ``num_parts`` on have no work.
     """
-    num_blocks = num_queries * blocks_per_query
-    num_parts = min(num_parts, num_rows, num_blocks)
-    bounds = torch.arange(num_parts + 1) * num_blocks // num_parts
-    begin, last = bounds[:-1], bounds[1:] - 1
-    first_query, last_query = begin // blocks_per_query, last // blocks_per_query
-    query_begins = torch.arange(num_queries) * blocks_per_query
-    first_part = torch.searchsorted(bounds, query_begins, right=True) - 1
-    last_part = torch.searchsorted(bounds, query_begins + blocks_per_query - 1, right=True) - 1
-    is_cut = last_part > first_part
-    table = torch.zeros((num_rows, 8), dtype=torch.int32)
+    num_parts = min(num_parts, num_rows, num_queries)
+    bounds = torch.arange(num_parts + 1, device=device) * num_queries // num_parts
+    table = torch.zeros((num_rows, 8), dtype=torch.int32, device=device)
     table[:, 0] = num_queries
-    columns = (
-        first_query,
-        last_query,
-        begin % blocks_per_query,
-        last % blocks_per_query + 1,
-        torch.arange(num_parts) - first_part[first_query],
-        is_cut[first_query],
-        is_cut[last_query],
-    )
-    table[:num_parts, :7] = torch.stack([column.to(torch.int32) for column in columns], dim=1)
-    starts = torch.zeros(num_queries + 1, dtype=torch.int32)
-    starts[1:] = (last_part - first_part + 1).cumsum(0)
-    return table, starts
+    table[:num_parts, 0] = bounds[:-1]
+    table[:num_parts, 1] = bounds[1:] - 1
+    table[:num_parts, 3] = num_blocks
+    return table
 
 
-def num_scheduled_blocks(table: Tensor, num_queries: int, blocks_per_query: int) -> int:
+def num_scheduled_blocks(table: Tensor, num_queries: int, num_blocks: int) -> int:
     """Of all parts of a schedule like ``spread``'s."""
     first_query, last_query, begin, end = table[table[:, 0] < num_queries, :4].long().unbind(dim=1)
-    return int(((last_query - first_query) * blocks_per_query + end - begin).sum())
+    return int(((last_query - first_query) * num_blocks + end - begin).sum())
 
 
 @functools.cache

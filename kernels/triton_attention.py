@@ -3,9 +3,9 @@
 """Sparse MLA attention in Triton: any NVIDIA GPU, any sizes, all KV formats.
 
 A program takes one token, a tile of its heads and a part of its slots (a split), and keeps a running softmax
-over blocks of gathered items, which stand once in shared memory as keys and as values. A batch too small to
-fill the GPU has its slots split over several programs, whose results a second kernel weighs by their
-log-sum-exp. How many is computed from shapes and the GPU alone, so that a CUDA graph can hold it.
+over blocks of gathered items, which stand once in shared memory as keys and as values. Where a token's slots
+are split over several programs, a second kernel weighs their results by their log-sum-exp. How many splits
+there are is the backend's, whatever the batch: so a token's bits depend on the token alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from kernels.attention import TRITON, check_attend
-from kernels.cuda_launch import num_multiprocessors
 from kernels.fp8 import FP8_CAPABILITY
 from kernels.kv_format import FLOAT32, FP8_E4M3, SCALE_TILE, KvFormat
 from kernels.triton_launch import begin, launch_options
@@ -30,15 +29,8 @@ LOG2_E: Final = 1.4426950408889634
 SMALLEST_DOT: Final = 16
 """Of each side of a product of tiles."""
 
-WARPS_PER_SM: Final = 8
-"""That run at a time: what their registers and items leave room for."""
-MAX_SPLITS: Final = 32
-SPLIT_COST: Final = 2.0
-"""What a program spends on its queries and its result, in blocks of slots."""
-COMBINE_COST: Final = 3.0
-"""What the second kernel takes, in the same unit."""
-COMBINED_DIMS: Final = 128
-"""Elements of a head's result that one program of the second kernel writes."""
+COMBINED_DIMS: Final = 512
+"""Elements of a head's result that one program of the second kernel writes at most."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +86,8 @@ class TritonAttention:
 
     kv_format: KvFormat
     reason: str = ""
+    split_slots: int | None = None
+    """Slots of a split, but for what a block of them makes more; None: no token's slots are split."""
     name: str = TRITON
     _tilings: dict[tuple[Any, ...], Tiling] = field(default_factory=dict, compare=False, repr=False)
     """The first that fitted, by device, number of heads and dtype of the products."""
@@ -141,9 +135,9 @@ class TritonAttention:
         rank = kv_format.kv_lora_rank
         num_head_tiles = -(-num_heads // tiling.block_heads)
         num_blocks = -(-top_k // tiling.block_slots)
-        num_places = _num_sms(q.device) * max(1, WARPS_PER_SM // tiling.num_warps)
-        num_splits = num_splits_for(num_tokens * num_head_tiles, num_blocks, num_places)
-        split_len = -(-num_blocks // num_splits) * tiling.block_slots
+        split_blocks = num_blocks if self.split_slots is None else self.split_slots // tiling.block_slots
+        split_len = max(1, split_blocks) * tiling.block_slots
+        num_splits = -(-top_k // split_len)
         results, log_sums = out, out
         if num_splits > 1:
             results = q.new_empty((num_tokens, num_splits, num_heads, rank), dtype=torch.float32)
@@ -189,17 +183,7 @@ class TritonAttention:
             **launch_options(q.device),
         )
         if num_splits > 1:
-            combine_kernel[(num_tokens * num_heads, -(-rank // COMBINED_DIMS))](
-                results,
-                log_sums,
-                out,
-                num_heads,
-                num_splits,
-                RANK=rank,
-                BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-                BLOCK_DIMS=COMBINED_DIMS,
-                **launch_options(q.device),
-            )
+            combine(results, log_sums, out)
 
 
 def tilings_for(num_heads: int, rank: int, in_float32: bool) -> Sequence[Tiling]:
@@ -211,25 +195,30 @@ def tilings_for(num_heads: int, rank: int, in_float32: bool) -> Sequence[Tiling]
     return [tiling for tiling in (*first, *BFLOAT16_TILINGS) if tiling.block_heads <= widest]
 
 
-def num_splits_for(num_programs: int, num_blocks: int, num_places: int) -> int:
-    """Into how many parts to split the ``num_blocks`` blocks of slots of each of ``num_programs`` programs.
+def combine(results: Tensor, log_sums: Tensor, out: Tensor, to_log2: float = 1.0) -> Tensor:
+    """``out`` [num_tokens, num_heads, rank], into which the ``results`` of each token's splits are weighed,
+    [num_tokens, num_splits, num_heads, rank], contiguous.
 
-    The number that is done first, when the GPU runs ``num_places`` programs at a time.
+    ``log_sums``: float32 [num_tokens, num_splits, num_heads], of any strides; infinite where a split has
+    nothing, and times ``to_log2`` to base 2.
     """
-
-    def cost(num_splits: int) -> float:
-        waves = -(-num_programs * num_splits // num_places)
-        longest = -(-num_blocks // num_splits)
-        return waves * (longest + SPLIT_COST) + (COMBINE_COST if num_splits > 1 else 0.0)
-
-    best = min(range(1, min(num_blocks, MAX_SPLITS) + 1), key=cost)
-    return -(-num_blocks // -(-num_blocks // best))
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return num_multiprocessors(device)
+    num_tokens, num_splits, num_heads, rank = results.shape
+    block_dims = min(COMBINED_DIMS, triton.next_power_of_2(rank))
+    with torch.cuda.device_of(out):
+        combine_kernel[(num_tokens * num_heads, triton.cdiv(rank, block_dims))](
+            results,
+            log_sums,
+            out,
+            *log_sums.stride(),
+            to_log2,
+            num_heads,
+            num_splits,
+            RANK=rank,
+            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            BLOCK_DIMS=block_dims,
+            **launch_options(out.device),
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -373,6 +362,10 @@ def combine_kernel(
     results_ptr,
     log_sums_ptr,
     out_ptr,
+    token_stride,
+    split_stride,
+    head_stride,
+    to_log2,
     num_heads,
     num_splits,
     RANK: tl.constexpr,
@@ -380,9 +373,7 @@ def combine_kernel(
     BLOCK_DIMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The splits' results [num_tokens, num_splits, num_heads, RANK] as one, for a head and some of its RANK
-    elements; ``out``: [num_tokens, num_heads, RANK].
-    """
+    """Some elements of a token's and a head's result; strides: of the log sums. See ``combine``."""
     begin(OVERLAPS)
     program = tl.program_id(0)
     token = (program // num_heads).to(tl.int64)
@@ -390,16 +381,18 @@ def combine_kernel(
     dims = tl.program_id(1) * BLOCK_DIMS + tl.arange(0, BLOCK_DIMS)
     splits = tl.arange(0, BLOCK_SPLITS)
     is_split = splits < num_splits
-    rows = (token * num_splits + splits) * num_heads + head
-    log_sums = tl.load(log_sums_ptr + rows, mask=is_split, other=float("-inf"))
+    of_token = log_sums_ptr + token * token_stride + head * head_stride
+    log_sums = tl.load(of_token + splits * split_stride, mask=is_split, other=float("-inf"))
+    log_sums = tl.where(log_sums == float("inf"), float("-inf"), log_sums) * to_log2
     top = tl.max(log_sums, 0)
     weights = tl.exp2(log_sums - tl.where(top == float("-inf"), 0.0, top))
+    rows = (token * num_splits + splits) * num_heads + head
     results = tl.load(
         results_ptr + rows[:, None] * RANK + dims[None, :],
         mask=is_split[:, None] & (dims < RANK)[None, :],
         other=0.0,
     )
     total = tl.sum(weights, 0)
-    result = tl.sum(results * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    result = tl.sum(results.to(tl.float32) * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     row = token * num_heads + head
     tl.store(out_ptr + row * RANK + dims, result.to(out_ptr.dtype.element_ty), mask=dims < RANK)

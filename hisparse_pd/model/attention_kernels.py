@@ -50,13 +50,16 @@ class AttentionKernels:
             )
 
     @classmethod
-    def choose(cls, model: DsaModel, backend: str, *, scratch_tokens: int) -> AttentionKernels:
-        """For the model's device; ``scratch_tokens``: queries that the indexer scores at a time on a GPU.
+    def choose(
+        cls, model: DsaModel, backend: str, *, scratch_tokens: int, for_decode: bool = False
+    ) -> AttentionKernels:
+        """For the model's device; ``scratch_tokens``: queries that the indexer scores at a time on a GPU;
+        ``for_decode``: see ``choose_backend``.
 
         Raises AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
-        attention = _choose_attention(spec, device, backend)
+        attention = _choose_attention(spec, device, backend, for_decode)
         log.info(
             "kernels for %s items: %s",
             spec.kv_format,
@@ -86,11 +89,14 @@ class AttentionKernels:
         ]
 
 
-def _choose_attention(spec: ModelSpec, device: torch.device, backend: str) -> AttentionBackend:
+def _choose_attention(
+    spec: ModelSpec, device: torch.device, backend: str, for_decode: bool = False
+) -> AttentionBackend:
     return choose_backend(
         backend,
         device=device,
         kv_format=spec.item_format,
         num_heads=spec.num_heads,
         top_k=spec.index_topk,
+        for_decode=for_decode,
     )

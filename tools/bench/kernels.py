@@ -92,7 +92,9 @@ def attention(options: argparse.Namespace) -> Cells:
                     continue
                 try:
                     sizes = {"kv_format": kv_format, "num_heads": options.heads, "top_k": TOP_K}
-                    backend = choose_backend(backend_name, device=torch.device(HOME), **sizes)
+                    backend = choose_backend(
+                        backend_name, device=torch.device(HOME), for_decode=True, **sizes
+                    )
                 except AttentionBackendError:
                     continue
                 us = graph_us([partial(backend.attend, q, pool, slots, 0.04) for slots in calls])

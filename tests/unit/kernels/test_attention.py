@@ -198,11 +198,10 @@ TRITON_CASES = [
 of bfloat16 matrices as integers."""
 
 
-def compare(num_splits: int) -> None:
+def compare(split_slots: int | None) -> None:
     from kernels import triton_attention
 
-    triton_attention.num_splits_for = lambda programs, num_blocks, places: min(num_blocks, num_splits)
-    generator = torch.Generator().manual_seed(num_splits)
+    generator = torch.Generator().manual_seed(split_slots or 0)
     for name, rank, rope, num_heads, top_k in TRITON_CASES:
         kv_format = KvFormat(name, rank, rope)
         # The bytes of slot 0, which nobody selects, are NaN in every format.
@@ -215,14 +214,16 @@ def compare(num_splits: int) -> None:
         slots[1] = -1
         slots[2, max(1, top_k // 3) :] = -1
         expected = TorchAttention(kv_format).attend(q, pool, slots, 0.2)
-        actual = triton_attention.TritonAttention(kv_format).attend(q, pool, slots, 0.2)
+        actual = triton_attention.TritonAttention(kv_format, split_slots=split_slots).attend(
+            q, pool, slots, 0.2
+        )
         assert not actual[1].any(), f"{name}: nothing is selected, but the result is not zero"
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def interpret_cases() -> None:
-    compare(num_splits=1)
-    compare(num_splits=3)
+    compare(None)
+    compare(16)
 
 
 @interprets_loops
@@ -230,43 +231,37 @@ def test_triton_kernels_agree_with_the_reference() -> None:
     interpreted(interpret_cases)
 
 
-def test_splits_fill_the_gpu_and_no_more() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    from kernels.triton_attention import MAX_SPLITS, num_splits_for
-
-    assert num_splits_for(num_programs=2, num_blocks=32, num_places=132) == MAX_SPLITS
-    assert num_splits_for(num_programs=132, num_blocks=32, num_places=132) == 1
-    assert num_splits_for(num_programs=16384, num_blocks=32, num_places=132) == 1
-    assert num_splits_for(num_programs=1, num_blocks=1, num_places=132) == 1
-    for num_programs in range(1, 300, 7):
-        for num_blocks in (1, 2, 3, 5, 31, 32, 64):
-            num_splits = num_splits_for(num_programs, num_blocks, 132)
-            # No split is left without a block.
-            assert 1 <= num_splits <= num_blocks
-            assert (num_splits - 1) * -(-num_blocks // num_splits) < num_blocks
-
-
 @given(st.integers(1, 140), st.integers(1, 40), st.integers(1, 132), st.integers(1, 132))
-def test_a_schedule_has_every_block_once(num_queries: int, per_query: int, num_parts: int, rows: int) -> None:
-    table, starts = flashmla.spread(num_queries, per_query, num_parts, rows)
-    assert flashmla.num_scheduled_blocks(table, num_queries, per_query) == num_queries * per_query
-    cuts: dict[int, list[tuple[int, int, int, int]]] = {query: [] for query in range(num_queries)}
-    lengths = []
-    for first, last, begin, end, cut, first_is_cut, last_is_cut, _ in table.tolist():
+def test_a_schedule_has_every_query_whole(
+    num_queries: int, num_blocks: int, num_parts: int, rows: int
+) -> None:
+    table = flashmla.spread(num_queries, num_blocks, num_parts, rows)
+    assert flashmla.num_scheduled_blocks(table, num_queries, num_blocks) == num_queries * num_blocks
+    queries, lengths = [], []
+    for first, last, begin, end, *cuts in table.tolist():
         if first == num_queries:  # a part without work
             continue
-        lengths.append((last - first) * per_query + end - begin)
-        for query in range(first, last + 1):
-            is_first, is_last = query == first, query == last
-            is_cut = first_is_cut if is_first else last_is_cut if is_last else 0
-            from_to = begin if is_first else 0, end if is_last else per_query
-            cuts[query].append((*from_to, cut if is_first else 0, is_cut))
-        assert first != last or first_is_cut == last_is_cut
+        queries += range(first, last + 1)
+        lengths.append(last - first + 1)
+        assert (begin, end, *cuts) == (0, num_blocks, 0, 0, 0, 0)
+    assert queries == list(range(num_queries))
     assert len(lengths) <= min(num_parts, rows)
     assert max(lengths) - min(lengths) <= 1
-    for query, parts in cuts.items():
-        begins, ends, numbers, are_cut = zip(*parts, strict=True)
-        assert [*begins, per_query] == [0, *ends]
-        assert list(numbers) == list(range(len(parts)))
-        assert set(are_cut) == {int(len(parts) > 1)}
-        assert starts[query + 1] - starts[query] == len(parts)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "split_slots", "multiple", "num_splits"),
+    [
+        (2048, None, 64, 1),
+        (2048, 512, 64, 4),
+        (2048, 512, 128, 4),
+        (256, 512, 64, 1),
+        (1024, 512, 128, 2),
+        (64 * 9, 128, 64, 1),
+        (64 * 9, 192, 64, 3),
+    ],
+)
+def test_splits_are_of_one_length_and_of_whole_rounds(
+    top_k: int, split_slots: int | None, multiple: int, num_splits: int
+) -> None:
+    assert flashmla.num_splits_of(top_k, split_slots, multiple) == num_splits

@@ -1,0 +1,160 @@
+"""What a request's bits depend on, on a GPU: on the request alone, in steps and in a prompt's forwards."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_node import forwards
+from decode_node.split_choice import SPLITS, Split
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.vocabulary import Mode
+from prefill_node.compute import PromptRunner
+from prefill_node.memory import PrefillMemory
+from tests.gpu.support import DEVICE, needs_gpu
+from tools.bench import decode_step
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
+
+pytestmark = [*needs_gpu, pytest.mark.I5]
+
+SHAPE = SyntheticShape(
+    3, 8, 7168, vocab_size=16384, context_length=8192, expert_size=2048, jitter=0.5, draft_agreement=0.5
+)
+CONTEXT, NUM_DRAFTS, PAGE_SIZE = 4096, 3, 64
+PROMPT = 2300
+
+
+class Node:
+    """A model in fp8, a prompt's KV, and the logits of steps over copies of it."""
+
+    def __init__(self, path: Path) -> None:
+        write_synthetic(path, SHAPE, 0, DEVICE, in_fp8=True)
+        parser = argparse.ArgumentParser()
+        decode_step.add_node_options(parser)
+        self.arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3"])
+        self.arguments.model_path, self.arguments.no_graphs = path, False
+        self.arguments.micro_batch_min_bs = 0
+        self.spec: ModelSpec = decode_step.load_shared_spec(self.arguments, NUM_DRAFTS)
+        self.model: DsaModel = load_model(path, self.spec, DEVICE)
+        self.prompt = decode_step.prefill(self.spec, self.model, self.settings(1, 0), 2048, CONTEXT)
+        self.alone = self.first_logits(Mode.DENSE, 1)
+
+    def settings(self, batch: int, num_drafts: int) -> Any:
+        return decode_step.make_settings(self.arguments, batch, num_drafts)
+
+    def first_logits(self, mode: Mode, batch: int, num_running: int = 0, num_drafts: int = 0) -> Tensor:
+        """float32 [num_running, vocab_size] behind the newest tokens of ``num_running`` of ``batch`` requests
+        in a graph of ``batch``; the last request's newest token is the first one's."""
+        settings = self.settings(batch, num_drafts)
+        bench = decode_step.Bench(self.spec, self.model, settings, self.prompt, mode, 2, None)
+        try:
+            bench.requests = bench.requests[: num_running or batch]
+            bench.requests[-1].output_token_ids[-1] = bench.requests[0].output_token_ids[-1]
+            with pytest.MonkeyPatch.context() as patch:
+                seen: list[forwards.Forward] = []
+                launch = forwards.Forwards.launch
+
+                def keep(self: forwards.Forwards, *args: Any, **kwargs: Any) -> forwards.Forward:
+                    seen.append(launch(self, *args, **kwargs))
+                    return seen[-1]
+
+                patch.setattr(forwards.Forwards, "launch", keep)
+                bench.run(1)
+            return seen[0].logits[:: num_drafts + 1][: len(bench.requests)].clone()
+        finally:
+            bench.memory.close()
+
+    def check(self, logits: Tensor) -> None:
+        """The first and the last request are the one whose step alone is known."""
+        assert torch.equal(logits[0], self.alone[0])
+        assert torch.equal(logits[-1], self.alone[0])
+
+    def prefilled(
+        self, forwards_of: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """KV and index keys of prompt 0, [layers, PROMPT, bytes], and logits behind it. A forward has parts
+        of prompts: each a prompt's number, first position and end."""
+        pages = -(-PROMPT // PAGE_SIZE)
+        memory = PrefillMemory(
+            self.spec, num_slots=4 * pages * PAGE_SIZE, num_aux_slots=1, device=self.model.device
+        )
+        runner = PromptRunner(self.model, memory, PAGE_SIZE, self.arguments.attention_backend, 4096)
+        tokens = decode_step.random_tokens(self.spec, 2 * PROMPT).to(self.model.device)
+        logits = tokens
+        for parts in forwards_of:
+            requests = [
+                PagedRequest(
+                    torch.arange(number * pages, (number + 1) * pages, device=tokens.device),
+                    start,
+                    stop - start,
+                )
+                for number, start, stop in parts
+            ]
+            pools = memory.kv, memory.index, PAGE_SIZE
+            kv = PagedKv(self.spec, *pools, requests, None, runner.kernels, memory.row_checks)
+            of_parts = [tokens[100 * number + start : 100 * number + stop] for number, start, stop in parts]
+            logits, _ = self.model.forward_with_hidden(torch.cat(of_parts), kv.positions, kv, kv.last_rows)
+            row = [number for number, _, _ in parts].index(0)
+        layers = self.spec.num_layers  # those behind them are the draft layer's
+        return memory.kv[:layers, :PROMPT], memory.index[:layers, :PROMPT], logits[row]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
+    return Node(tmp_path_factory.mktemp("same_bits"))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 24, 64, 65, 128])
+@pytest.mark.parametrize("mode", [Mode.DENSE, Mode.HISPARSE])
+def test_a_step_among_others(node: Node, mode: Mode, batch: int) -> None:
+    node.check(node.first_logits(mode, batch))
+
+
+@pytest.mark.parametrize(("batch", "num_running"), [(8, 1), (16, 3), (128, 20), (128, 70)])
+def test_a_step_in_a_larger_graph(node: Node, batch: int, num_running: int) -> None:
+    node.check(node.first_logits(Mode.HISPARSE, batch, num_running))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("batch", [5, 64, 128])
+def test_a_split_step(node: Node, monkeypatch: pytest.MonkeyPatch, split: Split, batch: int) -> None:
+    monkeypatch.setattr(node.arguments, "micro_batch_min_bs", 2)
+    monkeypatch.setattr(forwards, "fastest", lambda secs: split)
+    monkeypatch.setattr(forwards, "UNTRIED", split)
+    node.check(node.first_logits(Mode.HISPARSE, batch))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 40])
+def test_a_step_that_verifies_drafts(node: Node, batch: int) -> None:
+    node.check(node.first_logits(Mode.DENSE, batch, num_drafts=NUM_DRAFTS))
+
+
+@pytest.mark.parametrize(
+    "forwards_of",
+    [
+        [[(0, start, min(start + 512, PROMPT))] for start in range(0, PROMPT, 512)],
+        [[(0, 0, 1)], [(0, 1, 700)], [(0, 700, PROMPT)]],
+        [[(0, 0, PROMPT - 1)], [(0, PROMPT - 1, PROMPT)]],
+        [[(0, 0, PROMPT - 17)], [(0, PROMPT - 17, PROMPT)]],
+        [[(0, 0, PROMPT - 70)], [(0, PROMPT - 70, PROMPT)]],
+        [[(1, 0, 500), (0, 0, PROMPT), (2, 0, 77)]],
+        [[(0, 0, PROMPT - 9), (1, 0, 30)], [(2, 0, 9), (0, PROMPT - 9, PROMPT), (3, 0, 5)]],
+    ],
+    ids=["chunks", "unlike chunks", "one behind", "17 behind", "70 behind", "beside", "both"],
+)
+@torch.inference_mode()
+def test_a_prompt_in_any_forwards(node: Node, forwards_of: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+    expected = node.prefilled([[(0, 0, PROMPT)]])
+    kv, index_keys, logits = node.prefilled(forwards_of)
+    same = (kv == expected[0]).all(2) & (index_keys == expected[1]).all(2)
+    assert same.all(), f"equal rows by layer: {same.sum(1).tolist()} of {PROMPT}"
+    assert torch.equal(logits, expected[2])
