@@ -44,7 +44,10 @@ def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
         model,
         hot_buffers,
         AttentionKernels.choose(
-            model, settings.attention_backend, scratch_tokens=scratch_tokens, for_decode=True
+            model,
+            settings.attention_backend,
+            scratch_tokens=scratch_tokens,
+            split_slots=settings.attention_split_tile_size,
         ),
         max_reqs=max_reqs,
         graph_batches=settings.graph_batches if is_gpu else (),

@@ -473,6 +473,14 @@ class DecodeSettings(NodeSettings):
         "misses while the other computes; 0: never; default: from where that is faster, which the node "
         "measures when it starts",
     )
+    attention_split_tile_size: int | None = Field(
+        None,
+        ge=0,
+        le=65536,
+        description="positions of a split of a query's attention on a GPU, whatever the batch is: small ones "
+        "are faster for few requests and slower for many; 0: no query is split; default: 512 with FlashMLA, "
+        "256 with Triton",
+    )
     speculative_num_steps: int = Field(
         0,
         ge=0,

@@ -32,13 +32,14 @@ def choose_backend(
     kv_format: KvFormat,
     num_heads: int,
     top_k: int,
-    for_decode: bool = False,
+    split_slots: int | None = 0,
 ) -> AttentionBackend:
     """The backend ``name``, or with ``auto`` the best that works for this device, format and model.
 
     On a CPU that is ``torch``; on a GPU FlashMLA where it has a kernel for the format and the sizes, else
-    ``triton``, else ``torch``. ``for_decode``: queries are few, and each is cut into splits. Raises
-    AttentionBackendError when ``name`` cannot work here; the message says why, and names those that would.
+    ``triton``, else ``torch``. ``split_slots``: of a query's slots, that make a split; 0: no query
+    is split; None: as suits decode steps. Raises AttentionBackendError when ``name`` cannot work here; the
+    message says why, and names those that would.
     """
     if name != AUTO and name not in BACKEND_NAMES:
         raise AttentionBackendError(
@@ -53,7 +54,7 @@ def choose_backend(
         obstacle = _obstacle(candidate, device, kv_format, num_heads, top_k)
         if obstacle is None:
             how = f"auto on {device.type}" if name == AUTO else "configured"
-            return _create(candidate, kv_format, "; ".join((how, *refusals)), for_decode)
+            return _create(candidate, kv_format, "; ".join((how, *refusals)), split_slots)
         refusals.append(f"not {candidate}: {obstacle}")
     others = [
         other for other in BACKEND_NAMES if _obstacle(other, device, kv_format, num_heads, top_k) is None
@@ -84,11 +85,13 @@ def _obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: i
     return flashmla.obstacle(name, device, kv_format, num_heads, top_k)
 
 
-def _create(name: str, kv_format: KvFormat, reason: str, for_decode: bool) -> AttentionBackend:
+def _create(name: str, kv_format: KvFormat, reason: str, split_slots: int | None) -> AttentionBackend:
     if name == TORCH:
         return TorchAttention(kv_format, reason)
+    if split_slots is None:
+        split_slots = DECODE_SPLIT_SLOTS[name]
     if name == TRITON:
         from kernels.triton_attention import TritonAttention
 
-        return TritonAttention(kv_format, reason, DECODE_SPLIT_SLOTS[name] if for_decode else None)
-    return flashmla.create(name, kv_format, reason, DECODE_SPLIT_SLOTS[name] if for_decode else None)
+        return TritonAttention(kv_format, reason, split_slots)
+    return flashmla.create(name, kv_format, reason, split_slots)

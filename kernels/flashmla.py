@@ -59,19 +59,17 @@ def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: in
     return module if isinstance(module, str) else None
 
 
-def create(name: str, kv_format: KvFormat, reason: str, split_slots: int | None) -> AttentionBackend:
+def create(name: str, kv_format: KvFormat, reason: str, split_slots: int) -> AttentionBackend:
     """The backend ``name``, which has no ``obstacle``."""
     if name == FLASHMLA_SPARSE:
         return FlashMlaSparseAttention(kv_format, reason, split_slots)
     return FlashMlaKvAttention(kv_format, reason, split_slots)
 
 
-def num_splits_of(top_k: int, split_slots: int | None, multiple: int) -> int:
+def num_splits_of(top_k: int, split_slots: int, multiple: int) -> int:
     """How many splits of the same length there are, of whole rounds of ``multiple`` slots and of
-    ``split_slots`` where that is possible; None: one."""
-    if split_slots is None:
-        return 1
-    return math.gcd(max(1, top_k // split_slots), top_k // multiple)
+    ``split_slots`` where that is possible; 0: one."""
+    return math.gcd(max(1, top_k // split_slots), top_k // multiple) if split_slots else 1
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ class FlashMlaSparseAttention:
 
     kv_format: KvFormat
     reason: str = ""
-    split_slots: int | None = None
-    """None: no query is split."""
+    split_slots: int = 0
+    """0: no query is split."""
     name: str = FLASHMLA_SPARSE
 
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
@@ -127,8 +125,8 @@ class FlashMlaKvAttention:
 
     kv_format: KvFormat
     reason: str = ""
-    split_slots: int | None = None
-    """None: no query is split."""
+    split_slots: int = 0
+    """0: no query is split."""
     name: str = FLASHMLA_KV
     taken_sms: int = 0
     """Multiprocessors that something else holds meanwhile. The kernel's blocks that find no place begin when

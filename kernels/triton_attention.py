@@ -86,8 +86,8 @@ class TritonAttention:
 
     kv_format: KvFormat
     reason: str = ""
-    split_slots: int | None = None
-    """Slots of a split, but for what a block of them makes more; None: no token's slots are split."""
+    split_slots: int = 0
+    """Slots of a split, in whole blocks of them; 0: no token's slots are split."""
     name: str = TRITON
     _tilings: dict[tuple[Any, ...], Tiling] = field(default_factory=dict, compare=False, repr=False)
     """The first that fitted, by device, number of heads and dtype of the products."""
@@ -134,9 +134,8 @@ class TritonAttention:
         top_k = device_slots.shape[1]
         rank = kv_format.kv_lora_rank
         num_head_tiles = -(-num_heads // tiling.block_heads)
-        num_blocks = -(-top_k // tiling.block_slots)
-        split_blocks = num_blocks if self.split_slots is None else self.split_slots // tiling.block_slots
-        split_len = max(1, split_blocks) * tiling.block_slots
+        split_blocks = -(-(self.split_slots or top_k) // tiling.block_slots)
+        split_len = split_blocks * tiling.block_slots
         num_splits = -(-top_k // split_len)
         results, log_sums = out, out
         if num_splits > 1:

@@ -51,15 +51,15 @@ class AttentionKernels:
 
     @classmethod
     def choose(
-        cls, model: DsaModel, backend: str, *, scratch_tokens: int, for_decode: bool = False
+        cls, model: DsaModel, backend: str, *, scratch_tokens: int, split_slots: int | None = 0
     ) -> AttentionKernels:
         """For the model's device; ``scratch_tokens``: queries that the indexer scores at a time on a GPU;
-        ``for_decode``: see ``choose_backend``.
+        ``split_slots``: see ``choose_backend``.
 
         Raises AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
-        attention = _choose_attention(spec, device, backend, for_decode)
+        attention = _choose_attention(spec, device, backend, split_slots)
         log.info(
             "kernels for %s items: %s",
             spec.kv_format,
@@ -90,7 +90,7 @@ class AttentionKernels:
 
 
 def _choose_attention(
-    spec: ModelSpec, device: torch.device, backend: str, for_decode: bool = False
+    spec: ModelSpec, device: torch.device, backend: str, split_slots: int | None = 0
 ) -> AttentionBackend:
     return choose_backend(
         backend,
@@ -98,5 +98,5 @@ def _choose_attention(
         kv_format=spec.item_format,
         num_heads=spec.num_heads,
         top_k=spec.index_topk,
-        for_decode=for_decode,
+        split_slots=split_slots,
     )

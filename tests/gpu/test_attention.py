@@ -39,12 +39,12 @@ def generator() -> torch.Generator:
 
 
 def backend_for(
-    name: str, kv_format: KvFormat, num_heads: int, top_k: int, *, for_decode: bool = False
+    name: str, kv_format: KvFormat, num_heads: int, top_k: int, *, split_slots: int | None = 0
 ) -> AttentionBackend:
     device = torch.device(DEVICE)
     sizes = {"num_heads": num_heads, "top_k": top_k}
     try:
-        return choose_backend(name, device=device, kv_format=kv_format, for_decode=for_decode, **sizes)
+        return choose_backend(name, device=device, kv_format=kv_format, split_slots=split_slots, **sizes)
     except AttentionBackendError as error:
         if name in (TRITON, TORCH):
             raise
@@ -88,17 +88,17 @@ def check(backend: AttentionBackend, kv_format: KvFormat, q: Tensor, pool: Tenso
     return actual
 
 
-@pytest.mark.parametrize("for_decode", [False, True])
+@pytest.mark.parametrize("split_slots", [0, None])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 150])
 @pytest.mark.parametrize(("format_name", "name"), BACKENDS)
 def test_deepseek_sizes(
-    format_name: str, name: str, num_tokens: int, for_decode: bool, generator: torch.Generator
+    format_name: str, name: str, num_tokens: int, split_slots: int | None, generator: torch.Generator
 ) -> None:
     if format_name == FLOAT32 and num_tokens > 7:
         pytest.skip("the reference takes minutes")
     kv_format = KvFormat(format_name, *DEEPSEEK)
     num_heads, top_k = (128, 2048) if num_tokens <= 7 else (64, 1024)
-    backend = backend_for(name, kv_format, num_heads, top_k, for_decode=for_decode)
+    backend = backend_for(name, kv_format, num_heads, top_k, split_slots=split_slots)
     q = torch.randn((num_tokens, num_heads, 576), generator=generator).bfloat16()
     pool = filled_pool(kv_format, 4096, generator)
     check(backend, kv_format, q, pool, some_slots(num_tokens, top_k, 4096, generator))
@@ -106,14 +106,14 @@ def test_deepseek_sizes(
 
 @pytest.mark.I5
 @pytest.mark.parametrize("num_heads", [64, 128])
-@pytest.mark.parametrize("for_decode", [False, True])
+@pytest.mark.parametrize("split_slots", [0, None])
 @pytest.mark.parametrize(("format_name", "name"), BACKENDS[2:])
 def test_a_row_has_the_same_bits_among_any_others(
-    format_name: str, name: str, for_decode: bool, num_heads: int, generator: torch.Generator
+    format_name: str, name: str, split_slots: int | None, num_heads: int, generator: torch.Generator
 ) -> None:
     """And where other kernels hold some multiprocessors."""
     kv_format = KvFormat(format_name, *DEEPSEEK)
-    backend = backend_for(name, kv_format, num_heads, 2048, for_decode=for_decode)
+    backend = backend_for(name, kv_format, num_heads, 2048, split_slots=split_slots)
     if name == TORCH:
         pytest.skip("its products are torch's")
     pool = filled_pool(kv_format, 4096, generator).to(DEVICE)

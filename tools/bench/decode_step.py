@@ -475,8 +475,9 @@ def kernels_from(launches: Sequence[tuple[str, float, float]], num_steps: int) -
 
 def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0) -> DecodeSettings:
     names = ("model_path", "device", "dtype", "kv_cache_dtype", "indexer_cache_dtype", "attention_backend")
+    more = ("attention_split_tile_size", "micro_batch_min_bs", "load_format")
     return _Settings(
-        **{name: getattr(arguments, name) for name in (*names, "micro_batch_min_bs", "load_format")},
+        **{name: getattr(arguments, name) for name in (*names, *more)},
         device_buffer_size=arguments.buffer,
         page_size=PAGE_SIZE,
         max_running_requests=batch,
@@ -496,6 +497,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--indexer-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--attention-split-tile-size", type=int, help="as the decode node's")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
 

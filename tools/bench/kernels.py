@@ -93,7 +93,7 @@ def attention(options: argparse.Namespace) -> Cells:
                 try:
                     sizes = {"kv_format": kv_format, "num_heads": options.heads, "top_k": TOP_K}
                     backend = choose_backend(
-                        backend_name, device=torch.device(HOME), for_decode=True, **sizes
+                        backend_name, device=torch.device(HOME), split_slots=None, **sizes
                     )
                 except AttentionBackendError:
                     continue

@@ -198,10 +198,10 @@ TRITON_CASES = [
 of bfloat16 matrices as integers."""
 
 
-def compare(split_slots: int | None) -> None:
+def compare(split_slots: int) -> None:
     from kernels import triton_attention
 
-    generator = torch.Generator().manual_seed(split_slots or 0)
+    generator = torch.Generator().manual_seed(split_slots)
     for name, rank, rope, num_heads, top_k in TRITON_CASES:
         kv_format = KvFormat(name, rank, rope)
         # The bytes of slot 0, which nobody selects, are NaN in every format.
@@ -222,7 +222,7 @@ def compare(split_slots: int | None) -> None:
 
 
 def interpret_cases() -> None:
-    compare(None)
+    compare(0)
     compare(16)
 
 
@@ -252,7 +252,7 @@ def test_a_schedule_has_every_query_whole(
 @pytest.mark.parametrize(
     ("top_k", "split_slots", "multiple", "num_splits"),
     [
-        (2048, None, 64, 1),
+        (2048, 0, 64, 1),
         (2048, 512, 64, 4),
         (2048, 512, 128, 4),
         (256, 512, 64, 1),
@@ -262,6 +262,6 @@ def test_a_schedule_has_every_query_whole(
     ],
 )
 def test_splits_are_of_one_length_and_of_whole_rounds(
-    top_k: int, split_slots: int | None, multiple: int, num_splits: int
+    top_k: int, split_slots: int, multiple: int, num_splits: int
 ) -> None:
     assert flashmla.num_splits_of(top_k, split_slots, multiple) == num_splits
