@@ -59,7 +59,7 @@ def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: in
     return module if isinstance(module, str) else None
 
 
-def create(name: str, kv_format: KvFormat, reason: str, split_slots: int) -> AttentionBackend:
+def create(name: str, kv_format: KvFormat, reason: str, split_slots: int = 0) -> AttentionBackend:
     """The backend ``name``, which has no ``obstacle``."""
     if name == FLASHMLA_SPARSE:
         return FlashMlaSparseAttention(kv_format, reason, split_slots)
