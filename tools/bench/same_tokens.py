@@ -4,7 +4,8 @@
 
 Greedy answers with logprobs of a service that runs. "Equal" are answers whose tokens, and whose tokens and
 logprobs to the last bit, are those of the same prompt asked before. Prompts are cached from the second pass
-on, and every answer is then computed from the same KV but for the end of its prompt.
+on, and every answer is then computed from the same KV but for the end of its prompt. "Going on" asks for the
+second half of an answer behind its prompt and first half, which then come from forwards of a prompt.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from hisparse_pd.bench.report import make_console, table_of, write_json
 REQUEST_TIMEOUT_SECS = 300.0
 
 
-Answer = tuple[list[str], list[float]]
-"""Tokens and their logprobs."""
+Answer = tuple[list[int], list[float]]
+"""Token ids and their logprobs."""
 
 
 def ask(url: str, output_tokens: int, hisparse: bool, prompt: Sequence[int]) -> Answer:
@@ -36,12 +37,13 @@ def ask(url: str, output_tokens: int, hisparse: bool, prompt: Sequence[int]) -> 
         "temperature": 0,
         "logprobs": 1,
         "ignore_eos": True,
+        "return_token_ids": True,
         "hisparse": hisparse,
     }
     response = httpx.post(f"{url}/completions", json=body, timeout=REQUEST_TIMEOUT_SECS)
     response.raise_for_status()
-    logprobs = response.json()["choices"][0]["logprobs"]
-    return logprobs["tokens"], logprobs["token_logprobs"]
+    (choice,) = response.json()["choices"]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
 def compare(question: str, some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
@@ -68,6 +70,17 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(len(prompts)) as clients:
             return list(clients.map(partial(ask, options.url, options.output_tokens, hisparse), prompts))
 
+    half = options.output_tokens // 2
+
+    def going_on(answers: Sequence[Answer], hisparse: bool) -> list[Answer]:
+        return [
+            ask(options.url, options.output_tokens - half, hisparse, [*prompt, *ids[:half]])
+            for prompt, (ids, _) in zip(prompts, answers, strict=True)
+        ]
+
+    def second_halves(answers: Sequence[Answer]) -> list[Answer]:
+        return [(ids[half:], logprobs[half:]) for ids, logprobs in answers]
+
     computed, cached = alone(False), alone(False)
     dense_at_once, hisparse_at_once = at_once(False), at_once(True)
     hisparse = alone(True)
@@ -79,6 +92,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         compare("dense: alone, all at once", cached, dense_at_once),
         compare("hisparse: alone, all at once", hisparse, hisparse_at_once),
         compare("hisparse: all at once, twice", hisparse_at_once, at_once(True)),
+        compare("dense, alone: second half, going on", second_halves(cached), going_on(cached, False)),
+        compare("hisparse, alone: second half, going on", second_halves(hisparse), going_on(hisparse, True)),
     ]
 
 
