@@ -26,8 +26,8 @@ _NEXT_ADDRESS_SECS = 0.25
 """Of a name with several addresses (RFC 8305)."""
 _MAX_UNREAD_BYTES = 1 << 18
 _MAX_HEAD_BYTES = 100 << 10
-_CHUNK_HEAD = re.compile(rb"(?:\r\n)?([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?\r\n")
-"""With the end of the chunk before."""
+_CHUNK_HEAD = re.compile(rb"(?:\r\n)?([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n]*)?\r\n")
+"""With the end of the chunk before, and the blanks that some servers write behind the length."""
 _MAX_CHUNK_HEAD_BYTES = 4096
 
 
@@ -223,7 +223,7 @@ class _Body:
         while at < len(data) and not self.is_over:
             if not self._num_left:
                 if (head := _CHUNK_HEAD.match(data, at)) is None:
-                    if len(data) - at > _MAX_CHUNK_HEAD_BYTES:
+                    if len(data) - at > _MAX_CHUNK_HEAD_BYTES or b"\n" in data[at + 2 :]:
                         raise ConnectionError(f"it says {data[at : at + 20]!r}, which begins no chunk")
                     break
                 at = head.end()

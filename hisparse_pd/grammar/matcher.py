@@ -46,7 +46,7 @@ class Matcher:
     @property
     def error(self) -> str:
         """Why there are no masks of it any more; empty as long as there are."""
-        return first_line(self._inner.get_error())
+        return in_a_line(self._inner.get_error())
 
     def _finish(self, masks: Bits, row: int, num_rows: int) -> None:
         if self._inner.is_error():
@@ -96,9 +96,12 @@ def without_ending(mask: Bits, eos_token_ids: Sequence[int]) -> Bits:
     return mask
 
 
-def first_line(error: str) -> str:
-    """The first line of llguidance's message, of bounded length."""
-    return (error.splitlines() or [""])[0][:_MAX_ERROR_CHARS]
+def in_a_line(error: str) -> str:
+    """llguidance's message as a line of bounded length: its first one, and all that it says of a regular
+    expression."""
+    lines = error.splitlines() or [""]
+    end = next((at for at, line in enumerate(lines) if line.startswith("error: ")), 0)
+    return " ".join(line.strip() for line in lines[: end + 1] if line.strip(" ^"))[:_MAX_ERROR_CHARS]
 
 
 @cache

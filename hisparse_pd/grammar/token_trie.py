@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from hisparse_pd.grammar.matcher import NO_LIMIT, Bits, GrammarError, Matcher, first_line, without_ending
+from hisparse_pd.grammar.matcher import NO_LIMIT, Bits, GrammarError, Matcher, in_a_line, without_ending
 
 MAX_GRAMMAR_BYTES: Final = 256 << 10
 """Of a grammar's text, in UTF-8."""
@@ -41,7 +41,7 @@ class TokenTrie:
         try:
             self._inner = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except ValueError as error:
-            raise GrammarError(f"grammars cannot use this tokenizer: {first_line(str(error))}") from error
+            raise GrammarError(f"grammars cannot use this tokenizer: {in_a_line(str(error))}") from error
         self.num_words = -(-vocab_size // 32)
         self._eos_token_ids = tuple(eos_token_ids)
 
@@ -67,7 +67,7 @@ class TokenTrie:
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
-            error = first_line(matcher.get_error())
+            error = in_a_line(matcher.get_error())
             if error.startswith("NoExtension"):
                 error = "no text can follow it"
             raise GrammarError(error)

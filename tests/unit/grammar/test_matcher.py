@@ -134,6 +134,7 @@ def test_a_token_that_may_not_come_ends_the_output_and_masks_allow_all() -> None
         (schema({"not": {"type": "string"}}), "Unimplemented"),
         (schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no text can follow"),
         (schema({"allOf": [{"type": "integer", "multipleOf": 3000 + n} for n in range(3)]}), "1000000"),
+        ("start: /(/", r"regex parse error: \( error: unclosed group$"),
     ],
 )
 def test_why_a_grammar_cannot_be_had(text: str, reason: str) -> None:

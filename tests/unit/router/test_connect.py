@@ -238,7 +238,7 @@ async def body_of(*pieces: bytes) -> bytes:
         return b"".join([chunk async for chunk in chunks(url)])
 
 
-@pytest.mark.parametrize("answer", [OF_A_LENGTH, IN_CHUNKS + b"0\r\nx-trailer: 1\r\n\r\n", TO_ITS_END])
+@pytest.mark.parametrize("answer", [OF_A_LENGTH, IN_CHUNKS + b"0 \t;a=b\r\nx-trailer: 1\r\n\r\n", TO_ITS_END])
 def test_a_body_may_be_cut_anywhere(answer: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\n"
 
@@ -256,6 +256,7 @@ def test_a_body_may_be_cut_anywhere(answer: bytes) -> None:
         (IN_CHUNKS, "the connection is closed"),
         (IN_CHUNKS[:-9], "the connection is closed"),
         (IN_CHUNKS + b"no length" + bytes(5000), "begins no chunk"),
+        (IN_CHUNKS + b"no length\r\n", "begins no chunk"),
         (
             IN_CHUNKS.replace(b"\r\n\r\n1\r\n", b"\r\n\r\n" + b"0" * 30 + b"1\r\n") + bytes(5000),
             "begins no chunk",
