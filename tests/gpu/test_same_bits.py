@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decode_node import forwards
 from decode_node.split_choice import SPLITS, Split
+from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
@@ -78,16 +79,34 @@ class Node:
         assert torch.equal(logits[0], self.alone[0])
         assert torch.equal(logits[-1], self.alone[0])
 
+    def behind_prompt(self, num_tokens: int) -> Tensor:
+        """float32 [1, vocab_size] behind the first request's newest token, as the last of so many tokens of a
+        prompt's forward."""
+        memory = self.memory(CONTEXT // PAGE_SIZE + 1)
+        memory.kv[:, :CONTEXT], memory.index[:, :CONTEXT] = self.prompt.kv, self.prompt.index
+        tokens = decode_step.random_tokens(self.spec, CONTEXT)
+        tokens = torch.cat((tokens, decode_step.random_tokens(self.spec, 1))).to(self.model.device)
+        pages = torch.arange(CONTEXT // PAGE_SIZE + 1, device=self.model.device)
+        request = PagedRequest(pages, CONTEXT + 1 - num_tokens, num_tokens)
+        pools = memory.kv, memory.index, PAGE_SIZE
+        kv = PagedKv(self.spec, *pools, [request], None, self.prefill_kernels(memory), memory.row_checks)
+        return self.model.forward(tokens[-num_tokens:], kv.positions, kv, kv.last_rows)
+
+    def memory(self, pages: int) -> PrefillMemory:
+        num_slots = pages * PAGE_SIZE
+        return PrefillMemory(self.spec, num_slots=num_slots, num_aux_slots=1, device=self.model.device)
+
+    def prefill_kernels(self, memory: PrefillMemory) -> AttentionKernels:
+        return PromptRunner(self.model, memory, PAGE_SIZE, self.arguments.attention_backend, 4096).kernels
+
     def prefilled(
         self, forwards_of: Sequence[Sequence[tuple[int, int, int]]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """KV and index keys of prompt 0, [layers, PROMPT, bytes], and logits behind it. A forward has parts
         of prompts: each a prompt's number, first position and end."""
         pages = -(-PROMPT // PAGE_SIZE)
-        memory = PrefillMemory(
-            self.spec, num_slots=4 * pages * PAGE_SIZE, num_aux_slots=1, device=self.model.device
-        )
-        runner = PromptRunner(self.model, memory, PAGE_SIZE, self.arguments.attention_backend, 4096)
+        memory = self.memory(4 * pages)
+        kernels = self.prefill_kernels(memory)
         tokens = decode_step.random_tokens(self.spec, 2 * PROMPT).to(self.model.device)
         logits = tokens
         for parts in forwards_of:
@@ -100,7 +119,7 @@ class Node:
                 for number, start, stop in parts
             ]
             pools = memory.kv, memory.index, PAGE_SIZE
-            kv = PagedKv(self.spec, *pools, requests, None, runner.kernels, memory.row_checks)
+            kv = PagedKv(self.spec, *pools, requests, None, kernels, memory.row_checks)
             of_parts = [tokens[100 * number + start : 100 * number + stop] for number, start, stop in parts]
             logits, _ = self.model.forward_with_hidden(torch.cat(of_parts), kv.positions, kv, kv.last_rows)
             row = [number for number, _, _ in parts].index(0)
@@ -158,3 +177,13 @@ def test_a_prompt_in_any_forwards(node: Node, forwards_of: Sequence[Sequence[tup
     same = (kv == expected[0]).all(2) & (index_keys == expected[1]).all(2)
     assert same.all(), f"equal rows by layer: {same.sum(1).tolist()} of {PROMPT}"
     assert torch.equal(logits, expected[2])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 200])
+@torch.inference_mode()
+def test_a_step_whose_queries_are_whole_is_a_prompts_forward(
+    node: Node, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    monkeypatch.setattr(node.arguments, "attention_split_tile_size", 0)
+    logits = node.first_logits(Mode.HISPARSE, 3)
+    assert torch.equal(logits[0], node.behind_prompt(num_tokens)[0])
