@@ -29,10 +29,10 @@ TOP_K = 64
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
-
-pytestmark = pytest.mark.parametrize(
+EACH_MODEL = pytest.mark.parametrize(
     "checkpoint", ["v32", "glm", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True
 )
+"""Whose layers share indexers and hot buffers in other ways."""
 
 
 @contextmanager
@@ -59,6 +59,7 @@ def _stats(answer: Answer) -> RequestStats:
 @pytest.mark.I5
 @pytest.mark.I6
 @pytest.mark.parametrize("flag", list(HisparseFlag))
+@EACH_MODEL
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
     expected: dict[Prompt, list[int]], roomy: EngineHarness, flag: HisparseFlag
 ) -> None:
@@ -127,6 +128,7 @@ def test_the_context_can_be_filled_to_its_end(
 
 
 @pytest.mark.I5
+@EACH_MODEL
 def test_mixed_modes_share_a_batch_under_pressure(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
@@ -153,6 +155,7 @@ def test_mixed_modes_share_a_batch_under_pressure(
 
 @pytest.mark.I4
 @pytest.mark.I5
+@EACH_MODEL
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +186,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 
 @pytest.mark.I4
 @pytest.mark.I5
+@EACH_MODEL
 def test_every_running_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]], roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,11 +76,11 @@ def generate_all(node: EngineHarness, **more: Any) -> list[Answer]:
     ]
 
 
-@pytest.mark.parametrize("numbers", [(0,), (3,), (2, 0, 1, 3, 0, 1)])
+@pytest.mark.parametrize("numbers", [(3,), (2, 0, 1, 3, 0, 1)])
 def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests(
     plain: dict[Prompt, list[int]], expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:
-    """Three times on the same node: rows have been others', with other settings."""
+    """Twice on the same node: rows have been others', with other settings."""
     with drafts(node, *numbers):
         beside = [node.generate(prompt, NUM_NEW) for prompt, _ in PENALIZED[:2]]
         answers = generate_all(node)
@@ -88,12 +88,11 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests
     assert [answer.token_ids for answer in answers] == expected
     assert [answer.token_ids for answer in beside] == [plain[prompt] for prompt, _ in PENALIZED[:2]]
     drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
-    assert (0 < accepted < drafted) == (max(numbers) > 0)
+    assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("numbers", [(3,), (2, 0, 3)])
 def test_each_position_of_a_step_has_the_drafts_before_it(
-    expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    expected: list[list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With drafts that are all right, so that whole steps count; texts repeat tokens as long as they may."""
     take_drafts = Request.take_drafts
@@ -108,7 +107,7 @@ def test_each_position_of_a_step_has_the_drafts_before_it(
         return take_drafts(request, max_drafts)
 
     monkeypatch.setattr(Request, "take_drafts", take_right_drafts)
-    with drafts(node, *numbers):
+    with drafts(node, 2, 0, 3):
         answers = generate_all(node)
         node.finish(answers)
     assert [answer.token_ids for answer in answers] == expected

@@ -27,7 +27,7 @@ NODE = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": 0}
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
-pytestmark = pytest.mark.parametrize(
+EACH_MODEL = pytest.mark.parametrize(
     "checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True
 )
 
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.parametrize(
 @pytest.mark.I3
 @pytest.mark.I5
 @pytest.mark.parametrize("flag", list(HisparseFlag))
+@EACH_MODEL
 def test_tokens_equal_the_oracle_when_steps_overlap(
     expected: dict[Prompt, list[int]], node: EngineHarness, flag: HisparseFlag
 ) -> None:
@@ -48,6 +49,7 @@ def test_tokens_equal_the_oracle_when_steps_overlap(
 
 
 @pytest.mark.I5
+@EACH_MODEL
 def test_micro_batches_give_the_same_tokens(
     expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

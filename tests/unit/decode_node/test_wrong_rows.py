@@ -46,9 +46,10 @@ IN_EACH_MODE = pytest.mark.parametrize(
     ],
     indirect=["checkpoint"],
 )
+EACH_MODEL = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=["v32", "glm"])
+@pytest.fixture(scope="module", params=["v32"])
 def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], Path]) -> Checkpoint:
     """With a layer for each indexer, and with layers that share one."""
     return load_checkpoint(tied_checkpoint(request.param))
@@ -223,6 +224,7 @@ def host_slot(node: EngineHarness, position: int) -> int:
 
 @pytest.mark.I9
 @pytest.mark.parametrize(("first", "stop", "kind"), [(0, 150, "page-in"), (151, 180, "newest")])
+@EACH_MODEL
 def test_bits_that_flip_while_a_request_runs(
     node: EngineHarness,
     expected: Callable[[Prompt, int], list[int]],
@@ -297,6 +299,7 @@ def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: Hisparse
 
 
 @pytest.mark.I9
+@EACH_MODEL
 def test_hot_buffers_are_gone_through_while_they_are_used(
     node: EngineHarness, expected: Callable[[Prompt, int], list[int]]
 ) -> None:

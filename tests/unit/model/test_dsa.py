@@ -111,7 +111,6 @@ def expected(variant: str, checkpoints: dict[str, Path], prompts: list[Tokens]) 
 def test_tokens_equal_transformers_in_a_batch_of_chunks_and_one_by_one(
     runner: Runner, prompts: list[Tokens], expected: list[Tokens]
 ) -> None:
-    assert runner.generate(prompts, 1000) == expected
     assert runner.generate(prompts, 129) == expected
     assert [runner.generate([prompt], 258)[0] for prompt in prompts] == expected
 
@@ -134,6 +133,7 @@ def test_generated_text_is_varied(expected: list[Tokens]) -> None:
     assert len({tuple(tokens[-4:]) for tokens in expected}) == len(expected)
 
 
+@pytest.mark.parametrize("variant", ["v32"], indirect=True)
 @pytest.mark.parametrize("fault", ["kv off by one position", "index keys off by one", "one wrong slot"])
 def test_wrong_kv_or_selection_changes_tokens(
     runner: Runner,
