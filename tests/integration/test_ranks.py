@@ -8,7 +8,7 @@ import random
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,24 +68,32 @@ class Nodes:
         return found
 
 
-@pytest.fixture(scope="module", params=["v32", pytest.param("mistral", marks=pytest.mark.slow)])
-def checkpoint(
-    request: pytest.FixtureRequest,
-    tied_checkpoint: Callable[[str], Path],
-    tiny_checkpoint: Callable[[str], Path],
-) -> Path:
+@pytest.fixture(scope="module")
+def checkpoint_of(
+    tied_checkpoint: Callable[[str], Path], tiny_checkpoint: Callable[[str], Path]
+) -> Callable[[str], Path]:
     """Full of equal scores, where no kernel of a GPU minds its odd sizes."""
-    return (tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint)(request.param)
+    return tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    directory = tmp_path_factory.mktemp("ranks")
+def checkpoint(checkpoint_of: Callable[[str], Path]) -> Path:
+    return checkpoint_of("v32")
+
+
+@contextmanager
+def started(checkpoint: Path, directory: Path) -> Iterator[Nodes]:
     prefill = prefill_service(checkpoint, directory, "prefill", [*PREFILL, *RANKS])
     decode = decode_service(checkpoint, directory, "decode", [*DECODE, *RANKS])
     router = router_service([prefill], [decode], directory, ["--policy", "cache_aware"])
     with running([prefill, decode, router]):
         yield Nodes(prefill, decode, router, itertools.count(1))
+
+
+@pytest.fixture(scope="module")
+def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with started(checkpoint, tmp_path_factory.mktemp("ranks")) as nodes:
+        yield nodes
 
 
 def check_tokens(nodes: Nodes, pairs: Sequence[tuple[Service, Service]], checkpoint: Path) -> None:
@@ -118,16 +126,32 @@ def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> 
         assert sum(map(float, served)) > 0, f"rank {rank} of the decode node served nobody"
 
 
+def check_other_numbers_of_ranks(nodes: Nodes, checkpoint: Path, directory: Path) -> None:
+    prefill = prefill_service(checkpoint, directory, "prefill-of-one", PREFILL)
+    decode = decode_service(checkpoint, directory, "decode-of-one", DECODE)
+    with running([prefill, decode]):
+        check_tokens(nodes, [(prefill, nodes.decode), (nodes.prefill, decode)], checkpoint)
+
+
 @pytest.mark.I5
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tokens_are_the_oracles_where_nodes_have_other_numbers_of_ranks(
     nodes: Nodes, checkpoint: Path, tmp_path: Path
 ) -> None:
-    prefill = prefill_service(checkpoint, tmp_path, "prefill", PREFILL)
-    decode = decode_service(checkpoint, tmp_path, "decode", DECODE)
-    with running([prefill, decode]):
-        check_tokens(nodes, [(prefill, nodes.decode), (nodes.prefill, decode)], checkpoint)
+    check_other_numbers_of_ranks(nodes, checkpoint, tmp_path)
+
+
+@pytest.mark.I5
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_of_another_model_are_the_oracles_on_any_ranks(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of("mistral")
+    with started(checkpoint, tmp_path) as nodes:
+        check_tokens(nodes, [(nodes.prefill, nodes.decode)], checkpoint)
+        check_other_numbers_of_ranks(nodes, checkpoint, tmp_path)
 
 
 @pytest.mark.I5
@@ -205,21 +229,14 @@ def test_experts_in_fp8_are_those_of_the_weights_in_float32(tmp_path: Path) -> N
 
 @pytest.mark.I7
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("role", "number"),
-    [("decode", signal.SIGKILL), ("decode", signal.SIGSTOP), ("prefill", signal.SIGSTOP)],
-)
-def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(
-    checkpoint: Path, tmp_path: Path, role: str, number: signal.Signals
-) -> None:
+@pytest.mark.timeout(600)
+def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(checkpoint: Path, tmp_path: Path) -> None:
     """Requests in flight end in an error, within the heartbeats; the peer goes on with the next run."""
     prefill = prefill_service(checkpoint, tmp_path, "prefill", [*PREFILL, *RANKS, *HEARTBEATS])
     decode = decode_service(checkpoint, tmp_path, "decode", [*DECODE, *RANKS, *HEARTBEATS])
     router = router_service([prefill], [decode], tmp_path, ["--max-retries", "0"])
-    lost, peer = (prefill, decode) if role == "prefill" else (decode, prefill)
-    with running([prefill, decode, router]):
-        assert generate(router.url, params={"max_new_tokens": 4}).status_code == 200
+
+    def lose_a_rank(lost: Service, peer: Service, number: signal.Signals, says: str) -> None:
         with Load(router.url, num_clients=6, max_new_tokens=200) as load:
             load.wait_for_more(3)
             os.kill(engine_pids(lost)[1], number)
@@ -229,8 +246,8 @@ def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(
         assert 200 in statuses
         assert statuses - {200} <= {502, 503, 504}
         assert statuses - {200}
-        says = "rank 1 exited with status -9" if number == signal.SIGKILL else "has died, or stands still"
         assert says in lost.log_tail(20000)
+        lost.log_path.write_text("")
         lost.start()
         lost.wait_healthy()
         wait_until(lambda: generate(router.url, params={"max_new_tokens": 4}).status_code == 200, "an answer")
@@ -238,3 +255,8 @@ def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(
         wait_until(lambda: pool_usage(decode) == 0, "the decode node's pools are empty")
         assert peer.process is not None
         assert peer.process.poll() is None
+
+    with running([prefill, decode, router]):
+        assert generate(router.url, params={"max_new_tokens": 4}).status_code == 200
+        lose_a_rank(decode, prefill, signal.SIGKILL, "rank 1 exited with status -9")
+        lose_a_rank(prefill, decode, signal.SIGSTOP, "has died, or stands still")

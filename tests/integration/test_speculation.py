@@ -31,6 +31,11 @@ def checkpoint(drafting_checkpoint: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    return greedy_tokens(checkpoint, PROMPTS, NUM_NEW)
+
+
+@pytest.fixture(scope="module")
 def pair(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
@@ -62,8 +67,7 @@ def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[Any]:
 
 @pytest.mark.I5
 @pytest.mark.parametrize("pair", [1, 2], indirect=True)
-def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, checkpoint: Path) -> None:
-    expected = greedy_tokens(checkpoint, PROMPTS, NUM_NEW)
+def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, expected: list[list[int]]) -> None:
     for shift in range(3):  # with a cold cache, then with a warm one and held prefixes
         answers = all_at_once(pair, shift)
         assert [answer["output_ids"] for answer in answers] == expected
@@ -97,7 +101,7 @@ def test_tokens_are_those_of_the_oracle_with_seven_drafts_by_one_selection(
 @pytest.mark.I5
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
-    pair: Deployment, checkpoint: Path
+    pair: Deployment, checkpoint: Path, expected: list[list[int]]
 ) -> None:
     settings: list[dict[str, Any]] = [
         {"frequency_penalty": 0.3},
@@ -107,8 +111,8 @@ def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
     ]
     prompts = PROMPTS[1:5]
     starts = [(prompt, (), setting) for prompt, setting in zip(prompts, settings, strict=True)]
-    expected = penalized_tokens(checkpoint, starts, NUM_NEW)
-    assert expected != greedy_tokens(checkpoint, prompts, NUM_NEW)
+    penalized = penalized_tokens(checkpoint, starts, NUM_NEW)
+    assert penalized != expected[1:5]
 
     def ask(number: int, hisparse: bool, speculative: bool) -> list[int]:
         biases = {str(token_id): bias for token_id, bias in settings[number].get("logit_bias", ())}
@@ -124,8 +128,8 @@ def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
             for speculative in (True, False)
         ]
         beside = threads.submit(generate, pair.url, PROMPTS[5], "auto")
-        assert [[one.result() for one in each] for each in asked] == [expected] * 4
-        assert [beside.result()["output_ids"]] == greedy_tokens(checkpoint, PROMPTS[5:6], NUM_NEW)
+        assert [[one.result() for one in each] for each in asked] == [penalized] * 4
+        assert beside.result()["output_ids"] == expected[5]
     forced = generate(pair.url, PROMPTS[2], True, params={"logit_bias": {"77": 100}})
     assert forced["output_ids"] == [77] * NUM_NEW
 
