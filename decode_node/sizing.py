@@ -120,25 +120,14 @@ def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
 
 
 def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
-    """Tokens of the device pool, checked against ``memory``, which None says not to do: no GPU.
-
-    Raises StartError, also when the size is left to a GPU that is not there.
-    """
-    if memory is None:
-        if settings.device_pool_tokens == 0:
-            raise StartError(
-                "device_pool_tokens 0: the size comes from free GPU memory, and device is "
-                f"{settings.device}; give a number of tokens"
-            )
-        return settings.device_pool_tokens
-    demand = device_demand(settings, spec)
-    if settings.device_pool_tokens:
-        demand.check_fits(memory, settings.device_pool_tokens)
-        return settings.device_pool_tokens
+    """Tokens of the device pool, as of ``PoolDemand.num_tokens``. Raises StartError."""
     num_drafts = settings.speculative_num_steps
     smallest = min(smallest_buffer(num_drafts, spec.index_topk), spec.context_length + num_drafts)
-    return demand.tokens_from_free(
-        memory, settings.mem_fraction_static, round_up(smallest, settings.page_size)
+    return device_demand(settings, spec).num_tokens(
+        settings.device_pool_tokens,
+        memory,
+        settings.mem_fraction_static,
+        round_up(smallest, settings.page_size),
     )
 
 

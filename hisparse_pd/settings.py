@@ -44,6 +44,8 @@ STREAMS_A_FRONT = 256
 MAX_FRONTS = 64
 MAX_BODY_BYTES = 16 << 20
 """Of an HTTP request, at a node and at the router."""
+MAX_HEARTBEAT_FAILURES = 2
+"""In a row: after so many intervals without a sign of life a peer is lost."""
 HEALTH_TIMEOUT_SECS = 30.0
 """Silence of an engine that fails ``/health``, unless six heartbeat intervals are longer."""
 
@@ -239,14 +241,9 @@ class NodeSettings(_Settings, TransportSettings):
         60.0, description="one write of up to 32 MiB at most, from its start, in seconds"
     )
     heartbeat_interval_secs: Secs = Field(
-        5.0, description="between heartbeats of a decode node, the same on all nodes, in seconds"
-    )
-    heartbeat_max_failures: int = Field(
-        2,
-        ge=2,
-        le=1000,
-        description="heartbeats in a row that may fail: after that many intervals without a sign of life a "
-        "peer is lost",
+        5.0,
+        description="between heartbeats of a decode node, the same on all nodes, in seconds; a peer is lost "
+        f"after {MAX_HEARTBEAT_FAILURES} without a sign of life",
     )
     startup_timeout_secs: Secs = Field(
         300.0, description="loading without progress that fails /liveness, in seconds"
@@ -350,7 +347,7 @@ class NodeSettings(_Settings, TransportSettings):
     @property
     def heartbeat_timeout_secs(self) -> float:
         """Time without a sign of life after which a peer is lost."""
-        return self.heartbeat_interval_secs * self.heartbeat_max_failures
+        return self.heartbeat_interval_secs * MAX_HEARTBEAT_FAILURES
 
     @property
     def health_timeout_secs(self) -> float:

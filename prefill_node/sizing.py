@@ -5,7 +5,6 @@ from __future__ import annotations
 from hisparse_pd.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.settings import PrefillSettings
-from hisparse_pd.vocabulary import StartError
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, weights that are unpacked."""
@@ -20,22 +19,10 @@ LOGIT_COPIES = 6
 
 
 def size_kv_pool(settings: PrefillSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
-    """Tokens of the KV pool, checked against ``memory``, which None says not to do: no GPU.
-
-    Raises StartError, also when the size is left to a GPU that is not there.
-    """
-    if memory is None:
-        if settings.kv_pool_tokens == 0:
-            raise StartError(
-                f"kv_pool_tokens 0: the size comes from free GPU memory, and device is {settings.device}; "
-                "give a number of tokens"
-            )
-        return settings.kv_pool_tokens
+    """Tokens of the KV pool, as of ``PoolDemand.num_tokens``. Raises StartError."""
     demand = device_demand(settings, spec)
-    if settings.kv_pool_tokens:
-        demand.check_fits(memory, settings.kv_pool_tokens)
-        return settings.kv_pool_tokens
-    return demand.tokens_from_free(memory, settings.mem_fraction_static, settings.page_size)
+    asked, fraction = settings.kv_pool_tokens, settings.mem_fraction_static
+    return demand.num_tokens(asked, memory, fraction, settings.page_size)
 
 
 def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:

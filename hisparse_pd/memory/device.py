@@ -81,11 +81,22 @@ class PoolDemand:
     def num_bytes(self, num_tokens: int) -> int:
         return sum(self.fixed.values()) + num_tokens * self.bytes_per_token
 
-    def tokens_from_free(self, memory: DeviceMemory, fraction: float, min_tokens: int) -> int:
-        """As many tokens as that share of the device has room for, in whole pages.
+    def num_tokens(self, asked: int, memory: DeviceMemory | None, fraction: float, min_tokens: int) -> int:
+        """Tokens of the pool: those ``asked`` for, checked against ``memory``, which None says not to do: no
+        GPU. Of 0 as many as that share of the device has room for, in whole pages.
 
-        ``min_tokens``: fewer are of no use. Raises StartError when they do not fit.
+        ``min_tokens``: fewer are of no use. Raises StartError when they do not fit, or no GPU says a size.
         """
+        if memory is None:
+            if asked == 0:
+                raise StartError(
+                    f"{self.option} 0: the size comes from free GPU memory, and there is no GPU; give a "
+                    "number of tokens"
+                )
+            return asked
+        if asked:
+            self._check_fits(memory, asked)
+            return asked
         budget = memory.budget(fraction)
         num_pages = (budget - self.num_bytes(0)) // (self.bytes_per_token * self.page_size)
         if num_pages * self.page_size < min_tokens:
@@ -99,7 +110,7 @@ class PoolDemand:
             )
         return num_pages * self.page_size
 
-    def check_fits(self, memory: DeviceMemory, num_tokens: int) -> None:
+    def _check_fits(self, memory: DeviceMemory, num_tokens: int) -> None:
         """Raises StartError unless ``num_tokens`` fit in what is free."""
         if self.num_bytes(num_tokens) > memory.free_bytes:
             raise StartError(

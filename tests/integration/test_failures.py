@@ -39,7 +39,7 @@ PAGE_SIZE = 64
 LENGTHS = (1, 2, 63, 64, 65, 200, 700)
 NUM_NEW_TOKENS = 12
 SAME = "both see the same memory"
-HEARTBEATS = ["--heartbeat-interval-secs", "1", "--heartbeat-max-failures", "5"]
+HEARTBEATS = ["--heartbeat-interval-secs", "2.5"]
 DECODE = ["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS]
 ROUTER = ["--health-interval-secs", "0.5"]
 

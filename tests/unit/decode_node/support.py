@@ -359,7 +359,6 @@ class EngineHarness:
             **{
                 "debug_checks": True,
                 "heartbeat_interval_secs": 0.1,
-                "heartbeat_max_failures": 50,
                 "host_pool_tokens": 8192,
                 "device_pool_tokens": 4096,
                 "device_buffer_size": 128,
@@ -372,6 +371,7 @@ class EngineHarness:
             kept_engines("decode_node.engine"),
             patch.object(sizing, "GROWTH_PAGES", growth_pages),
             patch("hisparse_pd.settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
+            patch("hisparse_pd.settings.MAX_HEARTBEAT_FAILURES", 50),
         ):
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP

@@ -302,7 +302,7 @@ def test_the_smallest_hot_buffer_has_room_for_the_new_positions() -> None:
 def test_without_a_gpu_the_size_is_the_settings() -> None:
     cpu = decode(device="cpu", device_pool_tokens=640)
     assert size_device_pool(cpu, make_spec(), None) == 640
-    with pytest.raises(StartError, match="device is cpu; give a number of tokens"):
+    with pytest.raises(StartError, match="there is no GPU; give a number of tokens"):
         size_device_pool(cpu.model_copy(update={"device_pool_tokens": 0}), make_spec(), None)
 
 

@@ -416,7 +416,7 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
 def test_rooms_without_their_other_half_and_silent_peers_end(
     tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer
 ) -> None:
-    impatience = {"room_timeout_secs": 0.3, "heartbeat_interval_secs": 0.25, "heartbeat_max_failures": 4}
+    impatience = {"room_timeout_secs": 0.3, "heartbeat_interval_secs": 0.5}
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
         closing(ControlPeer(impatient)) as other,
@@ -451,7 +451,7 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
 @pytest.mark.I7
 def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
     """It sends nothing for long, but ZMQ has its connection; once that is gone, its rooms end."""
-    impatience = {"heartbeat_interval_secs": 0.1, "heartbeat_max_failures": 5}
+    impatience = {"heartbeat_interval_secs": 0.25}
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
         closing(ControlPeer(impatient)) as other,
