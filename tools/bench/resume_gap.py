@@ -1,9 +1,9 @@
 """How long streams stand still when their decode node is lost, or leaves.
 
-    python -m tools.bench.resume_gap --model-path DIR [--device cuda] [--streams 16] [--prompt-tokens 32768]
-        [--rounds 3] [--prefill-options="..."] [--decode-options="..."]
+    python -m tools.bench.resume_gap --model-path DIR [--device cuda:0 cuda:0 cuda:1] [--streams 16]
+        [--prompt-tokens 32768] [--rounds 3] [--prefill-options="..."] [--decode-options="..."]
 
-One prefill node, two decode nodes and a router on this machine; all nodes share the device. The streams
+One prefill node, two decode nodes and a router on this machine; nodes may share a device. The streams
 first go on undisturbed, three times. In each round after that the same ones are asked for again, and once
 all are in the middle one decode node gets SIGKILL, or SIGTERM, by turns, and is started again for the next
 round. A gap is the longest time between two pieces of a stream, of which the second came after the signal;
@@ -139,21 +139,18 @@ def ask(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Stream], list[
 def running(options: argparse.Namespace, directory: Path) -> Iterator[tuple[list[Process], Process]]:
     """The decode nodes and the router."""
     bootstrap = free_port()
-    node = [
-        "--model-path",
-        str(options.model_path),
-        "--served-model-name",
-        "model",
-        "--device",
-        options.device,
-    ]
+    node = ["--model-path", str(options.model_path), "--served-model-name", "model", "--device"]
+    devices = [*options.device, *options.device[-1:] * 2]
 
     def process(kind: str, name: str, *arguments: str) -> Process:
         return Process([kind, *arguments], free_port(), directory / f"{name}.log")
 
     given = shlex.split(options.prefill_options)
-    prefill = process("prefill", "prefill", *node, "--bootstrap-port", str(bootstrap), *given)
-    decode = [process("decode", f"decode-{n}", *node, *shlex.split(options.decode_options)) for n in range(2)]
+    prefill = process("prefill", "prefill", *node, devices[0], "--bootstrap-port", str(bootstrap), *given)
+    decode = [
+        process("decode", f"decode-{n}", *node, devices[1 + n], *shlex.split(options.decode_options))
+        for n in range(2)
+    ]
     urls = [
         "--prefill",
         prefill.url,
@@ -250,7 +247,12 @@ def num_equal(streams: Sequence[Stream], others: Sequence[Stream]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model-path", type=Path, required=True)
-    parser.add_argument("--device", default="cpu", help="of all three nodes")
+    parser.add_argument(
+        "--device",
+        nargs="+",
+        default=["cpu"],
+        help="prefill node, decode node that ends, the one that stays; the last given is the rest's",
+    )
     parser.add_argument("--streams", type=int, default=16, help="half of them at each decode node")
     parser.add_argument("--prompt-tokens", type=int, default=32768)
     parser.add_argument("--output-tokens", type=int, default=512)
