@@ -72,7 +72,7 @@ class Journal:
 
     def fields(self, *, may_move: bool, num_resumes: int) -> Mapping[str, object]:
         """Of a body that says to the nodes with what to go on."""
-        head = self._head | {"may_move": may_move, "num_resumes": num_resumes}
+        head = self._head | {"may_move": may_move and self.is_kept, "num_resumes": num_resumes}
         records = b",".join(b"[" + block[:-1] + b"]" for block in self._blocks)
         return {"journal": head, "journal_records": Raw(b"[" + records + b"]")}
 

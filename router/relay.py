@@ -22,7 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.frame import PING_SECS
+from hisparse_pd.api.frame import PING_SECS, PINGS
+from hisparse_pd.http.http_errors import ErrorShape
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
 from router.body import RequestBody
 from router.connect import Call, RawHeaders
@@ -41,6 +42,10 @@ DECODE_SAYS_WHY_SECS = 1.0
 
 DECODE_SILENCE_SECS = 3 * PING_SECS
 """After which a decode node hangs: at work it says something in each PING_SECS."""
+
+_SEARCH_PING_SECS = 5.0
+"""In which a client hears something while its stream looks for another pair, and waits there: its node may
+have been silent for long before it was given up, and proxies cut what says nothing for a minute."""
 
 _FIRST_PAUSES_SECS = (0.0, 0.1, 0.2, 0.4)
 _LAST_PAUSE_SECS = 0.8
@@ -163,6 +168,8 @@ class _Passage:
         """Of the pair that is looked for."""
         self._read_node: Callable[[], Awaitable[bytes]]
         """Of the answer that the client gets now, with the journal's lines."""
+        self._going_on: asyncio.Task[None] | None = None
+        """While no node has the stream that the client reads."""
         self._journal: Journal | None = None
         if not body.is_prefill_only and relay.journals.max_bytes:
             # Of an answer that is not streamed there will be no records: it begins anew.
@@ -179,6 +186,9 @@ class _Passage:
     async def close(self) -> None:
         if self._journal is not None:
             self._journal.close()
+        if self._going_on is not None:
+            self._going_on.cancel()
+            await asyncio.gather(self._going_on, return_exceptions=True)
         await self._close_exchange()
 
     async def _close_exchange(self) -> None:
@@ -189,6 +199,12 @@ class _Passage:
     async def _read(self, journal: Journal) -> bytes:
         """What the client gets next, from one node after the other. Raises RouterError."""
         while True:
+            if self._going_on is not None:
+                done, _ = await asyncio.wait((self._going_on,), timeout=_SEARCH_PING_SECS)
+                if not done:
+                    return PINGS[ErrorShape.of_path(self._endpoint)]
+                task, self._going_on = self._going_on, None
+                await task
             error = None
             try:
                 chunk = await self._read_node()
@@ -200,7 +216,7 @@ class _Passage:
             elif journal.is_over:
                 return b""
             else:
-                await self._go_on(journal, error)
+                self._going_on = asyncio.create_task(self._go_on(journal, error))
 
     async def _go_on(self, journal: Journal, error: NodeFailed | None) -> None:
         """At another node: the one that had the stream is lost, or leaves. Raises RouterError."""

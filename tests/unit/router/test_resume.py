@@ -84,6 +84,7 @@ async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
         reason = "lost" if first is LOST else "moved"
         assert f'router_resumes_total{{reason="{reason}"}} 1.0' in metrics
         assert "router_journal_bytes 0.0" in metrics
+        assert (await pair.client.get("/status")).json()["resumes"] == 1
 
 
 async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +175,66 @@ async def test_what_is_no_nodes_fault_is_shown_and_not_asked_again() -> None:
         text = (await pair.client.post(PATH, json=BODY)).text
         assert text == 'data: {"n": 1}\n\n' + refused.decode()
         assert pair.decode[1].requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "ping"),
+    [(PATH, ": ping\n\n"), ("/v1/messages", 'event: ping\ndata: {"type": "ping"}\n\n')],
+)
+async def test_a_client_hears_something_until_its_stream_goes_on(
+    monkeypatch: pytest.MonkeyPatch, path: str, ping: str
+) -> None:
+    """The next node takes its time."""
+
+    async def waits(node: FakeNode, send: Send) -> None:
+        await node.release.wait()
+        await GOES_ON(node, send)
+
+    monkeypatch.setattr("router.relay._SEARCH_PING_SECS", 0.05)
+    async with (
+        cluster(decode=[LOST, waits], resume_timeout_secs=30) as pair,
+        pair.client.stream("POST", path, json=BODY) as response,
+    ):
+        text = ""
+        async for piece in response.aiter_text():
+            text += piece
+            if text.count(ping) == 3:
+                pair.decode[1].release.set()
+        assert text.count(ping) >= 3
+        assert text.replace(ping, "") == SHOWN
+
+
+async def test_a_client_that_leaves_while_its_stream_looks_for_a_node_is_forgotten() -> None:
+    async with cluster(decode=at_first(LOST, NOT_READY), resume_timeout_secs=60) as pair:
+        async with pair.client.stream("POST", PATH, json=BODY) as response:
+            pieces = response.aiter_text()
+            assert (await anext(pieces)).startswith('data: {"n": 1}')
+
+            async def is_asked_again() -> bool:
+                return len(pair.decode[0].requests) >= 3
+
+            await eventually(is_asked_again)
+
+        async def is_forgotten() -> bool:
+            metrics = await pair.metrics()
+            return "router_journal_bytes 0.0" in metrics and 'status="499"} 1.0' in metrics
+
+        await eventually(is_forgotten)
+
+
+@pytest.mark.parametrize("journal_bytes", [6, 1100])
+async def test_a_stream_for_whose_journal_there_is_no_room_ends_with_its_node(journal_bytes: int) -> None:
+    """From the beginning, so that its node does not end it when it leaves; or once it is too long."""
+    lost = journaled(*map(unit, range(400)), cut=True)
+    async with cluster(decode=[lost, GOES_ON], resume_timeout_secs=30, journal_bytes=journal_bytes) as pair:
+        text = (await pair.client.post(PATH, json=BODY)).text
+        assert text.startswith("".join(f'data: {{"n": {number}}}\n\n' for number in range(400)))
+        assert "broke off its answer" in text
+        assert pair.decode[0].body()["journal"]["may_move"] is (journal_bytes > 6)
+        assert pair.decode[1].requests == []
+        metrics = await pair.metrics()
+        assert "router_dropped_journals_total 1.0" in metrics
+        assert "router_journal_bytes 0.0" in metrics
 
 
 WHOLE = {"prompt": "a"}
