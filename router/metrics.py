@@ -114,6 +114,9 @@ class RouterMetrics:
     def num_retries(self) -> int:
         return sum(count for _, count in _series(self.retries))
 
+    def num_resumes(self) -> int:
+        return sum(count for _, count in _series(self._resumes))
+
     def render(self) -> bytes:
         """The Prometheus text format."""
         return generate_latest(self._registry)

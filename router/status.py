@@ -56,6 +56,7 @@ class Status(msgspec.Struct, frozen=True):
     policy: str
     answers: dict[str, int]
     retries: int
+    resumes: int
     nodes: tuple[NodeStatus, ...]
 
 
@@ -95,6 +96,7 @@ class StatusBoard:
             policy=self._policy,
             answers=self._metrics.answers(),
             retries=self._metrics.num_retries(),
+            resumes=self._metrics.num_resumes(),
             nodes=tuple(nodes),
         )
 

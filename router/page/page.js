@@ -169,6 +169,7 @@ function showRouter(status) {
   const words = [status.policy.replaceAll("_", " "), `${inFlight} in flight`];
   words.push(`${number(sum(answers.map(([, count]) => count)))} answered`, `${number(failed)} with a 5xx`);
   if (status.retries) words.push(`${number(status.retries)} retried`);
+  if (status.resumes) words.push(`${number(status.resumes)} moved to another decode node`);
   setText(byId("router-note"), words.join(" · "));
 }
 

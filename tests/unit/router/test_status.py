@@ -143,7 +143,7 @@ async def test_status_of_healthy_nodes() -> None:
         assert status["ready"] is True
         assert status["policy"] == "round_robin"
         assert status["answers"] == {"400": 1}
-        assert status["retries"] == 0
+        assert (status["retries"], status["resumes"]) == (0, 0)
         prefill, decode = status["nodes"]
         assert (prefill["url"], decode["url"]) == (pair.prefill[0].url, pair.decode[0].url)
         assert (prefill["kind"], decode["kind"]) == ("prefill", "decode")
