@@ -18,6 +18,7 @@ from router.nodes import Node, NodePool
 CLIENT_GONE = 499
 """Status under which a request is counted whose client left before its answer was complete."""
 
+_PREFIX = "hisparse_pd:router_"
 _SECS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
@@ -30,66 +31,52 @@ class RouterMetrics:
     def __init__(self, pool: NodePool, journals: JournalBudget) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_NodeCollector(pool, journals))
-        self.requests = Counter(
-            "hisparse_pd:router_requests_total",
-            "Requests by endpoint and HTTP status; 499: the client left",
-            ("endpoint", "status"),
-            registry=self._registry,
+        self.requests = self._counter(
+            "requests", "Requests by endpoint and HTTP status; 499: the client left", "endpoint", "status"
         )
-        self.retries = Counter(
-            "hisparse_pd:router_retries_total",
-            "Requests sent to another pair: a node could not be reached, was not ready, or failed",
-            registry=self._registry,
+        self.retries = self._counter(
+            "retries", "Requests sent to another pair: a node could not be reached, was not ready, or failed"
         )
-        self.prefill_retries = Counter(
-            "hisparse_pd:router_prefill_retries_total",
+        self.prefill_retries = self._counter(
+            "prefill_retries",
             "Of those, the ones with which a prefill node failed before the client had a byte",
-            registry=self._registry,
         )
-        self._resumes = Counter(
-            "hisparse_pd:router_resumes_total",
+        self._resumes = self._counter(
+            "resumes",
             "Requests that went on at another decode node; lost: theirs was; moved: it was leaving",
-            ("reason",),
-            registry=self._registry,
+            "reason",
         )
         for reason in ("lost", "moved"):  # from 0: an alert must see the first one too
             self._resumes.labels(reason)
-        self._resume_secs = Histogram(
-            "hisparse_pd:router_resume_seconds",
-            "From the loss of a request's decode node to the first bytes of the next one's answer",
-            buckets=_SECS_BUCKETS,
-            registry=self._registry,
+        self._resume_secs = self._histogram(
+            "resume", "From the loss of a request's decode node to the first bytes of the next one's answer"
         )
-        self.truncated = Counter(
-            "hisparse_pd:router_truncated_answers_total",
-            "Answers that the decode node broke off after their first byte",
-            registry=self._registry,
+        self.truncated = self._counter(
+            "truncated_answers", "Answers that the decode node broke off after their first byte"
         )
-        self.unauthorized = Counter(
-            "hisparse_pd:router_unauthorized_requests_total",
-            "Requests without a valid API key, answered 401",
-            registry=self._registry,
+        self.unauthorized = self._counter(
+            "unauthorized_requests", "Requests without a valid API key, answered 401"
         )
-        self._trace_spans = Counter(
-            "hisparse_pd:router_trace_spans_total",
+        self._trace_spans = self._counter(
+            "trace_spans",
             "Spans of traces; failed: the collector did not take them; dropped: too many waited for it",
-            ("outcome",),
-            registry=self._registry,
+            "outcome",
         )
-        self.ttft = Histogram(
-            "hisparse_pd:router_time_to_first_token_seconds",
+        self.ttft = self._histogram(
+            "time_to_first_token",
             "From the request to the first bytes of a successful answer; streamed requests' TTFT",
-            ("endpoint",),
-            buckets=_SECS_BUCKETS,
-            registry=self._registry,
+            "endpoint",
         )
-        self.duration = Histogram(
-            "hisparse_pd:router_e2e_request_latency_seconds",
-            "From the request to the end of its answer",
-            ("endpoint",),
-            buckets=_SECS_BUCKETS,
-            registry=self._registry,
+        self.duration = self._histogram(
+            "e2e_request_latency", "From the request to the end of its answer", "endpoint"
         )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{_PREFIX}{name}_total", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        name = f"{_PREFIX}{name}_seconds"
+        return Histogram(name, text, labels, buckets=_SECS_BUCKETS, registry=self._registry)
 
     def count_spans(self, outcome: str, num: int) -> None:
         self._trace_spans.labels(outcome).inc(num)
@@ -142,10 +129,10 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         in_flight = GaugeMetricFamily(
-            "hisparse_pd:router_inflight_requests", "Requests that a node works on", labels=("node", "kind")
+            _PREFIX + "inflight_requests", "Requests that a node works on", labels=("node", "kind")
         )
         healthy = GaugeMetricFamily(
-            "hisparse_pd:router_node_healthy", "1: requests go to the node", labels=("node", "kind")
+            _PREFIX + "node_healthy", "1: requests go to the node", labels=("node", "kind")
         )
         for node in self._pool.nodes:
             in_flight.add_metric((node.url, node.kind), node.num_in_flight)
@@ -153,12 +140,12 @@ class _NodeCollector(Collector):
         yield in_flight
         yield healthy
         yield GaugeMetricFamily(
-            "hisparse_pd:router_journal_bytes",
+            _PREFIX + "journal_bytes",
             "What is remembered of streams in work, for another node to go on with",
             self._journals.num_bytes,
         )
         yield CounterMetricFamily(
-            "hisparse_pd:router_dropped_journals",
+            _PREFIX + "dropped_journals",
             "Streams of which no more can be remembered: they end with their decode node",
             self._journals.num_dropped,
         )

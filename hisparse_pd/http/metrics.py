@@ -93,36 +93,25 @@ class FrontMetrics:
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "from the request's arrival to the end of its answer", _E2E_BUCKETS
         )
-        self._phases = Histogram(
-            PREFIX + "request_phase_seconds",
+        self._phases = self._histogram(
+            "request_phase_seconds",
             "what a request went through on this node, one after the other, by phase",
-            ["phase"],
-            buckets=_PHASE_BUCKETS,
-            registry=self.registry,
+            _PHASE_BUCKETS,
+            "phase",
         )
-        self._requests = Counter(
-            PREFIX + "num_requests",
-            "HTTP requests by endpoint and status; 499: the client left",
-            ["endpoint", "status"],
-            registry=self.registry,
+        self._requests = self._counter(
+            "num_requests", "HTTP requests by endpoint and status; 499: the client left", "endpoint", "status"
         )
-
-        self.unauthorized = Counter(
-            PREFIX + "unauthorized_requests",
-            "HTTP requests without a valid API key, answered 401",
-            registry=self.registry,
+        self.unauthorized = self._counter(
+            "unauthorized_requests", "HTTP requests without a valid API key, answered 401"
         )
-        self.bootstrap_refusals = Counter(
-            PREFIX + "bootstrap_refusals",
-            "callers that the bootstrap endpoint turned away, by reason",
-            ["reason"],
-            registry=self.registry,
+        self.bootstrap_refusals = self._counter(
+            "bootstrap_refusals", "callers that the bootstrap endpoint turned away, by reason", "reason"
         )
-        self._trace_spans = Counter(
-            PREFIX + "trace_spans",
+        self._trace_spans = self._counter(
+            "trace_spans",
             "spans of traces; failed: the collector did not take them; dropped: too many waited for it",
-            ["outcome"],
-            registry=self.registry,
+            "outcome",
         )
 
     def phase_secs(self, phase: str) -> Histogram:
@@ -145,8 +134,11 @@ class FrontMetrics:
         """Prometheus text of the node, whose fronts these are, packed; of none, this front's own."""
         return metric_sums.render(self._engine, of_fronts or (self.pack(),))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
 
 class _EngineCollector(Collector):
