@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration.harness import DEVICE, deployment, generated
-from tests.oracle_process import Oracle
+from tests.oracle_beside import Oracle
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="HISPARSE_PD_TEST_DEVICE names no GPU")
 

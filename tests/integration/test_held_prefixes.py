@@ -21,7 +21,7 @@ from tests.integration.harness import (
     pool_usage,
     wait_until,
 )
-from tests.oracle_process import Oracle
+from tests.oracle_beside import Oracle
 
 NUM_NEW_TOKENS = 30
 TURN_TOKENS = 10

@@ -26,7 +26,7 @@ from tests.integration.harness import (
     router_service,
     wait_until,
 )
-from tests.oracle_process import Oracle
+from tests.oracle_beside import Oracle
 from tests.port_scan import listening, scan
 
 LENGTHS = (1, 38, 129, 300)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import signal
@@ -72,10 +71,6 @@ CASES: dict[str, tuple[str, Json]] = {
         COMPLETIONS,
         {"prompt": TEXT, "max_tokens": 50, "echo": True, "return_token_ids": True, **SAMPLED},
     ),
-    "completions-min-tokens": (
-        COMPLETIONS,
-        {"prompt": TEXT, "max_tokens": 60, "min_tokens": 55, "temperature": 1.5, "seed": 3},
-    ),
     "completions-schema": (
         COMPLETIONS,
         {"prompt": TEXT, "max_tokens": 70, "json_schema": SCHEMA, "hisparse": False, "temperature": 0},
@@ -89,15 +84,6 @@ CASES: dict[str, tuple[str, Json]] = {
     "chat-reasoning-min-tokens": (
         CHAT,
         {"messages": MESSAGES, "max_tokens": 60, "min_tokens": 55, **THINKING, "temperature": 1.5, "seed": 3},
-    ),
-    "chat-schema": (
-        CHAT,
-        {
-            "messages": MESSAGES,
-            "max_tokens": 70,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
-            "temperature": 0,
-        },
     ),
     "chat-forced-tool": (
         CHAT,
@@ -143,14 +129,6 @@ CASES: dict[str, tuple[str, Json]] = {
             },
         },
     ),
-    "generate-schema": (
-        GENERATE,
-        {
-            "text": TEXT,
-            "hisparse": True,
-            "sampling_params": {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 70, "temperature": 0},
-        },
-    ),
     "responses": (RESPONSES, {"input": TEXT, "max_output_tokens": 60, **SAMPLED}),
     "responses-penalized-reasoning": (
         RESPONSES,
@@ -174,15 +152,6 @@ CASES: dict[str, tuple[str, Json]] = {
             "seed": 7,
         },
     ),
-    "responses-schema": (
-        RESPONSES,
-        {
-            "input": TEXT,
-            "max_output_tokens": 70,
-            "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
-            "temperature": 0,
-        },
-    ),
     "messages": (MESSAGES_PATH, {"messages": MESSAGES, "max_tokens": 60, **FREE}),
     "messages-penalized-reasoning": (
         MESSAGES_PATH,
@@ -193,15 +162,6 @@ CASES: dict[str, tuple[str, Json]] = {
             **THINKING,
             **PENALIZED,
             "ignore_eos": False,
-        },
-    ),
-    "messages-schema": (
-        MESSAGES_PATH,
-        {
-            "messages": MESSAGES,
-            "max_tokens": 70,
-            "output_format": {"type": "json_schema", "schema": SCHEMA},
-            "temperature": 0,
         },
     ),
     "messages-forced-tool": (

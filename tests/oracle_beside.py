@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.checkpoints.oracle import greedy_tokens
@@ -12,17 +12,16 @@ ORACLE_TIMEOUT_SECS = 900
 
 
 class Oracle:
-    """Greedy tokens of a checkpoint, EOS ignored, computed beside the caller in a process of its own."""
+    """Greedy tokens of a checkpoint, EOS ignored, computed in a thread while the caller waits for nodes."""
 
     def __init__(self, checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> None:
-        self._pool = get_context("spawn").Pool(1)
-        self._answer = self._pool.apply_async(greedy_tokens, (checkpoint, prompts, num_new_tokens))
+        self._thread = ThreadPoolExecutor(1)
+        self._answer = self._thread.submit(greedy_tokens, checkpoint, prompts, num_new_tokens)
 
     @property
     def tokens(self) -> list[list[int]]:
         """The new tokens of each prompt; waits for them."""
-        return self._answer.get(ORACLE_TIMEOUT_SECS)
+        return self._answer.result(ORACLE_TIMEOUT_SECS)
 
     def close(self) -> None:
-        self._pool.terminate()
-        self._pool.join()
+        self._thread.shutdown()
