@@ -19,7 +19,7 @@ import torch
 
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
-from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
+from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
 from decode_node.prefill_peers import PrefillPeers
@@ -55,6 +55,7 @@ from hisparse_pd.grammar.compiler import Compiler
 from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.grammar.token_trie import TokenTrie
 from hisparse_pd.memory.device import DeviceMemory
+from hisparse_pd.memory.free import check_host_memory
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.pools import Pools

@@ -31,9 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.memory.free import memory_fault
-from hisparse_pd.memory.host import HostMemoryError, HostPool, Pinning, allocate_host
-from hisparse_pd.memory.machine import Machine
+from hisparse_pd.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.memory.peer import ipc_handle
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.extents import extents_to_slots, slice_extents
@@ -148,13 +146,6 @@ class DecodeMemory:
                 )
         if self.k_dev.device.type == "cuda":
             torch.cuda.current_stream(self.k_dev.device).synchronize()
-
-
-def check_host_memory(num_bytes: int, machine: Machine | None = None) -> None:
-    """Raise HostMemoryError unless ``num_bytes`` of main memory are free, in machine and container."""
-    fault = memory_fault(num_bytes, machine or Machine())
-    if fault is not None:
-        raise HostMemoryError(f"the pools in main memory need {num_bytes} bytes, more than are free: {fault}")
 
 
 def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device) -> int:

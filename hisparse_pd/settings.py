@@ -254,7 +254,9 @@ class NodeSettings(_Settings, TransportSettings):
         description="requests, each sample for one, that wait beside --max-running-requests; more are "
         "answered 429",
     )
-    num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
+    num_threads: int = Field(
+        0, ge=0, le=4096, description="torch CPU threads of the engine; 0: torch's own choice"
+    )
     verify_rows: bool = Field(
         True,
         description="keep a check of each KV item, and end a request whose attention would read an item that "

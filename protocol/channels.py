@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_LOG_SECS = 10.0
+"""From one line about a malformed message to the next of the same socket: who sends them sends many."""
 _FAREWELL_MILLISECS = 1_000
 """The last answers, which say that the node is shutting down, may still leave."""
 
@@ -122,6 +125,7 @@ class _Channel(Generic[T]):
         heartbeats: Heartbeats | None,
     ) -> None:
         self.dropped: Counter[str] = Counter()
+        self._quiet_until = 0.0
         self._decoder = decoder
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -142,7 +146,11 @@ class _Channel(Generic[T]):
             except msgspec.MsgspecError as error:
                 self.dropped["malformed"] += 1
                 sender = b"".join(address).hex() or self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-                log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), sender, error)
+                if (now := time.monotonic()) >= self._quiet_until:
+                    self._quiet_until = now + _LOG_SECS
+                    log.warning(
+                        "dropped a malformed message of %d bytes from %s: %s", len(frame), sender, error
+                    )
                 continue
             yield frames, message
 

@@ -75,10 +75,12 @@ class TextCodec:
             config = json.loads(config_path.read_bytes())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{config_path}: cannot be read ({error})") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{config_path}: expected a JSON object, got {type(config).__name__}")
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{model_path}: no usable tokenizer ({error})") from error
+        except Exception as error:
+            raise CheckpointError(f"{model_path}: no usable tokenizer ({error!r})") from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise CheckpointError(f"{model_path}: the tokenizer has no tokenizer.json")
         vocab_size = config.get("vocab_size")

@@ -45,7 +45,11 @@ class Listener:
         try:
             self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+            why = (error.strerror or str(error)).partition(" (while")[0]
+            raise OSError(
+                error.errno,
+                f"cannot listen on {host}:{port}: {why}; give an address of this machine and a free port",
+            ) from error
         self.port: int = self.socket.getsockname()[1]
         self._num_connections: Sequence[int] = ()
 

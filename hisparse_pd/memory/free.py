@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hisparse_pd.memory.machine import Fault, Machine, read_text, show_bytes
+from hisparse_pd.vocabulary import StartError
 
 
 class FreeMemory(NamedTuple):
@@ -36,8 +37,16 @@ def memory_fault(num_bytes: int, machine: Machine) -> Fault | None:
         return None
     return Fault(
         f"{free}, {show_bytes(num_bytes)} asked for",
-        "lower --host-pool-tokens of the node, or raise the limit of its container",
+        "lower --host-pool-tokens (on CPUs --device-pool-tokens and --kv-pool-tokens too), or raise the "
+        "limit of the node's container",
     )
+
+
+def check_host_memory(num_bytes: int, machine: Machine | None = None) -> None:
+    """Raise StartError unless ``num_bytes`` of main memory are free, in machine and container."""
+    fault = memory_fault(num_bytes, machine or Machine())
+    if fault is not None:
+        raise StartError(f"the pools in main memory need {num_bytes} bytes, more than are free: {fault}")
 
 
 def cgroup_available_bytes(machine: Machine) -> int | None:

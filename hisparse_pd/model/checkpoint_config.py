@@ -41,7 +41,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_file}: expected a JSON object, got {type(config).__name__}")
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise CheckpointError(f"{config_file}: model_type is {model_type!r}; supported are {supported}")
     _check_quantization(config, config_file)
@@ -50,10 +50,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
     try:
         resolved = AutoConfig.from_pretrained(path, local_files_only=True)
+        text_config = resolved.get_text_config().to_dict()
     except Exception as error:
-        raise CheckpointError(f"{config_file}: transformers refuses it: {error}") from error
+        raise CheckpointError(f"{config_file}: transformers refuses it: {str(error) or error!r}") from error
     # A model that also sees images has what is of the text in a part of its own.
-    of_text = {key: value for key, value in resolved.get_text_config().to_dict().items() if value is not None}
+    of_text = {key: value for key, value in text_config.items() if value is not None}
     of_all = {key: value for key, value in resolved.to_dict().items() if key not in _PARTS}
     return {**of_all, **of_text, "model_type": model_type}
 

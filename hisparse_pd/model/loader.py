@@ -154,13 +154,18 @@ class _Loader:
                 f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; with fp8 weights or "
                 "--dp-size only 'silu' is supported"
             )
-        with torch.device("meta"):  # shapes, and no memory
-            hf_model = _language_model(
-                config,
-                dtype=self._spec.dtype,
-                attn_implementation="eager",
-                experts_implementation=experts_implementation(config, self._device, self._spec.dtype),
-            )
+        try:
+            with torch.device("meta"):  # shapes, and no memory
+                hf_model = _language_model(
+                    config,
+                    dtype=self._spec.dtype,
+                    attn_implementation="eager",
+                    experts_implementation=experts_implementation(config, self._device, self._spec.dtype),
+                )
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._path / 'config.json'}: transformers makes no model of it: {error!r}"
+            ) from error
         try:
             with WeightFiles([] if self._spec.weights_are_dummy else weight_files(self._path)) as files:
                 if self._spec.num_draft_layers:

@@ -116,6 +116,20 @@ def test_a_bos_token_that_does_not_exist_is_named(tmp_path: Path) -> None:
         TextCodec.load(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[]", r"config\.json: expected a JSON object, got list"),
+        ("tokenizer.json", "{}", "no usable tokenizer .*added_tokens"),
+    ],
+)
+def test_files_of_another_form_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    checkpoint = write_checkpoint(tmp_path)
+    (checkpoint / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        TextCodec.load(checkpoint)
+
+
 async def test_long_lists_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hisparse_pd.api.tokens._TOKENS_A_PIECE", 32)
     async with serving(say("x"), tmp_path) as node:

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.memory import DecodeMemory, check_host_memory, host_runs
+from decode_node.memory import DecodeMemory, host_runs
 from hisparse_pd.memory import host as host_memory
+from hisparse_pd.memory.free import check_host_memory
 from hisparse_pd.memory.host import (
     PAGE_BYTES,
     HostMemoryError,
@@ -24,6 +25,7 @@ from hisparse_pd.memory.host import (
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import SlotCounts
+from hisparse_pd.vocabulary import StartError
 from protocol.messages import Extent, RegionKind
 from tests.unit.model.model_specs import make_spec
 from tests.unit.transfer.fake_machine import GIB, FakeMachine
@@ -184,7 +186,7 @@ def test_nothing_is_unregistered_while_the_interpreter_ends() -> None:
 def test_more_than_the_machine_has_free_is_refused(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path).machine
     check_host_memory(32 * GIB, machine)
-    with pytest.raises(HostMemoryError) as caught:
+    with pytest.raises(StartError) as caught:
         check_host_memory(32 * GIB + 1, machine)
     for words in (str(32 * GIB + 1), "32.0 GiB in the machine", "--host-pool-tokens"):
         assert words in str(caught.value)
@@ -196,7 +198,7 @@ def test_more_than_the_container_may_have_is_refused(tmp_path: Path) -> None:
     fake.write("sys/fs/cgroup/memory.max", f"{4 * GIB}\n")
     fake.write("sys/fs/cgroup/memory.current", f"{GIB}\n")
     check_host_memory(3 * GIB, fake.machine)
-    with pytest.raises(HostMemoryError, match=r"3\.0 GiB in the control group.*limit of its container"):
+    with pytest.raises(StartError, match=r"3\.0 GiB in the control group.*limit of the node.s container"):
         check_host_memory(3 * GIB + 1, fake.machine)
 
 

@@ -433,6 +433,8 @@ def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
         ),
         ({"indexer_types": ["shared", "full", "full", "full"]}, "the first layer is 'shared'"),
         ({"indexer_types": ["full"]}, "has 1 entries; expected one of each of 4 layers"),
+        ({"model_type": []}, r"model_type is \[\]; supported are"),
+        ({"text_config": 5}, "transformers refuses it: .*'int' object"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),
     ],
 )

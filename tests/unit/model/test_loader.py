@@ -260,6 +260,9 @@ def test_experts_of_another_activation_and_more_ranks_than_experts_are_refused(t
     edit_config(tmp_path, hidden_act="gelu")
     with pytest.raises(CheckpointError, match=r"hidden_act is 'gelu'; .* only 'silu' is supported"):
         load_model(tmp_path, load_spec(tmp_path), "cpu", RankStandIn(0, 2))
+    edit_config(tmp_path, hidden_act="none that there is")
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers makes no model of it: KeyError"):
+        load_model(tmp_path, load_spec(tmp_path), "cpu")
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,9 +91,9 @@ def test_a_message_and_its_answer(make_server: Make, make_client: MakeClient) ->
 
 @pytest.mark.I7
 def test_malformed_frames_are_counted_and_the_next_message_arrives(
-    make_server: Make, make_client: MakeClient
+    make_server: Make, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also those at which a plain decoder trips."""
+    """Also those at which a plain decoder trips. Of many the log has one."""
     server = make_server()
     client = make_client(server)
     no_utf8 = b"\x93\x04\x03\xa2\xff\xfe"  # the reason of an AbortRoom
@@ -103,6 +103,7 @@ def test_malformed_frames_are_counted_and_the_next_message_arrives(
     client.send(Heartbeat(2))
     assert receive_one(server)[1] == Heartbeat(2)
     assert server.dropped["malformed"] == 5
+    assert len(caplog.records) == 1
     for frame in (no_utf8, nested):
         server.socket.send_multipart([_identity(server, client), frame])
     server.send(_identity(server, client), HeartbeatAck(2, "inst"))

@@ -76,14 +76,17 @@ def test_a_node_asks_for_the_memory_that_it_registers(
         transport(transfer_protocol="rdma", ib_device="mlx5_9")
 
 
+@pytest.mark.parametrize(
+    ("engine", "settings_type"), [(prefill_engine, PrefillSettings), (decode_engine, DecodeSettings)]
+)
 def test_the_memory_of_all_ranks_has_to_be_free(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, engine: Any, settings_type: Any
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(decode_engine, "check_host_memory", asked.append)
+    monkeypatch.setattr(engine, "check_host_memory", asked.append)
     for dp_size in (1, 3):
-        settings = DecodeSettings(model_path=checkpoint.path, dp_size=dp_size)
-        decode_engine.registered_host_bytes(settings.of_rank(dp_size - 1), checkpoint.spec)
+        settings = settings_type(model_path=checkpoint.path, dp_size=dp_size)
+        engine.registered_host_bytes(settings.of_rank(dp_size - 1), checkpoint.spec)
     assert asked[1] == 3 * asked[0] > 0
 
 
