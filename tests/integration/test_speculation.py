@@ -36,10 +36,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
-    """Whose decode node has so many ranks."""
+def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     common = ["--page-size", "32", "--context-length", "2048"]
     with deployment(
         checkpoint,
@@ -47,7 +44,7 @@ def pair(
         prefill_options=[*common, "--chunked-prefill-size", "150"],
         decode_options=[
             *common,
-            *("--speculative-num-steps", "3", "--device-buffer-size", "260", "--dp-size", str(request.param)),
+            *("--speculative-num-steps", "3", "--device-buffer-size", "260"),
         ],
     ) as pair:
         yield pair
@@ -66,7 +63,6 @@ def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[Any]:
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("pair", [1, 2], indirect=True)
 def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, expected: list[list[int]]) -> None:
     for shift in range(3):  # with a cold cache, then with a warm one and held prefixes
         answers = all_at_once(pair, shift)
@@ -99,7 +95,6 @@ def test_tokens_are_those_of_the_oracle_with_seven_drafts_by_one_selection(
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("pair", [1], indirect=True)
 def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
     pair: Deployment, checkpoint: Path, expected: list[list[int]]
 ) -> None:
@@ -135,7 +130,6 @@ def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("pair", [1], indirect=True)
 def test_samples_stop_strings_and_logprobs_are_those_without_drafts(pair: Deployment) -> None:
     def complete(prompt: tuple[int, ...], *, speculative: bool) -> list[dict[str, Any]]:
         body = {
