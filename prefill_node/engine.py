@@ -395,8 +395,9 @@ class PrefillEngine:
                 continue
             self._peers.lose(peer)
             error = f"was silent for more than {limit_secs:g} s"
-            log.warning("lost decode node %s: it %s", peer.node_id, error)
-            self._life.fail_rooms_of(peer, error, now_secs)
+            num_rooms = self._life.fail_rooms_of(peer, error, now_secs)
+            level = logging.WARNING if num_rooms else logging.INFO  # one without requests has gone by itself
+            log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_rooms, error)
         self._life.fail_unpaired(now_secs)
 
     # --- plan, forward, commit -----------------------------------------------------------------------

@@ -585,11 +585,13 @@ class RoomLife:
         if not record.is_draining:
             self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
 
-    def fail_rooms_of(self, peer: Peer, error: str, now_secs: float) -> None:
-        """A decode node is lost: its rooms end, and what is in flight to it drains."""
-        for record in [record for record in self.rooms if record.peer is peer]:
+    def fail_rooms_of(self, peer: Peer, error: str, now_secs: float) -> int:
+        """A decode node is lost: its rooms end, and what is in flight to it drains. Returns their number."""
+        records = [record for record in self.rooms if record.peer is peer]
+        for record in records:
             reason = f"room {record.room}: decode node {peer.node_id} {error}"
             self.fail(record, 502, reason, now_secs, code=DECODE_NODE_FAILED)
+        return len(records)
 
     def fail_overdue(self, rooms: Sequence[Room], timeout_secs: float, now_secs: float) -> None:
         """Writes of these rooms are in flight past the transfer timeout."""

@@ -414,7 +414,7 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
 
 @pytest.mark.I7
 def test_rooms_without_their_other_half_and_silent_peers_end(
-    tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer
+    tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
     impatience = {"room_timeout_secs": 0.3, "heartbeat_interval_secs": 0.5}
     with (
@@ -442,6 +442,7 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
         assert f"did not reach the prefill node {margin}" in told.error
         other.reconnect()
         wait_for(lambda: len(impatient.engine._peers) == 0, "the peer that left to be lost")
+        assert "lost decode node" not in caplog.text, "it had no rooms"
         other.client.send(Heartbeat(2))
         assert not other.expect(Refused).permanent
         other.client.send(peer.registration())
@@ -449,7 +450,9 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
 
 
 @pytest.mark.I7
-def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
+def test_a_decode_node_that_is_busy_keeps_its_rooms(
+    tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
+) -> None:
     """It sends nothing for long, but ZMQ has its connection; once that is gone, its rooms end."""
     impatience = {"heartbeat_interval_secs": 0.25}
     with (
@@ -468,6 +471,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, 
         failed = impatient.expect(RequestFailed)
         assert failed.status == 502
         assert "silent for more than 0.5 s" in failed.error
+        wait_for(lambda: "and 1 rooms of it: it was silent" in caplog.text, "the loss to be logged")
 
 
 def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
