@@ -21,7 +21,7 @@ from tools.bench.accuracy_report import Response
 from tools.bench.retrieval import Retrieval, retrievals
 
 SAMPLE = {512: 4, 2048: 2}
-FULL = {512: 6, 2048: 4, 8000: 4}
+FULL = {2048: 2, 8000: 4}
 """Number of prompts by length. Each asks for several answers; most of the time goes to the longest."""
 SHARE_RIGHT = 0.96
 """The model itself is right in 99 of 100; a row or a position that is off leaves next to nothing right."""

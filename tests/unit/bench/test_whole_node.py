@@ -33,13 +33,6 @@ def test_two_ranks_measure_what_fits_and_what_there_is_time_for(
     assert all(link["to_device_all_gb_s"] > 0 for link in report["links"])
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    options = f"--model-path {tmp_path} --device cpu --dp-size 2 --out {tmp_path}/node"
-    assert whole_node.main(options.split()) == 1
-
-
 def test_queries_share_a_part_and_heads_come_in_pairs_in_fp8(tiny_checkpoint: Callable[[str], Path]) -> None:
     spec = load_spec(tiny_checkpoint("v32"), "float32", load_format="dummy", num_draft_layers=0)
     columns = 2 * spec.index_head_dim

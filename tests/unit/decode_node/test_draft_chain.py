@@ -60,7 +60,7 @@ BOTH = pytest.mark.parametrize("checkpoint", [SHARED, OWN], indirect=True)
     "numbers",
     [
         (5, 0, MAX_DRAFTS, 2, 6, 1),
-        *[pytest.param((number,), marks=pytest.mark.slow) for number in range(4, MAX_DRAFTS + 1)],
+        *[pytest.param((number,), marks=pytest.mark.slow) for number in (4, MAX_DRAFTS)],
     ],
 )
 @BOTH
