@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.settings import RouterPolicy, RouterSettings
 from hisparse_pd.vocabulary import StartError
+from protocol.access import is_host
 from router.errors import RouterError
 from router.rooms import draw_room
 
@@ -60,8 +61,10 @@ class Node:
         """Raises StartError."""
         try:
             parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
-            valid = valid and not parts.query and not parts.fragment and parts.port != 0
+            valid = parts.scheme in ("http", "https") and is_host(parts.hostname or "") and parts.port != 0
+            valid = valid and not (
+                parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+            )
         except ValueError:
             valid = False
         if not valid:

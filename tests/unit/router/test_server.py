@@ -832,7 +832,11 @@ def test_a_node_that_was_gone_has_nothing_cached(kind: NodeKind) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:1?q"]
+    "url",
+    [
+        *("localhost:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:1?q"),
+        *("http://user:secret@a:1", "http://a b:1"),
+    ],
 )
 def test_a_bad_node_url_is_named(url: str) -> None:
     with pytest.raises(StartError, match="decode node"):
