@@ -295,10 +295,10 @@ def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: Pre
 
 @pytest.mark.I7
 def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, double: PrefillDouble) -> None:
-    node.engine.lifecycle.contact_timeout_secs = 1.0
+    node.engine.lifecycle.contact_timeout_secs = 2.0
     double.refusal, before = HeartbeatAck(0, double.instance_id), double.num_registrations
     answer = node.generate(PROMPT, 8)
-    node.turn_until(lambda: double.num_registrations == before + 3 or answer.is_over)
+    node.turn_until(lambda: double.num_registrations == before + 4 or answer.is_over)  # one a second
     double.refusal = None
     node.tokens_of(answer)
 
