@@ -212,7 +212,9 @@ class Client:
             return str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             raise EndpointError(
-                "models", f"{self._url}/models: {type(error).__name__}: {error}; name it with --model"
+                "models",
+                f"{self._url}/models: {type(error).__name__}: {error}; start it, or give its URL with "
+                "--url, and --model where it lists none",
             ) from error
 
     async def send(self, content: bytes, started: float | None = None) -> Record:

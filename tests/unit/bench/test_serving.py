@@ -243,7 +243,7 @@ async def test_an_endpoint_that_is_not_there_is_a_connect_error() -> None:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
     async with Client(url, TIMEOUT_SECS) as client:
         record = await client.send(WORKLOAD.content(0, 0, None, 4))
-        with pytest.raises(EndpointError, match="name it with --model"):
+        with pytest.raises(EndpointError, match="or give its URL with --url, and --model"):
             await client.first_model()
         with pytest.raises(EndpointError, match="warm-up: connect"):
             await warm_up(client, WORKLOAD, Point(concurrency=1, num_requests=1), 2, 4)
