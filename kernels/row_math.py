@@ -132,6 +132,12 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
     return (torch.tanh(wide / cap) * cap).to(logits.dtype)
 
 
+def cumulate(x: Tensor) -> Tensor:
+    """The running sums of each row of ``x`` [rows, columns]. A GPU adds up a single row in another order than
+    several, so that it is made one of two."""
+    return x.expand(2, -1).cumsum(1)[:1] if x.is_cuda and len(x) == 1 else x.cumsum(1)
+
+
 def sum_heads(weights: Tensor, values: Tensor) -> Tensor:
     """[num_tokens, n]: the sum over heads of ``weights`` [num_tokens, heads] times ``values`` [num_tokens,
     heads, n], which is overwritten. In the order of the heads.

@@ -23,6 +23,7 @@ from torch import Tensor
 from hisparse_pd.model.token_counts import CountedRows, to_device
 from hisparse_pd.vocabulary import FinishReason, SamplingParams, TokenLogprob
 from kernels.bit_masks import allowed_logits
+from kernels.row_math import cumulate
 from kernels.selection import ranked_topk
 
 _DRAW_BITS = 53
@@ -183,11 +184,11 @@ def _draw(
     probs = torch.softmax(scaled, dim=1)
     if is_cut:
         # Kept: every token before which less than top_p has gathered, and always the likeliest.
-        is_kept = (probs.cumsum(1) - probs < column([param.top_p for param in params])) | (rank == 0)
+        is_kept = (cumulate(probs) - probs < column([param.top_p for param in params])) | (rank == 0)
         probs = probs * is_kept
     if any(param.min_p > 0 for param in params):
         probs = probs * (probs >= column([param.min_p for param in params]) * probs.amax(1, keepdim=True))
-    cumulative = probs.cumsum(1)
+    cumulative = cumulate(probs)
     uniform = column(
         [
             _uniform(param.seed, param.num_resumed_tokens + index)
