@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,16 +11,14 @@ from kernels.norms import add_parts
 from kernels.row_math import linear, sigmoid
 from kernels.selection import ranked_topk
 
-FEW_TOKENS: Final = 256
-"""Up to so many on a GPU our own kernel makes narrow products, of which a row's bits depend on it alone."""
-
 
 def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
     """``x @ matrix.T`` as float32 products, in parts: float32 [parts, num_tokens, outputs].
 
-    ``x``: [num_tokens, columns]; ``matrix``: [outputs, columns], of few outputs; both of any float dtype.
+    ``x``: [num_tokens, columns]; ``matrix``: [outputs, columns], of few outputs; both of any float dtype. A
+    row's sum over all parts depends on the row alone.
     """
-    if x.device.type == "cuda" and len(x) <= FEW_TOKENS:
+    if x.device.type == "cuda":
         from kernels.triton_routing import narrow_parts
 
         return narrow_parts(x, matrix)

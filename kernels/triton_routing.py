@@ -17,26 +17,29 @@ from kernels.triton_launch import begin, launch_options, prefetch
 PART_BYTES: Final = 1024
 """Of a matrix' row, of which a program of ``narrow_parts`` takes a part; half of it where that makes few."""
 FEW_PARTS: Final = 8
+FEW_TOKENS: Final = 2048
+"""Up to so many, each part is a program's own; of more, their results would be too much memory."""
 STEP_BYTES: Final = 256
 LINE_BYTES: Final = 128
-BLOCK_OUTPUTS: Final = 32
-TILE_TOKENS: Final = (16, 32, 64)
+TILES: Final = ((16, 32), (32, 32), (64, 32), (128, 64))
+"""Tokens and outputs of a program."""
 CHUNK_ROWS: Final = 8
 """Rows that a program of ``plan_triton`` sorts."""
 
 
 def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
-    """See ``kernels.expert_choice.narrow_product``."""
+    """See ``kernels.expert_choice.narrow_product``. Of many tokens a program adds up all parts itself."""
     num_tokens, columns = x.shape
     outputs = matrix.shape[0]
     row_bytes = columns * matrix.itemsize
     part_bytes = PART_BYTES if row_bytes > FEW_PARTS * PART_BYTES else PART_BYTES // 2
     part, parts = part_bytes // matrix.itemsize, triton.cdiv(row_bytes, part_bytes)
-    out = torch.empty((parts, num_tokens, outputs), dtype=torch.float32, device=x.device)
-    tile = next((tile for tile in TILE_TOKENS if tile >= num_tokens), TILE_TOKENS[-1])
+    programs = parts if num_tokens <= FEW_TOKENS else 1
+    out = torch.empty((programs, num_tokens, outputs), dtype=torch.float32, device=x.device)
+    tile, block_outputs = next((tiles for tiles in TILES if tiles[0] >= num_tokens), TILES[-1])
     if num_tokens:
         with torch.cuda.device_of(x):
-            narrow_kernel[(triton.cdiv(outputs, BLOCK_OUTPUTS), parts, triton.cdiv(num_tokens, tile))](
+            narrow_kernel[(triton.cdiv(outputs, block_outputs), programs, triton.cdiv(num_tokens, tile))](
                 x,
                 matrix,
                 out,
@@ -45,11 +48,13 @@ def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
                 OUTPUTS=outputs,
                 COLUMNS=columns,
                 PART=part,
+                PARTS=parts // programs,
                 STEP=STEP_BYTES // matrix.itemsize,
                 LINE=LINE_BYTES // matrix.itemsize,
                 TILE=tile,
-                BLOCK_OUTPUTS=BLOCK_OUTPUTS,
+                BLOCK_OUTPUTS=block_outputs,
                 num_warps=4,
+                num_stages=1,
                 **launch_options(x.device),
             )
     return out
@@ -65,13 +70,14 @@ def narrow_kernel(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PART: tl.constexpr,
+    PARTS: tl.constexpr,
     STEP: tl.constexpr,
     LINE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some outputs of a tile of tokens, from a part of the columns.
+    """Some outputs of a tile of tokens, from a part of the columns, or the sum of several.
 
     A float32 matrix meets bfloat16 tokens as the sum of three in bfloat16, which it is exactly.
     """
@@ -86,23 +92,27 @@ def narrow_kernel(
     m = tl.program_id(2) * TILE + tl.arange(0, TILE)
     is_token = (m < num_tokens)[None, :]
     of_tokens = x + m.to(tl.int64)[None, :] * x_stride
-    total = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
-    for start in tl.static_range(0, PART, STEP):
-        k = part * PART + start + tl.arange(0, STEP)
-        weights = tl.load(of_rows + k[None, :], mask=is_n & (k < COLUMNS)[None, :], other=0.0)
-        tokens = tl.load(of_tokens + k[:, None], mask=is_token & (k < COLUMNS)[:, None], other=0.0)
-        if weights.dtype == tokens.dtype:
-            total = tl.dot(weights, tokens, total, input_precision="ieee")
-        elif tokens.dtype == tl.float32:
-            total = tl.dot(weights.to(tl.float32), tokens, total, input_precision="ieee")
-        else:
-            most = weights.to(tokens.dtype)
-            rest = weights - most.to(tl.float32)
-            more = rest.to(tokens.dtype)
-            least = (rest - more.to(tl.float32)).to(tokens.dtype)
-            total = tl.dot(most, tokens, tl.dot(more, tokens, tl.dot(least, tokens, total)))
+    whole = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
+    for number in range(PARTS):
+        first = (part * PARTS + number) * PART
+        total = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
+        for start in tl.static_range(0, PART, STEP):
+            k = first + start + tl.arange(0, STEP)
+            weights = tl.load(of_rows + k[None, :], mask=is_n & (k < COLUMNS)[None, :], other=0.0)
+            tokens = tl.load(of_tokens + k[:, None], mask=is_token & (k < COLUMNS)[:, None], other=0.0)
+            if weights.dtype == tokens.dtype:
+                total = tl.dot(weights, tokens, total, input_precision="ieee")
+            elif tokens.dtype == tl.float32:
+                total = tl.dot(weights.to(tl.float32), tokens, total, input_precision="ieee")
+            else:
+                most = weights.to(tokens.dtype)
+                rest = weights - most.to(tl.float32)
+                more = rest.to(tokens.dtype)
+                least = (rest - more.to(tl.float32)).to(tokens.dtype)
+                total = tl.dot(most, tokens, tl.dot(more, tokens, tl.dot(least, tokens, total)))
+        whole += total
     target = out + (part * num_tokens + m)[None, :] * OUTPUTS + n[:, None]
-    tl.store(target, total, mask=is_token & (n < OUTPUTS)[:, None])
+    tl.store(target, whole, mask=is_token & (n < OUTPUTS)[:, None])
 
 
 def choose_triton(

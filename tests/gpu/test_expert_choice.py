@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.expert_choice import FEW_TOKENS, ExpertChoice, narrow_product
+from kernels.expert_choice import ExpertChoice, narrow_product
 from kernels.expert_routing import Routing
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
@@ -20,7 +20,7 @@ CHOICES = [(256, 8, 8, 4), (32, 1, 1, 1), (160, 6, 1, 1), (14, 3, 2, 1), (16, 3,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(256, 7168), (64, 7168), (5, 130)])
-@pytest.mark.parametrize("num_tokens", [*ROWS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("num_tokens", [*ROWS, 700])
 def test_narrow_products_are_those_of_float32(
     num_tokens: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -34,17 +34,6 @@ def test_narrow_products_are_those_of_float32(
     assert torch.all((found - expected).abs() <= bound)
     wide = narrow_product(x.float(), matrix).double().sum(dim=0)
     assert torch.all((wide - expected).abs() <= bound)
-
-
-@pytest.mark.I5
-def test_a_row_of_a_narrow_product_is_the_same_among_any_few() -> None:
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    x = torch.randn((FEW_TOKENS, 7168), device=DEVICE, generator=generator).bfloat16()
-    for dtype in (torch.bfloat16, torch.float32):
-        matrix = torch.randn((64, 7168), device=DEVICE, generator=generator).to(dtype)
-        among_all = narrow_product(x, matrix)
-        for rows in (slice(0, 1), slice(100, 101), slice(7, 24), slice(60, 123), slice(1, FEW_TOKENS)):
-            assert torch.equal(narrow_product(x[rows], matrix), among_all[:, rows]), (dtype, rows)
 
 
 @pytest.mark.parametrize(
