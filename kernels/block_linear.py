@@ -2,8 +2,9 @@
 
 Activations are rounded to fp8 too, each row in blocks of 128 columns with a scale of their own, as the
 reference implementations of DeepSeek-V3 and its successors do. Products of blocks are float32, and are scaled
-before they are added up. On a GPU that is ``kernels.triton_linear`` for few rows, which takes as long as the
-matrix takes to read, and torch's ``scaled_mm`` for more.
+before they are added up. On a GPU that is ``kernels.triton_linear``, which cuts the columns into parts by the
+matrix' shape alone, so that a row has the same bits among any number of rows. Where the columns are one part,
+many rows are torch's ``scaled_mm`` or cuBLAS: both fill a GPU without parts there, and add up in that order.
 """
 
 from __future__ import annotations
@@ -49,18 +50,17 @@ def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tenso
     """``x @ (values * scales).T`` in parts, [parts, num_tokens, rows], to be added up in their order.
 
     ``values``: float8_e4m3fn [rows, columns], contiguous; ``scales``: float32, of its blocks. One part is of
-    ``dtype``, several are float32. Never waits for the device. A result's row is a function of its row of
-    ``x``; of more than ``FEW_ROWS`` rows on a GPU but for the order of float32 sums, which their number may
-    choose.
+    ``dtype``; the sum of several, which are float32, is to be rounded to it. Never waits for the device. A
+    result's row is a function of its row of ``x``.
     """
     if num_tokens == 0:
         return scales.new_empty((1, 0, len(values)), dtype=dtype)
     if values.device.type == "cpu":
         matrix = dequantize(values, scales, torch.float32)
         return linear(dequantize_rows(x.values, x.scales), matrix)[None, :num_tokens].to(dtype)
-    if are_few(num_tokens, values.device):
-        from kernels.triton_linear import linear_parts
+    from kernels.triton_linear import linear_parts, num_parts
 
+    if are_few(num_tokens, values.device) or num_parts(values) > 1:
         return linear_parts(x.values, num_tokens, values, x.scales, scales)
     result: Tensor = scaled_mm(
         x.values,
@@ -79,10 +79,11 @@ def dense_product(x: Tensor, matrix: Tensor) -> Tensor:
 
     ``x``: [num_tokens, columns], rows contiguous; ``matrix``: [rows, columns], rows side by side.
     """
-    if matrix.dtype == x.dtype == torch.bfloat16 and len(x) and are_few(len(x), x.device):
-        from kernels.triton_linear import linear_parts
+    if matrix.dtype == x.dtype == torch.bfloat16 and x.is_cuda and len(x):
+        from kernels.triton_linear import linear_parts, num_parts
 
-        return linear_parts(x, len(x), matrix)
+        if are_few(len(x), x.device) or num_parts(matrix) > 1:
+            return linear_parts(x, len(x), matrix)
     return linear(x, matrix)[None]
 
 

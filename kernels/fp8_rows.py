@@ -18,7 +18,7 @@ from kernels.fp8 import FP8_MAX, next_power_of_two
 from kernels.row_math import silu
 
 FEW_ROWS: Final = 64
-"""Up to so many on a GPU our own kernels make products, of which a row's bits do not depend on the others."""
+"""Up to so many on a GPU have products by kernels of their own, with the bits of those of many."""
 ROW_MULTIPLE: Final = 16
 """Of more rows: what ``scaled_mm`` takes. They are padded to it."""
 
@@ -56,7 +56,7 @@ class Activations:
 
 
 def are_few(num_rows: int, device: torch.device) -> bool:
-    """Whether our own kernels make products of them."""
+    """Whether they have products by kernels of their own."""
     return device.type == "cuda" and num_rows <= FEW_ROWS
 
 

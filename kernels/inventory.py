@@ -23,14 +23,14 @@ def kernels_in_use(
     if attention.name in flashmla.FORMAT:
         attention_by = f"sglang-kernel {_version('sglang-kernel')}"
     experts = f"ours, {of_triton}" if has_own_experts else "transformers', grouped products of torch"
-    dense = "fp8 by scaled_mm" if has_fp8_matrices else "none in fp8"
+    dense = ", fp8 by scaled_mm" if has_fp8_matrices else ""
     parts = (
         of_torch,
         f"attention {attention.name} by {attention_by}{why}",
         f"indexer ours, {of_triton}",
         f"swap-in and top-k ours, CUDA C by cupy {_version('cupy-cuda13x')}",
         f"routed experts {experts}",
-        f"dense products torch's, {dense}, of few rows ours",
+        f"dense products of few rows and in parts ours, others torch's{dense}",
     )
     return "; ".join(parts)
 

@@ -2,8 +2,7 @@
 # mypy: disallow_untyped_calls=False
 """``kernels.heads`` on a GPU for few tokens: what is between the projections and attention, a launch each.
 
-Each head's matrix is the wide operand of the tensor cores and the tokens the narrow one, as in
-``kernels.triton_linear``.
+Each head's matrix is the wide operand of the tensor cores and the tokens the narrow one.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from kernels.latent_vectors import IndexVectors, Rotation
 from kernels.triton_fp8 import round_blocks, sum_parts
 from kernels.triton_latents import rotated
 from kernels.triton_launch import begin, launch_options, prefetch
-from kernels.triton_linear import TILE_TOKENS
 
+TILE_TOKENS = (16, 32, 64)
 ROWS_OF_ROPE = 16
 ROWS_OF_INDEX = 64
 """Vectors of a token and a head that a program takes."""

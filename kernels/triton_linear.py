@@ -1,15 +1,17 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Products of few rows of activations with a matrix, both in fp8 or both in bfloat16, which take as long as
-the matrix takes to read.
+"""Products of activations with a matrix, both in fp8 or both in bfloat16.
 
-The matrix is the wide operand of the tensor cores and the rows the narrow one. Its columns are cut into
-parts, each a program's, so that a small matrix, too, fills the GPU: how many depends on its shape alone. Who
-takes the result adds up the parts in their order, so a row has the same bits among any number of rows.
+Columns are cut into parts, how many depends on the matrix' shape alone. A part's columns are added up in
+their order, and the parts in theirs, so that a row has the same bits among any number of rows. Of few rows
+each part is a program's, so that the product of a small matrix, too, fills the GPU and takes as long as the
+matrix takes to read; who takes the result adds up the parts. Of many rows a program adds them up itself. The
+wide operand of the tensor cores is the matrix where rows are few, and the rows where they are many.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -18,16 +20,27 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.block_fp8 import BLOCK
+from kernels.fp8_rows import FEW_ROWS
 from kernels.triton_launch import begin, launch_options, prefetch
 
-BLOCK_ROWS: Final = 128
-TILES: Final = {16: (4, 5), 32: (4, 5), 64: (4, 3)}
-"""By the tokens of a tile: warps and stages that are fastest."""
-TILE_TOKENS: Final = tuple(TILES)
 ENOUGH_PROGRAMS: Final = 256
 MOST_PARTS: Final = 8
 FEWEST_BLOCKS: Final = 4
+PART_ROWS: Final = 128
 PREFETCHED_BLOCKS: Final = 2
+
+
+@dataclass(frozen=True)
+class Tiling:
+    tokens: int
+    rows: int
+    """Of the matrix; they divide ``BLOCK``, so that they have one scale."""
+    num_stages: int
+    num_warps: int = 4
+
+
+FEW: Final = (Tiling(16, 128, 5), Tiling(32, 128, 5), Tiling(64, 128, 3))
+MANY: Final = Tiling(128, 64, 4)
 
 
 def block_columns(values: Tensor) -> int:
@@ -35,46 +48,30 @@ def block_columns(values: Tensor) -> int:
     return BLOCK // values.itemsize
 
 
-def num_parts(rows: int, blocks: int) -> int:
-    """Parts of the columns of a matrix, which is so many blocks wide."""
-    wanted = ENOUGH_PROGRAMS // -(-rows // BLOCK_ROWS)
-    return max(1, min(wanted, MOST_PARTS, blocks // FEWEST_BLOCKS))
+def num_parts(values: Tensor) -> int:
+    """Of the columns of a matrix."""
+    rows, columns = values.shape
+    wanted = ENOUGH_PROGRAMS // -(-rows // PART_ROWS)
+    return max(1, min(wanted, MOST_PARTS, -(-columns // block_columns(values)) // FEWEST_BLOCKS))
 
 
 def linear_parts(
     x: Tensor, num_tokens: int, values: Tensor, x_scales: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
-    """float32 [parts, num_tokens, rows], or bfloat16 if there is one part; see ``kernels.block_linear``.
+    """float32 [parts, num_tokens, rows] of few tokens, bfloat16 if there is one part; of many their sum,
+    bfloat16 [1, num_tokens, rows].
 
     Scales: of an ``x`` and ``values`` in fp8; otherwise both are bfloat16.
     """
-    rows, columns = values.shape
-    parts = num_parts(rows, -(-columns // block_columns(values)))
-    dtype = torch.bfloat16 if parts == 1 else torch.float32
-    out = torch.empty((parts, num_tokens, rows), dtype=dtype, device=x.device)
-    return run_linear(x, x_scales, values, scales, out)
-
-
-def run_linear(
-    x: Tensor,
-    x_scales: Tensor | None,
-    values: Tensor,
-    scales: Tensor | None,
-    out: Tensor,
-    *,
-    block_rows: int = BLOCK_ROWS,
-    tile: int = 0,
-    num_warps: int = 0,
-    num_stages: int = 0,
-    prefetched: int = PREFETCHED_BLOCKS,
-) -> Tensor:
-    parts, num_tokens, rows = out.shape
-    columns, block = values.shape[1], block_columns(values)
-    tile = tile or next((tile for tile in TILE_TOKENS if tile >= num_tokens), TILE_TOKENS[-1])
-    num_warps, num_stages = num_warps or TILES[tile][0], num_stages or TILES[tile][1]
-    grid = (triton.cdiv(rows, block_rows), parts, triton.cdiv(num_tokens, tile))
+    (rows, columns), block = values.shape, block_columns(values)
+    blocks, parts = triton.cdiv(columns, block), num_parts(values)
+    is_few = num_tokens <= FEW_ROWS
+    programs = parts if is_few else 1
+    tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
+    dtype = torch.bfloat16 if programs == 1 else torch.float32
+    out = torch.empty((programs, num_tokens, rows), dtype=dtype, device=x.device)
     with torch.cuda.device_of(x):
-        linear_kernel[grid](
+        linear_kernel[(triton.cdiv(rows, tiling.rows), programs, triton.cdiv(num_tokens, tiling.tokens))](
             x,
             x if x_scales is None else x_scales,
             values,
@@ -88,12 +85,14 @@ def run_linear(
             HAS_SCALES=scales is not None,
             BLOCK=block,
             SCALE_BLOCK=BLOCK,
-            PART_BLOCKS=triton.cdiv(triton.cdiv(columns, block), parts),
-            PREFETCHED=prefetched,
-            TILE=tile,
-            BLOCK_ROWS=block_rows,
-            num_warps=num_warps,
-            num_stages=num_stages,
+            PART_BLOCKS=triton.cdiv(blocks, parts),
+            PARTS=parts // programs,
+            IS_TALL=is_few,
+            PREFETCHED=PREFETCHED_BLOCKS,
+            TILE=tiling.tokens,
+            BLOCK_ROWS=tiling.rows,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
             **launch_options(x.device),
         )
     return out
@@ -115,16 +114,22 @@ def linear_kernel(
     BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     PART_BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_TALL: tl.constexpr,
     PREFETCHED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some rows of the matrix, a part of its columns, a tile of tokens: ``out[part, tile, n]``."""
+    """Some rows of the matrix, a part of its columns or all, a tile of tokens: ``out[part, tile, n]``.
+
+    ``IS_TALL``: the matrix is the wide operand.
+    """
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(1)
     blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     first_block = part * PART_BLOCKS
+    end = min(first_block + PARTS * PART_BLOCKS, blocks)
     k = tl.arange(0, BLOCK)
     is_n = n < ROWS
     of_rows = values + n.to(tl.int64)[:, None] * COLUMNS
@@ -134,8 +139,11 @@ def linear_kernel(
     m = tl.program_id(2) * TILE + tl.arange(0, TILE)
     is_m = m < num_tokens
     of_tokens = x + m.to(tl.int64)[:, None] * x_stride
-    total = tl.zeros((BLOCK_ROWS, TILE), dtype=tl.float32)
-    end = min(first_block + PART_BLOCKS, blocks)
+    if IS_TALL:
+        total = tl.zeros((BLOCK_ROWS, TILE), dtype=tl.float32)
+    else:
+        total = tl.zeros((TILE, BLOCK_ROWS), dtype=tl.float32)
+    whole = total
     if HAS_SCALES:
         row_scales = scales + (tl.program_id(0) * BLOCK_ROWS // SCALE_BLOCK) * blocks
         of_scales = x_scales + m
@@ -151,9 +159,25 @@ def linear_kernel(
             following = tl.minimum(block + 1, end - 1)
             next_token_scale = tl.load(of_scales + following * scales_stride, mask=is_m, other=0.0)
             next_row_scale = tl.load(row_scales + following)
-            total += tl.dot(weights, tokens.T) * (token_scale * row_scale)[None, :]
+            scale = token_scale * row_scale
+            if IS_TALL:
+                total += tl.dot(weights, tokens.T) * scale[None, :]
+            else:
+                total += tl.dot(tokens, weights.T) * scale[:, None]
             token_scale, row_scale = next_token_scale, next_row_scale
-        else:
+        elif IS_TALL:
             total = tl.dot(weights, tokens.T, total)
-    target = out + (part.to(tl.int64) * num_tokens + m)[None, :] * ROWS + n[:, None]
-    tl.store(target, total, mask=is_m[None, :] & is_n[:, None])
+        else:
+            total = tl.dot(tokens, weights.T, total)
+        if PARTS > 1:  # noqa: SIM102 (a constant, and a number of the GPU)
+            if (block + 1) % PART_BLOCKS == 0:
+                whole += total
+                total = tl.zeros((TILE, BLOCK_ROWS), dtype=tl.float32)
+    if PARTS > 1:
+        total = whole if blocks % PART_BLOCKS == 0 else whole + total
+    of_part = out + part.to(tl.int64) * num_tokens * ROWS
+    m = m.to(tl.int64)
+    if IS_TALL:
+        tl.store(of_part + m[None, :] * ROWS + n[:, None], total, mask=is_m[None, :] & is_n[:, None])
+    else:
+        tl.store(of_part + m[:, None] * ROWS + n[None, :], total, mask=is_m[:, None] & is_n[None, :])

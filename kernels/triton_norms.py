@@ -148,9 +148,9 @@ def add_norm_kernel(
         else:
             x = tl.zeros((PADDED,), dtype=dtype)
         if NUM_ONE > 0:
-            total = sum_parts(one + row * one_stride, one_part, at, is_token, NUM_ONE)
+            total = block_sum(one + row * one_stride, one_part, at, is_token, NUM_ONE, dtype)
             if NUM_OTHER > 0:
-                total += sum_parts(other + row * other_stride, other_part, at, is_token, NUM_OTHER)
+                total += block_sum(other + row * other_stride, other_part, at, is_token, NUM_OTHER, dtype)
             x = (x.to(tl.float32) + total).to(dtype)
             tl.store(sums + row * SIZE + at, x, mask=is_token)
         wide = x.to(tl.float32)
@@ -173,6 +173,15 @@ def add_norm_kernel(
             tl.store(values + row * SIZE + at, tl.reshape(rounded, (PADDED,)), mask=is_there)
             block = tl.arange(0, PADDED // BLOCK)[:, None]
             tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < SIZE)
+
+
+@triton.jit
+def block_sum(start, part_stride, at, mask, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """The sum of a block's parts; of float32 ones, rounded as a product is that comes in one part."""
+    total = sum_parts(start, part_stride, at, mask, PARTS)
+    if start.dtype.element_ty == tl.float32:
+        total = total.to(dtype).to(tl.float32)
+    return total
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hisparse_pd.model.block_linear import JoinedLinears, parts_of, rounding_of
+from hisparse_pd.model.block_linear import JoinedLinears, parts_of, product_of, rounding_of
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.expert_choice import narrow_product
@@ -25,6 +25,7 @@ from kernels.fp8_rows import Activations, Rounding
 from kernels.hadamard import hadamard_matrix
 from kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
 from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
+from kernels.norms import add_parts
 
 
 class KvAccess(Protocol):
@@ -240,11 +241,12 @@ class _DirectQueries:
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``normed``: the hidden state behind its norm; ``raw``: what q_proj made of it."""
-        q = self._scaling(_of_heads(raw, self._num_heads), places)
+        in_one_part = add_parts(raw).to(normed.dense.dtype)[None]
+        q = self._scaling(_of_heads(in_one_part, self._num_heads), places)
         if not with_index:
             return q, None, None
         indexer = self._indexer
-        queries = parts_of(indexer.wq_b, Activations(indexer.q_input_norm(normed.dense)))
+        queries = product_of(indexer.wq_b, indexer.q_input_norm(normed.dense))[None]
         return q, None, self._index_scaling(_of_heads(queries, indexer.n_heads), places).flatten(2)
 
 

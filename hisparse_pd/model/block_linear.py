@@ -49,8 +49,12 @@ class BlockLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [..., in_features]"""
-        rows = Activations(x.reshape(-1, x.shape[-1]))
-        return add_parts(self.parts(rows)).to(x.dtype).view(*x.shape[:-1], -1)
+        return product_of(self, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def product_of(layer: Any, x: Tensor) -> Tensor:
+    """[num_tokens, out_features] of ``x`` [num_tokens, in_features], in its dtype."""
+    return add_parts(parts_of(layer, Activations(x))).to(x.dtype)
 
 
 def parts_of(layer: Any, x: Activations) -> Tensor:
@@ -112,8 +116,7 @@ class GatedMlp(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [..., hidden_size]"""
-        rows = Activations(x.reshape(-1, x.shape[-1]))
-        return add_parts(self.parts(rows)).to(x.dtype).view(x.shape)
+        return product_of(self, x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 def can_join(parts: Sequence[Any]) -> bool:

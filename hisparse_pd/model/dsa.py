@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.model.attention import Attention, KvAccess, Places
-from hisparse_pd.model.block_linear import parts_of
+from hisparse_pd.model.block_linear import parts_of, product_of
 from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.feed_forward import FeedForward
 from hisparse_pd.model.rank_group import RankGroup
@@ -90,7 +90,7 @@ class DsaModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab_size], of ``hidden`` [n, hidden_size] as ``forward_with_hidden`` returns them."""
-        logits: Tensor = self._lm_head(hidden).float()
+        logits = product_of(self._lm_head, hidden).float()
         return logits if self._softcap is None else softcap(logits, self._softcap)
 
     @torch.inference_mode()
@@ -312,8 +312,7 @@ class _DraftLayer:
             None, joined, places, kv, selected, runs_indexer=selected is None
         )
         normed = self._norm(hidden, added)[1].dense
-        logits: Tensor = self._lm_head(normed[logit_rows])
-        return logits.float(), normed
+        return product_of(self._lm_head, normed[logit_rows]).float(), normed
 
     def write(self, token_ids: Tensor, hidden: Tensor, places: Places, kv: KvAccess) -> None:
         self._layer.write([self._joined(token_ids, hidden)], places, kv)

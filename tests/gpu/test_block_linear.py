@@ -11,13 +11,11 @@ from hisparse_pd.model.block_linear import BlockLinear, GatedMlp, JoinedLinears,
 from kernels.block_fp8 import BLOCK, dequantize, quantize
 from kernels.block_linear import block_linear, block_product, dense_product, gated
 from kernels.fp8_rows import (
-    FEW_ROWS,
     Activations,
     Rounding,
     dequantize_rows,
     quantize_gated,
     quantize_rows,
-    round_rows,
 )
 from kernels.norms import add_parts
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
@@ -96,34 +94,6 @@ def test_a_gated_product_is_that_of_what_was_rounded(parts: int) -> None:
     assert (found.sum(dim=0) - expected).norm() <= 2**-8 * expected.norm()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_tokens", [16, 64, 700])
-def test_a_row_does_not_depend_on_the_rows_beside_it(num_tokens: int, shape: tuple[int, int]) -> None:
-    """Bit for bit, among as many rows; other numbers of many rows may add up in another order."""
-    x, values, scales = draw(num_tokens, *shape)
-    among_others = block_linear(x, values, scales)
-    other = draw(num_tokens, *shape)[0].flip(0).roll(1, 1)
-    other[3] = x[3]
-    assert torch.equal(block_linear(other, values, scales)[3], among_others[3])
-    alone = block_linear(x[3:4], values, scales)[0]
-    torch.testing.assert_close(alone, among_others[3], rtol=2**-7, atol=float(alone.abs().max()) * 2**-9)
-
-
-@pytest.mark.I5
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_is_the_same_among_any_few_rows(shape: tuple[int, int]) -> None:
-    x, values, scales = draw(FEW_ROWS, *shape)
-
-    def product(rows: Tensor) -> Tensor:
-        return block_product(round_rows(rows, Rounding()), len(rows), torch.bfloat16, values, scales)
-
-    among_all = product(x)
-    for num_rows in (1, 2, 3, 16, 17, 33, 63, FEW_ROWS - 1):
-        for first in (0, FEW_ROWS - num_rows):
-            rows = slice(first, first + num_rows)
-            assert torch.equal(product(x[rows]), among_all[:, rows]), (num_rows, first)
-
-
 def test_layers_that_are_joined_compute_what_each_does_alone() -> None:
     hidden = draw(33, 16, 7168)[0]
     parts = []
@@ -136,9 +106,7 @@ def test_layers_that_are_joined_compute_what_each_does_alone() -> None:
     joined = JoinedLinears(parts)
     assert joined._joined is not None
     for found, expected in zip(joined(Activations(hidden)), alone, strict=True):
-        tolerance = float(expected.abs().max()) * 2**-9
-        result = add_parts(found).to(expected.dtype)
-        torch.testing.assert_close(result, expected, rtol=2**-7, atol=tolerance)
+        assert torch.equal(found[0], expected)
 
 
 def test_no_rows() -> None:
@@ -160,16 +128,7 @@ def test_a_product_in_bfloat16(num_tokens: int, shape: tuple[int, int]) -> None:
     expected = x.double() @ matrix.double().t()
     away = (found.double().sum(dim=0) - expected).norm(dim=1)
     assert torch.all(away <= 2**-8 * expected.norm(dim=1))
-    assert len(found) == 1 or found.dtype == torch.float32
-
-
-@pytest.mark.I5
-def test_a_row_in_bfloat16_is_the_same_among_any_few_rows() -> None:
-    x, matrix = draw(FEW_ROWS, 1, 2048)[0], draw(672, 1, 2048)[0]
-    among_all = dense_product(x, matrix)
-    for num_rows in (1, 2, 16, 17, 33, FEW_ROWS - 1):
-        for rows in (slice(0, num_rows), slice(FEW_ROWS - num_rows, FEW_ROWS)):
-            assert torch.equal(dense_product(x[rows], matrix), among_all[:, rows]), (num_rows, rows)
+    assert found.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33, 300])

@@ -166,23 +166,34 @@ def values_of_heads() -> None:
 def products_of_few_rows() -> None:
     from kernels.triton_linear import linear_parts, num_parts
 
-    for num_tokens, rows, columns in ((3, 136, 1152), (17, 48, 384)):
+    for num_tokens, rows, columns in ((3, 136, 1152), (17, 48, 384), (66, 136, 1152)):
         values, scales = quantize(draw(rows, columns))
         x = Rounded(*quantize_rows(draw(num_tokens, columns)))
         found = linear_parts(x.values, num_tokens, values, x.scales, scales)
-        assert len(found) == num_parts(rows, -(-columns // 128))
+        assert len(found) == (num_parts(values) if num_tokens <= 64 else 1)
         expected = block_product(x, num_tokens, torch.float32, values, scales)[0]
         is_close(add_parts(found), expected.to(found.dtype))
         dense, matrix = draw(num_tokens, 2 * columns)[:, :columns], draw(rows, columns)
-        is_close(add_parts(linear_parts(dense, num_tokens, matrix)), dense_product(dense, matrix)[0])
+        found = linear_parts(dense, num_tokens, matrix)
+        is_close(add_parts(found), dense_product(dense, matrix)[0].to(found.dtype))
+
+
+def products_by_a_narrow_matrix() -> None:
+    from kernels import triton_routing
+    from kernels.triton_routing import narrow_parts
+
+    triton_routing.FEW_TOKENS = 64  # type: ignore[misc]  # in a process of its own
+    x, matrix = draw(65, 700), draw(40, 700)
+    for of_type in (matrix, matrix.bfloat16()):
+        few, many = narrow_parts(x[:17], of_type), narrow_parts(x, of_type)
+        is_close(add_parts(few), narrow_product(x[:17], of_type)[0])
+        assert len(many) == 1
+        is_close(many[0, :17], add_parts(few))
 
 
 def experts_are_chosen_and_planned() -> None:
-    from kernels.triton_routing import choose_triton, narrow_parts, plan_triton
+    from kernels.triton_routing import choose_triton, plan_triton
 
-    x, matrix = draw(17, 700), draw(40, 700)
-    for of_type in (matrix, matrix.bfloat16()):
-        is_close(add_parts(narrow_parts(x, of_type)), narrow_product(x, of_type)[0])
     for num_groups, num_chosen, num_experts, is_softmax in (
         (1, 1, 9, False),
         (4, 2, 24, False),
@@ -245,6 +256,7 @@ def without_loops() -> None:
 def with_loops() -> None:
     values_of_heads()
     products_of_few_rows()
+    products_by_a_narrow_matrix()
 
 
 @needs_triton
@@ -309,6 +321,7 @@ def compile_a_layer() -> None:
             matrix, scales = some(32768, Q_RANK, dtype=fp8), wide(256, Q_RANK // 128)
             linear_parts(x, num_tokens, matrix, x_scales, scales)
             linear_parts(some(num_tokens, Q_RANK), num_tokens, some(32768, Q_RANK))
+            linear_parts(some(65, HIDDEN), 65, some(2240, HIDDEN))
             narrow_parts(some(num_tokens, HIDDEN), wide(NUM_EXPERTS, HIDDEN))
         gate = some(16, 2048), some(16, 2048)
         for rounding in (None, Rounding()):
