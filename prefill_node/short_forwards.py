@@ -50,10 +50,10 @@ class ShortForwards:
         """Graphs for forwards of up to ``most_tokens``, once all that they launch has been compiled."""
         started = time.monotonic()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
         captured, pool = {}, None
         for size in (size for size in GRAPH_TOKENS if size <= most_tokens):  # so that they share memory
             token_ids, kv = self._padding(size)
+            stream.wait_stream(torch.cuda.current_stream())  # which makes the padding
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
                 self._forward(token_ids, kv)  # for what is allocated or compiled for these shapes

@@ -118,7 +118,7 @@ def test_does_the_same_in_graphs(is_fp8: bool) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
 def test_an_expert_that_every_token_has_is_one_of_them(num_tokens: int, is_fp8: bool) -> None:
     """The same layer with room for it among the routed ones and without."""
-    num_experts, top_k, hidden_size, inner_size = 16, 4, 512, 256
+    num_experts, top_k, hidden_size, inner_size = 16, 4, 512, 512
     gate_up = draw_matrices((num_experts, 2, inner_size, hidden_size), is_fp8=is_fp8)
     down = draw_matrices((num_experts, 1, hidden_size, inner_size), is_fp8=is_fp8)
     hidden = draw_tokens(num_tokens, num_experts, top_k, hidden_size)[0].to(HOME, torch.bfloat16)

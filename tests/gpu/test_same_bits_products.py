@@ -75,7 +75,7 @@ def test_of_a_matrix_in_fp8(rows: int, columns: int) -> None:
 )  # fmt: skip
 def test_of_a_matrix_in_bfloat16(rows: int, columns: int) -> None:
     matrix = matrix_of(rows, columns)
-    check(lambda x: add_parts(dense_product(x, matrix)), draw(MOST, columns))
+    check(lambda x: add_parts(dense_product(x, matrix)).bfloat16(), draw(MOST, columns))
 
 
 @pytest.mark.parametrize(("vocab_size", "hidden_size"), [(129280, 7168), (154880, 6144), (163840, 2048)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("msgspec", reason="msgspec is not installed")
 
@@ -69,3 +70,18 @@ def test_forwards_behind_the_warm_up_compile_nothing(tmp_path: Path, kv_format: 
     runner.run([part(1, 299, 300, 300, range(20))])
     print(f"{kv_format}: {sum(warm.values())} kernels in {cold_secs:.1f} s")
     assert num_compiled() == warm
+
+
+def test_graphs_are_captured_behind_what_fills_their_padding(tmp_path: Path) -> None:
+    """Also where the device is still busy, and the memory that they get was another's: its numbers are no
+    tokens."""
+    write_checkpoint(tmp_path, "glm")
+    spec = load_spec(tmp_path, dtype="bfloat16")
+    model = load_model(tmp_path, spec, "cuda")
+    memory = PrefillMemory(spec, num_slots=128 * PAGE_SIZE, num_aux_slots=1, device="cuda")
+    runner = PromptRunner(model, memory, PAGE_SIZE, chunk_tokens=MOST_TOKENS)
+    runner.warm_up(MOST_TOKENS)
+    torch.full((1 << 22,), -1, device="cuda")
+    torch.cuda._sleep(1 << 29)  # type: ignore[no-untyped-call]
+    runner._short.capture(MOST_TOKENS)
+    torch.cuda.synchronize()
