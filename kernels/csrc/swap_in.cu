@@ -502,6 +502,8 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
         const u32 req = request_of(p, unit) + turn * p.stride;
         const bool is_last = req + p.stride >= num_reqs;
         const int num_early = min(Mailbox::read(mail.num_early, b.lane), p.max_early);
+        const bool verifies = p.checks.row_checks != nullptr && num_early > 0;
+        const int row = verifies ? load_integer(p.requests.req_rows, p.requests.req_rows_are_64, req) : 0;
         EarlyItem items[ITEMS_PER_FETCHER];
         Copy copies[ITEMS_PER_FETCHER];
         u32 expected[ITEMS_PER_FETCHER];
@@ -512,17 +514,21 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
             copies[k].src_host_slot = Mailbox::read(mail.host_slots[number], b.lane);
             begin_fetch(p.pool, p.layer, copies[k].src_host_slot, b.lane, items[k]);
         }
-        if (p.checks.row_checks != nullptr && num_early > 0) {
-            const int row = load_integer(p.requests.req_rows, p.requests.req_rows_are_64, req);
+        if (verifies) {
             const int* index_pages = index_pages_of(p.checks, row);
+            Expected checks[ITEMS_PER_FETCHER];
 #pragma unroll
             for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
                 const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
+                checks[k] = {nullptr, 0, 0};
                 if (number >= num_early) continue;
                 copies[k].row = row;
                 copies[k].position = Mailbox::read(mail.positions[number], b.lane);
-                expected[k] = Expected::of(p.checks, p.layer, index_pages, copies[k].position).load();
+                checks[k] = Expected::of(p.checks, p.layer, index_pages, copies[k].position);
             }
+            // Behind all of the pages, so that the check of one item does not wait for the page of another.
+#pragma unroll
+            for (int k = 0; k < ITEMS_PER_FETCHER; ++k) expected[k] = checks[k].load();
         }
         if (is_last && !records) arrive_alone(p, round, b);
         EarlyPlaced::wait();
