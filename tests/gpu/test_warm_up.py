@@ -51,14 +51,18 @@ def part(room: int, start: int, stop: int, num_prompt_tokens: int, pages: range)
     return record, Chunk(Room(room), start, stop, admits=start == 0)
 
 
+def make_runner(checkpoint: Path, kv_format: str) -> PromptRunner:
+    write_checkpoint(checkpoint, "glm", draft_gain=1.0)
+    dtype = "float32" if kv_format == "float32" else "bfloat16"
+    spec = load_spec(checkpoint, num_draft_layers=1, dtype=dtype, kv_cache_dtype=kv_format)
+    model = load_model(checkpoint, spec, "cuda")
+    memory = PrefillMemory(spec, num_slots=128 * PAGE_SIZE, num_aux_slots=1, device="cuda")
+    return PromptRunner(model, memory, PAGE_SIZE, chunk_tokens=MOST_TOKENS)
+
+
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "fp8_e4m3"])
 def test_forwards_behind_the_warm_up_compile_nothing(tmp_path: Path, kv_format: str) -> None:
-    write_checkpoint(tmp_path, "glm", draft_gain=1.0)
-    dtype = "float32" if kv_format == "float32" else "bfloat16"
-    spec = load_spec(tmp_path, num_draft_layers=1, dtype=dtype, kv_cache_dtype=kv_format)
-    model = load_model(tmp_path, spec, "cuda")
-    memory = PrefillMemory(spec, num_slots=128 * PAGE_SIZE, num_aux_slots=1, device="cuda")
-    runner = PromptRunner(model, memory, PAGE_SIZE, chunk_tokens=MOST_TOKENS)
+    runner = make_runner(tmp_path, kv_format)
     started = time.monotonic()
     runner.warm_up(MOST_TOKENS)
     warm, cold_secs = num_compiled(), time.monotonic() - started
@@ -75,11 +79,7 @@ def test_forwards_behind_the_warm_up_compile_nothing(tmp_path: Path, kv_format: 
 def test_graphs_are_captured_behind_what_fills_their_padding(tmp_path: Path) -> None:
     """Also where the device is still busy, and the memory that they get was another's: its numbers are no
     tokens."""
-    write_checkpoint(tmp_path, "glm")
-    spec = load_spec(tmp_path, dtype="bfloat16")
-    model = load_model(tmp_path, spec, "cuda")
-    memory = PrefillMemory(spec, num_slots=128 * PAGE_SIZE, num_aux_slots=1, device="cuda")
-    runner = PromptRunner(model, memory, PAGE_SIZE, chunk_tokens=MOST_TOKENS)
+    runner = make_runner(tmp_path, "bfloat16")
     runner.warm_up(MOST_TOKENS)
     torch.full((1 << 22,), -1, device="cuda")
     torch.cuda._sleep(1 << 29)  # type: ignore[no-untyped-call]
