@@ -41,7 +41,7 @@ from hisparse_pd.bench.serving_load import (
     run_point,
     warm_up,
 )
-from hisparse_pd.bench.serving_report import plot, print_report, series_name, summarize
+from hisparse_pd.bench.serving_report import line_of, plot, print_report, series_name, summarize
 from hisparse_pd.bench.settings import DEFAULT_URL, OPEN_LOOP_REQUESTS, ServingSettings
 
 INTERRUPTED = 130
@@ -133,6 +133,7 @@ async def measure(
             after = await read_counters(metrics_urls)
             grown = {name: after[name] - before[name] for name in after} if metrics_urls else None
             figures = {**summarize(point, records, grown), "client_cpu_share": cpu_share}
+            console.print(line_of(figures), markup=False, highlight=False, soft_wrap=True)
             measured["points"].append(figures)
             measured["requests"].append([_row(record) for record in records])
 

@@ -122,12 +122,8 @@ def _of_nodes(counters: Mapping[str, float], wall_secs: float) -> dict[str, Any]
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
     points: list[dict[str, Any]] = report["points"]
-    load = "clients" if points[0]["concurrency"] is not None else "req/s due"
-    rates = ("req/s", "tok/s", "tok/s full")
-    latencies = ("TTFT", "ITL", "TPOT", "end to end")
-    columns = ("series", load, *rates, *latencies, "hit rate", "swap-in", "failed")
     title = f"{_title(report)}; latencies p50 / p90 / p99, ms"
-    console.print(table(title, columns, map(_row, points)))
+    console.print(table(title, _columns(points[0]), map(_row, points)))
     for point in points:
         for name, number in point["errors"].items():
             console.print(
@@ -138,6 +134,19 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
             )
     for note in notes(report):
         console.print(note, style="yellow", markup=False, highlight=False)
+
+
+def line_of(point: Mapping[str, Any]) -> str:
+    """Its row of the table in words, for who watches."""
+    return ", ".join(
+        f"{name} {text}" for name, text in zip(_columns(point), _row(point), strict=True) if text
+    )
+
+
+def _columns(point: Mapping[str, Any]) -> tuple[str, ...]:
+    load = "clients" if point["concurrency"] is not None else "req/s due"
+    rates, latencies = ("req/s", "tok/s", "tok/s full"), ("TTFT", "ITL", "TPOT", "end to end")
+    return ("series", load, *rates, *latencies, "hit rate", "swap-in", "failed")
 
 
 def _row(point: Mapping[str, Any]) -> list[str]:

@@ -188,7 +188,10 @@ def is_whole(router: Process) -> bool:
     return all(node["healthy"] for node in nodes)
 
 
-def measure(options: argparse.Namespace, decode: Sequence[Process], router: Process) -> list[dict[str, Any]]:
+def measure(
+    options: argparse.Namespace, decode: Sequence[Process], router: Process
+) -> Iterator[dict[str, Any]]:
+    """Of one round after the other."""
     drawn = random.Random(5)
     bodies: list[dict[str, Any]] = [
         {
@@ -213,9 +216,8 @@ def measure(options: argparse.Namespace, decode: Sequence[Process], router: Proc
     if errors := [stream.error for stream in undisturbed if stream.error]:
         raise SystemExit(f"{len(errors)} undisturbed streams failed: {errors[0]}")
     waits = np.concatenate([np.diff(stream.arrivals) for stream in undisturbed])
-    rows: list[dict[str, Any]] = []
     for number in (signal.SIGKILL, signal.SIGTERM) * options.rounds:
-        if rows:
+        if not is_healthy(decode[0].url):
             decode[0].start()
             decode[0].wait_healthy()
             while not is_whole(router):
@@ -224,20 +226,17 @@ def measure(options: argparse.Namespace, decode: Sequence[Process], router: Proc
         gaps: dict[bool, list[float]] = {True: [], False: []}
         for stream in streams:
             gaps[stream.node == decode[0].url].append(stream.gap(since) * 1e3)
-        rows.append(
-            {
-                "signal": number.name,
-                "gaps_ms": gaps[True],
-                "gaps_of_others_ms": gaps[False],
-                "left_after_secs": left_after,
-                "wait_ms": float(np.median(waits) * 1e3),
-                "resumes": [stream.usage.get("hisparse", {}).get("resumes") for stream in streams],
-                "equal": num_equal(streams, undisturbed),
-                "undisturbed_equal": num_equal(*passes[1:]),
-                "errors": [stream.error for stream in streams if stream.error],
-            }
-        )
-    return rows
+        yield {
+            "signal": number.name,
+            "gaps_ms": gaps[True],
+            "gaps_of_others_ms": gaps[False],
+            "left_after_secs": left_after,
+            "wait_ms": float(np.median(waits) * 1e3),
+            "resumes": [stream.usage.get("hisparse", {}).get("resumes") for stream in streams],
+            "equal": num_equal(streams, undisturbed),
+            "undisturbed_equal": num_equal(*passes[1:]),
+            "errors": [stream.error for stream in streams if stream.error],
+        }
 
 
 def num_equal(streams: Sequence[Stream], others: Sequence[Stream]) -> int:
@@ -263,12 +262,16 @@ def main() -> None:
     parser.add_argument("--decode-options", default="", help="of the decode nodes")
     parser.add_argument("--out", type=Path, default=OUT / "resume_gap")
     options = parser.parse_args()
+    console, rows = make_console(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as directory, running(options, Path(directory)) as (decode, router):
-        rows = measure(options, decode, router)
-    write_json(
-        options.out.with_suffix(".json"), {"facts": run_facts(), "options": vars(options), "rows": rows}
-    )
-    make_console().print(table_of("", list(map(summary, rows))))
+        for row in measure(options, decode, router):
+            rows.append(row)
+            console.print(summary(row), highlight=False)
+            write_json(
+                options.out.with_suffix(".json"),
+                {"facts": run_facts(), "options": vars(options), "rows": rows},
+            )
+    console.print(table_of("", list(map(summary, rows))))
 
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
