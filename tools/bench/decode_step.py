@@ -127,6 +127,18 @@ class Prefilled:
             hints=self.hints_at[context],
         )
 
+    def repeated(self, num_times: int) -> Prefilled:
+        """A prompt of so many times its tokens, with the hint of its beginning."""
+        cuts = range(self.kv.shape[1], num_times * self.kv.shape[1] + 1, self.kv.shape[1])
+        return replace(
+            self,
+            kv=self.kv.repeat(1, num_times, 1),
+            kv_host=self.kv_host.repeat(1, num_times, 1),
+            index=self.index.repeat(1, num_times, 1),
+            row_checks=None if self.row_checks is None else self.row_checks.repeat(1, num_times),
+            hints_at={**self.hints_at, **dict.fromkeys(cuts, self.hints)},
+        )
+
 
 def prefill(
     spec: ModelSpec,

@@ -176,9 +176,12 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     keep(load_secs=time.monotonic() - started, memory_gb=used.gb, planned_weights_gb=locality.num_bytes / 1e9)
     keep(collectives=measure_collectives(ranks, device, model.hidden_size, arguments.collectives))
     locality.set_jitter(arguments.jitter[0])
-    longest, cuts = max(arguments.context), arguments.context
-    prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, longest, cuts, num_passes=1)
+    computed = min(max(arguments.context), arguments.computed_tokens)
+    cuts = [context for context in arguments.context if context <= computed]
+    prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, computed, cuts, num_passes=1)
     keep(prefill_tokens_a_second=prompt.tokens_a_second, prefill_ends_at=time.monotonic() - started)
+    if max(arguments.context) > computed:
+        prompt = prompt.repeated(max(arguments.context) // computed)
     for row in measure_cells(arguments, spec, model, locality, prompt, ranks):
         report["rows"].append(row)
         keep()
@@ -246,6 +249,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 8, 1, 32, 16], help="requests a rank")
     parser.add_argument("--context", type=int, nargs="+", default=[32768, 65536], help="multiples of --chunk")
     parser.add_argument(
+        "--computed-tokens",
+        type=int,
+        default=1 << 20,
+        help="of a longer context, which has their KV several times",
+    )
+    parser.add_argument(
         "--jitter", type=float, nargs="+", default=[0.1, 0.27], help="90%% and 67%% hits at 32k"
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3, 1], choices=range(MAX_DRAFTS + 1))
@@ -259,6 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if uneven := [context for context in arguments.context if context % arguments.chunk]:
         parser.error(f"--context {uneven[0]} is no multiple of --chunk {arguments.chunk}")
+    if uneven := [
+        c for c in arguments.context if c > arguments.computed_tokens and c % arguments.computed_tokens
+    ]:
+        parser.error(f"--context {uneven[0]} is no multiple of --computed-tokens {arguments.computed_tokens}")
     arguments.ends_at = started + arguments.seconds - GRACE_SECS
     written = arguments.out.with_suffix(".json")
     written.unlink(missing_ok=True)
