@@ -127,7 +127,10 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
             with running_pair(model_path, options.split(), console) as pair:
                 note = f"pair, hot buffers of {buffer}, {num_drafts} drafts"
                 advance = step(note, len(prompts))
-                responses += ask_pair(pair.router_url, prompts, modes, advance, arguments.clients)
+                found = ask_pair(pair.router_url, prompts, modes, advance, arguments.clients)
+            answers = [is_right for response in found for is_right in response.right]
+            console.print(f"{note}: {sum(answers):,} of {len(answers):,} answers right", highlight=False)
+            responses += found
     return {
         "model": model_path.name,
         "index_topk": top_k,
