@@ -41,13 +41,18 @@ async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
     return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
 
 
-async def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
+def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
     """Server-sent events; in units with lines between them where a router keeps a journal."""
     outputs, dialect = _outputs(front, work), _dialect(front, work)
     if (journal := work.request.journal) is not None:
-        async for unit in _journaled(work, journal, dialect, outputs, deltas_of):
-            yield unit
-        return
+        return _journaled(work, journal, dialect, outputs, deltas_of)
+    return _plain(dialect, outputs, deltas_of)
+
+
+async def _plain(
+    dialect: Dialect, outputs: Sequence[SampleOutput], deltas_of: Deltas
+) -> AsyncGenerator[bytes, None]:
+    """Without such lines."""
     try:
         async with aclosing(deltas_of(outputs)) as deltas:
             async for delta in deltas:

@@ -8,7 +8,7 @@ bytes are spread over tokens comes out with its last byte.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -85,9 +85,9 @@ class Detokenizer:
         """The stop string that ended the text."""
         return self._stop.matched
 
-    def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that is certain now. Tokens after a match add nothing."""
-        new_bytes = b"".join(self._token_bytes.of(i, skip_special=self._skip_special) for i in token_ids)
+    def feed(self, token_id: int) -> str:
+        """The text that is certain now. A token after a match adds nothing."""
+        new_bytes = self._token_bytes.of(token_id, skip_special=self._skip_special)
         return self._stop.feed(self._utf8.decode(new_bytes))
 
     def finish(self) -> str:

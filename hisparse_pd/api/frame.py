@@ -187,7 +187,7 @@ class Reply:
 
     def keep_alive(self, scope: Scope) -> None:
         """Say from now on that the request is at work."""
-        self._alive = KeepAlive(scope, self._error_shape, self._send_piece)
+        self._alive = KeepAlive(scope, self._error_shape, self._piece)
 
     def close(self) -> None:
         if self._alive is not None:
@@ -243,8 +243,5 @@ class Reply:
             self.close()
         elif self._alive is not None:
             self._alive.note_piece()
-        await self._send_piece(piece, last=last)
-
-    async def _send_piece(self, piece: bytes, *, last: bool = False) -> None:
         message: Message = {"type": "http.response.body", "body": piece, "more_body": not last}
         await self._send(message)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from hisparse_pd.api.detokenizer import Detokenizer, TokenBytes
 from hisparse_pd.api.requests import SampleRequest
 from hisparse_pd.engine.messages import RequestStats, Tokens, num_packed_tokens
@@ -18,8 +20,7 @@ class Finish:
     matched: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What one engine message added to sample ``index``: tokens in [first_token, last_token), and text."""
 
     index: int
@@ -82,15 +83,17 @@ class SampleOutput:
             self.stats = message.stats
         first_token = len(self.token_ids)
         text = ""
-        for offset, token_id in enumerate(message.token_ids):
-            is_last = offset == len(message.token_ids) - 1
+        read, trimmed = message.token_ids, message.token_ids[:0]
+        if self._trims_stop_token and read[-1:] == (message.matched_stop_token,):
+            read, trimmed = read[:-1], read[-1:]
+        for token_id in read:
             self.token_ids.append(token_id)
-            if is_last and self._trims_stop_token and token_id == message.matched_stop_token:
-                break
-            text += self._detokenizer.feed((token_id,))
+            text += self._detokenizer.feed(token_id)
             if self._detokenizer.matched is not None:
                 self.finish = Finish(FinishReason.STOP, self._detokenizer.matched)
                 break
+        else:
+            self.token_ids += trimmed
         if self.finish is None and message.finish_reason is not None:
             text += self._detokenizer.finish()
             matched = self._detokenizer.matched  # in the last, incomplete character only

@@ -435,6 +435,8 @@ class EngineLink:
 
     def _handle(self, rank: RankLink, message: FromEngine) -> None:
         match message:
+            case Tokens() | PromptScores() | PrefillFinished() | RequestFailed():
+                self._dispatch(message)
             case EngineLoading():
                 rank.note(message)
             case EngineReady():
@@ -446,8 +448,6 @@ class EngineLink:
                 rank.note(message)
                 self._on_stats(rank.rank, message)
                 self._check_connected()
-            case Tokens() | PromptScores() | PrefillFinished() | RequestFailed():
-                self._dispatch(message)
             case _:
                 assert_never(message)
 

@@ -24,29 +24,22 @@ token_ids = st.lists(st.integers(0, len(TOKENIZER) + 3), max_size=40)
 texts = st.text(alphabet=st.sampled_from("ab€é😀 \n"), max_size=40)
 
 
-def stream(detokenizer: Detokenizer, tokens: list[int], sizes: list[int] | None = None) -> list[str]:
-    pieces = []
-    sizes = sizes or [1]
-    start = 0
-    while start < len(tokens) and detokenizer.matched is None:
-        size = sizes[len(pieces) % len(sizes)]
-        pieces.append(detokenizer.feed(tokens[start : start + size]))
-        start += size
-    return [*pieces, detokenizer.finish()]
+def stream(detokenizer: Detokenizer, tokens: list[int]) -> list[str]:
+    return [*map(detokenizer.feed, tokens), detokenizer.finish()]
 
 
 def test_marks_of_reasoning_are_shown_though_they_are_special_tokens() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     tokens = tokenizer("[THINK]a[/THINK]b<|end|>", add_special_tokens=False)["input_ids"]
-    shown = Detokenizer(TokenBytes(tokenizer.backend_tokenizer)).feed(tokens)
-    assert (len(tokens), shown) == (5, "[THINK]a[/THINK]b")
+    shown = stream(Detokenizer(TokenBytes(tokenizer.backend_tokenizer)), tokens)
+    assert (len(tokens), "".join(shown)) == (5, "[THINK]a[/THINK]b")
 
 
 @quick
-@given(token_ids, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans())
-def test_pieces_join_to_the_whole_decode(tokens: list[int], sizes: list[int], skip: bool) -> None:
-    pieces = stream(Detokenizer(TOKEN_BYTES, skip_special_tokens=skip), tokens, sizes)
+@given(token_ids, st.booleans())
+def test_pieces_join_to_the_whole_decode(tokens: list[int], skip: bool) -> None:
+    pieces = stream(Detokenizer(TOKEN_BYTES, skip_special_tokens=skip), tokens)
     assert "".join(pieces) == TOKENIZER.decode(tokens, skip_special_tokens=skip)
 
 
@@ -62,12 +55,11 @@ def test_valid_text_never_shows_half_a_character(text: str) -> None:
 @given(
     texts,
     st.lists(st.text(alphabet="ab€😀", min_size=1, max_size=4), min_size=1, max_size=4),
-    st.lists(st.integers(1, 7), min_size=1, max_size=3),
     st.booleans(),
 )
-def test_stop_strings_never_leak(text: str, stop: list[str], sizes: list[int], keep: bool) -> None:
+def test_stop_strings_never_leak(text: str, stop: list[str], keep: bool) -> None:
     detokenizer = Detokenizer(TOKEN_BYTES, stop, no_stop_trim=keep)
-    shown = "".join(stream(detokenizer, list(text.encode()), sizes))
+    shown = "".join(stream(detokenizer, list(text.encode())))
     ends = [(text.find(s) + len(s), text.find(s), s) for s in stop if s in text]
     if not ends:
         assert detokenizer.matched is None
@@ -76,7 +68,7 @@ def test_stop_strings_never_leak(text: str, stop: list[str], sizes: list[int], k
     end, start, matched = min(ends)
     assert detokenizer.matched == matched
     assert shown == (text[:end] if keep else text[:start])
-    assert detokenizer.feed(b"ab") + detokenizer.finish() == ""
+    assert "".join(stream(detokenizer, list(b"ab"))) == ""
 
 
 @quick
@@ -98,7 +90,7 @@ def test_what_is_kept_back_does_not_grow_even_for_bytes_that_are_no_text(token_i
     """Each token is decoded with what is kept: time is linear."""
     detokenizer = Detokenizer(TOKEN_BYTES, ["zyz", "zzzzzy"])
     for num_tokens in range(1000):
-        detokenizer.feed((token_id,))
+        detokenizer.feed(token_id)
         undecoded, _ = detokenizer._utf8.getstate()
         assert len(undecoded) <= 3
         assert len(detokenizer._stop._held) <= min(num_tokens + 1, 5)
