@@ -23,6 +23,7 @@ import pytest
 from router.nodes import NodeKind
 from tests.integration.cutting_proxy import CuttingProxy
 from tests.integration.harness import (
+    DEVICE,
     REQUEST_TIMEOUT_SECS,
     Deployment,
     Service,
@@ -293,8 +294,17 @@ def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
     with cut.cutting():
         found = at_once(said, CASES, NUM_AT_ONCE)
     for name, one, other in zip(CASES, undisturbed, found, strict=True):
-        assert other == one, name
+        assert other == (one if DEVICE == "cpu" else nearly(one)), name
     assert set(CASES) <= cut.cut_ids
+
+
+def nearly(said: Any) -> Any:
+    """Floats up to a rounding: a GPU's forward of a prompt has others than its steps."""
+    if isinstance(said, dict):
+        return {key: nearly(value) for key, value in said.items()}
+    if isinstance(said, list):
+        return [nearly(value) for value in said]
+    return pytest.approx(said, abs=1e-3) if isinstance(said, float) else said
 
 
 STOPPED: dict[str, Json] = {
@@ -367,7 +377,7 @@ def test_prompts_may_be_held_or_not(cut: Cut) -> None:
     with cut.cutting():
         assert cut.said(path, body) == undisturbed
         assert cut.said(path, body) == undisturbed
-    assert num_held() > before
+    wait_until(lambda: num_held() > before, "a held prompt is counted")
 
 
 def test_journals_are_given_back(cut: Cut) -> None:

@@ -240,8 +240,12 @@ def test_an_answer_says_how_long_it_took_if_asked(traced: Deployment) -> None:
 
 
 def test_what_became_of_spans_is_counted(traced: Deployment) -> None:
-    for service, name in (
-        (traced.router, "router_trace_spans_total"),
-        (traced.decode[0], "trace_spans_total"),
-    ):
-        assert service.metrics()[f'hisparse_pd:{name}{{outcome="exported"}}'] > 0
+    counters = ((traced.router, "router_trace_spans_total"), (traced.decode[0], "trace_spans_total"))
+
+    def are_counted() -> bool:
+        return all(
+            service.metrics().get(f'hisparse_pd:{name}{{outcome="exported"}}', 0) > 0
+            for service, name in counters
+        )
+
+    wait_until(are_counted, "exported spans are counted")
