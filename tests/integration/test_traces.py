@@ -240,6 +240,7 @@ def test_an_answer_says_how_long_it_took_if_asked(traced: Deployment) -> None:
 
 
 def test_what_became_of_spans_is_counted(traced: Deployment) -> None:
+    httpx.post(f"{traced.url}/v1/completions", json=BODY, headers=Given().headers, timeout=60)
     counters = ((traced.router, "router_trace_spans_total"), (traced.decode[0], "trace_spans_total"))
 
     def are_counted() -> bool:
