@@ -15,7 +15,7 @@ from hisparse_pd.vocabulary import MAX_RANKS
 from protocol.decoding import TypedDecoder
 from router.local_faults import local_fault
 from router.node_calls import NodeCalls, NotTold
-from router.nodes import Node, NodePool
+from router.nodes import LEAVING, Node, NodePool
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ TIMEOUTS_BEFORE_UNHEALTHY = 2
 
 LOADING = "it loads its model"
 """The trouble of a node that will be healthy by itself."""
+_TROUBLES = {"loading": LOADING, "leaving": LEAVING}
+"""By the status in the body of an unhealthy answer."""
 
 
 class _Health(msgspec.Struct):
@@ -85,7 +87,7 @@ class HealthWatch:
             return
         self._num_timeouts[node] = 0
         if not 200 <= status < 300:
-            trouble = LOADING if _is_loading(body) else f"/health answered {status}"
+            trouble = _TROUBLES.get(_status_in(body), f"/health answered {status}")
             self._pool.mark_unhealthy(node, trouble)
             return
         self._pool.mark_healthy(node)
@@ -115,8 +117,8 @@ def _by_rank(loads: Sequence[_Load]) -> list[int]:
     return [sum(load.num_reqs for load in loads)]
 
 
-def _is_loading(body: bytes) -> bool:
+def _status_in(body: bytes) -> str:
     try:
-        return _HEALTH_DECODER.decode(body).status == "loading"
+        return _HEALTH_DECODER.decode(body).status
     except msgspec.MsgspecError:
-        return False
+        return ""

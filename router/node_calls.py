@@ -129,28 +129,20 @@ class NodeCalls:
         except (OSError, msgspec.MsgspecError) as error:
             raise NotTold(f"{path}: {error or type(error).__name__}") from error
 
-    async def send(
-        self,
-        node: Node,
-        path: str,
-        content: bytes,
-        headers: RawHeaders,
-        stack: AsyncExitStack,
-        *,
-        silence_secs: float = math.inf,
-    ) -> Call:
-        """The call once it has the answer's head; ``stack`` closes it. Raises RouterError.
+    def call(self, node: Node, stack: AsyncExitStack, silence_secs: float = math.inf) -> Call:
+        """One to be sent, which ``stack`` closes.
 
         ``silence_secs``: how long the node may say nothing, if that is less than for other calls.
         """
-        silence_secs = min(silence_secs, self._timeout_secs)
-        call = stack.enter_context(closing(Call(node.url, silence_secs)))
+        return stack.enter_context(closing(Call(node.url, min(silence_secs, self._timeout_secs))))
+
+    async def send(self, node: Node, call: Call, path: str, content: bytes, headers: RawHeaders) -> None:
+        """Until the head of the answer is here. Raises RouterError."""
         try:
             await call.connect(self._tls, CONNECT_TIMEOUT_SECS)
             await call.ask("POST", path, self._with_key(headers), content)
         except OSError as error:
             raise _error_of(node, error, call) from error
-        return call
 
     async def answer(self, node: Node, call: Call, added: Mapping[str, str]) -> Answer:
         """The answer once its first bytes are here, with the headers that are ``added``.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 
 LOAD_SLACK = 2
 """Requests beyond that: where there are few, a short wait costs less than computing a long prompt again."""
+
+
+LEAVING = "it is shutting down"
+"""The trouble of a node whose requests go on at another one of its kind, as soon as there is one."""
 
 
 class NodeKind(StrEnum):
@@ -50,6 +54,8 @@ class Node:
     num_in_flight: int = 0
     """Requests of this router that the node works on."""
     last_picked: int = field(default=-1, repr=False)
+    moves: set[Callable[[], None]] = field(default_factory=set, repr=False)
+    """What takes requests away that the node works on."""
     ranks: list[Rank] = field(init=False, repr=False)
     """What the pool chooses between: a prefill node's ranks under ``cache_aware``, else one for the node."""
 
@@ -165,14 +171,19 @@ class NodePool:
         return all(self._candidates(kind, excluded) for kind in kinds)
 
     @contextmanager
-    def working(self, node: Node, room: int) -> Iterator[None]:
-        """Counts a request of ours on ``node`` as long as it lasts; ``room``: of its first sample."""
+    def working(self, node: Node, room: int, move: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Counts a request of ours on ``node`` as long as it lasts; ``room``: of its first sample.
+
+        ``move``: called where the node leaves and there is another one, whenever either becomes known.
+        """
         rank = node.ranks[room % len(node.ranks)]
         node.num_in_flight += 1
         rank.num_in_flight += 1
+        node.moves.add(move)
         try:
             yield
         finally:
+            node.moves.discard(move)
             node.num_in_flight -= 1
             rank.num_in_flight -= 1
 
@@ -181,6 +192,7 @@ class NodePool:
             return
         log.info("%s is healthy", node.name)
         node.healthy, node.trouble = True, ""
+        self._move_requests(node.kind)
 
     def mark_unhealthy(self, node: Node, trouble: str) -> None:
         if not node.healthy and node.trouble == trouble:
@@ -189,6 +201,7 @@ class NodePool:
         if node.healthy:
             self._prefixes[node.kind].forget(node.ranks)
         node.healthy, node.trouble = False, trouble
+        self._move_requests(node.kind)
 
     def report_load(self, node: Node, num_requests: Sequence[int]) -> None:
         """``num_requests``: running and waiting on each rank of the node, ours included."""
@@ -199,6 +212,12 @@ class NodePool:
             node.ranks = [Rank(node, number) for number in range(len(num_requests))]
         for rank, num in zip(node.ranks, num_requests, strict=True):
             rank.num_foreign = max(0, num - rank.num_in_flight)
+
+    def _move_requests(self, kind: NodeKind) -> None:
+        leaving = [node for node in self.of_kind(kind) if node.trouble == LEAVING]
+        for node in leaving if self.has((kind,)) else ():
+            for move in tuple(node.moves):
+                move()
 
     def _candidates(self, kind: NodeKind, excluded: Collection[Node]) -> list[Node]:
         return [node for node in self.healthy(kind) if node not in excluded]

@@ -30,7 +30,7 @@ from router.connect import Call, RawHeaders
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError, StreamEnded
 from router.journal import Journal, JournalBudget, Losses
 from router.node_calls import Answer, NodeCalls, headers_to_node
-from router.nodes import Node, NodeKind, NodePool, Pair
+from router.nodes import LEAVING, Node, NodeKind, NodePool, Pair
 
 if TYPE_CHECKING:
     from hisparse_pd.tracing import RequestSpan
@@ -125,7 +125,8 @@ class Relay:
             raise RouterError(503, f"no healthy node ({states}); try again later")
         for node, num_left in zip(nodes, range(min(len(nodes) - 1, self.max_retries), -1, -1), strict=False):
             try:
-                call = await self.calls.send(node, path, content, headers, stack)
+                call = self.calls.call(node, stack)
+                await self.calls.send(node, call, path, content, headers)
                 return await self.calls.answer(node, call, {node.kind.header: node.url})
             except RouterError as error:
                 if isinstance(error, NodeUnreachable):
@@ -224,10 +225,10 @@ class _Passage:
         if error is None:
             error = StreamEnded(leg.unshown)
         assert self._exchange is not None
-        pair = self._exchange.pair
+        pair, is_moved = self._exchange.pair, leg.is_moved or self._exchange.is_moved
         error.node_headers = pair.headers
         await self._close_exchange()
-        self._note_lost(error, pair, is_moved=leg.is_moved)
+        self._note_lost(error, pair, is_moved=is_moved)
         journal.next_leg()
         answer = await self._answer()
         if not answer.is_journaled:
@@ -276,8 +277,13 @@ class _Passage:
             may_move = self._pool.has((NodeKind.DECODE,), (pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
-        self._exchange = _Exchange(self._relay.calls, self._pool, pair)
+        self._exchange = _Exchange(self._relay.calls, self._pool, pair, self._may_move)
         return await self._exchange.start(self._endpoint, content, self._headers)
+
+    def _may_move(self) -> bool:
+        """Whether it goes on elsewhere if its decode node ends now."""
+        journal = self._journal
+        return self._relay.resume_timeout_secs > 0 and journal is not None and journal.is_kept
 
     def _note_failure(self, error: RouterError, exchange: _Exchange) -> None:
         """Of a pair that gave no answer. Raises ``error`` if no other one may do better."""
@@ -287,7 +293,8 @@ class _Passage:
             self._pool.mark_unhealthy(node, trouble)
             self._excluded.add(node)
         if error in exchange.lost and self._relay.resume_timeout_secs:
-            self._note_lost(error, pair, is_moved=getattr(error, "node_code", None) == MOVED)
+            is_moved = exchange.is_moved or getattr(error, "node_code", None) == MOVED
+            self._note_lost(error, pair, is_moved=is_moved)
             return
         if (blamed := exchange.blamed.get(error)) is not None:
             # For this request; its health check judges the node. A write that failed may have been
@@ -314,7 +321,9 @@ class _Passage:
         journal = self._journal
         if journal is not None and journal.num_records and not journal.is_kept:
             raise error
-        if not is_moved:
+        if is_moved:
+            self._pool.mark_unhealthy(pair.decode, LEAVING)
+        else:
             num_records = 0 if journal is None else journal.num_records
             if why := self._losses.add(pair.decode.url, num_records):
                 raise RouterError(502, f"{why}; it is not sent to another one: {error}") from error
@@ -365,10 +374,17 @@ class _Exchange:
     """The two legs of one room, or the only one. ``close`` ends them, whatever their state, and may be called
     twice."""
 
-    def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair) -> None:
+    def __init__(
+        self, calls: NodeCalls, pool: NodePool, pair: Pair, may_move: Callable[[], bool] = lambda: False
+    ) -> None:
         self._calls = calls
         self._pool = pool
         self.pair = pair
+        self._may_move = may_move
+        self._movable: Call | None = None
+        """The decode leg, unless the client has something that no other node can go on with."""
+        self.is_moved = False
+        """It was ended because its decode node leaves."""
         self._prefill: asyncio.Task[None] | None = None
         self._decode: asyncio.Task[Answer] | None = None
         self._stack = AsyncExitStack()
@@ -425,7 +441,8 @@ class _Exchange:
         node = self.pair.prefill
         async with self._blaming_prefill(), AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node, self.pair.room))
-            call = await self._send(node, endpoint, content, headers, stack)
+            call = self._calls.call(node, stack)
+            await self._send(node, call, endpoint, content, headers)
             if not call.is_success:
                 raise await self._calls.refusal(node, call)
             while await self._calls.read(node, call):
@@ -450,22 +467,25 @@ class _Exchange:
 
     async def _open(self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
         """Send the leg that has the answer and wait for its first bytes; ``_stack`` keeps it open."""
-        self._stack.enter_context(self._pool.working(node, self.pair.room))
+        self._stack.enter_context(self._pool.working(node, self.pair.room, self._move))
         silence_secs = DECODE_SILENCE_SECS if node is self.pair.decode else math.inf
-        call = await self._send(node, endpoint, content, headers, self._stack, silence_secs)
-        return await self._calls.answer(node, call, self.pair.headers)
+        self._movable = call = self._calls.call(node, self._stack, silence_secs)
+        await self._send(node, call, endpoint, content, headers)
+        answer = await self._calls.answer(node, call, self.pair.headers)
+        if not answer.is_journaled:
+            self._movable = None
+        return answer
+
+    def _move(self) -> None:
+        if self._movable is not None and self._may_move():
+            self.is_moved = True
+            self._movable.close()
 
     async def _send(
-        self,
-        node: Node,
-        endpoint: Endpoint,
-        content: bytes,
-        headers: RawHeaders,
-        stack: AsyncExitStack,
-        silence_secs: float = math.inf,
-    ) -> Call:
+        self, node: Node, call: Call, endpoint: Endpoint, content: bytes, headers: RawHeaders
+    ) -> None:
         try:
-            return await self._calls.send(node, endpoint, content, headers, stack, silence_secs=silence_secs)
+            await self._calls.send(node, call, endpoint, content, headers)
         except NodeUnreachable as error:
             self.unreachable[node] = str(error)
             raise

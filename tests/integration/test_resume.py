@@ -258,9 +258,9 @@ class Cut:
             node.start()
         for node in nodes:
             node.wait_healthy()
-        wait_until(self._is_whole, "the router finds all nodes healthy")
+        wait_until(self.is_whole, "the router finds all nodes healthy")
 
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         told = httpx.get(f"{self.nodes.url}/health", timeout=5).json()["nodes"]
         return all(node["healthy"] for node in told)
 
@@ -446,6 +446,28 @@ def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) ->
         wait_until(
             lambda: other.metrics()["hisparse_pd:num_running_reqs"] == 1, "the endless stream alone goes on"
         )
+    cut.start_again(node)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_started_later_has_the_streams_of_one_that_leaves(cut: Cut) -> None:
+    """Nobody else was there when they began."""
+    undisturbed = cut.said(COMPLETIONS, MANY_TOKENS)
+    node, other = cut.nodes.decode
+    other.kill()
+    wait_until(lambda: not cut.is_whole(), "the router finds the node dead")
+    before = cut.num_resumes("moved")
+    with reading(cut.nodes.url, COMPLETIONS, MANY_TOKENS) as stream:
+        stream.read(20)
+        node.signal_group(signal.SIGSTOP)  # so that the stream is not over before the other one is there
+        other.start()
+        other.wait_healthy()
+        node.signal_group(signal.SIGCONT)
+        httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
+        assert stream.said() == undisturbed
+    assert cut.num_resumes("moved") == before + 1
+    assert node.process is not None
+    assert node.process.wait(WAIT_SECS) == 0
     cut.start_again(node)
 
 

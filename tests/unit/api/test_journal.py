@@ -143,6 +143,7 @@ async def test_what_may_move_ends_as_soon_as_the_node_leaves(tmp_path: Path) -> 
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.2)
         node.link.stop_accepting()
+        assert (await node.client.get("/health")).json()["status"] == "leaving"
         events, line = units(await moving)[-1]
         assert line == "moved"
         assert json.loads(events.removeprefix("data: "))["error"]["code"] == "moved"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.unit.router.cluster import (
     at_first,
     cluster,
     eventually,
+    in_two_steps,
     says,
     start,
     write,
@@ -255,8 +257,87 @@ async def test_a_whole_answer_begins_anew(first: Behaviour, reason: str) -> None
         response = await pair.client.post(PATH, json=WHOLE)
         assert (response.status_code, response.json()) == (200, {"ok": True})
         body = pair.decode[1].body()
-        assert (body["journal"]["may_move"], body["journal_records"]) == (True, [])
+        assert (body["journal"]["may_move"], body["journal_records"]) == (reason == "lost", [])
         assert f'router_resumes_total{{reason="{reason}"}} 1.0' in await pair.metrics()
+
+
+async def waits(node: FakeNode, send: Send) -> None:
+    """A whole answer, unless its client leaves before."""
+    await node.release.wait()
+    await WHOLE_ANSWER(node, send)
+
+
+async def waits_in_the_middle(node: FakeNode, send: Send) -> None:
+    await start(send, x_hisparse_pd_journal="1")
+    await write(send, unit(1) + unit(2)[:12])
+    await node.release.wait()
+    await write(send, unit(2)[12:] + unit(3) + LAST, more=False)
+
+
+def has_node(pair: Cluster, *, healthy: int) -> Callable[[], Awaitable[bool]]:
+    """Whether the router knows so many healthy decode nodes."""
+
+    async def has() -> bool:
+        told = (await pair.client.get("/health")).json()["nodes"]
+        return sum(node["healthy"] for node in told if node["kind"] == "decode") == healthy
+
+    return has
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "body", "shown"),
+    [(waits_in_the_middle, GOES_ON, BODY, SHOWN), (waits, WHOLE_ANSWER, WHOLE, '{"ok": true}')],
+)
+async def test_a_node_that_is_there_later_has_the_requests_of_one_that_leaves(
+    first: Behaviour, then: Behaviour, body: dict[str, Any], shown: str
+) -> None:
+    """They stay where they are until then."""
+    async with cluster(decode=[first, then], resume_timeout_secs=30, health_interval_secs=0.05) as pair:
+        old, new = pair.decode
+        new.healthy = False
+        await eventually(has_node(pair, healthy=1))
+        asking = asyncio.create_task(pair.client.post(PATH, json=body))
+
+        async def is_asked() -> bool:
+            return bool(old.requests)
+
+        await eventually(is_asked)
+        old.healthy, old.trouble = False, b'{"status": "leaving"}'
+        await eventually(has_node(pair, healthy=0))
+        assert (asking.done(), old.client_left.is_set()) == (False, False)
+        new.healthy = True
+        assert (await asking).text == shown
+        await old.client_left.wait()
+        assert old.body()["journal"]["may_move"] is False
+        assert 'router_resumes_total{reason="moved"} 1.0' in await pair.metrics()
+
+
+@pytest.mark.parametrize(
+    ("first", "settings"),
+    [
+        (waits_in_the_middle, {"journal_bytes": 6}),
+        (waits_in_the_middle, {"resume_timeout_secs": 0}),
+        (in_two_steps, {}),
+    ],
+)
+async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
+    first: Behaviour, settings: dict[str, Any]
+) -> None:
+    """Without room for a journal, at routers that resume nothing, and at nodes that keep no journal."""
+    options = {"resume_timeout_secs": 30, "health_interval_secs": 0.05} | settings
+    async with (
+        cluster(decode=[first, GOES_ON], **options) as pair,
+        pair.client.stream("POST", PATH, json=BODY) as response,
+    ):
+        pieces = response.aiter_text()
+        text = await anext(pieces)
+        old, new = pair.decode
+        old.healthy, old.trouble = False, b'{"status": "leaving"}'
+        await eventually(has_node(pair, healthy=1))
+        old.release.set()
+        text += "".join([piece async for piece in pieces])
+        assert text == (SHOWN if first is waits_in_the_middle else "data: 1\n\ndata: 2\n\n")
+        assert new.requests == []
 
 
 @pytest.mark.parametrize("lost", [journaled(cut=True), says(error_body(ENGINE_LOST), 503)])
