@@ -24,6 +24,7 @@ from hisparse_pd.api.bodies import Endpoint, TokenPath
 from hisparse_pd.api.keys import RequireKey, load_api_keys
 from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.api.pages import GuardFromPages
 from hisparse_pd.http.clients import read_body, unless_client_leaves
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.off_loop import parsed
@@ -63,7 +64,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlett
     router = _Router(settings, drain or Drain())
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]
-    middleware.insert(0, Middleware(RequestIds))
+    middleware = [Middleware(RequestIds), *middleware, Middleware(GuardFromPages)]
     if settings.cors_allow_origins:
         # In front of the key, which a browser does not send when it asks whether it may call.
         middleware.insert(0, _cors(settings.cors_allow_origins))

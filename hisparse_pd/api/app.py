@@ -25,6 +25,7 @@ from hisparse_pd.api.journal import Identity
 from hisparse_pd.api.keys import ApiKeys, RequireKey
 from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response, show_models
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.api.pages import GuardFromPages
 from hisparse_pd.api.requests import Limits, SampleRequest, plan_samples
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.api.schemas import ApiRequest, parse_request
@@ -62,6 +63,9 @@ _MAX_LEFT_OUT_SHOWN = 16
 
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics", "/status"))
 """Answered without an API key: probes and monitoring have none."""
+
+_OPERATORS_PATHS = frozenset(("/flush_cache", "/release_quarantine", "/drain"))
+"""That do something to the node: for no page in a browser."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +152,12 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/metrics": _metrics,
     }
     routes += [Route(path, partial(answer, front), methods=["GET"]) for path, answer in information.items()]
-    routes.append(Route("/flush_cache", partial(_flush_cache, front), methods=["GET", "POST"]))
+    routes.append(Route("/flush_cache", partial(_flush_cache, front), methods=["POST"]))
     keys, count_refused = front.api_keys, front.metrics.unauthorized.inc
+    middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count_refused)]
     return Starlette(
         routes=routes,
-        middleware=[] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count_refused)],
+        middleware=[*middleware, Middleware(GuardFromPages, _OPERATORS_PATHS)],
         exception_handlers={ApiError: _answer_api_error, HTTPException: _answer_http_error},
     )
 

@@ -413,10 +413,26 @@ async def test_without_a_key_only_probes_and_metrics_are_answered(role: str, tmp
         assert (await node.post("/v1/completions", **BODY)).status_code == 200
 
 
+@pytest.mark.parametrize("sent_by_browsers", [{"origin": "null"}, {"sec-fetch-site": "same-origin"}])
+async def test_pages_in_browsers_may_not_do_what_operators_do(
+    sent_by_browsers: dict[str, str], tmp_path: Path
+) -> None:
+    async with serving(say("hello"), tmp_path) as node:
+        from_page = {"content-type": "application/json", **sent_by_browsers}
+        for path in ("/flush_cache", "/drain", "/release_quarantine?instance_id=a"):
+            refused = await node.client.post(path, headers=from_page)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden"), path
+        assert node.engine.received == []
+        assert (
+            await node.client.get("/flush_cache")
+        ).status_code == 405  # which a picture in a page asks for
+        assert (await node.client.post("/v1/completions", json=BODY, headers=from_page)).status_code == 200
+
+
 @pytest.mark.I7
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_headers_that_are_no_text_do_no_harm(role: str, tmp_path: Path) -> None:
-    names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"origin", b"content-type")
+    names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"content-type")
     key = "k" * 32
     (tmp_path / "keys").write_text(key)
     async with serving(

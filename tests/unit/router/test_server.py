@@ -1119,6 +1119,30 @@ async def test_pages_of_named_origins_may_call_it_and_others_may_not(tmp_path: P
         assert "access-control-allow-origin" not in response.headers
 
 
+async def test_pages_send_nothing_but_json_of_which_a_browser_asks_before() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        kinds: list[dict[str, str]] = [
+            {"content-type": kind} for kind in ("text/plain; application/json", "a/b")
+        ]
+        kinds += [{"content-type": "application/x-www-form-urlencoded"}, {}]
+        for kind in kinds:
+            post = functools.partial(pair.client.post, "/v1/completions", content=b'{"prompt": "a"}')
+            for given in (
+                {"origin": "http://elsewhere"},
+                {"origin": "null"},
+                {"sec-fetch-site": "cross-site"},
+            ):
+                refused = await post(headers=kind | given)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    415,
+                    "unsupported_media_type",
+                )
+            assert (await post(headers=kind)).status_code == 200  # a program's, such as curl -d
+        of_json = {"content-type": "Application/JSON; charset=utf-8", "origin": "http://localhost:8000"}
+        assert (await post(headers=of_json)).status_code == 200
+        assert len(pair.decode[0].requests) == len(kinds) + 1
+
+
 @pytest.mark.parametrize("origin", ["chat.example.com", "https://a.example.com/", "ftp://a", ""])
 def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match="cors_allow_origins"):
