@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,27 +17,64 @@ import pytest
 
 from hisparse_pd.api import frame
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
+from hisparse_pd.http.patience import Patience
 from hisparse_pd.settings import RouterSettings
 from hisparse_pd.vocabulary import FinishReason
+from router import connect
+from router.relay import DECODE_SILENCE_SECS
 from router.server import create_app
 from tests.unit.api import support
 from tests.unit.router.cluster import WAIT_SECS, FakeNode, delivers, error_of, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-TIMEOUT_SECS = 1.5
+TIMEOUT_SECS = 90.0
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 
 
-def pauses(secs: float) -> Any:
-    """An engine that says nothing for ``secs`` before its first token, and again before its last."""
+class Silence:
+    """The router's clock of a decode node's silence, which goes on when a test says so, and not by itself."""
 
-    def script(generate: Generate) -> Iterator[FromEngine | float]:
-        yield secs
-        yield Tokens(generate.request_id, (ord("a"),))
-        yield secs
-        yield Tokens(generate.request_id, (ord("b"),), (), FinishReason.STOP)
+    def __init__(self) -> None:
+        self._num_waits = 0
+        self._now = 0.0
+        self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
 
-    return script
+    def patience(self, secs: float, on_lost: Callable[[], None]) -> Any:
+        """In place of a ``Patience``."""
+        if secs != DECODE_SILENCE_SECS:
+            return Patience(secs, on_lost)
+        number = next(_NUMBERS)
+
+        def begin() -> None:
+            self._num_waits += 1
+            self._ends[number] = (self._now + secs, on_lost)
+
+        def end() -> None:
+            self._ends.pop(number, None)
+
+        return SimpleNamespace(begin=begin, end=end, close=end)
+
+    async def waited_for_again(self) -> None:
+        """Until the router, which has heard something of the node, waits for more."""
+        num_waits = self._num_waits
+        await until(lambda: self._num_waits > num_waits)
+
+    def advance(self, secs: float) -> None:
+        self._now += secs
+        for ends_at, on_lost in list(self._ends.values()):
+            if ends_at <= self._now:
+                on_lost()
+
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> Silence:
+    silence = Silence()
+    monkeypatch.setattr(connect, "Patience", silence.patience)
+    return silence
 
 
 @asynccontextmanager
@@ -56,42 +95,60 @@ async def routed(decode: str) -> AsyncIterator[httpx.AsyncClient]:
             yield client
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_an_answer_may_take_long_while_its_node_makes_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence, stream: bool
 ) -> None:
-    monkeypatch.setattr(frame, "PING_SECS", 0.05)
+    """The engine says nothing for longer than any limit before its first token, and again before its last."""
+    monkeypatch.setattr(frame, "PING_SECS", 0.02)
+    may_speak = [threading.Event(), threading.Event()]
+
+    def script(generate: Generate) -> Iterator[FromEngine | float]:
+        for event, token, reason in zip(may_speak, b"ab", (None, FinishReason.STOP), strict=True):
+            while not event.is_set():
+                yield 0.001
+            yield Tokens(generate.request_id, (token,), (), reason)
+
     async with (
-        support.serving(pauses(1.2 * TIMEOUT_SECS), tmp_path) as node,
+        support.serving(script, tmp_path) as node,
         routed(f"http://127.0.0.1:{node.port}") as client,
     ):
-        bodies = [BODY | {"stream": stream} for stream in (False, True)]
-        whole, streamed = await asyncio.gather(
-            *(client.post("/v1/completions", json=body) for body in bodies)
-        )
-        assert whole.status_code == streamed.status_code == 200
-        assert whole.json()["choices"][0]["text"] == "ab"
-        assert ": ping\n\n" in streamed.text
-        events = support.decode_events(streamed.text.replace(": ping\n\n", ""))
-        assert "".join(event["choices"][0]["text"] for event in events) == "ab"
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": stream}))
+        for event in may_speak:
+            for _ in range(4):
+                await silence.waited_for_again()
+                silence.advance(0.8 * DECODE_SILENCE_SECS)
+            event.set()
+        answer = await asking
+        assert answer.status_code == 200
+        if stream:
+            assert ": ping\n\n" in answer.text
+            events = support.decode_events(answer.text.replace(": ping\n\n", ""))
+            assert "".join(event["choices"][0]["text"] for event in events) == "ab"
+        else:
+            assert answer.json()["choices"][0]["text"] == "ab"
 
 
 @pytest.mark.I7
 @pytest.mark.parametrize(
     "said", [b"", b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n: ping\n\n"], ids=["", "stream"]
 )
-async def test_a_node_that_says_so_no_more_is_given_up(said: bytes) -> None:
+async def test_a_node_that_says_so_no_more_is_given_up(said: bytes, silence: Silence) -> None:
     async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET "):  # its health
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         else:
-            writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + said)
+            for part in filter(None, (*[b"HTTP/1.1 102 Processing\r\n\r\n"] * 3, said)):
+                writer.write(part)
+                await silence.waited_for_again()
+            silence.advance(DECODE_SILENCE_SECS)
         await reader.read()  # until the router closes the connection
         writer.close()
 
     server = await asyncio.start_server(answers, "127.0.0.1", 0)
     async with server, routed(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
         answer = await client.post("/v1/completions", json=BODY)
-        told = f"did not answer within {TIMEOUT_SECS:g} s"
+        told = f"did not answer within {DECODE_SILENCE_SECS:g} s"
         if said:
             assert told in answer.text.partition(": ping\n\n")[2]
         else:
