@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,9 +181,7 @@ def test_requests_of_a_stopped_prefill_node_go_on_with_another(nodes: Deployment
         assert set(served_by) == {stopped.url, other.url}
         stopped.signal_group(signal.SIGSTOP)
         try:
-            started = time.monotonic()
             answers = at_once(lambda _: generate(router.url), range(6), 6)
-            assert time.monotonic() - started < 40
             assert [answer.status_code for answer in answers] == [200] * len(answers), answers[0].text
             assert {answer.headers["x-hisparse-pd-prefill"] for answer in answers} == {other.url}
             assert router.metrics()["hisparse_pd:router_prefill_retries_total"] >= 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 from tests.stream_events import said_in
 from tests.unit.api.scripted_engine import deliver, say, stops_after
-from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving, until
 
 pytestmark = pytest.mark.anyio
 
@@ -132,16 +133,28 @@ async def test_both_nodes_have_the_same_prompt_of_each_sample(tmp_path: Path) ->
 
 
 async def test_what_may_move_ends_as_soon_as_the_node_leaves(tmp_path: Path) -> None:
+    may_go_on, num_begun = threading.Event(), 0
+
+    def pauses(generate: Generate) -> Iterator[object]:
+        for message in say("abcde")(generate):
+            yield message
+            while not may_go_on.is_set():
+                yield 0.005
+
     async def ask(node: Node, **journal: Any) -> str:
-        return (await node.post("/generate", **NATIVE, stream=True, journal=HEAD | journal)).text
+        nonlocal num_begun
+        body = {**NATIVE, "stream": True, "journal": HEAD | journal}
+        async with node.client.stream("POST", "/generate", json=body) as answer:
+            chunks = answer.aiter_text()
+            text = await anext(chunks)
+            num_begun += 1
+            return text + "".join([chunk async for chunk in chunks])
 
     whole = {**NATIVE, "journal": HEAD | {"may_move": True}, "journal_records": []}
-    async with serving(say("abcde", delay_secs=0.1), tmp_path) as node:
+    async with serving(pauses, tmp_path) as node:
         moving, staying = (asyncio.create_task(ask(node, may_move=flag)) for flag in (True, False))
         begins_anew = asyncio.create_task(node.post("/generate", **whole))
-        while node.link.num_in_flight < 3 or len(node.engine.generates) < 3:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.2)
+        await until(lambda: num_begun == 2 and len(node.engine.generates) == 3, "all three have begun")
         node.link.stop_accepting()
         assert (await node.client.get("/health")).json()["status"] == "leaving"
         events, line = units(await moving)[-1]
@@ -149,6 +162,7 @@ async def test_what_may_move_ends_as_soon_as_the_node_leaves(tmp_path: Path) -> 
         assert json.loads(events.removeprefix("data: "))["error"]["code"] == "moved"
         answer = await begins_anew
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "moved")
+        may_go_on.set()
         assert units(await staying)[-1] == ("data: [DONE]\n\n", "over")
         refused = await node.post("/generate", **NATIVE)
         assert refused.status_code == 503

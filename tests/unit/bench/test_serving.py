@@ -33,10 +33,10 @@ from hisparse_pd.bench.serving_load import (
 from hisparse_pd.bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
 from hisparse_pd.bench.settings import ServingSettings
 from tests.unit.router.cluster import serving as serving_app
+from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.anyio
 
-WAIT_SECS = 5.0
 TIMEOUT_SECS = 10.0
 WORKLOAD = Workload("tiny", input_tokens=5, output_tokens=4)
 SERVED = {"mode": "hisparse", "hits": 30, "misses": 10}

@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from hisparse_pd.engine.messages import Generate
+from hisparse_pd.http import rank_link
 from hisparse_pd.http.engine_link import EngineLink, LinkState
 from hisparse_pd.ports import free_port
 from router import supervisor
@@ -153,15 +156,27 @@ async def test_a_stopping_node_refuses_new_requests_and_finishes_its_own(tmp_pat
         assert len(node.engine.generates) == 1
 
 
-async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(tmp_path: Path) -> None:
+async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than ``health_timeout_secs``, while stats come; time goes on by these."""
+    may_speak, now = threading.Event(), time.monotonic()
+    monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
+
     def waits(generate: Generate) -> Iterator[object]:
-        yield 0.5  # longer than health_timeout_secs
+        while not may_speak.is_set():
+            yield 0.005
         yield from say("ab")(generate)
 
     async with support.serving(waits, tmp_path, health_timeout_secs=0.2) as node:
         asking = asyncio.create_task(node.post("/v1/completions", **BODY))
         await until(lambda: node.link.num_in_flight == 1, "the request is with the engine")
         node.link.stop_accepting()
+        for _ in range(8):
+            last = node.link.ranks[0].stats
+            await until(lambda last=last: node.link.ranks[0].stats is not last, "stats")  # type: ignore[misc]
+            now += 0.15
+        may_speak.set()
         assert (await asking).status_code == 200
 
 

@@ -163,7 +163,7 @@ NOT_READY = says(b'{"error": {"message": "not yet"}}', 503)
 )
 async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(others: list[Behaviour], told: str) -> None:
     """In time: what refuses for now is asked again until then."""
-    async with cluster(decode=[at_first(LOST, NOT_READY), *others], resume_timeout_secs=0.5) as pair:
+    async with cluster(decode=[at_first(LOST, NOT_READY), *others], resume_timeout_secs=1.0) as pair:
         shown, error = (await pair.client.post(PATH, json=BODY)).text.removesuffix("\n\n").split("\n\n")
         assert shown == 'data: {"n": 1}'
         assert json.loads(error.removeprefix("data: "))["error"]["message"] in told
