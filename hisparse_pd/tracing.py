@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +27,7 @@ from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from hisparse_pd.vocabulary import VERSION, StartError
+from protocol.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ FLUSH_SECS = 2.0
 MAX_WAITING_SPANS = 2048
 """Unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; some kilobytes each."""
 
-_COMPLAINT_SECS = 60.0
 _MAX_TEXT_CHARS = 1024
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
@@ -61,7 +60,8 @@ class Tracer:
         """
         for name in ("opentelemetry", "urllib3"):  # of clients' headers, of each attempt
             logging.getLogger(name).setLevel(logging.ERROR)
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_Seldom())
+        complaints = Seldom()  # a collector that is away fails every batch
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(lambda record: complaints.permits())
         url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
         given = Resource.create(
             {"service.name": service_name, "service.version": VERSION, "service.instance.id": instance}
@@ -229,18 +229,3 @@ class _BoundedProcessor(BatchSpanProcessor):
             super().on_end(span)
         else:
             self._count("dropped", 1)
-
-
-class _Seldom(logging.Filter):
-    """One complaint a minute: a collector that is away fails every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next_at = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        now = time.monotonic()
-        if now < self._next_at:
-            return False
-        self._next_at = now + _COMPLAINT_SECS
-        return True

@@ -76,6 +76,7 @@ from protocol.messages import (
     ToPrefill,
 )
 from protocol.polling import Poller, Wakeup
+from protocol.seldom import Seldom
 from transfer.engine import TransferEngine
 from transfer.lane import Lane, Lanes
 from transfer.listeners import guarded_listeners
@@ -168,6 +169,7 @@ class PrefillEngine:
         )
 
         self._front = front
+        self._logged_refusals = Seldom()
         keys = load_control_keys(settings.control_key_file)
         self._control = ControlServer(
             settings.host,
@@ -368,7 +370,8 @@ class PrefillEngine:
 
     def _refuse(self, identity: bytes, node_id: str, error: str) -> None:
         self._life.dropped["refused"] += 1
-        log.warning("refused decode node %s: %s", node_id, error)
+        if self._logged_refusals.permits(node_id):
+            log.warning("refused decode node %s: %s", node_id, error)
         self._control.send(identity, Refused(error[:MAX_TEXT_CHARS], permanent=True))
 
     def _answer(self, peer: Peer, lane: Lane) -> None:

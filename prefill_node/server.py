@@ -47,6 +47,7 @@ from protocol.bootstrap import (
     RankInfo,
 )
 from protocol.messages import PROTOCOL_VERSION, Geometry
+from protocol.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
     Decode nodes take its answer for a sign of life while the engine is too busy to answer heartbeats.
     """
     gate = BootstrapGate(front.control_keys, PeerList.parse(settings.allowed_peers))
+    logged = Seldom()
     for reason in BootstrapGate.REASONS:  # from 0: an alert must see the first one too
         front.metrics.bootstrap_refusals.labels(reason)
 
@@ -114,7 +116,8 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
             return json_response(error.to_dict(), error.status)
         except BootstrapRefused as error:
             front.metrics.bootstrap_refusals.labels(error.code).inc()
-            log.warning("refused a bootstrap request from %s: %s", address, error)
+            if logged.permits(address):
+                log.warning("refused a bootstrap request from %s: %s", address, error)
             return json_response(ApiError(error.status, str(error), code=error.code).to_dict(), error.status)
 
     return Starlette(routes=[Route(BOOTSTRAP_PATH, bootstrap, methods=["GET"])])

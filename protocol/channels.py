@@ -14,7 +14,6 @@ import hashlib
 import hmac
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from protocol.decoding import TypedDecoder
 from protocol.messages import ToDecode, ToPrefill
 from protocol.names import is_address
 from protocol.polling import SEND_HWM, burst
+from protocol.seldom import Seldom
 from protocol.zap import DOMAIN, ZapHandler
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_LOG_SECS = 10.0
-"""From one line about a malformed message to the next of the same socket: who sends them sends many."""
 _FAREWELL_MILLISECS = 1_000
 """The last answers, which say that the node is shutting down, may still leave."""
 
@@ -125,7 +123,7 @@ class _Channel(Generic[T]):
         heartbeats: Heartbeats | None,
     ) -> None:
         self.dropped: Counter[str] = Counter()
-        self._quiet_until = 0.0
+        self._logged = Seldom()  # who sends what is malformed sends much of it
         self._decoder = decoder
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -146,8 +144,7 @@ class _Channel(Generic[T]):
             except msgspec.MsgspecError as error:
                 self.dropped["malformed"] += 1
                 sender = b"".join(address).hex() or self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-                if (now := time.monotonic()) >= self._quiet_until:
-                    self._quiet_until = now + _LOG_SECS
+                if self._logged.permits():
                     log.warning(
                         "dropped a malformed message of %d bytes from %s: %s", len(frame), sender, error
                     )

@@ -15,6 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from protocol.access import PeerList
+from protocol.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,6 @@ FOREIGN_KEY = "wrong_key"
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
-_MAX_LOGGED = 256
-"""Peers that are refused try again several times a second; each address is logged once."""
 
 
 class ZapHandler:
@@ -49,7 +48,7 @@ class ZapHandler:
         self._refused = refused
         # The owner of the counter goes over it while this thread counts: no key may be new.
         self._refused.update({FOREIGN_ADDRESS: 0, FOREIGN_KEY: 0})
-        self._logged: set[str] = set()
+        self._logged = Seldom()  # peers that are refused try again several times a second
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ENDPOINT)
@@ -88,7 +87,6 @@ class ZapHandler:
 
     def _note(self, reason: str, address: str, why: str) -> str:
         self._refused[reason] += 1
-        if address not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add(address)
+        if self._logged.permits(address):
             log.warning("refused a control connection from %s: %s", address, why)
         return why

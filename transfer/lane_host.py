@@ -41,6 +41,7 @@ from protocol.lane import (
     encoder,
     from_writer_decoder,
 )
+from protocol.seldom import Seldom
 from transfer.errors import TransferSetupError
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,6 @@ HELLO_SECS = 5.0
 """From a connection to its first packet at most."""
 DENIED_PAUSE_SECS = 0.002
 """After a caller that was denied: any user of this machine may call as often as it likes."""
-LOG_SECS = 60.0
-"""Between two lines of the log about callers of one user that were denied."""
-_MAX_USERS = 256
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred: pid, uid, gid."""
 
@@ -99,7 +97,7 @@ class LaneHost:
         self._lock = threading.Lock()
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
-        self._denied_at: dict[int, float] = {}
+        self._logged = Seldom()
         """When the log last had a line about callers of a user that were denied."""
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
@@ -211,12 +209,8 @@ class LaneHost:
         log.info("run %s of a prefill node writes straight to this node's memory", hello.instance_id)
 
     def _deny(self, sock: socket.socket, user: int, reason: str) -> None:
-        now = time.monotonic()
-        if len(self._denied_at) > _MAX_USERS:
-            self._denied_at.clear()
-        if now - self._denied_at.get(user, -LOG_SECS) >= LOG_SECS:
+        if self._logged.permits(user):
             log.warning("denied processes of user %d the lane: %s", user, reason)
-            self._denied_at[user] = now
         with contextlib.suppress(OSError):
             sock.send(encoder.encode(LaneDenied(reason[:1024])))
         sock.close()

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hisparse_pd.http.certificates import stamp_of
 from hisparse_pd.http.http_errors import ApiError, ErrorShape, shown
 from protocol.access import KeyFileError
+from protocol.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class RequireKey:
         self._keys = keys
         self._open_paths = open_paths
         self._on_refused = on_refused
+        self._logged = Seldom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
@@ -81,7 +83,8 @@ class RequireKey:
             return await self._app(scope, receive, send)
         self._on_refused()
         client = (scope.get("client") or ("unknown",))[0]
-        log.info("refused a request for %s from %s: %s", shown(scope["path"]), client, trouble)
+        if self._logged.permits(client):
+            log.info("refused a request for %s from %s: %s", shown(scope["path"]), client, trouble)
         error = ApiError(401, f"{trouble}; send the header Authorization: Bearer KEY", code="invalid_api_key")
         shape = ErrorShape.of_path(scope["path"])
         await error.response({"www-authenticate": "Bearer"}, shape)(scope, receive, send)

@@ -114,11 +114,15 @@ def test_a_node_that_does_not_fit_is_refused_with_both_values(
         assert word in str(error)
 
 
-def test_who_is_refused_is_not_registered(engine: EngineThread, peer: DecodePeer) -> None:
-    peer.client.send(peer.registration(protocol_version=99))
-    refused = peer.expect(Refused)
-    assert refused.permanent
-    assert "99" in refused.error
+def test_who_is_refused_is_not_registered_and_one_line_of_the_log(
+    engine: EngineThread, peer: DecodePeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(20):
+        peer.client.send(peer.registration(protocol_version=99))
+        refused = peer.expect(Refused)
+        assert refused.permanent
+        assert "99" in refused.error
+    assert caplog.text.count("refused decode node") == 1
     peer.client.send(Heartbeat(1))
     assert not peer.expect(Refused).permanent
 
