@@ -2,7 +2,7 @@
 """Exits with 0 when the service answers 2xx at the URL: the argument, else HEALTH_URL. For HEALTHCHECK.
 
 While a node loads its model, and gets further, this waits: the container stays "starting".
-A node whose loading stands still says so itself, after its --startup-timeout-secs. So the container engine
+A node whose loading stands still says so itself, after 15 minutes. So the container engine
 must not end this command; each of its questions has TIMEOUT_SECS.
 
 A certificate is not checked: it has the name that others reach the service by, and this asks its own

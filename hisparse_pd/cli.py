@@ -23,7 +23,14 @@ from pydantic.fields import FieldInfo
 from hisparse_pd.bench.settings import ServingSettings
 from hisparse_pd.doctor.settings import DoctorSettings
 from hisparse_pd.ports import free_port, is_taken
-from hisparse_pd.settings import DecodeSettings, Device, Port, PrefillSettings, RouterSettings, Secs
+from hisparse_pd.settings import (
+    STARTUP_TIMEOUT_SECS,
+    DecodeSettings,
+    Device,
+    Port,
+    PrefillSettings,
+    RouterSettings,
+)
 from hisparse_pd.settings_sources import (
     SettingsError,
     check_known,
@@ -57,10 +64,6 @@ class PairSettings(BaseModel):
     )
     decode_device: Device | None = Field(
         None, description="the decode node's device where it is another than the prefill node's"
-    )
-    startup_timeout_secs: Secs = Field(
-        300.0,
-        description="wait for services that do not get further, in seconds; loading that does has no limit",
     )
 
 
@@ -348,7 +351,7 @@ def _run_pair(
     def announce() -> None:
         print(f"hisparse-pd serves {prefill.model_name} at {_node_url(router)}/v1", flush=True)
 
-    return Supervisor(children, pair.startup_timeout_secs).run(announce)
+    return Supervisor(children, STARTUP_TIMEOUT_SECS).run(announce)
 
 
 def _keygen(path: Path, *, for_api: bool) -> int:

@@ -48,6 +48,9 @@ MAX_HEARTBEAT_FAILURES = 2
 """In a row: after so many intervals without a sign of life a peer is lost."""
 HEALTH_TIMEOUT_SECS = 30.0
 """Silence of an engine that fails ``/health``, unless six heartbeat intervals are longer."""
+STARTUP_TIMEOUT_SECS = 900.0
+"""Loading without progress that fails ``/liveness``, and the wait for other ranks and machines of a node. 500
+GB of shared memory take six minutes to be touched and registered, in which nothing moves."""
 
 _OPEN_API = "anybody can use its HTTP API (--api-key-file)"
 _OPEN_CONTROL = "anybody can register and read the control traffic (--control-key-file)"
@@ -244,9 +247,6 @@ class NodeSettings(_Settings, TransportSettings):
         5.0,
         description="between heartbeats of a decode node, the same on all nodes, in seconds; a peer is lost "
         f"after {MAX_HEARTBEAT_FAILURES} without a sign of life",
-    )
-    startup_timeout_secs: Secs = Field(
-        300.0, description="loading without progress that fails /liveness, in seconds"
     )
     max_queued_requests: int = Field(
         4096,

@@ -122,7 +122,7 @@ class Supervisor:
                     names = ", ".join(child.name for child in waiting)
                     raise ServiceError(
                         f"not healthy, and no progress for {self._startup_timeout_secs:g} s: {names}; "
-                        "see the log above, or raise --startup-timeout-secs"
+                        "see the log above"
                     )
         return True
 

@@ -73,7 +73,6 @@ class _NodePlan(Generic[S]):
             self.settings.health_timeout_secs,
             metrics.update,
             on_connected,
-            self.settings.startup_timeout_secs,
             QueueLimits.of(self.settings),
             self.choose_rank,
             self.board,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from hisparse_pd.settings import NodeSettings
+from hisparse_pd.settings import STARTUP_TIMEOUT_SECS, NodeSettings
 from hisparse_pd.vocabulary import StartError
 from protocol.names import resolve
 
@@ -21,7 +21,7 @@ def meeting_address(settings: NodeSettings) -> str:
     A cluster may make a machine's name when it starts, so it is waited for. Raises StartError.
     """
     host, _ = settings.meeting
-    deadline = time.monotonic() + settings.startup_timeout_secs
+    deadline = time.monotonic() + STARTUP_TIMEOUT_SECS
     while host:
         try:
             return resolve(host, time.monotonic() + _RESOLVE_SECS)[0]
@@ -29,7 +29,7 @@ def meeting_address(settings: NodeSettings) -> str:
             if time.monotonic() >= deadline:
                 raise StartError(
                     f"dist_init_addr {settings.dist_init_addr}: {host} has no address after "
-                    f"{settings.startup_timeout_secs:g} s (startup_timeout_secs): {error}"
+                    f"{STARTUP_TIMEOUT_SECS:g} s: {error}"
                 ) from error
             log.info("%s has no address yet: %s", host, error)
         time.sleep(_RETRY_SECS)

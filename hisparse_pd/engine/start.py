@@ -22,7 +22,7 @@ from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.rank_group import RankGroup, RankGroupError
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.process import die_with_parent, setup_logging
-from hisparse_pd.settings import NodeSettings
+from hisparse_pd.settings import STARTUP_TIMEOUT_SECS, NodeSettings
 from hisparse_pd.vocabulary import VERSION, RankPlace
 from kernels.row_math import fix_arithmetic
 from transfer.engine import quiet_mooncake_logs
@@ -86,7 +86,7 @@ def run_engine_process(
                 torch.device(settings.device),
                 agree_secs=settings.heartbeat_timeout_secs,
                 forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
-                start_secs=settings.startup_timeout_secs,
+                start_secs=STARTUP_TIMEOUT_SECS,
             )
             ranks.check_same({"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines})
         model = load_model(

@@ -196,7 +196,6 @@ class EngineLink:
         health_timeout_secs: float,
         on_stats: Callable[[int, EngineStats], None] = lambda rank, stats: None,
         on_connected: Callable[[], None] = lambda: None,
-        startup_timeout_secs: float = 300.0,
         limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
         choose_rank: RankChoice = least_loaded,
         board: Board | None = None,
@@ -205,12 +204,10 @@ class EngineLink:
     ) -> None:
         """``endpoints``: one a rank, as of RankLink. ``on_connected``: called once all engines are ready, and
         so connected, to all fronts. ``board``: of the node, of which this is ``front``; None: its only one.
-
-        ``on_stats``: with the rank. ``startup_timeout_secs``: how long loading may stand still.
+        ``on_stats``: with the rank.
         """
         self.limits = limits
         self.health_timeout_secs = health_timeout_secs
-        self._startup_timeout_secs = startup_timeout_secs
         self.state = LinkState.LOADING
         self.front = front
         self.counts = InFlight(board or make_board(len(endpoints)), front)
@@ -420,7 +417,7 @@ class EngineLink:
         if self.state is LinkState.GONE:
             return str(self.state)
         for rank in self.ranks:
-            stall = rank.stall(self._startup_timeout_secs, self.health_timeout_secs)
+            stall = rank.stall(self.health_timeout_secs)
             if stall is not None:
                 return stall if len(self.ranks) == 1 else f"rank {rank.rank}: {stall}"
         return None

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, FromEngine, ToEngine
 from hisparse_pd.engine.sockets import Crossing, FrontSocket
 from hisparse_pd.http.in_flight import InFlight
+from hisparse_pd.settings import STARTUP_TIMEOUT_SECS
 
 _SENT_A_TURN = 8
 """Messages, some of which have a prompt of megabytes."""
@@ -108,12 +109,12 @@ class RankLink:
                 self._last_stats_at = now
                 self.stats = message
 
-    def stall(self, startup_timeout_secs: float, health_timeout_secs: float) -> str | None:
+    def stall(self, health_timeout_secs: float) -> str | None:
         """Why the engine gets nowhere, or None while it makes progress, loading included."""
         now = time.monotonic()
         if self.ready is None:
             still_secs = now - self._last_progress_at
-            if still_secs <= startup_timeout_secs:
+            if still_secs <= STARTUP_TIMEOUT_SECS:
                 return None
             return f"loading has stood still for {still_secs:.0f} s, at: {self.loading or 'the beginning'}"
         if now - self._last_stats_at > health_timeout_secs:

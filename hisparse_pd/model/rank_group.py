@@ -94,7 +94,7 @@ class RankGroup:
         except RuntimeError as error:
             raise RankGroupError(
                 f"rank {self.rank} has {what}, and another rank of this node has not "
-                f"{self._start_secs:g} s later; see its log, or raise startup_timeout_secs"
+                f"{self._start_secs:g} s later; see its log"
             ) from error
 
     def check_same(self, mine: Mapping[str, object]) -> None:
