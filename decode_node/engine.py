@@ -284,7 +284,7 @@ class DecodeEngine:
     def _generate(self, message: GenerateGroup, now: float) -> None:
         """A prompt comes with its tokens where prefixes are held, or a sample's draws depend on them."""
         prompt_keys = None
-        if message.prompt and not self._settings.disable_held_prefixes:
+        if message.prompt and not self._settings.disable_prefix_cache:
             prompt_keys = PromptKeys.of(message.identity.root, message.prompt, self.limits.page_size)
         token_ids = None
         if message.prompt and any(sample.sampling.needs_prompt for sample in message.samples):

@@ -101,7 +101,7 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
     clock = _TokenClock(front, work)
     by_request_id = {output.sample.generate.request_id: output for output in outputs}
     num_live = sum(output.finish is None for output in outputs)
-    holds_prefixes = isinstance(front.settings, DecodeSettings) and not front.settings.disable_held_prefixes
+    holds_prefixes = isinstance(front.settings, DecodeSettings) and not front.settings.disable_prefix_cache
     journal = work.request.journal
     may_move = journal is not None and journal.may_move
     with front.link.open(grouped(work.samples, with_prompts=holds_prefixes), may_move=may_move) as group:

@@ -240,9 +240,6 @@ class NodeSettings(_Settings, TransportSettings):
         description="a room's wait for its other half, or for its KV, at most, in seconds; a prefill node "
         "waits for the heartbeat limit longer",
     )
-    transfer_timeout_secs: Secs = Field(
-        60.0, description="one write of up to 32 MiB at most, from its start, in seconds"
-    )
     heartbeat_interval_secs: Secs = Field(
         5.0,
         description="between heartbeats of a decode node, the same on all nodes, in seconds; a peer is lost "
@@ -256,6 +253,11 @@ class NodeSettings(_Settings, TransportSettings):
     )
     num_threads: int = Field(
         0, ge=0, le=4096, description="torch CPU threads of the engine; 0: torch's own choice"
+    )
+    disable_prefix_cache: bool = Field(
+        False,
+        description="keep no KV of requests that have ended; otherwise one that begins alike finds it: a "
+        "prefill node computes only the rest, and a decode node is sent only the rest",
     )
     verify_rows: bool = Field(
         True,
@@ -386,7 +388,6 @@ class PrefillSettings(NodeSettings):
         65536,
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
     )
-    disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
 
     @property
     def num_draft_layers(self) -> int | None:
@@ -444,11 +445,6 @@ class DecodeSettings(NodeSettings):
     )
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
-    )
-    disable_held_prefixes: bool = Field(
-        False,
-        description="keep no KV of requests that have ended; otherwise a request that begins like one "
-        "of them finds it here, and the prefill node sends only the rest",
     )
     stream_interval: int = Field(
         1,

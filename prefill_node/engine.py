@@ -195,7 +195,6 @@ class PrefillEngine:
             self._sender,
             self._memory.regions,
             settings.page_size,
-            settings.transfer_timeout_secs,
             slice_bytes=self._lanes.slice_bytes,
         )
         self._life = RoomLife(
@@ -299,7 +298,7 @@ class PrefillEngine:
     def _receive(self) -> None:
         now_secs = time.monotonic()
         self._wakeup.clear()
-        self._life.fail_overdue(self._sender.overdue(), self._settings.transfer_timeout_secs, now_secs)
+        self._life.fail_overdue(self._sender.overdue(), now_secs)
         for completion in self._sender.poll():
             self._life.completed(completion, now_secs)
         for session in self._lanes.take_decided():

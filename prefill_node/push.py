@@ -29,6 +29,8 @@ from transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, pl
 from transfer.sender import Ready, Sender, WriteBatch
 
 MIN_BATCH_BYTES = 256 << 10
+WRITE_TIMEOUT_SECS = 60.0
+"""Of a slice of up to 32 MiB, from its start: half a megabyte a second, and twice the 30 s of Mooncake."""
 """A batch costs the forward's thread 30 us and the sender's more, in which TCP moves about as many bytes."""
 
 MAX_PENDING_BATCHES = 2
@@ -97,14 +99,13 @@ class Pusher:
         sender: Sender,
         source: SourceRegions,
         page_size: int,
-        transfer_timeout_secs: float,
         min_batch_bytes: int = MIN_BATCH_BYTES,
         slice_bytes: Callable[[str], int] = lambda session: SLICE_BYTES,
     ) -> None:
         self._sender = sender
         self._source = source
         self._page_size = page_size
-        self._transfer_timeout_secs = transfer_timeout_secs
+        self.write_timeout_secs = WRITE_TIMEOUT_SECS
         self._min_batch_bytes = min_batch_bytes
         self._slice_bytes = slice_bytes
         self._token_bytes = sum(
@@ -234,7 +235,7 @@ class Pusher:
             writes,
             writes.num_bytes,
             record.deadline_secs,
-            self._transfer_timeout_secs,
+            self.write_timeout_secs,
             ready,
         )
         self._sender.submit(peer.session, batch)

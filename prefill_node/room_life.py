@@ -593,13 +593,14 @@ class RoomLife:
             self.fail(record, 502, reason, now_secs, code=DECODE_NODE_FAILED)
         return len(records)
 
-    def fail_overdue(self, rooms: Sequence[Room], timeout_secs: float, now_secs: float) -> None:
-        """Writes of these rooms are in flight past the transfer timeout."""
+    def fail_overdue(self, rooms: Sequence[Room], now_secs: float) -> None:
+        """Writes of these rooms are in flight for longer than one may be."""
         for room in rooms:
             record = self.rooms.get(room)
             if record is not None:
                 self.counters["kv_transfer_failures_total"] += 1
-                error = f"room {room}: a write to the decode node took longer than {timeout_secs:g} s"
+                limit_secs = self._pusher.write_timeout_secs
+                error = f"room {room}: a write to the decode node took longer than {limit_secs:g} s"
                 self.fail(record, 504, error, now_secs)
 
     def fail_unpaired(self, now_secs: float) -> None:

@@ -85,7 +85,7 @@ def nodes(
     directory = tmp_path_factory.mktemp("wrong-landings")
     checkpoint = (tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint)("v32")
     prefill = prefill_service(checkpoint, directory, "prefill")
-    options = ["--disable-held-prefixes", "--device-buffer-size", "70", "--host-pool-tokens", "6400"]
+    options = ["--disable-prefix-cache", "--device-buffer-size", "70", "--host-pool-tokens", "6400"]
     decode = decode_service(checkpoint, directory, "decode", options)
     order = directory / "order"
     for node in (prefill, decode):

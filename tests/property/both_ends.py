@@ -81,7 +81,6 @@ PREFILL = PrefillSettings(
     kv_pool_tokens=18 * PAGE_SIZE,
     chunked_prefill_size=10,
     max_running_requests=3,
-    transfer_timeout_secs=6.0,
 )
 
 
@@ -220,6 +219,7 @@ class World:
         self._starting = address
         settings = PREFILL.model_copy(update={"control_port": control_port})
         engine = PrefillEngine(settings, SPEC, NO_MODEL, SimFront(), TCP)  # type: ignore[arg-type]
+        engine._life._pusher.write_timeout_secs = 6.0
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(

@@ -211,7 +211,7 @@ def test_decode_behind_prefixes_that_are_held_or_given_up(
         "device_pool_tokens": pool_tokens,
         "device_buffer_size": 48,
         "max_running_requests": 7,
-        "disable_held_prefixes": False,
+        "disable_prefix_cache": False,
     }
     with TemporaryDirectory() as ipc_dir:
         harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)

@@ -28,7 +28,7 @@ _POLL_SECS = 2.0
 HOT_BUFFER = 192
 _PATIENT = (
     *("--heartbeat-interval-secs", "60"),
-    *("--transfer-timeout-secs", "300", "--room-timeout-secs", "600"),
+    *("--room-timeout-secs", "600"),
 )
 _NODE = (
     *("--model-path", str(RETRIEVAL_MODEL), "--dtype", "float32", "--num-threads", "1", "--debug-checks"),

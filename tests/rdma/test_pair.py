@@ -23,7 +23,7 @@ TURN = [40 + position * position % 80 for position in range(20)]
 """What the next turn of a conversation adds."""
 PAGE_SIZE = 64
 """Of both nodes, which is their default."""
-NO_HELD = ("--disable-held-prefixes",)
+NO_HELD = ("--disable-prefix-cache",)
 RDMA = ("--transfer-protocol", "rdma", "--ib-device", DEVICE)
 TCP = ("--transfer-protocol", "tcp")
 

@@ -72,7 +72,6 @@ HOST_POOL_TOKENS = 6016
 NODE_OPTIONS = [
     *("--dp-size", str(NUM_RANKS)),
     *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
-    *("--transfer-timeout-secs", "10"),
 ]
 DECODE_OPTIONS = [
     *("--quarantine-secs", "5"),

@@ -110,7 +110,7 @@ async def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
 
     monkeypatch.setattr("hisparse_pd.http.rank_link.FrontSocket", Spy)
     prompt = [i % 251 for i in range(131_072)]
-    more = {"disable_held_prefixes": not holds_prefixes} if role == "decode" else {}
+    more = {"disable_prefix_cache": not holds_prefixes} if role == "decode" else {}
     async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role, **more) as node:
         answer = await node.post("/v1/completions", **{**BODY, "prompt": prompt, "n": 128})
         assert answer.status_code == 200

@@ -363,7 +363,7 @@ class EngineHarness:
                 "device_pool_tokens": 4096,
                 "device_buffer_size": 128,
                 "max_running_requests": 16,
-                "disable_held_prefixes": True,
+                "disable_prefix_cache": True,
                 **settings,
             },
         )

@@ -213,7 +213,7 @@ def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
     harness = EngineHarness(
         checkpoint,
         tmp_path_factory.mktemp("ipc"),
-        disable_held_prefixes=False,
+        disable_prefix_cache=False,
         page_size=16,
         host_pool_tokens=1024,
         device_pool_tokens=768,

@@ -349,7 +349,7 @@ def test_turns_of_a_conversation_behind_held_prefixes(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     """What is held has no draft in it, though the last page had."""
-    holding = harness(checkpoint, tmp_path, page_size=4, disable_held_prefixes=False)
+    holding = harness(checkpoint, tmp_path, page_size=4, disable_prefix_cache=False)
     with closing(holding) as node, drafts(node, 3):
         for said in range(0, NUM_NEW, 5):
             answers = [

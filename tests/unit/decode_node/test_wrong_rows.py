@@ -60,7 +60,7 @@ def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
     harness = EngineHarness(
         checkpoint,
         tmp_path_factory.mktemp("ipc"),
-        disable_held_prefixes=False,
+        disable_prefix_cache=False,
         page_size=PAGE,
         host_pool_tokens=2048,
         device_pool_tokens=1024,

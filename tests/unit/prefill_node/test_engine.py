@@ -282,7 +282,7 @@ def test_pages_stay_until_a_stuck_write_returns(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = StuckTransport(engine, monkeypatch)
-    monkeypatch.setattr(engine.life._pusher, "_transfer_timeout_secs", 0.2)
+    monkeypatch.setattr(engine.life._pusher, "write_timeout_secs", 0.2)
     peer.bootstrap(room, 40)
     engine.generate(room, prompt(11, 40))
     failed = peer.expect(RoomFailed)

@@ -89,7 +89,7 @@ class World:
         self.aux = np.full((1, 1, 8), 7, np.uint8)
         self.aux_dst = np.zeros_like(self.aux)
         source = SourceRegions(view(self.kv), view(self.index), view(self.aux), *self.of_layers)
-        self.pusher = Pusher(self.sender, source, PAGE_SIZE, 60.0, self.min_batch_bytes)
+        self.pusher = Pusher(self.sender, source, PAGE_SIZE, self.min_batch_bytes)
         self.record = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
 
     def room(self, room: Room, page_ids: list[int], *extents: Extent) -> RoomRecord:

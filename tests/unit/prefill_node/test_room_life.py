@@ -9,7 +9,7 @@ import pytest
 
 from hisparse_pd.engine.messages import FromEngine, Generate, GenerateGroup, RequestFailed, pack_token_ids
 from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
+from prefill_node.push import MAX_PENDING_SHARE, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from prefill_node.registrations import Peer
 from prefill_node.room_life import RoomLife
 from prefill_node.scheduler import StepLimits
@@ -27,7 +27,6 @@ TOKEN_BYTES = (NUM_LAYERS + 1) * ITEM_BYTES
 SHORT = SLICE_BYTES // TOKEN_BYTES
 MAX_PENDING = NUM_SLOTS // MAX_PENDING_SHARE
 """Tokens of long prompts that may be pending for a node before the next has to wait."""
-TRANSFER_TIMEOUT_SECS = 60.0
 
 
 class QueuedSender:
@@ -74,7 +73,7 @@ class Node:
         ]
         own = (source[kind] for kind in (RegionKind.KV_HOST, RegionKind.INDEX, RegionKind.AUX))
         sources = SourceRegions(*own, tuple(range(NUM_LAYERS)), (0,) * NUM_LAYERS)
-        self.pusher = Pusher(self.sender, sources, PAGE_SIZE, TRANSFER_TIMEOUT_SECS)
+        self.pusher = Pusher(self.sender, sources, PAGE_SIZE)
         self.life = RoomLife(
             pusher=self.pusher,
             limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),
@@ -173,7 +172,7 @@ def test_a_long_prefix_is_one_batch_that_has_the_rooms_time(node: Node) -> None:
     node.sender.queue.finish(taken, Outcome())
     taken = node.sender.queue.next("a", 240.0)
     assert taken is not None
-    assert taken.deadline == 240.0 + TRANSFER_TIMEOUT_SECS
+    assert taken.deadline == 240.0 + WRITE_TIMEOUT_SECS
 
 
 def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) -> None:
