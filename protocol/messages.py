@@ -43,6 +43,9 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 MAX_EXTENTS = 200_000
 
+MAX_LAYERS = 4096
+"""Of a model."""
+
 DROP_REASONS = (
     "malformed",
     "oversized",
@@ -98,8 +101,8 @@ class Geometry(Struct, frozen=True, array_like=True):
 
     model_fingerprint: Name
     dtype: Name
-    num_layers: Annotated[int, Meta(ge=1, le=4096)]
-    num_index_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    num_index_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     item_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
     index_item_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
     index_topk: Annotated[int, Meta(ge=1, le=1 << 20)]

@@ -17,6 +17,7 @@ from hisparse_pd.model.families import FAMILIES
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import BLOCK
 from kernels.kv_format import FORMAT_NAMES
+from protocol.messages import MAX_LAYERS
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,6 +46,7 @@ def read_config(path: Path) -> dict[str, Any]:
         supported = ", ".join(FAMILIES)
         raise CheckpointError(f"{config_file}: model_type is {model_type!r}; supported are {supported}")
     _check_quantization(config, config_file)
+    _check_num_layers(config, config_file)
     # The defaults of the configuration class count too: a checkpoint may leave them out.
     from transformers import AutoConfig
 
@@ -57,6 +59,16 @@ def read_config(path: Path) -> dict[str, Any]:
     of_text = {key: value for key, value in text_config.items() if value is not None}
     of_all = {key: value for key, value in resolved.to_dict().items() if key not in _PARTS}
     return {**of_all, **of_text, "model_type": model_type}
+
+
+def _check_num_layers(config: dict[str, Any], config_file: Path) -> None:
+    """Before transformers makes lists of that length. Raises CheckpointError."""
+    for part in (config, config.get("text_config")):
+        num_layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+            raise CheckpointError(
+                f"{config_file}: num_hidden_layers is {num_layers}; {MAX_LAYERS} are the most"
+            )
 
 
 def _check_quantization(config: dict[str, Any], config_file: Path) -> None:

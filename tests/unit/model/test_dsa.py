@@ -436,6 +436,8 @@ def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
         ({"model_type": []}, r"model_type is \[\]; supported are"),
         ({"text_config": 5}, "transformers refuses it: .*'int' object"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; 4096 are the most"),
+        ({"text_config": {"num_hidden_layers": 4097}}, "num_hidden_layers is 4097; 4096 are the most"),
     ],
 )
 def test_bad_configurations_are_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
