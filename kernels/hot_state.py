@@ -251,7 +251,7 @@ class HotBufferState:
         """
         self.check_hisparse(row, hot_slots, host_pages, lookup_pages)
         self.reset_row(row)
-        self._write_slots(row, hot_slots)
+        self.set_hot_slots(row, hot_slots)
         self.set_host_pages(row, 0, host_pages, lookup_pages)
 
     def check_hisparse(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
@@ -292,7 +292,8 @@ class HotBufferState:
         self.check_pages("page_ids", first_page, page_ids)
         _write(table[row, first_page : first_page + page_ids.shape[0]], page_ids)
 
-    def _write_slots(self, row: int, hot_slots: Tensor) -> None:
+    def set_hot_slots(self, row: int, hot_slots: Tensor) -> None:
+        """Set the device slots of an empty hisparse row, and with them its capacity."""
         capacity = hot_slots.shape[0]
         _write(self.hot_slots[row, :capacity], hot_slots)
         self.hot_slots[row, capacity:].fill_(ABSENT)

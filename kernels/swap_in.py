@@ -255,7 +255,8 @@ class RowStart:
             return num_bytes
         host_pages, lookup_pages, index_pages = self._pages
         if not self._is_begun:
-            state.assign_row(row, self._hot_slots, host_pages, lookup_pages)
+            state.set_hot_slots(row, self._hot_slots)
+            state.set_host_pages(row, 0, host_pages, lookup_pages)
             state.set_index_pages(row, 0, index_pages)
         self._is_begun = True
         for layer, group, is_first in some:

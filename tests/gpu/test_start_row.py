@@ -52,10 +52,10 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
             lookup_pages=page_ids.flip(0)[:num_pages], index_pages=page_ids[:3], num_tokens=num_tokens,
             hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
         )  # fmt: skip
+        more = slice(num_pages, num_pages + 2)
+        state.set_host_pages(1, num_pages, page_ids[more], page_ids.flip(0)[more])  # before it is filled
         row_start.launch_slice(None)
         start_dense_row(state, 2, pages=page_ids[40:50], index_pages=page_ids[:1])
-        more = slice(num_pages, num_pages + 2)
-        state.set_host_pages(1, num_pages, page_ids[more], page_ids.flip(0)[more])
         state.set_index_pages(1, 3, page_ids[3:4])
         state.set_pages(2, 10, page_ids[50:51])
 

@@ -59,20 +59,24 @@ class Buffer:
         result: list[int] = slots[0].tolist()
         return result
 
-    def start(self, num_tokens: int, hint: list[int]) -> int:
+    def row_start(self, num_tokens: int, hint: list[int], num_pages: int = len(HOST_PAGES)) -> RowStart:
+        """Of the row, empty again, with the first of its pages."""
         self.state.reset_row(ROW)
-        row_start = RowStart(
+        return RowStart(
             self.state,
             ROW,
             hot_slots=torch.tensor(HOT_SLOTS),
-            host_pages=torch.tensor(HOST_PAGES),
-            lookup_pages=torch.tensor(LOOKUP_PAGES),
+            host_pages=torch.tensor(HOST_PAGES[:num_pages]),
+            lookup_pages=torch.tensor(LOOKUP_PAGES[:num_pages]),
             index_pages=torch.tensor([4, 1]),
             num_tokens=num_tokens,
             hints=[np.array(hint, np.int32)],
             layers_of_group=((0, 1),),
             **self.pools,
         )
+
+    def start(self, num_tokens: int, hint: list[int]) -> int:
+        row_start = self.row_start(num_tokens, hint)
         row_start.launch_slice(None)
         (num_warm,) = row_start.num_warm
         return num_warm

@@ -71,6 +71,18 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
     assert buffer.swap_in(9, [8, 7, 3, -1]) == [HOT_SLOTS[3], HOT_SLOTS[0], HOT_SLOTS[1], -1]
 
 
+def test_pages_that_are_added_before_the_first_slice_stay() -> None:
+    """A request may grow while its row waits to be filled."""
+    buffer = Buffer()
+    row_start = buffer.row_start(8, [7, 3, 1], num_pages=2)
+    buffer.state.set_host_pages(ROW, 2, torch.tensor(HOST_PAGES[2:]), torch.tensor(LOOKUP_PAGES[2:]))
+    buffer.state.set_index_pages(ROW, 2, torch.tensor([2]))
+    row_start.launch_slice(None)
+    assert buffer.state.host_pages[ROW].tolist() == HOST_PAGES
+    assert buffer.state.lookup_pages[ROW].tolist() == LOOKUP_PAGES
+    assert buffer.state.index_pages[ROW].tolist()[:3] == [4, 1, 2]
+
+
 def test_a_started_row_has_all_its_tables() -> None:
     buffer = Buffer()
     assert buffer.start(10, [7, 3, 7, -1, 1, 9]) == 3
