@@ -5,7 +5,7 @@ one is a line of a report beside it. All of it happens in the engine's own threa
 
 flipped landing  bits of what has landed for a room change before it is admitted
 neighbours       bits of free index pages, and of their checks, change when others are given out
-cached           bits of a prefill node's cached rows change before it plans
+cached           bits of a prefill node's cached rows that nobody uses change before it plans
 other layer      a batch has in each layer but its last the rows of the next one
 other positions  a batch has each row one place further
 early            what a forward computes leaves before it, as it was then
@@ -105,8 +105,11 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
 
     def plan_behind_damage(self: Any) -> Any:
         life = self._life
-        if life.waiting() and len(life.prefixes) and faults.is_due("cached"):
-            cached = [extent for each in life.prefixes for extent in each.holding[PoolKind.DEVICE]]
+        unused = [
+            each for each in life.prefixes if not each.num_users
+        ]  # others are being sent, behind a look
+        if life.waiting() and unused and faults.is_due("cached"):
+            cached = [extent for each in unused for extent in each.holding[PoolKind.DEVICE]]
             faults.flip(self._memory.kv, extents_to_slots(cached))
         return plan(self)
 
