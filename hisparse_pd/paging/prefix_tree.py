@@ -97,7 +97,7 @@ class PrefixTree:
         self._pools = pools
         self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
         """The prefix that has a page. Whatever is before that is held, too."""
-        self._prefixes: set[Prefix] = set()
+        self._prefixes: dict[Prefix, None] = {}
         self._idle: OrderedDict[Prefix, None] = OrderedDict()
         """Those that nobody uses, least recently used first, so none before what is behind it."""
         self._num_unused: Counter[Kinds] = Counter()
@@ -390,12 +390,12 @@ class PrefixTree:
             first.parent.children.remove(first)
             first.parent.children.add(second)
         self._idle.pop(first, None)
-        self._prefixes.remove(first)
+        del self._prefixes[first]
 
     def _enter(self, prefix: Prefix) -> None:
         if prefix.parent is not None:
             prefix.parent.children.add(prefix)
-        self._prefixes.add(prefix)
+        self._prefixes[prefix] = None
         self._by_key.setdefault(prefix.kinds, {}).update(dict.fromkeys(prefix.keys, prefix))
 
     def _count(self, prefix: Prefix, sign: int) -> None:
@@ -425,7 +425,7 @@ class PrefixTree:
             self._pools.trim(prefix.holding, num_pages * self._pools.page_size)
             return
         del self._idle[prefix]
-        self._prefixes.discard(prefix)
+        self._prefixes.pop(prefix, None)
         self._pools.release(prefix.holding)
         if prefix.parent is not None:
             prefix.parent.children.remove(prefix)
