@@ -75,7 +75,6 @@ class Mode(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 MAX_LOGIT_BIAS = 1024

@@ -82,17 +82,12 @@ class PoolDemand:
         return sum(self.fixed.values()) + num_tokens * self.bytes_per_token
 
     def num_tokens(self, asked: int, memory: DeviceMemory | None, fraction: float, min_tokens: int) -> int:
-        """Tokens of the pool: those ``asked`` for, checked against ``memory``, which None says not to do: no
-        GPU. Of 0 as many as that share of the device has room for, in whole pages.
+        """Tokens of the pool: those ``asked`` for, checked against ``memory``. Of 0 as many as that share of
+        the device has room for, in whole pages. ``memory`` None: there is no GPU, and settings have a number.
 
-        ``min_tokens``: fewer are of no use. Raises StartError when they do not fit, or no GPU says a size.
+        ``min_tokens``: fewer are of no use. Raises StartError when they do not fit.
         """
         if memory is None:
-            if asked == 0:
-                raise StartError(
-                    f"{self.option} 0: the size comes from free GPU memory, and there is no GPU; give a "
-                    "number of tokens"
-                )
             return asked
         if asked:
             self._check_fits(memory, asked)

@@ -81,25 +81,13 @@ class HostPool:
 
     def __init__(self, mapping: mmap.mmap, num_bytes: int, shared_fd: int | None = None) -> None:
         self._mapping: mmap.mmap | None = mapping
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._close_fd: Callable[[], object] = lambda: None
         if shared_fd is not None:
             self._close_fd = weakref.finalize(mapping, os.close, shared_fd)
-        self._shared_fd = shared_fd
-        self._unpin: Callable[[], object] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._unpin is not None
-
-    @property
-    def shared_fd(self) -> int | None:
+        self.shared_fd = shared_fd
         """The memfd that is this memory, from its byte 0, until ``close``; None for private memory."""
-        return self._shared_fd
+        self._unpin: Callable[[], object] | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -108,8 +96,8 @@ class HostPool:
         Raises HostMemoryError once the pool is closed.
         """
         if self._mapping is None:
-            raise HostMemoryError(f"the host pool of {self._num_bytes} bytes is closed")
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._num_bytes)
+            raise HostMemoryError(f"the host pool of {self.num_bytes} bytes is closed")
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.num_bytes)
 
     def close(self) -> None:
         """Unpin, and unmap once no tensor is left on it. May be called again.
@@ -121,9 +109,9 @@ class HostPool:
             try:
                 unpin()
             except Exception:  # a broken CUDA context, say: what is left of the process ends all the same
-                log.warning("CUDA cannot unregister %d bytes", self._num_bytes, exc_info=True)
+                log.warning("CUDA cannot unregister %d bytes", self.num_bytes, exc_info=True)
         self._close_fd()
-        self._shared_fd = self._mapping = None
+        self.shared_fd = self._mapping = None
 
 
 def allocate_host(
