@@ -324,7 +324,7 @@ class DecodeEngine:
         wanted = {request.peer for request in self.requests.select(RequestState.LANDING)}
         for state in (RequestState.CONNECTING, RequestState.WAITING):
             wanted.update(self.requests.queued_at(state))
-        return wanted | {entry.peer for entry in self.requests.quarantine if entry.is_unresolved}
+        return wanted | {entry.peer for entry in self.requests.quarantine if entry.is_unacknowledged}
 
     def _check(self, is_idle: bool) -> None:
         now = time.monotonic()

@@ -251,7 +251,7 @@ class LiveRequests:
     def stuck(self, now: float) -> SlotCounts:
         """Slots that may never be free again: those in quarantine whose prefill node gives no sign of life,
         and pages that are set aside."""
-        in_quarantine = self.pools.held_by(entry.holding for entry in self.quarantine.stuck(now))
+        in_quarantine = self.pools.owned_by(entry.holding for entry in self.quarantine.stuck(now))
         return in_quarantine + self.pools.used(Stage.SET_ASIDE)
 
     def quarantined_runs(self, now: float) -> tuple[QuarantinedRun, ...]:
@@ -261,18 +261,18 @@ class LiveRequests:
             by_run.setdefault((entry.peer, entry.instance_id), []).append(entry)
         runs = []
         for (peer, instance_id), entries in by_run.items():
-            held = self.pools.held_by(entry.holding for entry in entries)
+            owned = self.pools.owned_by(entry.holding for entry in entries)
             runs.append(
                 QuarantinedRun(
                     prefill_node=str(peer),
                     instance_id=instance_id,
                     num_rooms=len(entries),
-                    num_unacknowledged=sum(entry.is_unresolved for entry in entries),
+                    num_unacknowledged=sum(entry.is_unacknowledged for entry in entries),
                     longest_secs=max(now - entry.since for entry in entries),
-                    host_slots=held.host,
-                    device_slots=held.device,
-                    index_slots=held.index,
-                    aux_slots=held.aux,
+                    host_slots=owned.host,
+                    device_slots=owned.device,
+                    index_slots=owned.index,
+                    aux_slots=owned.aux,
                 )
             )
         return tuple(runs)
@@ -320,18 +320,18 @@ class LiveRequests:
         self._next_deadline = min(self._next_deadline, deadline)
 
     def _note_reserved(self, request: Request) -> None:
-        held = SlotCounts(*(request.owned.num_slots(kind) for kind in _TOKEN_POOLS))
-        request.held_tokens = held
+        owned = SlotCounts(*(request.owned.num_slots(kind) for kind in _TOKEN_POOLS))
+        request.owned_slots = owned
         num_shared = request.num_shared_pages * self.pools.page_size
         if request.mode is Mode.DENSE:
-            request.reserved_tokens = num_shared + min(held.device, held.index)
+            request.reserved_tokens = num_shared + min(owned.device, owned.index)
         else:
-            request.reserved_tokens = min(num_shared + min(held.host, held.index), held.lookup)
+            request.reserved_tokens = min(num_shared + min(owned.host, owned.index), owned.lookup)
 
     # --- what the node holds ----------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise PoolIntegrityError unless every slot is free, or held by exactly the requests known here."""
+        """Raise PoolIntegrityError unless every slot is free, or owned by exactly the requests known here."""
         admitted = self._admitted
         self.pools.check_integrity(
             {

@@ -45,7 +45,7 @@ class Quarantined:
     """The log has named it as stuck."""
 
     @property
-    def is_unresolved(self) -> bool:
+    def is_unacknowledged(self) -> bool:
         """Whether the prefill node has yet to say that the room is quiet."""
         return self.free_at == _NEVER
 
@@ -73,7 +73,9 @@ class Quarantine:
     def stuck(self, now: float) -> list[Quarantined]:
         """Rooms that are unresolved for longer than any live prefill node takes to say that one is quiet."""
         latest = now - self._quarantine_secs
-        return [entry for entry in self._entries.values() if entry.is_unresolved and entry.since <= latest]
+        return [
+            entry for entry in self._entries.values() if entry.is_unacknowledged and entry.since <= latest
+        ]
 
     def newly_stuck(self, now: float) -> list[Quarantined]:
         """Those that have come to be ``stuck`` since this was asked last."""

@@ -132,7 +132,7 @@ class Request:
     """Of the prompt, in whole pages: their KV and indexer keys were here already, so nothing lands there."""
     prefix: Prefix | None = None
     """The first of its pages, shared with whoever begins alike; its own are behind them."""
-    held_tokens: SlotCounts = field(default_factory=SlotCounts)
+    owned_slots: SlotCounts = field(default_factory=SlotCounts)
     """What it owns of the pools of tokens."""
     reserved_tokens: int = 0
     """Positions, from 0 on, that have a slot in every pool that they need one in."""

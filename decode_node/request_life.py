@@ -198,7 +198,11 @@ class RequestLife:
             if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
                 self.peers.send(event.address, _bootstrap(request))
         for entry in self.requests.quarantine:
-            if entry.peer == event.address and entry.instance_id == event.instance_id and entry.is_unresolved:
+            if (
+                entry.peer == event.address
+                and entry.instance_id == event.instance_id
+                and entry.is_unacknowledged
+            ):
                 self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:

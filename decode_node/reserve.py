@@ -33,7 +33,7 @@ _Slots = tuple[int, int, int, int]
 class Claim(NamedTuple):
     """What a request owns, and what it lacks to end, one way or another."""
 
-    held: _Slots
+    owned: _Slots
     ways: tuple[_Slots, ...]
     prefix: Prefix | None = None
     """What it shares."""
@@ -82,7 +82,7 @@ class Reserve:
             for request, claim in pending:
                 if self._can_end(claim):
                     yield Place(request, claim, self._available)
-                    self._available = _sum(self._available, claim.held)
+                    self._available = _sum(self._available, claim.owned)
                     for part in claim.prefix.chain() if claim.prefix else ():
                         num_users[part] -= 1
                         if not num_users[part]:
@@ -131,12 +131,12 @@ class Reserve:
 
     def allows_landing(self, claim: Claim) -> bool:
         """Whether one more may take what it holds from what is free, and can end too. After all others."""
-        left = _difference(self._available, claim.held)
-        return self.allows(SlotCounts(*claim.held)) and any(_fits(way, left) for way in claim.ways)
+        left = _difference(self._available, claim.owned)
+        return self.allows(SlotCounts(*claim.owned)) and any(_fits(way, left) for way in claim.ways)
 
     def give_landing(self, claim: Claim) -> None:
-        self.give(SlotCounts(*claim.held))
-        self._available = _difference(self._available, claim.held)
+        self.give(SlotCounts(*claim.owned))
+        self._available = _difference(self._available, claim.owned)
         self.keep(claim, self._available)
 
 

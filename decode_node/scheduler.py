@@ -92,20 +92,20 @@ class Limits:
         lookup = in_pages if mode is Mode.HISPARSE else 0
         return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
 
-    def claim(self, request: Request, mode: Mode, held: SlotCounts, num_shared_pages: int = 0) -> Claim:
-        """Of ``request`` with ``held`` in ``mode``, behind pages that it shares."""
+    def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
+        """Of ``request`` with ``owned`` in ``mode``, behind pages that it shares."""
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
-        lacks_host, lacks_index = max(0, own - held.host), max(0, own - held.index)
-        in_hot_buffer = lacks_host, 0, lacks_index, max(0, life - held.lookup)
+        lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
+        in_hot_buffer = lacks_host, 0, lacks_index, max(0, life - owned.lookup)
         if mode is Mode.HISPARSE:
-            return Claim(slots_of(held), (in_hot_buffer,))
-        in_pages = 0, max(0, own - held.device), lacks_index, 0
+            return Claim(slots_of(owned), (in_hot_buffer,))
+        in_pages = 0, max(0, own - owned.device), lacks_index, 0
         if num_shared_pages:
-            return Claim(slots_of(held), (in_pages,))
-        lacks_hot_buffer = max(0, self.in_pages(self.min_capacity(request)) - held.device)
+            return Claim(slots_of(owned), (in_pages,))
+        lacks_hot_buffer = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
         host, _, index, lookup = in_hot_buffer
-        return Claim(slots_of(held), (in_pages, (host, lacks_hot_buffer, index, lookup)))
+        return Claim(slots_of(owned), (in_pages, (host, lacks_hot_buffer, index, lookup)))
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class _Planner:
     """Made when something is to be given away: mostly nothing is."""
     _kept: SlotCounts = _NONE
     """A page for each request that will grow."""
-    _holds: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
+    _owned: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
     """Of those to whom this plan gives slots, or others."""
     _admitted: list[Claim] = field(default_factory=list)
     """Of those that it admits."""
@@ -252,34 +252,34 @@ class _Planner:
         return reserve
 
     def _claim(self, request: Request) -> Claim:
-        mode, held = self._holds.get(request, (request.mode, request.held_tokens))
-        claim = self.limits.claim(request, mode, held, request.num_shared_pages)
+        mode, owned = self._owned.get(request, (request.mode, request.owned_slots))
+        claim = self.limits.claim(request, mode, owned, request.num_shared_pages)
         return claim._replace(prefix=request.prefix)
 
     def _grown(self, place: Place, reserve: Reserve) -> Claim:
         """Give a request more slots, or others. What it claims of everybody else stays the same."""
-        request, held = place.request, place.request.held_tokens
+        request, owned = place.request, place.request.owned_slots
         for num_tokens in self._lengths(request):
-            need = _missing(self.limits.kv_slots(request.mode, num_tokens, request.num_shared_pages), held)
+            need = _missing(self.limits.kv_slots(request.mode, num_tokens, request.num_shared_pages), owned)
             if self._may_give(need, reserve):
                 self.growths.append(Growth(request, need))
-                self._holds[request] = request.mode, held + need
+                self._owned[request] = request.mode, owned + need
                 self._give(need, reserve)
                 return place.claim
         if request.has_slots_for_next:
             return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages:
             # What fits in its own pages, if that works: nobody else's are touched.
-            own = min(self.limits.max_capacity(request), held.device)
+            own = min(self.limits.max_capacity(request), owned.device)
             capacity = max(own, self.limits.min_capacity(request))
             for num_tokens in self._lengths(request):
-                need = _missing(self.limits.kv_slots(Mode.HISPARSE, num_tokens), held)
-                given = need + SlotCounts(device=self.limits.in_pages(capacity) - held.device)
+                need = _missing(self.limits.kv_slots(Mode.HISPARSE, num_tokens), owned)
+                given = need + SlotCounts(device=self.limits.in_pages(capacity) - owned.device)
                 if self._may_give(given, reserve):
                     self.exchanges[request] = Exchange(request, capacity, need)
-                    self._holds[request] = Mode.HISPARSE, held + given
+                    self._owned[request] = Mode.HISPARSE, owned + given
                     self._give(given, reserve)
-                    return Claim(place.claim.held, place.claim.ways[1:])
+                    return Claim(place.claim.owned, place.claim.ways[1:])
         self.is_short = True
         return place.claim
 
@@ -378,7 +378,7 @@ class _Planner:
     def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: Beginning) -> Claim:
         """With what it takes, of what is held too, for what it owns: nobody counts on either."""
         claim = self.limits.claim(request, mode, need, held.num_pages)
-        return claim._replace(held=slots_of(need + held.taken))
+        return claim._replace(owned=slots_of(need + held.taken))
 
     def _land(self, admission: Admission, held: Beginning, reserve: Reserve) -> Admission:
         """It takes its slots from all that come after it in the plan."""
@@ -423,7 +423,7 @@ class _Planner:
         for request, gain in gains:
             self.exchanges[request] = Exchange(request, self.limits.min_capacity(request))
             freed = SlotCounts(device=gain)
-            self._holds[request] = request.mode, request.held_tokens - freed
+            self._owned[request] = request.mode, request.owned_slots - freed
             self.available += freed
 
     def _with_large_hot_buffers(self) -> list[Request]:
@@ -461,12 +461,12 @@ class _Planner:
         return max(0, self.available.device - self._kept.device)
 
 
-def _missing(wanted: SlotCounts, held: SlotCounts) -> SlotCounts:
+def _missing(wanted: SlotCounts, owned: SlotCounts) -> SlotCounts:
     return SlotCounts(
-        max(0, wanted.host - held.host),
-        max(0, wanted.device - held.device),
-        max(0, wanted.index - held.index),
-        max(0, wanted.lookup - held.lookup),
+        max(0, wanted.host - owned.host),
+        max(0, wanted.device - owned.device),
+        max(0, wanted.index - owned.index),
+        max(0, wanted.lookup - owned.lookup),
     )
 
 

@@ -1,6 +1,6 @@
 """Runs services as child processes: starts them, waits until they are healthy, and stops them together.
 
-A node that loads says how far it is, and is waited for as long as it gets further (``Patience``).
+A node that loads says how far it is, and is waited for as long as it gets further (``ProgressTimeout``).
 ``Supervisor`` owns the child processes. When one dies, all go; a signal to the parent stops all in order; and
 should the parent itself be killed, the kernel ends the children.
 """
@@ -44,7 +44,7 @@ class Child:
     """What it takes at most to finish its requests, before STOP_TIMEOUT_SECS begins."""
 
 
-class Patience:
+class ProgressTimeout:
     """A time-out that begins again with every progress."""
 
     def __init__(self, timeout_secs: float) -> None:
@@ -106,7 +106,7 @@ class Supervisor:
 
     def _wait_healthy(self) -> bool:
         """True once all children are healthy, False when a signal came first. Raises ServiceError."""
-        patience = Patience(self._startup_timeout_secs)
+        limit = ProgressTimeout(self._startup_timeout_secs)
         waiting = list(self._children)
         # Whatever its certificate: it is our own child.
         with httpx.Client(timeout=PROBE_TIMEOUT_SECS, trust_env=False, verify=False) as client:
@@ -117,8 +117,8 @@ class Supervisor:
                 answers = {child.name: probe(client, child.health_url) for child in waiting}
                 waiting = [child for child in waiting if not answers[child.name].is_healthy]
                 for name, answer in answers.items():
-                    patience.note(name, answer.loading)
-                if waiting and patience.is_over:
+                    limit.note(name, answer.loading)
+                if waiting and limit.is_over:
                     names = ", ".join(child.name for child in waiting)
                     raise ServiceError(
                         f"not healthy, and no progress for {self._startup_timeout_secs:g} s: {names}; "

@@ -100,7 +100,7 @@ class SchemaReader:
         self._forms: dict[int, tuple[object, Forms]] = {}
         """With the schema that they are of."""
 
-    def resolved(self, schema: object) -> object:
+    def target_of(self, schema: object) -> object:
         """What a schema refers to that says nothing else."""
         for _ in range(MAX_DEPTH):
             self._document.steps.spend(1)
@@ -121,7 +121,7 @@ class SchemaReader:
 
     def _said_of(self, name: str, schema: object, depth: int = 0) -> Iterator[object]:
         """``schema``: of an object."""
-        schema = self.resolved(schema)
+        schema = self.target_of(schema)
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return
         properties = schema.get("properties")
@@ -134,7 +134,7 @@ class SchemaReader:
     def forms(self, schema: object, depth: int = 0) -> Forms:
         if depth > MAX_DEPTH:
             raise NotWritable("is nested too deeply")
-        schema = self.resolved(schema)
+        schema = self.target_of(schema)
         kept = self._forms.get(id(schema))
         if kept is None:
             kept = self._forms[id(schema)] = schema, self._forms_of(schema, depth)
@@ -180,9 +180,9 @@ class SchemaReader:
         while open_schemas:
             self._document.steps.spend(1)
             match open_schemas.pop():
-                case dict() as held:
-                    open_schemas += held.values()
-                    if isinstance(reference := held.get("$ref"), str):
+                case dict() as words:
+                    open_schemas += words.values()
+                    if isinstance(reference := words.get("$ref"), str):
                         target = self._at(reference, is_definition=True)
                         _, holder, name = path_of(reference)
                         if name not in found.setdefault(holder, {}):
@@ -231,7 +231,7 @@ class SchemaReader:
     def _all_of(self, branches: Sequence[object], depth: int) -> Forms:
         """Of what all branches say, of each word the last."""
         merged: dict[str, object] = {}
-        for branch in map(self.resolved, branches):
+        for branch in map(self.target_of, branches):
             if isinstance(branch, dict):
                 self._document.steps.spend(1 + len(branch))
                 merged |= branch

@@ -129,7 +129,7 @@ def _members(
     tool: CallableTool, reader: SchemaReader
 ) -> tuple[Mapping[str, object], Mapping[str, None], object]:
     """Properties, the names of those that are required, and the schema of all others."""
-    root = reader.resolved(tool.parameters)
+    root = reader.target_of(tool.parameters)
     if not isinstance(root, dict):
         raise NotWritable("has parameters that are no object")
     known = {"type", "properties", "required", "additionalProperties"}

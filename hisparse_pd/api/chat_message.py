@@ -52,7 +52,7 @@ class MessageParser:
         self._list = BlockList()
         self._space: list[str] = []
         """White space at the start, which is content unless reasoning follows."""
-        self._held = ""
+        self._withheld = ""
         """Behind what was read: it may be the beginning of a marker."""
         self._skips_space = False
         """White space beside markup is part of it."""
@@ -75,7 +75,7 @@ class MessageParser:
 
     def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
         """What ``text`` changes, as of ``BlockList.take``. ``finish``: nothing follows, for this reason."""
-        text, self._held = self._held + text, ""
+        text, self._withheld = self._withheld + text, ""
         unread = self._begin(text) if self._state is _State.START else text
         if unread is not None:
             self._read(unread)
@@ -94,7 +94,7 @@ class MessageParser:
             self._space.append(openings)
         begun = text[len(openings) :]
         if self._think.opening.startswith(begun):
-            self._held = begun
+            self._withheld = begun
             return None
         return self._leave_start() + begun
 
@@ -114,7 +114,7 @@ class MessageParser:
         marks = self._marks()
         tail = text[max(at, len(text) - max(map(len, marks), default=0)) :]
         end = len(text) - max((overlap(tail, mark) for mark in marks), default=0)
-        self._held = text[end:]
+        self._withheld = text[end:]
         self._grow(text[at:end])
 
     def _marks(self) -> tuple[str, ...]:
@@ -192,18 +192,18 @@ class MessageParser:
 
         ``is_cut``: the answer would have gone on, so what may be markup is taken for it.
         """
-        held, self._held = self._held, ""
+        withheld, self._withheld = self._withheld, ""
         if self._state is _State.START:
-            held = self._leave_start() + held
+            withheld = self._leave_start() + withheld
         elif self._state is _State.CALLS and self._calls is not None:
             if is_cut or self._calls.is_in_call:
                 if self._markup is not None and self._markup.ends_with_answer and not is_cut:
                     self._calls.meet(self._markup.call_end)
                 return
             self._give_up()
-        elif is_cut and self._markup is not None and self._markup.sign in held:
+        elif is_cut and self._markup is not None and self._markup.sign in withheld:
             return
-        self._show(held)
+        self._show(withheld)
 
 
 def _match_openings(text: str, think: ThinkMarks) -> str:

@@ -107,7 +107,7 @@ class StopStrings:
         self._num_begun = [0] * len(stop)
         """Characters of each stop string, as many as possible, with which the text ends."""
         self._keep_match = keep_match
-        self._held = ""
+        self._withheld = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
@@ -115,25 +115,25 @@ class StopStrings:
             return ""
         if not self._stop:
             return text
-        num_held = len(self._held)
+        num_withheld = len(self._withheld)
         matches = []
         for number, stop in enumerate(self._stop):
             self._num_begun[number], end = _advance(stop, self._num_begun[number], text)
             if self._num_begun[number] == len(stop):
-                matches.append((num_held + end, num_held + end - len(stop), stop))
-        text = self._held + text
-        self._held = ""
+                matches.append((num_withheld + end, num_withheld + end - len(stop), stop))
+        text = self._withheld + text
+        self._withheld = ""
         if matches:
             end, start, self.matched = min(matches)
             return text[:end] if self._keep_match else text[:start]
         if num_begun := max(self._num_begun):
-            text, self._held = text[:-num_begun], text[-num_begun:]
+            text, self._withheld = text[:-num_begun], text[-num_begun:]
         return text
 
     def finish(self) -> str:
-        """What is held: the text ends without a stop string."""
-        held, self._held = self._held, ""
-        return held
+        """What was held back: the text ends without a stop string."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
 
 def _advance(stop: str, num_begun: int, text: str) -> tuple[int, int]:

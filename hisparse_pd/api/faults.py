@@ -67,8 +67,8 @@ def fault(
         rule = f"is refused: {said.lower()}"
     if entry is not None:
         key, of_key = map(shown, entry)
-        held = f"the key {key}" if "`key`" in where else f"{of_key} for {key}"
-        return InvalidField(name, value, f"has {held}, which {rule}")
+        entry_named = f"the key {key}" if "`key`" in where else f"{of_key} for {key}"
+        return InvalidField(name, value, f"has {entry_named}, which {rule}")
     return InvalidField(name, value, _rule(kind) or _one_of(kind, said) or rule)
 
 

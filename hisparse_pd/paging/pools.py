@@ -154,9 +154,9 @@ class Pools:
 
     def used(self, stage: Stage) -> SlotCounts:
         """What all holdings of ``stage`` own together."""
-        return self.held_by(holding for holding in self._holdings if holding.stage is stage)
+        return self.owned_by(holding for holding in self._holdings if holding.stage is stage)
 
-    def held_by(self, holdings: Iterable[Holding]) -> SlotCounts:
+    def owned_by(self, holdings: Iterable[Holding]) -> SlotCounts:
         """What ``holdings`` own together."""
         counts = dict.fromkeys(PoolKind, 0)
         for holding in holdings:
@@ -311,7 +311,9 @@ class Pools:
         if expected is not None:
             found = {stage: sum(holding.stage is stage for holding in self._holdings) for stage in Stage}
             if wrong := {stage for stage in Stage if found[stage] != expected.get(stage, 0)}:
-                detail = ", ".join(f"{s}: {found[s]} held, {expected.get(s, 0)} known" for s in sorted(wrong))
+                detail = ", ".join(
+                    f"{s}: {found[s]} found, {expected.get(s, 0)} known" for s in sorted(wrong)
+                )
                 raise PoolIntegrityError(f"holdings and requests disagree: {detail}")
 
     def _check_known(self, holding: Holding) -> None:

@@ -224,7 +224,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def returning(self) -> list[Quarantined]:
         """Slots that time alone frees: somebody may have counted on them before they were quarantined."""
-        return [entry for entry in self.rooms.quarantine if not entry.is_unresolved]
+        return [entry for entry in self.rooms.quarantine if not entry.is_unacknowledged]
 
     def _end_if_last(self, request: Request) -> None:
         num_tokens = len(request.output_token_ids)
@@ -280,7 +280,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.rooms.quarantine))
     @rule(data=st.data(), batch_failed=st.booleans())
     def go_quiet(self, data: st.DataObject, batch_failed: bool) -> None:
-        unresolved = [entry.room for entry in self.rooms.quarantine if entry.is_unresolved]
+        unresolved = [entry.room for entry in self.rooms.quarantine if entry.is_unacknowledged]
         if unresolved:
             self._quiet(data.draw(st.sampled_from(unresolved)), batch_failed)
 
@@ -334,7 +334,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         def claim(request: Request) -> Claim:
             prefix = request.prefix
             num_shared_pages = prefix.end_page if prefix else 0
-            claim = self.limits.claim(request, request.mode, request.held_tokens, num_shared_pages)
+            claim = self.limits.claim(request, request.mode, request.owned_slots, num_shared_pages)
             return claim._replace(prefix=prefix)
 
         running = self.rooms.select(RequestState.RUNNING)
@@ -343,7 +343,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             for request in self.rooms.select(RequestState.ENDING)
         ]
         returning = [entry.holding for entry in self.returning()]
-        free = self.rooms.available + self.rooms.pools.held_by(returning)
+        free = self.rooms.available + self.rooms.pools.owned_by(returning)
         shared = [request.prefix for request in self.landing() if request.prefix]
         pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
         reserve = Reserve(free, [(request, claim(request)) for request in running] + ends, pinned, PAGE_SIZE)

@@ -93,7 +93,7 @@ def test_what_is_kept_back_does_not_grow_even_for_bytes_that_are_no_text(token_i
         detokenizer.feed(token_id)
         undecoded, _ = detokenizer._utf8.getstate()
         assert len(undecoded) <= 3
-        assert len(detokenizer._stop._held) <= min(num_tokens + 1, 5)
+        assert len(detokenizer._stop._withheld) <= min(num_tokens + 1, 5)
 
 
 @pytest.mark.I8

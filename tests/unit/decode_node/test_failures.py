@@ -163,7 +163,7 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
         assert entry is None
         return
     assert entry is not None
-    assert (entry.is_unresolved, entry.batch_failed) == (not is_quiet, batch_failed)
+    assert (entry.is_unacknowledged, entry.batch_failed) == (not is_quiet, batch_failed)
     _room_message(double, node, RoomQuiet(room, batch_failed=False))
     assert (room in quarantine) is batch_failed
     quarantine.expire(time.monotonic() + QUARANTINE_SECS)
@@ -186,7 +186,7 @@ def test_only_the_rooms_own_peer_can_call_it_quiet(
     double.instance_id = run
     entry = quarantine.get(room)
     assert entry is not None
-    assert entry.is_unresolved
+    assert entry.is_unacknowledged
     _room_message(double, node, RoomQuiet(room, batch_failed=False))
     assert room not in quarantine
 
@@ -666,7 +666,7 @@ def test_a_run_that_answers_cannot_be_declared_dead(
     node.send(ReleaseQuarantine(double.instance_id))
     node.turn_until(lambda: "answers: nothing is released" in caplog.text)
     (entry,) = node.engine.requests.quarantine
-    assert entry.is_unresolved
+    assert entry.is_unacknowledged
 
 
 def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness, double: PrefillDouble) -> None:

@@ -29,7 +29,7 @@ def landed(rooms: LiveRequests, mode: Mode = Mode.HISPARSE) -> Request:
 def test_integrity_finds_a_holding_that_nobody_knows() -> None:
     rooms = LiveRequests(Pools(TOTALS, 16), 1.0)
     rooms.pools.reserve(Room(1), NEED)
-    with pytest.raises(PoolIntegrityError, match="landing: 1 held, 0 known"):
+    with pytest.raises(PoolIntegrityError, match="landing: 1 found, 0 known"):
         rooms.check_integrity()
 
 
@@ -82,7 +82,7 @@ def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     assert (request.mode, request.hot_capacity, request.num_device_slots) == (Mode.HISPARSE, 16, 16)
     assert request.reserved_tokens == 16
     rooms.grow(request, SlotCounts(host=16, index=16, lookup=16))
-    assert (request.reserved_tokens, request.held_tokens.index) == (32, 32)
+    assert (request.reserved_tokens, request.owned_slots.index) == (32, 32)
     rooms.check_integrity()
 
 

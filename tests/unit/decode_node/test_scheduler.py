@@ -240,7 +240,7 @@ def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life(
     node = Node(STEP_BY_STEP)
     request = node.arrive(TRUE, 30, max_new_tokens=48)
     node.step()
-    assert (request.held_tokens.host, request.held_tokens.index) == (48, 48)
+    assert (request.owned_slots.host, request.owned_slots.index) == (48, 48)
     assert node.plan() == StepPlan()
     node.run(request, 18)
     assert not request.has_slots_for_next
@@ -248,7 +248,7 @@ def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life(
     assert growth.need == SlotCounts(host=16, index=16, lookup=16)
     node.run(request, 16)
     node.step()
-    assert (request.held_tokens.host, request.held_tokens.index) == (80, 80)
+    assert (request.owned_slots.host, request.owned_slots.index) == (80, 80)
     assert (request.reserved_tokens, request.life_tokens) == (80, 77)
 
 
@@ -279,18 +279,18 @@ def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() 
     node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, host=176)))
     older, younger = node.arrive(TRUE, 20, max_new_tokens=101), node.arrive(TRUE, 20, max_new_tokens=101)
     node.step()
-    assert older.held_tokens.host == younger.held_tokens.host == 48
+    assert older.owned_slots.host == younger.owned_slots.host == 48
     while younger.has_slots_for_next:
         node.run(older, 1)
         node.run(younger, 1)
         node.step()
-    held = younger.held_tokens
+    held = younger.owned_slots
     newcomer = node.arrive(TRUE, 1)
     while older.has_next_step:
         assert older.has_slots_for_next, "whoever is nearest to its end gets all that it needs"
         node.run(older, 1)
         node.step()
-        assert younger.held_tokens == held
+        assert younger.owned_slots == held
         assert newcomer.state is RequestState.WAITING, "its slots are wanted"
     end(node.rooms, older)
     node.step()
@@ -426,5 +426,5 @@ def test_a_dense_request_that_shares_pages_keeps_them() -> None:
     node.step()
     assert (sharer.mode, sharer.held_prefix_tokens) == (Mode.DENSE, 64)
     assert not sharer.may_leave_pages
-    claim = node.limits.claim(sharer, Mode.DENSE, sharer.held_tokens, 4)
-    assert claim.ways == ((0, 144 - 64 - sharer.held_tokens.device, 144 - 64 - sharer.held_tokens.index, 0),)
+    claim = node.limits.claim(sharer, Mode.DENSE, sharer.owned_slots, 4)
+    assert claim.ways == ((0, 144 - 64 - sharer.owned_slots.device, 144 - 64 - sharer.owned_slots.index, 0),)
