@@ -47,6 +47,7 @@ def test_wrong_rows_are_found_in_steps(
         kv_cache_dtype=kv_dtype,
         indexer_cache_dtype="auto",
         attention_backend="auto",
+        attention_split_tile_size=None,
         load_format="auto",
         micro_batch_min_bs=0 if split is Split.WHOLE else 2,
         buffer=full_buffer(num_drafts, TOP_K),
