@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx
 
 from hisparse_pd.ports import free_port
-from router.supervisor import Health, Patience, probe
+from router.supervisor import Health, ProgressTimeout, probe
 from tests import waiting
 from tests.tls_files import TlsFiles
 
@@ -82,10 +82,10 @@ class Service:
 
     def wait_healthy(self) -> None:
         """For as long as it gets further."""
-        patience = Patience(START_TIMEOUT_SECS)
+        limit = ProgressTimeout(START_TIMEOUT_SECS)
         while not (health := self._health()).is_healthy:
-            patience.note(self.name, health.loading)
-            if patience.is_over:
+            limit.note(self.name, health.loading)
+            if limit.is_over:
                 raise TimeoutError(
                     f"{self.name} healthy: no progress for {START_TIMEOUT_SECS} s\n{self.log_tail()}"
                 )
