@@ -55,7 +55,6 @@ from hisparse_pd.grammar.compiler import Compiler
 from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.grammar.token_trie import TokenTrie
 from hisparse_pd.memory.device import DeviceMemory
-from hisparse_pd.memory.free import check_host_memory
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.pools import Pools
@@ -357,11 +356,8 @@ class DecodeEngine:
 
 
 def registered_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Main memory that the node registers. Raises StartError for what the swap-in cannot take, and when the
-    pools do not fit."""
+    """Main memory that a rank of the node registers. Raises StartError for what the swap-in cannot take."""
     check_swap_in(settings, spec)
     # A device pool whose size is not known yet is on a GPU, and takes no main memory.
     totals = make_limits(settings, spec, settings.device_pool_tokens).totals
-    num_bytes = num_host_bytes(spec, totals, settings.page_size, torch.device(settings.device))
-    check_host_memory(num_bytes * len(settings.ranks_here))  # no rank has its pools before all have been here
-    return num_bytes
+    return num_host_bytes(spec, totals, settings.page_size, torch.device(settings.device))

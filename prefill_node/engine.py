@@ -43,7 +43,6 @@ from hisparse_pd.engine.start import run_engine_process
 from hisparse_pd.grammar.compiler import Compiler
 from hisparse_pd.grammar.token_trie import TokenTrie
 from hisparse_pd.memory.device import DeviceMemory
-from hisparse_pd.memory.free import check_host_memory
 from hisparse_pd.memory.peer import GpuWriter
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.sampling import finish_reason
@@ -543,13 +542,11 @@ def _whole_answer(
 
 
 def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
-    """Main memory that the node registers. Raises StartError when the pools do not fit."""
+    """Main memory that a rank of the node registers."""
     # A KV pool whose size is not known yet is on a GPU, and takes no main memory.
     num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
     num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
-    num_bytes = num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
-    check_host_memory(num_bytes * len(settings.ranks_here))  # no rank has its pools before all have been here
-    return num_bytes
+    return num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
 
 
 def _num_aux_slots(settings: PrefillSettings) -> int:

@@ -16,6 +16,7 @@ import torch
 from hisparse_pd.engine.messages import EngineLoading
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
 from hisparse_pd.memory.device import check_devices, use_device
+from hisparse_pd.memory.free import check_host_memory
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
@@ -49,8 +50,8 @@ def run_engine_process(
 ) -> None:
     """Load everything, telling the fronts at ``endpoints`` of it, and serve.
 
-    ``settings.device`` is this rank's. ``num_host_bytes``: checks what else the node needs of this machine,
-    and returns the main memory that it registers. Raises StartError.
+    ``settings.device`` is this rank's. ``num_host_bytes``: the main memory that a rank registers. Raises
+    StartError, as ``num_host_bytes`` may.
     """
     die_with_parent()
     rank = f" rank {place.rank}" if place.size > 1 else ""
@@ -79,7 +80,7 @@ def run_engine_process(
         gc.freeze()
         gc.enable()
         AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
-        transport = choose_transport(settings, num_host_bytes(spec))
+        transport = transport_of(settings, num_host_bytes(spec))
         if place.size > 1:
             ranks = RankGroup(
                 place,
@@ -112,3 +113,10 @@ def run_engine_process(
         front.close()
     if ranks is not None:
         ranks.leave()
+
+
+def transport_of(settings: NodeSettings, num_host_bytes: int) -> Transport:
+    """What the KV of a rank that registers ``num_host_bytes`` of main memory takes. Raises StartError, also
+    when the pools of all ranks here do not fit in what is free: none has its own before all have asked."""
+    check_host_memory(num_host_bytes * len(settings.ranks_here))
+    return choose_transport(settings, num_host_bytes)

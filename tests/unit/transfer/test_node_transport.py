@@ -12,6 +12,7 @@ import torch
 
 from decode_node import engine as decode_engine
 from decode_node import memory as decode_memory
+from hisparse_pd.engine import start
 from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from prefill_node import engine as prefill_engine
@@ -83,10 +84,11 @@ def test_the_memory_of_all_ranks_has_to_be_free(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, engine: Any, settings_type: Any
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(engine, "check_host_memory", asked.append)
+    monkeypatch.setattr(start, "check_host_memory", asked.append)
     for dp_size in (1, 3):
         settings = settings_type(model_path=checkpoint.path, dp_size=dp_size)
-        engine.registered_host_bytes(settings.of_rank(dp_size - 1), checkpoint.spec)
+        of_rank = settings.of_rank(dp_size - 1)
+        start.transport_of(of_rank, engine.registered_host_bytes(of_rank, checkpoint.spec))
     assert asked[1] == 3 * asked[0] > 0
 
 
