@@ -151,7 +151,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         raise AssertionError("somebody starves")
 
     @precondition(lambda self: self.of(RequestState.LANDING))
-    @rule(how=st.sampled_from(["bits", "not all", "nothing", "layers", "no checks"]), layer=LAYER)
+    @rule(how=st.sampled_from(["bit", "not all", "nothing", "layers", "no checks"]), layer=LAYER)
     def land_damaged(self, how: str, layer: int) -> None:
         """``layers``: those that were mixed up have checks that were mixed up alike."""
         request = self.random.choice(self.of(RequestState.LANDING))
@@ -162,8 +162,8 @@ class WrongRowsMachine(RuleBasedStateMachine):
         slots, check_slots = map(slots_tensor, (bootstrap.kv_extents, bootstrap.index_extents))
         first = self.random.randrange(len(slots))
         match how:
-            case "bits":
-                pool[layer, slots[first:], first % self.spec.item_bytes] ^= 1 << first % 8
+            case "bit":
+                pool[layer, slots[first], first % self.spec.item_bytes] ^= 1 << first % 8
             case "not all":
                 pool[layer, slots[first:]] = before[layer, slots[first:]]
             case "layers":
@@ -177,7 +177,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
                     checks[:, check_slots[first:]] = checks_before[:, check_slots[first:]]
         self.damaged |= {(kind, each, slot) for slot in slots.tolist() for each in range(num_layers)}
         self.node.say_done(request)
-        self.turn()
+        self.run(3)
 
     @precondition(lambda self: self.requests.all())
     @rule()
