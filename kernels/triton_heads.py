@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
 from kernels.fp8 import FP8_MAX
@@ -252,7 +253,8 @@ def lift_values_kernel(
         of_gates = gate + m.to(tl.int64)[None, :] * gate_stride + head * gate_head_stride
         is_gate = is_m[None, :] & is_n[:, None]
         opening = sum_parts(of_gates, gate_part, n[:, None], is_gate, GATE_PARTS).to(dtype).to(tl.float32)
-        result = (result.to(tl.float32) * tl.sigmoid(opening)).to(dtype)
+        sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-opening))  # to the last bit what torch makes of many
+        result = (result.to(tl.float32) * sigmoid).to(dtype)
     target = out + m.to(tl.int64)[None, :] * (HEADS * VALUE_DIM) + head * VALUE_DIM + n[:, None]
     if ROUNDS:
         rounded, scale = round_blocks(result.to(tl.float32), 0, LARGEST, SMALLEST_PEAK, UE8M0)

@@ -1,0 +1,342 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""Products of many rows of activations with a matrix on Hopper, both in fp8 or both in bfloat16.
+
+A program has warps of three kinds. One loads tiles of both operands, as far ahead as shared memory goes. Two
+groups of four warps multiply them, each half of the tile's tokens, and add up; of fp8, a group has asked the
+tensor cores for the next block when it scales and adds the one before. As many programs as there are
+multiprocessors take one tile after the other, in an order in which those at work share what is in L2.
+
+A part's columns are added up in their order, and the parts in theirs, as in ``kernels.triton_linear``, which
+has the same bits for few rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.block_fp8 import BLOCK
+from kernels.cuda_launch import HOPPER
+from kernels.triton_launch import begin, launch_options
+
+HALF: Final = 64
+"""Tokens of a group of warps, half of a tile's."""
+BLOCK_ROWS: Final = 128
+"""Of the matrix, that a tile has."""
+TOGETHER: Final = 16
+"""Tiles of tokens whose programs follow each other for the same rows of the matrix."""
+STAGES: Final = 4
+"""Blocks of columns in shared memory."""
+ORDERED: Final = True
+GROUP_REGISTERS: Final = 240
+LOADER_REGISTERS: Final = 24
+
+
+def takes_groups(x: Tensor, values: Tensor) -> bool:
+    """Whether the kernel takes them: on Hopper, whose rows begin at multiples of 16 bytes."""
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) != HOPPER:
+        return False
+    strides = x.stride(0), values.stride(0)
+    return x.data_ptr() % 16 == 0 and not any(stride * x.itemsize % 16 for stride in strides)
+
+
+def leaves_idle(num_tokens: int, rows: int, device: torch.device) -> bool:
+    """Whether tiles are so few that each of their parts is to be a program's."""
+    return 2 * num_tiles(num_tokens, rows) <= num_multiprocessors(device)
+
+
+def num_tiles(num_tokens: int, rows: int) -> int:
+    return triton.cdiv(num_tokens, 2 * HALF) * triton.cdiv(rows, BLOCK_ROWS)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def many_rows_parts(
+    x: Tensor,
+    out: Tensor,
+    values: Tensor,
+    x_scales: Tensor | None,
+    scales: Tensor | None,
+    block: int,
+    parts: int,
+) -> None:
+    """Into ``out`` [parts or 1, num_tokens, rows]; the rest as of ``kernels.triton_linear.linear_parts``."""
+    (programs, num_tokens, rows), columns = out.shape, values.shape[1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
+    num_units = num_tiles(num_tokens, rows) * programs
+    many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
+        TensorDescriptor(x, [num_tokens, columns], [x.stride(0), 1], [HALF, block], layout),
+        TensorDescriptor(values, [rows, columns], [columns, 1], [BLOCK_ROWS, block], layout),
+        x if x_scales is None else x_scales,
+        values if scales is None else scales,
+        out,
+        num_tokens,
+        num_units,
+        0 if x_scales is None else x_scales.stride(0),
+        ROWS=rows,
+        COLUMNS=columns,
+        HAS_SCALES=scales is not None,
+        BLOCK=block,
+        SCALE_BLOCK=BLOCK,
+        PART_BLOCKS=triton.cdiv(triton.cdiv(columns, block), parts),
+        PARTS=parts // programs,
+        SPLITS=programs,
+        HALF=HALF,
+        BLOCK_ROWS=BLOCK_ROWS,
+        TOGETHER=TOGETHER,
+        STAGES=STAGES,
+        ORDERED=ORDERED,
+        GROUP_REGISTERS=GROUP_REGISTERS,
+        LOADER_REGISTERS=LOADER_REGISTERS,
+        num_warps=4,
+        **launch_options(x.device),
+    )
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_units", "scales_stride"])
+def many_rows_kernel(
+    x,
+    values,
+    x_scales,
+    scales,
+    out,
+    num_tokens,
+    num_units,
+    scales_stride,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    HAS_SCALES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    SCALE_BLOCK: gl.constexpr,
+    PART_BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    HALF: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    STAGES: gl.constexpr,
+    ORDERED: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    """A unit of work is a tile's part, or all of a tile's parts; ``SPLITS``: units of a tile."""
+    tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BLOCK], x.layout)
+    weights = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], values.layout)
+    is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(is_full.index(stage), count=1)
+        mbarrier.init(is_free.index(stage), count=2)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for which in gl.static_range(2):
+        mbarrier.init(turns.index(which), count=1)
+    begin(OVERLAPS)
+    stages = (tokens, weights, is_full, is_free)
+    sizes: gl.constexpr = (
+        ROWS,
+        COLUMNS,
+        BLOCK,
+        PART_BLOCKS,
+        PARTS,
+        SPLITS,
+        HALF,
+        BLOCK_ROWS,
+        TOGETHER,
+        STAGES,
+    )
+    of_group = (x_scales, scales, out, turns, stages, num_tokens, num_units, scales_stride)
+    gl.warp_specialize(
+        [
+            (multiply, (of_group, 0, HAS_SCALES, SCALE_BLOCK, ORDERED, sizes)),
+            (multiply, (of_group, 1, HAS_SCALES, SCALE_BLOCK, ORDERED, sizes)),
+            (load_tiles, (x, values, stages, num_tokens, num_units, sizes)),
+        ],
+        [4, 1],
+        [GROUP_REGISTERS, LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def place_of(unit, num_tokens, sizes: gl.constexpr):
+    """Its first token and row of the matrix, and its split."""
+    ROWS: gl.constexpr = sizes[0]
+    SPLITS: gl.constexpr = sizes[5]
+    HALF: gl.constexpr = sizes[6]
+    BLOCK_ROWS: gl.constexpr = sizes[7]
+    TOGETHER: gl.constexpr = sizes[8]
+    across: gl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    tile = unit // SPLITS
+    first = tile // (TOGETHER * across) * TOGETHER
+    height = gl.minimum((num_tokens + 2 * HALF - 1) // (2 * HALF) - first, TOGETHER)
+    number = tile % (TOGETHER * across)
+    return (first + number % height) * (2 * HALF), number // height * BLOCK_ROWS, unit % SPLITS
+
+
+@gluon.jit
+def blocks_of(part, sizes: gl.constexpr):
+    """The first, and how many."""
+    COLUMNS: gl.constexpr = sizes[1]
+    BLOCK: gl.constexpr = sizes[2]
+    PART_BLOCKS: gl.constexpr = sizes[3]
+    blocks: gl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    first = part * PART_BLOCKS
+    count = PART_BLOCKS
+    if blocks % PART_BLOCKS != 0:
+        count = gl.minimum(PART_BLOCKS, blocks - first)
+    return first, count
+
+
+@gluon.jit
+def load_tiles(x, values, stages, num_tokens, num_units, sizes: gl.constexpr):
+    tokens, weights, is_full, is_free = stages
+    BLOCK: gl.constexpr = sizes[2]
+    PARTS: gl.constexpr = sizes[4]
+    HALF: gl.constexpr = sizes[6]
+    BLOCK_ROWS: gl.constexpr = sizes[7]
+    STAGES: gl.constexpr = sizes[9]
+    stage_bytes: gl.constexpr = (2 * HALF + BLOCK_ROWS) * BLOCK * (x.dtype.primitive_bitwidth // 8)
+    at = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        m, n, split = place_of(unit, num_tokens, sizes)
+        for part in range(split * PARTS, split * PARTS + PARTS):
+            first, count = blocks_of(part, sizes)
+            for block in range(first, first + count):
+                stage = at % STAGES
+                full = is_full.index(stage)
+                mbarrier.wait(is_free.index(stage), (at // STAGES + 1) % 2)
+                mbarrier.expect(full, stage_bytes)
+                tma.async_copy_global_to_shared(x, [m, block * BLOCK], full, tokens.index(2 * stage))
+                tma.async_copy_global_to_shared(values, [n, block * BLOCK], full, weights.index(stage))
+                tma.async_copy_global_to_shared(
+                    x, [m + HALF, block * BLOCK], full, tokens.index(2 * stage + 1)
+                )
+                at += 1
+
+
+@gluon.jit
+def ask(total, stages, at, adds, WHICH: gl.constexpr, STAGES: gl.constexpr):
+    """The tensor cores for a block's product, onto ``total`` or zeros."""
+    tokens, weights, is_full, _ = stages
+    stage = at % STAGES
+    mbarrier.wait(is_full.index(stage), at // STAGES % 2)
+    of_rows = weights.index(stage).permute((1, 0))
+    return warpgroup_mma(tokens.index(2 * stage + WHICH), of_rows, total, use_acc=adds, is_async=True)
+
+
+@gluon.jit
+def free(stages, at, STAGES: gl.constexpr):
+    mbarrier.arrive(stages[3].index(at % STAGES), count=1)
+
+
+@gluon.jit
+def sum_of(stages, at, count, zeros, WHICH: gl.constexpr, STAGES: gl.constexpr):
+    """Of so many blocks' products, one behind the other."""
+    total = zeros
+    for number in range(count):
+        total = ask(total, stages, at + number, True, WHICH, STAGES)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        if number > 0:
+            free(stages, at + number - 1, STAGES)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    free(stages, at + count - 1, STAGES)
+    return total
+
+
+@gluon.jit
+def scaled_sum_of(
+    stages, turns, at, count, zeros, of_tokens, of_rows, scales_stride,
+    WHICH: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Of so many blocks' products, each scaled while the other group has the tensor cores.
+
+    Scales are loaded two blocks ahead. ``of_tokens``, ``of_rows``: of the first block.
+    """
+    total = zeros
+    token_scale, row_scale = gl.load(of_tokens), gl.load(of_rows)
+    ahead = gl.minimum(1, count - 1)
+    next_token_scale, next_row_scale = gl.load(of_tokens + ahead * scales_stride), gl.load(of_rows + ahead)
+    for number in range(count):
+        ahead = gl.minimum(number + 2, count - 1)
+        later_token_scale, later_row_scale = (
+            gl.load(of_tokens + ahead * scales_stride),
+            gl.load(of_rows + ahead),
+        )
+        scale = token_scale * row_scale
+        if ORDERED:
+            mbarrier.wait(turns.index(WHICH), (at + number + 1 - WHICH) % 2)
+        product = ask(zeros, stages, at + number, False, WHICH, STAGES)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        if ORDERED:
+            mbarrier.arrive(turns.index(1 - WHICH), count=1)
+        free(stages, at + number, STAGES)
+        total += product * scale[:, None]
+        token_scale, row_scale = next_token_scale, next_row_scale
+        next_token_scale, next_row_scale = later_token_scale, later_row_scale
+    return total
+
+
+@gluon.jit
+def multiply(
+    of_group,
+    WHICH: gl.constexpr,
+    HAS_SCALES: gl.constexpr,
+    SCALE_BLOCK: gl.constexpr,
+    ORDERED: gl.constexpr,
+    sizes: gl.constexpr,
+):
+    """One half of each tile's tokens."""
+    x_scales, scales, out, turns, stages, num_tokens, num_units, scales_stride = of_group
+    ROWS: gl.constexpr = sizes[0]
+    COLUMNS: gl.constexpr = sizes[1]
+    BLOCK: gl.constexpr = sizes[2]
+    PARTS: gl.constexpr = sizes[4]
+    HALF: gl.constexpr = sizes[6]
+    BLOCK_ROWS: gl.constexpr = sizes[7]
+    STAGES: gl.constexpr = sizes[9]
+    blocks: gl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_ROWS, 256 // stages[0].dtype.primitive_bitwidth]
+    )
+    zeros = gl.zeros([HALF, BLOCK_ROWS], gl.float32, mma)
+    at = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        first_m, n, split = place_of(unit, num_tokens, sizes)
+        first_m += WHICH * HALF
+        m = first_m + gl.arange(0, HALF, gl.SliceLayout(1, mma))
+        whole = zeros
+        for part in range(PARTS):
+            first, count = blocks_of(split * PARTS + part, sizes)
+            if HAS_SCALES:
+                of_tokens = x_scales + first * scales_stride + gl.minimum(m, num_tokens - 1)
+                of_rows = scales + n // SCALE_BLOCK * blocks + first
+                total = scaled_sum_of(
+                    stages, turns, at, count, zeros, of_tokens, of_rows, scales_stride, WHICH, STAGES, ORDERED
+                )
+            else:
+                total = sum_of(stages, at, count, zeros, WHICH, STAGES)
+            at += count
+            whole += total
+        wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        result = gl.convert_layout(whole.to(out.dtype.element_ty), wide)
+        m = (first_m + gl.arange(0, HALF, gl.SliceLayout(1, wide)))[:, None]
+        rows = (n + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, wide)))[None, :]
+        of_part = out + split.to(gl.int64) * num_tokens * ROWS
+        gl.store(of_part + m.to(gl.int64) * ROWS + rows, result, mask=(m < num_tokens) & (rows < ROWS))
