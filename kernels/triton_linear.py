@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import gluon_linear
 from kernels.block_fp8 import BLOCK
 from kernels.fp8_rows import FEW_ROWS
-from kernels.gluon_linear import leaves_idle, many_rows_parts, takes_groups
 from kernels.triton_launch import begin, launch_options, prefetch
 
 ENOUGH_PROGRAMS: Final = 256
@@ -69,14 +69,14 @@ def linear_parts(
     (rows, columns), block = values.shape, block_columns(values)
     blocks, parts = triton.cdiv(columns, block), num_parts(values)
     is_few = num_tokens <= FEW_ROWS
-    has_groups = not is_few and takes_groups(x, values)
-    programs = parts if is_few or (has_groups and leaves_idle(num_tokens, rows, x.device)) else 1
+    has_groups = not is_few and gluon_linear.takes_groups(x, values)
+    programs = parts if is_few or (has_groups and gluon_linear.leaves_idle(num_tokens, rows, x.device)) else 1
     tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
     dtype = torch.bfloat16 if programs == 1 else torch.float32
     out = torch.empty((programs, num_tokens, rows), dtype=dtype, device=x.device)
     with torch.cuda.device_of(x):
         if has_groups:
-            many_rows_parts(x, out, values, x_scales, scales, block, parts)
+            gluon_linear.many_rows_parts(x, out, values, x_scales, scales, block, parts)
             return out
         linear_kernel[(triton.cdiv(rows, tiling.rows), programs, triton.cdiv(num_tokens, tiling.tokens))](
             x,

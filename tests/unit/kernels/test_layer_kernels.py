@@ -274,6 +274,7 @@ NUM_EXPERTS, HEADS, HIDDEN, Q_RANK, LATENT, ROPE, KEY_DIM, VALUE_DIM = 256, 128,
 
 def compile_a_layer() -> None:
     """At DeepSeek-V3.2's sizes, by tensors that have no memory."""
+    from kernels import gluon_linear
     from kernels.triton_experts import run_experts_triton
     from kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton
     from kernels.triton_heads import index_queries_triton, latent_queries_triton, lift_values_triton
@@ -321,8 +322,17 @@ def compile_a_layer() -> None:
             matrix, scales = some(32768, Q_RANK, dtype=fp8), wide(256, Q_RANK // 128)
             linear_parts(x, num_tokens, matrix, x_scales, scales)
             linear_parts(some(num_tokens, Q_RANK), num_tokens, some(32768, Q_RANK))
-            linear_parts(some(65, HIDDEN), 65, some(2240, HIDDEN))
             narrow_parts(some(num_tokens, HIDDEN), wide(NUM_EXPERTS, HIDDEN))
+        linear_parts(some(65, HIDDEN), 65, some(2240, HIDDEN))
+        gluon_linear.takes_groups = lambda x, values: True  # in a process of its own
+        gluon_linear.num_multiprocessors = lambda device: 132
+        for num_tokens in (65, 4096):
+            x, x_scales = some(num_tokens, HIDDEN, dtype=fp8), wide(HIDDEN // 128, num_tokens)
+            matrix, scales = some(2240, HIDDEN, dtype=fp8), wide(18, HIDDEN // 128)
+            assert len(linear_parts(x, num_tokens, matrix, x_scales, scales)) == (
+                8 if num_tokens == 65 else 1
+            )
+            linear_parts(some(num_tokens, HIDDEN), num_tokens, some(2240, HIDDEN))
         gate = some(16, 2048), some(16, 2048)
         for rounding in (None, Rounding()):
             add_norm_triton(some(5, 2048), [wide(8, 5, 2048)], some(2048), EPS, rounding, gate)
@@ -351,6 +361,7 @@ def test_all_launches_of_a_layer_compile() -> None:
         [
             *("add_norm_kernel", "angles_kernel", "choose_kernel", "finish_latents_kernel"),
             *("index_queries_kernel", "latent_queries_kernel", "lift_values_kernel", "linear_kernel"),
+            "many_rows_kernel",
             *("narrow_kernel", "plan_kernel", "rotate_kernel", "store_kernel"),
             *("_product_kernel", "_quantize_kernel"),
         ]

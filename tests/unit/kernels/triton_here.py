@@ -58,9 +58,10 @@ def compiled_for_hopper(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     names = kernel.arg_names
-    source = ASTSource(
+    source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
         fn=kernel,
         signature={n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -102,7 +103,10 @@ def compiles_launches() -> Iterator[set[str]]:
         constants = {name: value for name, value in values.items() if is_constant[name] or value is None}
         for name in values.keys() - constants.keys():
             value = values[name]
-            if hasattr(value, "dtype"):
+            if hasattr(value, "block_shape"):
+                element = _TYPES[str(value.base.dtype).removeprefix("torch.")]
+                types[name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
+            elif hasattr(value, "dtype"):
                 types[name] = "*" + _TYPES[str(value.dtype).removeprefix("torch.")]
                 aligned.append(name)
             else:
