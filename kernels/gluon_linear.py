@@ -60,7 +60,7 @@ def leaves_idle(num_tokens: int, rows: int, device: torch.device) -> bool:
 
 
 def num_tiles(num_tokens: int, rows: int) -> int:
-    return triton.cdiv(num_tokens, 2 * HALF) * triton.cdiv(rows, BLOCK_ROWS)
+    return -(-num_tokens // (2 * HALF)) * -(-rows // BLOCK_ROWS)
 
 
 @functools.cache

@@ -152,8 +152,12 @@ def latents_and_heads() -> None:
 
 
 def values_of_heads() -> None:
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
     from kernels.triton_heads import lift_values_triton
 
+    libdevice.exp = lambda x: tl.exp(x)  # the interpreter's; in a process of its own
     num_tokens, heads, latent, value_dim = 3, 2, 72, 128
     attended, value_up = draw(num_tokens, heads, latent), draw(heads, latent, value_dim)
     for gate in (None, draw(2, num_tokens, heads, value_dim)):
@@ -325,7 +329,7 @@ def compile_a_layer() -> None:
             narrow_parts(some(num_tokens, HIDDEN), wide(NUM_EXPERTS, HIDDEN))
         linear_parts(some(65, HIDDEN), 65, some(2240, HIDDEN))
         gluon_linear.takes_groups = lambda x, values: True  # in a process of its own
-        gluon_linear.num_multiprocessors = lambda device: 132
+        gluon_linear.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
         for num_tokens in (65, 4096):
             x, x_scales = some(num_tokens, HIDDEN, dtype=fp8), wide(HIDDEN // 128, num_tokens)
             matrix, scales = some(2240, HIDDEN, dtype=fp8), wide(18, HIDDEN // 128)
