@@ -3,9 +3,9 @@
 """Products of many rows of activations with a matrix on Hopper, both in fp8 or both in bfloat16.
 
 A program has warps of three kinds. One loads tiles of both operands, as far ahead as shared memory goes. Two
-groups of four warps multiply them, each half of the tile's tokens, and add up; of fp8, a group has asked the
-tensor cores for the next block when it scales and adds the one before. As many programs as there are
-multiprocessors take one tile after the other, in an order in which those at work share what is in L2.
+groups of four warps multiply them, each half of the tile's tokens, and add up: while one scales a block of
+fp8, the other can have the tensor cores. As many programs as there are multiprocessors take one tile after
+the other, in an order in which those at work share what is in L2.
 
 A part's columns are added up in their order, and the parts in theirs, as in ``kernels.triton_linear``, which
 has the same bits for few rows.
@@ -39,9 +39,10 @@ BLOCK_ROWS: Final = 128
 """Of the matrix, that a tile has."""
 TOGETHER: Final = 16
 """Tiles of tokens whose programs follow each other for the same rows of the matrix."""
-STAGES: Final = 4
+STAGES: Final = 5
 """Blocks of columns in shared memory."""
-ORDERED: Final = True
+SHORT_BLOCKS: Final = 16
+"""Of so many a program has the sum as soon as several programs have its parts."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24
 
@@ -54,9 +55,9 @@ def takes_groups(x: Tensor, values: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and not any(stride * x.itemsize % 16 for stride in strides)
 
 
-def leaves_idle(num_tokens: int, rows: int, device: torch.device) -> bool:
-    """Whether tiles are so few that each of their parts is to be a program's."""
-    return 2 * num_tiles(num_tokens, rows) <= num_multiprocessors(device)
+def is_split(num_tokens: int, blocks: int) -> bool:
+    """Whether each part of a tile is to be a program's: of one tile of tokens, along many columns."""
+    return num_tokens <= 2 * HALF and blocks > SHORT_BLOCKS
 
 
 def num_tiles(num_tokens: int, rows: int) -> int:
@@ -102,7 +103,6 @@ def many_rows_parts(
         BLOCK_ROWS=BLOCK_ROWS,
         TOGETHER=TOGETHER,
         STAGES=STAGES,
-        ORDERED=ORDERED,
         GROUP_REGISTERS=GROUP_REGISTERS,
         LOADER_REGISTERS=LOADER_REGISTERS,
         num_warps=4,
@@ -132,7 +132,6 @@ def many_rows_kernel(
     BLOCK_ROWS: gl.constexpr,
     TOGETHER: gl.constexpr,
     STAGES: gl.constexpr,
-    ORDERED: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
@@ -145,9 +144,6 @@ def many_rows_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(is_full.index(stage), count=1)
         mbarrier.init(is_free.index(stage), count=2)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(2):
-        mbarrier.init(turns.index(which), count=1)
     begin(OVERLAPS)
     stages = (tokens, weights, is_full, is_free)
     sizes: gl.constexpr = (
@@ -162,11 +158,11 @@ def many_rows_kernel(
         TOGETHER,
         STAGES,
     )
-    of_group = (x_scales, scales, out, turns, stages, num_tokens, num_units, scales_stride)
+    of_group = (x_scales, scales, out, stages, num_tokens, num_units, scales_stride)
     gl.warp_specialize(
         [
-            (multiply, (of_group, 0, HAS_SCALES, SCALE_BLOCK, ORDERED, sizes)),
-            (multiply, (of_group, 1, HAS_SCALES, SCALE_BLOCK, ORDERED, sizes)),
+            (multiply, (of_group, 0, HAS_SCALES, SCALE_BLOCK, sizes)),
+            (multiply, (of_group, 1, HAS_SCALES, SCALE_BLOCK, sizes)),
             (load_tiles, (x, values, stages, num_tokens, num_units, sizes)),
         ],
         [4, 1],
@@ -262,10 +258,10 @@ def sum_of(stages, at, count, zeros, WHICH: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def scaled_sum_of(
-    stages, turns, at, count, zeros, of_tokens, of_rows, scales_stride,
-    WHICH: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    stages, at, count, zeros, of_tokens, of_rows, scales_stride,
+    WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Of so many blocks' products, each scaled while the other group has the tensor cores.
+    """Of so many blocks' products, each scaled.
 
     Scales are loaded two blocks ahead. ``of_tokens``, ``of_rows``: of the first block.
     """
@@ -280,12 +276,8 @@ def scaled_sum_of(
             gl.load(of_rows + ahead),
         )
         scale = token_scale * row_scale
-        if ORDERED:
-            mbarrier.wait(turns.index(WHICH), (at + number + 1 - WHICH) % 2)
         product = ask(zeros, stages, at + number, False, WHICH, STAGES)
         product = warpgroup_mma_wait(0, deps=(product,))
-        if ORDERED:
-            mbarrier.arrive(turns.index(1 - WHICH), count=1)
         free(stages, at + number, STAGES)
         total += product * scale[:, None]
         token_scale, row_scale = next_token_scale, next_row_scale
@@ -299,11 +291,10 @@ def multiply(
     WHICH: gl.constexpr,
     HAS_SCALES: gl.constexpr,
     SCALE_BLOCK: gl.constexpr,
-    ORDERED: gl.constexpr,
     sizes: gl.constexpr,
 ):
     """One half of each tile's tokens."""
-    x_scales, scales, out, turns, stages, num_tokens, num_units, scales_stride = of_group
+    x_scales, scales, out, stages, num_tokens, num_units, scales_stride = of_group
     ROWS: gl.constexpr = sizes[0]
     COLUMNS: gl.constexpr = sizes[1]
     BLOCK: gl.constexpr = sizes[2]
@@ -328,7 +319,7 @@ def multiply(
                 of_tokens = x_scales + first * scales_stride + gl.minimum(m, num_tokens - 1)
                 of_rows = scales + n // SCALE_BLOCK * blocks + first
                 total = scaled_sum_of(
-                    stages, turns, at, count, zeros, of_tokens, of_rows, scales_stride, WHICH, STAGES, ORDERED
+                    stages, at, count, zeros, of_tokens, of_rows, scales_stride, WHICH, STAGES
                 )
             else:
                 total = sum_of(stages, at, count, zeros, WHICH, STAGES)

@@ -5,8 +5,9 @@
 Columns are cut into parts, how many depends on the matrix' shape alone. A part's columns are added up in
 their order, and the parts in theirs, so that a row has the same bits among any number of rows. Of few rows
 each part is a program's, so that the product of a small matrix, too, fills the GPU and takes as long as the
-matrix takes to read; who takes the result adds up the parts. Of many rows a program adds them up itself. The
-wide operand of the tensor cores is the matrix where rows are few, and the rows where they are many.
+matrix takes to read; who takes the result adds up the parts. Of many rows a program adds them up itself, on
+Hopper one of ``kernels.gluon_linear``. The wide operand of the tensor cores is the matrix where rows are few,
+and the rows where they are many.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def linear_parts(
     x: Tensor, num_tokens: int, values: Tensor, x_scales: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
     """float32 [parts, num_tokens, rows] of few tokens, bfloat16 if there is one part; of many their sum,
-    bfloat16 [1, num_tokens, rows].
+    bfloat16 [1, num_tokens, rows]. In between, the matrix decides.
 
     Scales: of an ``x`` and ``values`` in fp8; otherwise both are bfloat16.
     """
@@ -70,7 +71,7 @@ def linear_parts(
     blocks, parts = triton.cdiv(columns, block), num_parts(values)
     is_few = num_tokens <= FEW_ROWS
     has_groups = not is_few and gluon_linear.takes_groups(x, values)
-    programs = parts if is_few or (has_groups and gluon_linear.leaves_idle(num_tokens, rows, x.device)) else 1
+    programs = parts if is_few or (has_groups and gluon_linear.is_split(num_tokens, blocks)) else 1
     tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
     dtype = torch.bfloat16 if programs == 1 else torch.float32
     out = torch.empty((programs, num_tokens, rows), dtype=dtype, device=x.device)
