@@ -686,9 +686,9 @@ async def test_loading_shows_how_far_it_is_and_that_it_stands_still(tmp_path: Pa
                 "reason": "the engine is loading: weights, 0.2 of 1.0 GB",
                 "loading": {"stage": "weights", "num_done": 250_000_000, "num_bytes": 1_000_000_000},
             }
-            now += 299
+            now += 899
             node.link._handle(node.link.ranks[0], EngineLoading("weights", 250_000_001, 1_000_000_000))
-            now += 299  # 598 since the first, 299 since the last progress
+            now += 899  # 1,798 since the first, 899 since the last progress
             assert (await node.client.get("/liveness")).status_code == 200
             assert (await node.client.get("/health")).json()["status"] == "loading"
             node.link._handle(
@@ -698,7 +698,7 @@ async def test_loading_shows_how_far_it_is_and_that_it_stands_still(tmp_path: Pa
             answer = await node.client.get("/liveness")
             assert answer.status_code == 503
             assert answer.json()["reason"] == (
-                "loading has stood still for 301 s, at: weights, 0.3 of 1.0 GB"
+                "loading has stood still for 901 s, at: weights, 0.3 of 1.0 GB"
             )
             assert (await node.client.get("/health")).json() == answer.json()
             node.link._handle(node.link.ranks[0], EngineLoading("pools"))
