@@ -13,11 +13,9 @@ has the same bits for few rows.
 
 from __future__ import annotations
 
-import functools
-from typing import Final
+from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.block_fp8 import BLOCK
-from kernels.cuda_launch import HOPPER
+from kernels.cuda_launch import HOPPER, num_multiprocessors
 from kernels.triton_launch import begin, launch_options
 
 HALF: Final = 64
@@ -64,40 +61,30 @@ def num_tiles(num_tokens: int, rows: int) -> int:
     return -(-num_tokens // (2 * HALF)) * -(-rows // BLOCK_ROWS)
 
 
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def many_rows_parts(
     x: Tensor,
-    out: Tensor,
+    x_scales: Tensor,
     values: Tensor,
-    x_scales: Tensor | None,
-    scales: Tensor | None,
-    block: int,
-    parts: int,
+    scales: Tensor,
+    out: Tensor,
+    scales_stride: int,
+    sizes: dict[str, Any],
 ) -> None:
-    """Into ``out`` [parts or 1, num_tokens, rows]; the rest as of ``kernels.triton_linear.linear_parts``."""
-    (programs, num_tokens, rows), columns = out.shape, values.shape[1]
+    """Into ``out`` [parts or 1, num_tokens, rows]; the rest as of ``kernels.triton_linear.linear_kernel``, of
+    which ``sizes`` are the constants that both have."""
+    (programs, num_tokens, rows), (columns, block) = out.shape, (values.shape[1], sizes["BLOCK"])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
     num_units = num_tiles(num_tokens, rows) * programs
     many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
         TensorDescriptor(x, [num_tokens, columns], [x.stride(0), 1], [HALF, block], layout),
         TensorDescriptor(values, [rows, columns], [columns, 1], [BLOCK_ROWS, block], layout),
-        x if x_scales is None else x_scales,
-        values if scales is None else scales,
+        x_scales,
+        scales,
         out,
         num_tokens,
         num_units,
-        0 if x_scales is None else x_scales.stride(0),
-        ROWS=rows,
-        COLUMNS=columns,
-        HAS_SCALES=scales is not None,
-        BLOCK=block,
-        SCALE_BLOCK=BLOCK,
-        PART_BLOCKS=triton.cdiv(triton.cdiv(columns, block), parts),
-        PARTS=parts // programs,
+        scales_stride,
+        **sizes,
         SPLITS=programs,
         HALF=HALF,
         BLOCK_ROWS=BLOCK_ROWS,

@@ -75,26 +75,31 @@ def linear_parts(
     tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
     dtype = torch.bfloat16 if programs == 1 else torch.float32
     out = torch.empty((programs, num_tokens, rows), dtype=dtype, device=x.device)
+    sizes = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "HAS_SCALES": scales is not None,
+        "BLOCK": block,
+        "SCALE_BLOCK": BLOCK,
+        "PART_BLOCKS": triton.cdiv(blocks, parts),
+        "PARTS": parts // programs,
+    }
+    scales_stride = 0 if x_scales is None else x_scales.stride(0)
+    x_scales, scales = (x if x_scales is None else x_scales), (values if scales is None else scales)
     with torch.cuda.device_of(x):
         if has_groups:
-            gluon_linear.many_rows_parts(x, out, values, x_scales, scales, block, parts)
+            gluon_linear.many_rows_parts(x, x_scales, values, scales, out, scales_stride, sizes)
             return out
         linear_kernel[(triton.cdiv(rows, tiling.rows), programs, triton.cdiv(num_tokens, tiling.tokens))](
             x,
-            x if x_scales is None else x_scales,
+            x_scales,
             values,
-            values if scales is None else scales,
+            scales,
             out,
             num_tokens,
             x.stride(0),
-            0 if x_scales is None else x_scales.stride(0),
-            ROWS=rows,
-            COLUMNS=columns,
-            HAS_SCALES=scales is not None,
-            BLOCK=block,
-            SCALE_BLOCK=BLOCK,
-            PART_BLOCKS=triton.cdiv(blocks, parts),
-            PARTS=parts // programs,
+            scales_stride,
+            **sizes,
             IS_TALL=is_few,
             PREFETCHED=PREFETCHED_BLOCKS,
             TILE=tiling.tokens,
