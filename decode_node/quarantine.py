@@ -71,7 +71,7 @@ class Quarantine:
         return self._entries.get(room)
 
     def stuck(self, now: float) -> list[Quarantined]:
-        """Rooms that are unresolved for longer than any live prefill node takes to say that one is quiet."""
+        """Rooms unacknowledged for longer than any live prefill node takes to say that one is quiet."""
         latest = now - self._quarantine_secs
         return [
             entry for entry in self._entries.values() if entry.is_unacknowledged and entry.since <= latest

@@ -8,7 +8,7 @@
 - Growth comes before admission, and nobody is admitted while somebody sits out. A page for every request that
   will grow is kept out of admissions.
 - Admission is in order of arrival: when the first in the queue does not fit, nobody overtakes it, unless it
-  is only beside slots of an unresolved quarantine, which may never come back.
+  is only beside slots of an unacknowledged quarantine, which may never come back.
 - ``auto`` is dense, with the pages of its whole life, while that is comfortable, hisparse otherwise, and
   dense again when hisparse lacks host slots and the pages are there.
 - A dense request whose next page cannot be had gives its pages up for a hot buffer, if the host has slots

@@ -29,9 +29,10 @@ from transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, pl
 from transfer.sender import Ready, Sender, WriteBatch
 
 MIN_BATCH_BYTES = 256 << 10
+"""A batch costs the forward's thread 30 us and the sender's more, in which TCP moves about as many bytes."""
+
 WRITE_TIMEOUT_SECS = 60.0
 """Of a slice of up to 32 MiB, from its start: half a megabyte a second, and twice the 30 s of Mooncake."""
-"""A batch costs the forward's thread 30 us and the sender's more, in which TCP moves about as many bytes."""
 
 MAX_PENDING_BATCHES = 2
 """One in the transport and one behind it: the transport need not wait for the forward's next layer."""

@@ -97,8 +97,7 @@ class LaneHost:
         self._lock = threading.Lock()
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
-        self._logged = Seldom()
-        """When the log last had a line about callers of a user that were denied."""
+        self._logged = Seldom()  # callers that were denied, by user
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
