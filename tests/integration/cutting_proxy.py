@@ -18,7 +18,7 @@ _REQUEST_ID = re.compile(rb"^x-request-id: *(\S+)", re.IGNORECASE | re.MULTILINE
 
 @dataclass
 class CuttingProxy:
-    """``url`` stands for the node's. ``cut_after``: lines that a connection may bring; None: any number.
+    """``url`` stands for the node's. ``cut_after``: lines that an answer may bring; None: any number.
 
     The cut comes in the middle of what follows the last line, so that the router has a piece of it.
     """
@@ -60,10 +60,12 @@ class CuttingProxy:
                 threading.Thread(target=self._answer, args=(node, client, ids), daemon=True).start()
 
     def _answer(self, node: socket.socket, client: socket.socket, ids: list[str]) -> None:
-        num_lines = 0
+        num_lines = num_requests = 0
         seen = b""
         with contextlib.suppress(OSError):
             while data := node.recv(_CHUNK_BYTES):
+                if num_requests != len(ids):  # the router uses a connection again
+                    num_requests, num_lines = len(ids), 0
                 seen += data
                 num_lines += seen.count(MARK)
                 seen = seen[-len(MARK) + 1 :]
