@@ -349,7 +349,13 @@ def _run_pair(
     ]
 
     def announce() -> None:
-        print(f"hisparse-pd serves {prefill.model_name} at {_node_url(router)}/v1", flush=True)
+        words = f"hisparse-pd serves {prefill.model_name} at {_node_url(router)}/v1"
+        try:
+            print(words, flush=True)
+        except OSError as error:  # nobody reads it, or its disk is full: no reason to stop serving
+            log.warning("standard output takes nothing: %s; %s", error.strerror, words)
+            with open(os.devnull, "wb") as nowhere:  # else what it still holds is an error at the exit
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
     return Supervisor(children, STARTUP_TIMEOUT_SECS).run(announce)
 

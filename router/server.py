@@ -26,7 +26,7 @@ from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.api.pages import GuardFromPages
 from hisparse_pd.http.clients import read_body, unless_client_leaves
-from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.http.http_errors import ApiError, ErrorShape, cut
 from hisparse_pd.http.off_loop import parsed
 from hisparse_pd.settings import RouterSettings
 from hisparse_pd.traces import open_tracer
@@ -301,7 +301,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 in the same shape as every other error."""
     if not isinstance(error, HTTPException):
         raise error
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{cut(f'{request.method} {request.url.path}')}: {error.detail}"
     if error.status_code == 404:
         message += f"; requests go by POST to {', '.join(RELAYED)}"
     return ApiError(error.status_code, message).response(error.headers, ErrorShape.of_path(request.url.path))

@@ -33,7 +33,7 @@ from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.api.timing import Timeline
 from hisparse_pd.api.tokens import answer_about_tokens
 from hisparse_pd.http.engine_link import EngineLink, LinkState
-from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.http.http_errors import ApiError, ErrorShape, cut
 from hisparse_pd.http.journal_lines import JOURNAL_HEADER
 from hisparse_pd.http.metrics import CONTENT_TYPE, FrontMetrics
 from hisparse_pd.http.node_load import NodeLoad
@@ -333,7 +333,8 @@ def _answer_api_error(request: Request, error: Exception) -> Response:
 def _answer_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods; HTTP/2 with prior knowledge, which routers probe for."""
     assert isinstance(error, HTTPException)
-    shown = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    asked = cut(f"{request.method} {request.url.path}")
+    shown = ApiError(error.status_code, f"{asked}: {error.detail}")
     if request.scope["http_version"] not in ("1.0", "1.1"):
         shown = ApiError(400, f"HTTP/{request.scope['http_version']} is not spoken here; use HTTP/1.1")
     return shown.response(shape=ErrorShape.of_path(request.url.path))

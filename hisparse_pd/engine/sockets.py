@@ -8,6 +8,7 @@ is, and each end notices when the other is gone.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -238,7 +239,8 @@ class FrontSocket:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise OSError(error.errno, f"cannot listen at {endpoint} for engines: {error}") from error
+            remedy = "; set TMPDIR to a shorter path" if error.errno == errno.ENAMETOOLONG else ""
+            raise OSError(error.errno, f"cannot listen at {endpoint} for engines: {error}{remedy}") from error
 
     def fileno(self) -> int:
         return int(self.socket.getsockopt(zmq.FD))

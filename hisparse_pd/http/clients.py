@@ -9,14 +9,17 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.http.http_errors import ApiError, shown
 from hisparse_pd.settings import MAX_BODY_BYTES
 
 T = TypeVar("T")
 
 
 async def read_body(request: Request, timeout_secs: float) -> bytes:
-    """Raises ApiError 413 or 408, or ClientDisconnect."""
+    """Raises ApiError 415, 413 or 408, or ClientDisconnect."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"Content-Encoding: {shown(encoding)} is not taken; send the body without it")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise _too_large()

@@ -151,6 +151,11 @@ def shown(value: object) -> str:
             text = json.dumps(value[: _MAX_SHOWN_CHARS + 1], ensure_ascii=False)
         case _:
             text = json.dumps(value)
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that a client chose, for a message: all of it where it is short."""
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
 
 

@@ -229,6 +229,28 @@ def test_a_signal_stops_all_children_and_exits_with_0(
     assert not any(is_running(pid) for pid in pids(parent))
 
 
+def test_a_pair_serves_on_whatever_becomes_of_its_output(tmp_path: Path) -> None:
+    """All of a pair but its services, which are healthy at once."""
+    script = tmp_path / "pair.py"
+    script.write_text(
+        "import sys\nfrom hisparse_pd import cli\nfrom router import supervisor\n"
+        "supervisor.Supervisor.run = lambda self, on_healthy: on_healthy() or 0\n"
+        "sys.exit(cli.main(['pair', '--model-path', 'm']))\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=REPO,
+            env={**os.environ, "PYTHONPATH": str(REPO)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert "No space left on device; hisparse-pd serves m at http://127.0.0.1:" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr, "Exception" in done.stderr) == (0, False, False)
+
+
 @pytest.mark.usefixtures("signals")
 def test_a_child_that_dies_at_the_start_is_named(
     service: Callable[..., Child], caplog: pytest.LogCaptureFixture

@@ -511,6 +511,10 @@ async def test_bad_input_reaches_no_engine(tmp_path: Path, role: str) -> None:
         missing = await node.client.get("/v2/nothing")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         assert (await node.client.get("/generate")).status_code == 405
+        long = await node.client.get("/" + "x" * 60_000)
+        assert (long.status_code, len(long.content) < 300) == (404, True)
+        packed = await node.client.post("/generate", content=b"x", headers={"content-encoding": "gzip"})
+        assert (packed.status_code, "Content-Encoding" in packed.text) == (415, True)
 
 
 @pytest.mark.I8

@@ -417,6 +417,11 @@ def test_a_taken_port_is_an_error_that_says_so() -> None:
             FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, PeerList(), PATIENT))
 
 
+def test_a_socket_path_that_is_too_long_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(OSError, match="set TMPDIR to a shorter path"):
+        FrontSocket(f"ipc:///tmp/{'x' * 100}/engine.ipc")
+
+
 class _Endless:
     """A socket at which there is always one more message."""
 

@@ -696,6 +696,22 @@ async def test_unknown_paths_and_methods_answer_json_errors() -> None:
         wrong_method = await pair.client.get("/v1/completions")
         assert wrong_method.status_code == 405
         assert error_of(wrong_method)
+        for answer in (
+            await pair.client.get("/" + "x" * 60_000),
+            await pair.client.request("X" * 60_000, "/v1/completions"),
+        ):
+            assert len(error_of(answer)) < 300
+
+
+async def test_a_compressed_body_is_refused_and_named() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        for encoding in ("gzip", "zstd, br"):
+            headers = {"content-encoding": encoding}
+            answer = await pair.client.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
+            assert answer.status_code == 415
+            assert f'Content-Encoding: "{encoding}" is not taken' in error_of(answer)
+        plain = await pair.client.post("/v1/completions", json={}, headers={"content-encoding": "Identity"})
+        assert plain.status_code == 200
 
 
 # --- choice of nodes, models, metrics ----------------------------------------------------------------
