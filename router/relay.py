@@ -274,7 +274,9 @@ class _Passage:
             self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_names(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None and pair.decode is not None:
-            may_move = self._pool.has((NodeKind.DECODE,), (pair.decode,))
+            # A stream is taken away from a node that leaves (_may_move): only then is it known whether there
+            # was room for all of its journal. Without, it stays.
+            may_move = not self._body.is_streamed and self._pool.has((NodeKind.DECODE,), (pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
         self._exchange = _Exchange(self._relay.calls, self._pool, pair, self._may_move)

@@ -197,7 +197,11 @@ def address_fault(host: str) -> Fault | None:
     """Why peers may not reach ``host``: no interface of this machine has its address, as behind a NAT."""
     addresses = addresses_of(host)
     if not addresses:
-        return Fault(f"advertised address {host} cannot be resolved here", "set --advertise-host")
+        return Fault(
+            f"advertised address {host} cannot be resolved here; over a network, peers that cannot, either, "
+            "send nothing",
+            "set --advertise-host to an address, or see that the name is there by the first request",
+        )
     if any(map(is_local, addresses)):
         return None
     return Fault(

@@ -79,7 +79,7 @@ async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
         assert (before["journal_records"], after["journal_records"]) == ([], [[[0, [1]]]])
         for name in ("id", "seed", "created"):
             assert before["journal"][name] == after["journal"][name]
-        assert before["journal"]["may_move"] is True
+        assert before["journal"]["may_move"] is False
         assert (before["journal"]["num_resumes"], after["journal"]["num_resumes"]) == (0, 1)
         assert before["bootstrap_room"] != after["bootstrap_room"]
         metrics = await pair.metrics()
@@ -226,13 +226,12 @@ async def test_a_client_that_leaves_while_its_stream_looks_for_a_node_is_forgott
 
 @pytest.mark.parametrize("journal_bytes", [6, 1100])
 async def test_a_stream_for_whose_journal_there_is_no_room_ends_with_its_node(journal_bytes: int) -> None:
-    """From the beginning, so that its node does not end it when it leaves; or once it is too long."""
+    """From the beginning, or once it is too long."""
     lost = journaled(*map(unit, range(400)), cut=True)
     async with cluster(decode=[lost, GOES_ON], resume_timeout_secs=30, journal_bytes=journal_bytes) as pair:
         text = (await pair.client.post(PATH, json=BODY)).text
         assert text.startswith("".join(f'data: {{"n": {number}}}\n\n' for number in range(400)))
         assert "broke off its answer" in text
-        assert pair.decode[0].body()["journal"]["may_move"] is (journal_bytes > 6)
         assert pair.decode[1].requests == []
         metrics = await pair.metrics()
         assert "router_dropped_journals_total 1.0" in metrics
@@ -338,6 +337,29 @@ async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
         text += "".join([piece async for piece in pieces])
         assert text == (SHOWN if first is waits_in_the_middle else "data: 1\n\ndata: 2\n\n")
         assert new.requests == []
+
+
+async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -> None:
+    """It was not known when the node was asked, which ends what it was told may move."""
+
+    async def leaves(node: FakeNode, send: Send) -> None:
+        await start(send, x_hisparse_pd_journal="1")
+        await write(send, b"".join(map(unit, range(400))))
+        await node.release.wait()
+        may_move = node.body()["journal"]["may_move"]
+        await write(send, FAREWELL + journal_line(MOVED) if may_move else unit(400) + LAST, more=False)
+
+    async with cluster(decode=[leaves, GOES_ON], resume_timeout_secs=30, journal_bytes=1100) as pair:
+        asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
+
+        async def is_dropped() -> bool:
+            return "router_dropped_journals_total 1.0" in await pair.metrics()
+
+        await eventually(is_dropped)
+        pair.decode[0].release.set()
+        text = "".join(f'data: {{"n": {number}}}\n\n' for number in range(401))
+        assert (await asking).text == text + "data: [DONE]\n\n"
+        assert pair.decode[1].requests == []
 
 
 @pytest.mark.parametrize("lost", [journaled(cut=True), says(error_body(ENGINE_LOST), 503)])
