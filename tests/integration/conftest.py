@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Deployment, deployment
+from tests.integration.harness import DEVICE, Deployment, Service, deployment
+from tests.integration.preloaded import Preloaded
 from tools.bench.retrieval import RETRIEVAL_MODEL
+
+
+@pytest.fixture(autouse=True, scope="package")
+def preloaded() -> Iterator[None]:
+    """Services are forked from a process that has imported what they import, but where there is a GPU."""
+    if DEVICE != "cpu":
+        yield
+        return
+    with closing(Preloaded()) as preloaded, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Service, "preloaded", preloaded)
+        yield
 
 
 @pytest.fixture(scope="package")  # it would take time from the tests that come after these, and memory

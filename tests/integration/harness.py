@@ -16,13 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 
 from hisparse_pd.ports import free_port
 from router.supervisor import Health, ProgressTimeout, probe
 from tests import waiting
+from tests.integration.preloaded import NAME as PRELOADED
+from tests.integration.preloaded import ForkedService, Preloaded
 from tests.tls_files import TlsFiles
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -35,6 +37,7 @@ DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
 START_TIMEOUT_SECS = 90.0 if DEVICE == "cpu" else 240.0
 """Without progress of a node that loads, or compiles all kernels of its steps where there are none yet."""
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
+FORKED_MODULES = ("hisparse_pd", "tests.faults.node")
 FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
 wait_until = functools.partial(waiting.wait_until, poll_secs=0.05)
@@ -55,7 +58,10 @@ class Service:
     env: dict[str, str] = field(default_factory=dict)
     tls: TlsFiles | None = None
     """What it serves https with."""
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | ForkedService | None = field(default=None, repr=False)
+
+    preloaded: ClassVar[Preloaded | None] = None
+    """What services are forked from; None: they are started by the command."""
 
     @property
     def url(self) -> str:
@@ -67,13 +73,17 @@ class Service:
         return self.process.pid
 
     def start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env}
         with self.log_path.open("ab") as log:
+            if self.preloaded is not None and self.module in FORKED_MODULES:
+                self.process = self.preloaded.start(self.module, self.arguments, environment, log)
+                return
             self.process = subprocess.Popen(
                 [sys.executable, "-m", self.module, *self.arguments],
                 stdout=log,
                 stderr=log,
                 cwd=REPO,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env},
+                env=environment,
                 start_new_session=True,
             )
 
@@ -168,7 +178,8 @@ def pool_usage(node: Service) -> float:
 def engine_pids(node: Service) -> list[int]:
     """The engines among the front's children, in order of ranks; the other child is multiprocessing's own."""
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
-    return sorted(int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    return sorted(pid for pid in commands if "spawn_main" in commands[pid] or PRELOADED in commands[pid])
 
 
 def at_once(ask: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:

@@ -43,9 +43,17 @@ DECODE = ["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS]
 ROUTER = ["--health-interval-secs", "0.5"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def by_the_command() -> Iterator[None]:
+    """The services of this module are processes as operators start them, not forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Service, "preloaded", None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def nodes(
-    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    by_the_command: None, tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
     """Two with one, quick to notice what is away; the first one's lane is shared memory, the other's TCP."""
     checkpoint, directory = tiny_checkpoint("v32"), tmp_path_factory.mktemp("nodes")

@@ -1,0 +1,201 @@
+"""Services without the seconds that an interpreter needs to import torch: forks of a process that has it.
+
+``Preloaded`` is the side of the tests. ``python -m tests.integration.preloaded FD`` is the process, which has
+imported what services import. Each service is a fork of it that goes on as ``python -m MODULE ARGUMENTS``
+would, in a session, with output and an environment of its own. What a service starts by ``multiprocessing``,
+its engines and further fronts, is forked as well, and gets what a spawned child would get: the pickled
+process, no other descriptor, and no signal handler.
+
+Forks share what differs between two interpreters, such as the seed of hashes. Therefore ``test_failures``
+starts its nodes by the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import popen_spawn_posix, util
+from multiprocessing.context import reduction, set_spawning_popen
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, BinaryIO
+
+NAME = "tests.integration.preloaded"
+REPO = Path(__file__).parents[2]
+MODULES = (
+    *("hisparse_pd.cli", "prefill_node.server", "decode_node.server", "router.process"),
+    *("prefill_node.engine", "decode_node.engine", "transformers.models.auto.modeling_auto"),
+    *("transformers.modeling_utils", "transformers.generation", "llguidance"),
+)
+MAX_ORDER_BYTES = 1 << 17
+
+
+class ForkedService:
+    """What tests use of ``subprocess.Popen``, for a fork of the preloaded process."""
+
+    def __init__(self, pid: int, exit_status: BinaryIO) -> None:
+        """``exit_status``: a pipe that brings it in a line, when the service has ended."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exit_status = exit_status
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._exit_status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(NAME, timeout or 0.0)
+            with self._exit_status:
+                self.returncode = int(self._exit_status.readline())
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Preloaded:
+    """The process that is forked, started by the first service. It ends when this object is closed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket, self._its_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: BinaryIO
+    ) -> ForkedService:
+        if self._process is None:
+            descriptor = self._its_socket.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", NAME, str(descriptor)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[descriptor],
+                cwd=REPO,
+                env=environment,
+            )
+            self._its_socket.close()
+        order = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
+        reader, writer = os.pipe()
+        try:
+            socket.send_fds(self._socket, [json.dumps(order).encode()], [log.fileno(), writer])
+        finally:
+            os.close(writer)
+        told = open(reader, "rb")  # noqa: SIM115, the service closes it
+        return ForkedService(int(told.readline()), told)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._its_socket.close()
+        if self._process is not None:
+            self._process.wait()
+
+
+# --- the process ---------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Fork a service for each order, until nobody can give any more."""
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()
+    for module in MODULES:
+        importlib.import_module(module)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, "a fork has none of the threads that an import started"
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of services
+    while True:
+        order, descriptors, *_ = socket.recv_fds(orders, MAX_ORDER_BYTES, 2)
+        if not order:
+            return
+        if os.fork() == 0:
+            orders.close()
+            serve(json.loads(order), *descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def serve(order: dict[str, Any], log: int, told: int) -> None:
+    """Fork the service, and tell its pid and at last its exit status. Returns in the service alone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid != 0:
+        os.close(log)
+        os.write(told, f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+    os.close(told)
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    popen_spawn_posix.Popen._launch = fork_instead_of_spawning  # type: ignore[method-assign]
+    sys.argv = [NAME, *order["arguments"]]
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+
+
+def fork_instead_of_spawning(popen: popen_spawn_posix.Popen, process: BaseProcess) -> None:
+    """In place of what starts an interpreter for a process of ``multiprocessing``."""
+    pickled = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump(process, pickled)
+    finally:
+        set_spawning_popen(None)
+    sentinel, end_of_child = os.pipe()  # each is readable when the process at the other end has ended
+    sentinel_of_parent, end_of_parent = os.pipe()
+    util._flush_std_streams()
+    popen.pid = os.fork()
+    if popen.pid == 0:
+        run_child(pickled.getvalue(), sentinel_of_parent, {*popen._fds, end_of_child, sentinel_of_parent})
+    os.close(end_of_child)
+    os.close(sentinel_of_parent)
+    popen.sentinel = sentinel
+    popen.finalizer = util.Finalize(popen, util.close_fds, (sentinel, end_of_parent))
+
+
+def run_child(pickled: bytes, sentinel_of_parent: int, descriptors: set[int]) -> None:
+    status = 1
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in descriptors:
+                with contextlib.suppress(OSError):  # that of the directory
+                    os.close(int(name))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        main_module = sys.modules["__main__"].__spec__
+        if main_module is not None and not main_module.name.endswith(".__main__"):
+            runpy.run_module(main_module.name, run_name="__mp_main__", alter_sys=True)
+        status = pickle.loads(pickled)._bootstrap(parent_sentinel=sentinel_of_parent)
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
