@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -276,15 +275,3 @@ def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
         answer = ask(node, PROMPTS[1])
         node.turn_until(lambda: answer.is_over)
     assert [what for what, _ in calls.all] == ["mark", "draw", "mark", "end"]
-
-
-def test_a_spilled_request_goes_on_in_its_grammar(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Pages run out while two dense requests grow: one goes on as hisparse, where it was."""
-    prompt = random_prompt(7, 200)
-    pools = {"device_pool_tokens": 420, "device_buffer_size": 128, "speculative_num_steps": 0}
-    with closing(harness(checkpoint, tmp_path, page_size=4, growth_pages=1, **pools)) as node:
-        answers = [ask(node, prompt, HisparseFlag.FALSE, temperature=1.0, seed=seed) for seed in (1, 2)]
-        node.finish(answers)
-    for answer in answers:
-        jsonschema.validate(json.loads(text_of(answer, checkpoint)), SCHEMA)
-    assert sum(answer.stats.num_retractions for answer in answers) == 1

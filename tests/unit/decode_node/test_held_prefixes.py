@@ -16,7 +16,6 @@ from decode_node.live_requests import LiveRequests
 from decode_node.memory import slots_tensor
 from decode_node.request import KV_POOLS, PeerAddress, Request
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
-from hisparse_pd.paging.allocator import PoolExhausted
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
@@ -91,47 +90,6 @@ def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int,
 
 @pytest.mark.I1
 @pytest.mark.I2
-@pytest.mark.parametrize("mode", list(Mode))
-def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mode) -> None:
-    """And of that nothing is quarantined, nor bootstrapped: no write was to land there."""
-    books = Books()
-    books.end(books.run(books.land(PROMPT, mode)))
-    request = books.land((*PROMPT, 1, 2, 3, 4), mode)
-    assert request.held_prefix_tokens == 8
-    prefix = set(extents_to_slots(request.extents(PoolKind.INDEX))[:8].tolist())
-    assert prefix.isdisjoint(extents_to_slots(request.owned[PoolKind.INDEX]).tolist())
-    books.end(request)
-    rooms = books.rooms
-    assert rooms.held.num_tokens == 8
-    assert {s for p in rooms.held for s in extents_to_slots(p.holding[PoolKind.INDEX])} == prefix
-    assert rooms.pools.used(Stage.QUARANTINED).index == 20 - 8
-    rooms.quarantine.quiet(request.room, batch_failed=False, now=0.0)
-    assert rooms.available == rooms.pools.totals
-
-
-@pytest.mark.I2
-@pytest.mark.parametrize("mode", list(Mode))
-def test_those_that_begin_alike_hold_the_beginning_once(mode: Mode) -> None:
-    """While they run, and when they have ended with different continuations."""
-    books = Books()
-    books.end(books.run(books.land(PROMPT, mode)))
-    requests = [books.land((*PROMPT, number), mode, 16) for number in (1, 2)]
-    assert [request.held_prefix_tokens for request in requests] == [8, 8]
-    assert requests[0].prefix is requests[1].prefix
-    used = books.rooms.pools.totals - books.rooms.available
-    assert used.index == 8 + 2 * 8
-    assert used.lookup == (2 * 16 if mode is Mode.HISPARSE else 0)
-    for request in requests:
-        books.run(request, 4)
-    books.end(requests[0])
-    assert requests[1].extents(PoolKind.INDEX)
-    books.end(requests[1])
-    assert books.rooms.held.num_tokens == 8 + 4 + 4
-    assert books.rooms.available == books.rooms.pools.totals
-
-
-@pytest.mark.I1
-@pytest.mark.I2
 def test_a_prompt_is_shared_as_soon_as_it_has_landed() -> None:
     books = Books()
     first, late = (books.land(PROMPT, Mode.HISPARSE) for _ in range(2))
@@ -176,20 +134,6 @@ def test_what_a_failed_step_left_is_not_held() -> None:
     books.end(books.run(books.land((5, *PROMPT), Mode.DENSE, 12), 2), is_sound=False)
     assert books.rooms.held.num_tokens == 8
     assert books.rooms.available == books.rooms.pools.totals
-
-
-@pytest.mark.I2
-def test_held_slots_are_as_good_as_free() -> None:
-    books = Books()
-    for first in (1, 2, 3):
-        books.end(books.run(books.land((first,) * 12, Mode.HISPARSE)))
-    assert books.rooms.pools.free.host == 12
-    request = books.land((9,) * 10, Mode.HISPARSE, 48)
-    assert request.owned.num_slots(PoolKind.HOST) == 48
-    assert books.rooms.held.num_tokens == 0
-    with pytest.raises(PoolExhausted, match="room 5, host pool: 4 token slots needed, 0 of 48 free"):
-        books.land((9,) * 4, Mode.HISPARSE, 4)
-    books.end(books.run(request))
 
 
 # --- the engine ----------------------------------------------------------------------------------------
@@ -299,19 +243,6 @@ def test_a_client_that_leaves_while_tokens_come_leaves_a_prefix(node: EngineHarn
     again = ask(node, prompt, 20, HisparseFlag.TRUE)
     assert again.token_ids == answer.token_ids[:20]
     assert node.double.bootstraps[-1].num_held_tokens == 64
-
-
-@pytest.mark.I1
-def test_a_client_that_leaves_before_the_kv_is_there_leaves_nothing_new(node: EngineHarness) -> None:
-    prompt = random_prompt(3, 70)
-    ask(node, prompt[:40], 2, HisparseFlag.TRUE)
-    node.double.delivers = False
-    answer = node.generate(prompt, 20, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(node.double.bootstraps) == 2)
-    assert node.double.bootstraps[-1].num_held_tokens == 32
-    node.leave(answer)
-    node.turn_until(lambda: not node.engine.requests and not len(node.engine.requests.quarantine))
-    assert node.engine.requests.held.num_tokens == 32
 
 
 def test_no_key_no_prefix(checkpoint: Checkpoint, tmp_path: Path) -> None:

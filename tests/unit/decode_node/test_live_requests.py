@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from decode_node.live_requests import DuplicateRoom, LiveRequests
@@ -9,9 +11,9 @@ from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import IllegalMove, Request, RequestState
 from decode_node.scheduler import Admission, Exchange, StepPlan
 from hisparse_pd.paging.allocator import PoolIntegrityError
-from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.pools import Holding, Pools, SlotCounts, Stage
 from hisparse_pd.vocabulary import Mode
-from protocol.messages import Extent, Room
+from protocol.messages import Room
 from tests.books import PEER, carry_out, end, enqueue, make_request
 
 TOTALS = SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4)
@@ -86,55 +88,52 @@ def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     rooms.check_integrity()
 
 
-def test_a_room_belongs_to_the_first_that_comes() -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), 1.0)
-    first = make_request(5)
-    rooms.open(first)
-    with pytest.raises(DuplicateRoom, match="bootstrap_room 5 is in use"):
-        rooms.open(make_request(5))
-    assert rooms.get(5) is first
+@pytest.mark.parametrize("state", [RequestState.CONNECTING, RequestState.WAITING])
+def test_a_request_that_moves_to_another_rank_keeps_its_place_in_line(state: RequestState) -> None:
+    requests = LiveRequests(Pools(TOTALS, 16), 60.0)
+    ranks = [PEER._replace(rank=rank) for rank in range(2)]
+    for number in range(6):
+        peer = ranks[0] if number < 4 else ranks[1]
+        requests.open(make_request(number, 20, 4, peer=peer, deadline=10.0))
+    moved = [request for request in requests.all() if request.room in (1, 3)]
+    for request in moved:
+        if state is RequestState.WAITING:
+            requests.queue(request, RequestState.WAITING, 100.0)
+        requests.queue(request, RequestState.CONNECTING, 20.0, ranks[1])
+    assert [request.room for request in requests.queued(RequestState.CONNECTING, ranks[1])] == [1, 3, 4, 5]
+    assert [request.room for request in requests.queued(RequestState.CONNECTING, ranks[0])] == [0, 2]
+    assert requests.queued_at(RequestState.WAITING) == []
+    assert {request.room for request in requests.expired(15.0)} == {0, 2, 4, 5}
+    assert {request.room for request in requests.expired(25.0)} == set(range(6))
 
 
-# --- quarantine -----------------------------------------------------------------------------------
-
-
-def quarantine_with_one() -> tuple[Quarantine, list[Holding]]:
+@pytest.mark.I1
+@pytest.mark.parametrize(
+    ("happens", "free_at"),
+    [
+        ([], None),
+        ([("failed",), ("quiet", False, 5.0)], 15.0),
+        ([("gone", "second", 0.0)], None),
+        ([("gone", "first", 100.0), ("gone", "first", 105.0)], 110.0),
+    ],
+)
+def test_a_room_is_in_quarantine_until_nothing_can_land_any_more(
+    happens: list[tuple[Any, ...]], free_at: float | None
+) -> None:
+    """Time alone frees nothing, and a failed batch is not forgotten when the room goes quiet."""
     freed: list[Holding] = []
-    quarantine = Quarantine(10.0, freed.append)
-    holding = Holding(Room(1), Stage.QUARANTINED, {PoolKind.HOST: (Extent(0, 4),)})
+    quarantine, holding = Quarantine(10.0, freed.append), Holding(Room(1), Stage.QUARANTINED)
     quarantine.add(Quarantined(Room(1), holding, PEER, "first", since=0.0))
-    return quarantine, freed
-
-
-@pytest.mark.I1
-def test_nothing_is_freed_by_time_alone() -> None:
-    quarantine, freed = quarantine_with_one()
-    quarantine.expire(1e9)
-    assert not freed
+    for what, *arguments in happens:
+        match what:
+            case "quiet":
+                quarantine.quiet(Room(1), *arguments)
+            case "failed":
+                quarantine.failed(Room(1))
+            case "gone":
+                quarantine.instance_gone(*arguments)
+    quarantine.expire(1e9 if free_at is None else free_at - 0.1)
     assert Room(1) in quarantine
-
-
-@pytest.mark.I1
-def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
-    quarantine, freed = quarantine_with_one()
-    quarantine.failed(Room(1))
-    quarantine.quiet(Room(1), batch_failed=False, now=5.0)
-    quarantine.expire(14.9)
-    assert not freed
-    quarantine.expire(15.0)
-    assert len(freed) == 1
-    assert len(quarantine) == 0
-
-
-@pytest.mark.I1
-def test_a_run_that_is_gone_frees_its_own_rooms_only_and_later() -> None:
-    quarantine, freed = quarantine_with_one()
-    quarantine.instance_gone("second", now=0.0)
-    quarantine.expire(100.0)
-    assert not freed
-    quarantine.instance_gone("first", now=100.0)
-    quarantine.instance_gone("first", now=105.0)
-    quarantine.expire(109.9)
-    assert not freed
-    quarantine.expire(110.0)
-    assert len(freed) == 1
+    if free_at is not None:
+        quarantine.expire(free_at)
+        assert (freed, len(quarantine)) == ([holding], 0)

@@ -1,22 +1,27 @@
-"""What a decode node believes of bootstrap endpoints: forged answers neither connect it nor end a peer."""
+"""What a decode node believes of bootstrap endpoints and their ranks, and when a peer is lost."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
 
 from decode_node import discovery, prefill_peers
-from decode_node.prefill_peers import InstanceGone, PeerLost, PeerReady, PeerRefused
+from decode_node.prefill_peers import (
+    InstanceGone,
+    PeerLost,
+    PeerReady,
+    PeerRefused,
+    PrefillPeers,
+    RanksChanged,
+)
 from decode_node.request import PeerAddress
 from protocol.access import PeerList
-from protocol.bootstrap import (
-    BootstrapInfo,
-    BootstrapLookupError,
-)
+from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.channels import ControlAddressError, ControlKeys
 from tests.unit.decode_node.peers_support import PrefillNode, make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
@@ -36,101 +41,101 @@ def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
         yield node
 
 
-def test_a_node_that_rotates_no_index_keys_is_left_alone(prefill: PrefillNode, keys: ControlKeys) -> None:
-    """Of a release that knows no rotation, which therefore registers this node."""
-    prefill.geometry = msgspec.structs.replace(GEOMETRY, index_rotation="")
+@pytest.fixture
+def peers(prefill: PrefillNode, keys: ControlKeys) -> Iterator[PrefillPeers]:
+    """Of a node that is registered with ``prefill``."""
     with closing(make_peers(keys)) as peers:
-        (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
-        assert isinstance(event, PeerRefused)
-        assert "has '', this node 'hadamard'; run the same release on both" in event.error
-        assert peers.num_registered == 0
+        poll_until(peers, {prefill.address}, bool, prefill.answer)
+        yield peers
 
 
-def test_a_forged_answer_connects_nothing_and_is_reported(prefill: PrefillNode, keys: ControlKeys) -> None:
-    prefill.forges = True
-    with closing(make_peers(keys)) as peers:
+@pytest.mark.parametrize(
+    ("of_prefill", "of_peers", "said"),
+    [
+        ({"forges": True}, {}, "control_key_file"),
+        ({}, {"keys": None}, "status 401"),
+        ({}, {"keys": None}, "control_key_file"),
+        (
+            {},
+            {"allowed": PeerList.parse(["10.0.0.0/8"])},
+            "'127.0.0.1' is not in allowed_peers (10.0.0.0/8)",
+        ),
+        (  # A release that knows no rotation, and therefore registers this node.
+            {"geometry": msgspec.structs.replace(GEOMETRY, index_rotation="")},
+            {},
+            "has '', this node 'hadamard'; run the same release on both",
+        ),
+    ],
+)
+def test_who_is_refused_is_left_alone_and_the_reason_is_told(
+    prefill: PrefillNode,
+    keys: ControlKeys,
+    of_prefill: dict[str, Any],
+    of_peers: dict[str, Any],
+    said: str,
+) -> None:
+    for name, value in of_prefill.items():
+        setattr(prefill, name, value)
+    with closing(make_peers(**{"keys": keys, **of_peers})) as peers:
         (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
         assert isinstance(event, PeerRefused)
-        assert "control_key_file" in event.error
+        assert said in event.error
         assert peers.last_error(prefill.address) == event.error
-        assert not list(prefill.controls[0].receive())
+        assert peers.num_registered == 0
+        assert (prefill.num_asked == 0) is ("allowed" in of_peers), "who is not allowed is not even asked"
 
 
 @pytest.mark.I1
 @pytest.mark.parametrize("forges", [True, False])
 def test_only_a_signed_answer_can_say_that_a_run_is_gone(
-    prefill: PrefillNode, keys: ControlKeys, forges: bool
+    prefill: PrefillNode, peers: PrefillPeers, forges: bool
 ) -> None:
     """A run that is gone frees the slots that it may still write to, so nobody else may claim it."""
-    with closing(make_peers(keys)) as peers:
-        poll_until(peers, {prefill.address}, bool, prefill.answer)
-        prefill.forges, prefill.told_run = forges, "second"
-        asked_before = prefill.num_asked
-        prefill.break_connections()  # so the decode node asks again
+    prefill.forges, prefill.told_run = forges, "second"
+    asked_before = prefill.num_asked
+    prefill.break_connections()  # so the decode node asks again
 
-        is_told = lambda events: (prefill.num_asked >= asked_before + 2) if forges else events  # noqa: E731
-        events = poll_until(peers, {prefill.address}, is_told, lambda: None)
-        gone = [event for event in events if isinstance(event, InstanceGone | PeerLost)]
-        assert bool(gone) == (not forges)
+    is_told = lambda events: (prefill.num_asked >= asked_before + 2) if forges else events  # noqa: E731
+    events = poll_until(peers, {prefill.address}, is_told, lambda: None)
+    gone = [event for event in events if isinstance(event, InstanceGone | PeerLost)]
+    assert bool(gone) == (not forges)
 
 
 def test_a_peer_that_was_cut_off_is_registered_with_again_and_not_lost(
-    prefill: PrefillNode, keys: ControlKeys
+    prefill: PrefillNode, peers: PrefillPeers
 ) -> None:
-    with closing(make_peers(keys)) as peers:
-        poll_until(peers, {prefill.address}, bool, prefill.answer)
-        prefill.break_connections()
-        events = poll_until(peers, {prefill.address}, lambda _: not peers.num_registered, prefill.answer)
-        events += poll_until(peers, {prefill.address}, lambda _: peers.num_registered, prefill.answer)
-        assert events == [PeerReady(prefill.address, "first-0")]
+    prefill.break_connections()
+    events = poll_until(peers, {prefill.address}, lambda _: not peers.num_registered, prefill.answer)
+    events += poll_until(peers, {prefill.address}, lambda _: peers.num_registered, prefill.answer)
+    assert events == [PeerReady(prefill.address, "first-0")]
 
 
 def test_a_peer_that_does_not_come_back_is_lost(
-    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+    prefill: PrefillNode, peers: PrefillPeers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its machine may be gone: no answer of its endpoint says what became of it."""
     monkeypatch.setattr(prefill_peers, "REGISTER_TIMEOUT_SECS", 0.2)
-    with closing(make_peers(keys)) as peers:
-        poll_until(peers, {prefill.address}, bool, prefill.answer)
-        prefill.forges = True
-        prefill.break_connections()
-        (event,) = poll_until(peers, {prefill.address}, bool, lambda: None)
-        assert isinstance(event, PeerLost)
-        assert event.instance_id == "first-0"
+    prefill.forges = True
+    prefill.break_connections()
+    (event,) = poll_until(peers, {prefill.address}, bool, lambda: None)
+    assert isinstance(event, PeerLost)
+    assert event.instance_id == "first-0"
 
 
-def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, keys: ControlKeys) -> None:
+def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, peers: PrefillPeers) -> None:
     """It hangs, and ZMQ answers for it."""
-    with closing(make_peers(keys, health_timeout_secs=0.5)) as peers:
-        poll_until(peers, {prefill.address}, bool, prefill.answer)
-        (event,) = poll_until(peers, {prefill.address}, bool, lambda: prefill.answer(heartbeats=False))
-        assert isinstance(event, PeerLost)
-        assert "has been silent for 0.5 s" in event.error
+    peers.health_timeout_secs = 0.5
+    (event,) = poll_until(peers, {prefill.address}, bool, lambda: prefill.answer(heartbeats=False))
+    assert isinstance(event, PeerLost)
+    assert "has been silent for 0.5 s" in event.error
 
 
-def test_a_pause_of_this_node_is_no_silence_of_its_peer(prefill: PrefillNode, keys: ControlKeys) -> None:
+def test_a_pause_of_this_node_is_no_silence_of_its_peer(prefill: PrefillNode, peers: PrefillPeers) -> None:
     """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
-    with closing(make_peers(keys, health_timeout_secs=0.5)) as peers:
-        poll_until(peers, {prefill.address}, bool, prefill.answer)
-        for pause_secs in (100.0, 200.0):
-            assert peers.poll(time.monotonic() + pause_secs, {prefill.address}) == []
-        assert peers.may_entrust(prefill.address)
-
-
-def test_a_node_without_the_key_is_told_so(prefill: PrefillNode) -> None:
-    with closing(make_peers(None)) as peers:
-        (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
-        assert isinstance(event, PeerRefused)
-        assert "status 401" in event.error
-        assert "control_key_file" in event.error
-
-
-def test_an_address_outside_the_list_is_not_even_asked(prefill: PrefillNode, keys: ControlKeys) -> None:
-    with closing(make_peers(keys, PeerList.parse(["10.0.0.0/8"]))) as peers:
-        (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
-        assert isinstance(event, PeerRefused)
-        assert "'127.0.0.1' is not in allowed_peers (10.0.0.0/8)" in event.error
-        assert prefill.num_asked == 0
+    peers.health_timeout_secs = 0.5
+    for pause_secs in (100.0, 200.0):
+        assert peers.poll(time.monotonic() + pause_secs, {prefill.address}) == []
+    assert peers.may_entrust(prefill.address)
 
 
 def test_a_control_address_that_zmq_refuses_ends_no_loop(
@@ -158,10 +163,62 @@ def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request
 
     monkeypatch.setattr(discovery, "look_up", nobody)
     address = PeerAddress("nowhere", 1)
-    with closing(make_peers(None)) as peers:
+    with closing(make_peers()) as peers:
         now = time.monotonic()
         peers.use(address, now)
         wait_until(lambda: not peers.poll(now, {address}) and peers.last_error(address) == "no route")
         peers.poll(now + 1.0, {address})
         assert peers.last_error(address) == "no route", "somebody waits"
         wait_until(lambda: not peers.poll(now + 1.0, ()) and peers.last_error(address) == "no answer yet")
+
+
+# --- nodes of several ranks ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefillPeers]:
+    """Of a node that asks endpoints again at once, and knows nobody yet."""
+    monkeypatch.setattr(discovery, "LOOKUP_RETRY_SECS", 0.0)
+    with closing(make_peers()) as peers:
+        yield peers
+
+
+def test_each_rank_is_a_peer_of_its_own_once_the_node_was_found(impatient: PrefillPeers) -> None:
+    peers = impatient
+    with closing(PrefillNode(num_ranks=3)) as node:
+        host, port = node.address.node
+        assert peers.address_for(host, port, room=5) == node.address, "nobody knows better yet"
+        events = poll_until(peers, {node.address}, bool, node.answer)
+        assert events[0] == RanksChanged((host, port)), "before anybody may be entrusted with a room"
+        assert [peers.address_for(host, port, room) for room in (3, 4, 5)] == node.ranks
+        poll_until(peers, set(node.ranks), lambda _: peers.num_registered == 3, node.answer)
+        assert [peers.instance_id(rank) for rank in node.ranks] == ["first-0", "first-1", "first-2"]
+        assert peers.address_for(host, port + 1, 5).rank == 0, "of another node"
+
+
+def test_a_node_that_comes_back_with_fewer_ranks(impatient: PrefillPeers) -> None:
+    peers = impatient
+    with closing(PrefillNode(num_ranks=2)) as node:
+        ranks = node.ranks[:2]
+        poll_until(peers, set(ranks), lambda _: peers.num_registered == 2, node.answer)
+        node.start("second")
+        wanted = {InstanceGone("first-0"), InstanceGone("first-1"), PeerReady(ranks[0], "second-0")}
+        events = poll_until(peers, set(ranks), wanted.issubset, node.answer)
+        assert RanksChanged(node.address.node) in events
+        lost = {event.instance_id for event in events if isinstance(event, PeerLost)}
+        assert lost == {"first-0", "first-1"}
+        assert peers.address_for(*node.address.node, 1) == ranks[0]
+        assert "1 ranks now" in peers.last_error(ranks[1])
+
+
+def test_a_node_that_comes_back_with_more_ranks_behind_the_same_control_port(impatient: PrefillPeers) -> None:
+    """The socket connects again by itself, and the node may be another now."""
+    peers = impatient
+    with closing(PrefillNode()) as node:
+        poll_until(peers, {node.address}, lambda _: peers.num_registered == 1, node.answer)
+        node.start("second", 2, first_port=node.controls[0].port)
+        ready, changed = PeerReady(node.address, "second-0"), RanksChanged(node.address.node)
+        events = poll_until(peers, {node.address}, lambda events: ready in events, node.answer)
+        assert events.index(changed) < events.index(ready)
+        assert InstanceGone("first-0") in events
+        assert peers.address_for(*node.address.node, 1) == node.ranks[1]

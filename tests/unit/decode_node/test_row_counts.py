@@ -23,7 +23,6 @@ from tests import books
 from tests.identities import ANY
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.speculation_support import (
-    MAX_DRAFTS,
     NUM_NEW,
     PROMPTS,
     by_turns,
@@ -115,16 +114,6 @@ def test_each_position_of_a_step_has_the_drafts_before_it(
     assert accepted == drafted > NUM_NEW
 
 
-def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(node: EngineHarness) -> None:
-    texts = []
-    for number in range(MAX_DRAFTS + 1):
-        with drafts(node, number):
-            answers = generate_all(node, temperature=0.6, min_p=0.02, seed=3)
-            node.finish(answers)
-        texts.append([answer.token_ids for answer in answers])
-    assert texts[1:] == texts[:1] * MAX_DRAFTS
-
-
 def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
     checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -137,32 +126,6 @@ def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
         node.finish(answers)
     assert in_flight > NUM_NEW // 2
     assert [answer.token_ids for answer in answers] == expected
-
-
-def test_a_row_keeps_nothing_of_the_request_before(
-    checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path
-) -> None:
-    """One row, which all have in turn, and one of them twice in a row."""
-    with closing(harness(checkpoint, tmp_path, max_running_requests=1)) as node, drafts(node, 2, 0):
-        again = node.generate(PENALIZED[0][0], NUM_NEW, **PENALIZED[0][1])
-        answers = generate_all(node)
-        node.finish([again, *answers])
-    assert again.token_ids == expected[0]
-    assert [answer.token_ids for answer in answers] == expected
-
-
-@pytest.mark.I2
-def test_where_pages_and_slots_run_out(
-    checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path
-) -> None:
-    """Dense requests are retracted, hot buffers shrink, drafts lack slots, somebody waits."""
-    pools = {"host_pool_tokens": 1000, "device_pool_tokens": 320, "max_running_requests": 4}
-    small = harness(checkpoint, tmp_path, page_size=4, growth_pages=1, **pools)
-    with closing(small) as node, drafts(node, 3, 3, 0, 1):
-        answers = generate_all(node)
-        node.finish(answers)
-    assert [answer.token_ids for answer in answers] == expected
-    assert sum(answer.stats.num_retractions for answer in answers)
 
 
 def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(node: EngineHarness) -> None:

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from decode_node import sizing
-from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
 from decode_node.split_choice import MIN_REQS
@@ -145,20 +144,6 @@ def test_what_is_allocated_is_what_was_counted(
     slack = memory.budget(0.5) - taken
     # Less than a page is left; an index pool of a given size may end in a part of a page, which is not made.
     assert 0 <= slack < page_bytes + page_size * spec.num_index_layers * spec.index_item_bytes
-
-
-def test_tables_are_counted_as_the_hot_buffers_make_them() -> None:
-    spec = make_spec(num_layers=2, index_group_of_layer=(0, 0), context_length=1000, index_topk=16)
-    settings = decode(
-        max_running_requests=3, device_buffer_size=64, page_size=16, host_pool_tokens=50, micro_batch_min_bs=0
-    )
-    memory = DecodeMemory(spec, SlotCounts(48, 16, 16, 96, 1, 1), 16, torch.device("cpu"))
-    hot = HotBuffers(spec, memory, num_rows=3, num_lookup_slots=96, max_capacity=64, page_size=16)
-    found = 0
-    for owner in (hot, hot.state, hot.miss_plan):
-        values = vars(owner).values()
-        found += sum(value.nbytes for value in values if isinstance(value, Tensor))
-    assert table_bytes(settings, spec) == found
 
 
 def test_a_long_context_costs_a_row_page_ids_only() -> None:

@@ -273,24 +273,6 @@ def test_every_request_survives_another_hot_buffer_in_every_step(
     node.finish(answers)
 
 
-@pytest.mark.I2
-@pytest.mark.I5
-def test_an_abort_after_any_step_leaves_the_others_and_the_pools_whole(
-    expected: dict[Prompt, list[int]], node: EngineHarness
-) -> None:
-    with drafts(node, 3, 2, 0, 0):
-        staying = [node.generate(PROMPTS[8], NUM_NEW, by_turns(number)) for number in range(2)]
-        leaving = [node.generate(PROMPTS[9], NUM_NEW, by_turns(number)) for number in range(6)]
-        for answer in leaving:
-            node.turn_until(lambda: answer.token_ids)  # noqa: B023
-            for _ in range(leaving.index(answer)):
-                node.turn()
-            if not answer.is_over:
-                node.leave(answer)
-        node.finish(staying)
-    assert [answer.token_ids for answer in staying] == [expected[PROMPTS[8]]] * 2
-
-
 # --- other sizes ---------------------------------------------------------------------------------------
 
 
@@ -325,23 +307,6 @@ def test_the_context_can_be_filled_to_its_end(
             node.finish(answers)
         num_tokens = min(NUM_NEW, context_length + 1 - len(prompt))
         assert [answer.token_ids for answer in answers] == [expected[prompt][:num_tokens]] * 3
-
-
-@pytest.mark.I5
-@pytest.mark.parametrize(("capacity", "most"), [(TOP_K + 4, 0), (2 * TOP_K + 4, 1)])
-def test_a_hot_buffer_bounds_the_drafts(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, capacity: int, most: int
-) -> None:
-    prompt = PROMPTS[8]
-    with closing(harness(checkpoint, tmp_path, device_buffer_size=capacity)) as node, drafts(node, 3):
-        sparse, dense = [
-            node.generate(prompt, NUM_NEW, flag) for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
-        ]
-        node.finish([sparse, dense])
-    assert [sparse.token_ids, dense.token_ids] == [expected[prompt]] * 2
-    assert num_drafts(sparse)[0] <= most * NUM_NEW
-    assert (num_drafts(sparse)[0] > 0) == (most > 0)
-    assert num_drafts(dense)[0] > NUM_NEW
 
 
 @pytest.mark.I5

@@ -13,17 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from decode_node import scrub
-from decode_node.memory import slots_tensor
 from hisparse_pd.engine import held_rows
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.paging.prefix_tree import Prefix
 from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
-from kernels.row_check import row_checks_of
 from protocol.messages import RoomDone
 from tests.unit.decode_node.support import (
     Answer,
@@ -188,21 +185,6 @@ def test_a_bit_that_flips_between_write_and_admission(
     assert ask(node, prompt, 20, flag).token_ids[0] == answer.token_ids[0]
 
 
-@pytest.mark.I9
-def test_rows_of_another_layer_and_rows_without_checks(node: EngineHarness) -> None:
-    """Also where their checks were mixed up alike, and where an early write left checks of zeros."""
-    memory = node.engine.hot_buffers.memory
-    assert memory.row_checks is not None
-    for seed, with_checks in ((3, True), (4, False)):
-        answer = write_and_wait(node, random_prompt(seed, 50), 20, HISPARSE)
-        bootstrap = node.double.bootstraps[-1]
-        slots, check_slots = map(slots_tensor, (bootstrap.kv_extents, bootstrap.index_extents))
-        memory.k_host[1, slots] = memory.k_host[0, slots]
-        memory.row_checks[1, check_slots] = memory.row_checks[0, check_slots] if with_checks else 0
-        say_done(node)
-        node.failure_of(answer, status=500, error="the KV of layer 1, position")
-
-
 def running(node: EngineHarness, prompt: Prompt, num_new: int, num_tokens: int) -> Answer:
     """A hisparse request that has so many of its tokens."""
     answer = node.generate(prompt, num_new, HISPARSE)
@@ -319,16 +301,6 @@ def test_hot_buffers_are_gone_through_while_they_are_used(
     assert answer.token_ids[:num_right] == expected(prompt, num_right), (
         "until the flip, and so before it was gone through"
     )
-
-
-def test_checks_are_those_of_the_rows_that_decoding_leaves(node: EngineHarness) -> None:
-    ask(node, random_prompt(10, 90), 60, HISPARSE)
-    (prefix,) = node.engine.requests.held
-    memory = node.engine.hot_buffers.memory
-    slots, check_slots = (slots_tensor(prefix.extents(kind)) for kind in prefix.kinds)
-    assert memory.row_checks is not None
-    positions = torch.arange(len(slots))
-    assert torch.equal(memory.row_checks[:, check_slots], row_checks_of(memory.k_host, slots, positions))
 
 
 def test_a_node_that_verifies_no_rows(

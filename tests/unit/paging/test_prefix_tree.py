@@ -9,8 +9,8 @@ import pytest
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging.allocator import PoolIntegrityError
 from hisparse_pd.paging.extents import extents_to_slots
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prefix_tree import Kinds, Match, Prefix, PrefixTree
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.paging.prefix_tree import Kinds, Prefix, PrefixTree
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from protocol.messages import Room
 
@@ -115,29 +115,8 @@ def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_r
     node.tree.check_integrity([])
 
 
-def test_a_match_names_the_pages_of_every_prefix_that_it_is_of() -> None:
-    node, whole = Node(), pages(1, 1, 1)
-    node.hold(whole)
-    node.tree.let_go(first := node.tree.use(whole[:2], HOST))
-    match = node.tree.find(whole, HOST)
-    assert match == Match(node.tree.use(whole, HOST), 3)
-    assert match is not None
-    assert list(match.parts()) == [(match.prefix, 1), (first, 2)]
-    assert node.tree.find(whole[:1], HOST) == Match(first, 1)
-    assert node.tree.find(whole, DEVICE) is None, "held in other pools"
-    assert node.pools.used(Stage.HELD) == SlotCounts(host=12, index=12)
-
-
-def test_what_is_held_already_is_not_held_twice() -> None:
-    """Two that began alike, and ended one after the other."""
+def test_pages_behind_what_is_not_held_are_refused() -> None:
     node = Node()
-    node.hold(pages(1, 1, 1))
-    longer = pages(1, 1, 1, 2, 2)
-    node.hold(longer)
-    assert (node.tree.num_tokens, node.taken.host) == (20, 20)
-    node.hold(pages(1, 1, 1, 1), num_before=3)
-    node.hold(longer[:4], num_before=1)
-    assert (node.tree.num_tokens, node.taken.host) == (24, 24)
     holding = node.pools.reserve(Room(2), SlotCounts(host=4, index=4))
     with pytest.raises(PoolIntegrityError, match="what is before its pages is not held"):
         node.tree.hold(holding, pages(9, 9), HOST, 1)
@@ -159,35 +138,6 @@ def test_the_least_recently_used_go_first_and_from_their_ends() -> None:
     node.tree.check_integrity([])
     node.tree.flush()
     assert (node.pools.free, node.tree.num_evicted_tokens) == (node.pools.totals, 20)
-
-
-def test_what_is_used_is_not_given_up_and_its_start_is_given_up_last() -> None:
-    node = Node()
-    long, other = pages(1, 1, 1, 1, 1), pages(1, 1, 1, 2)
-    node.hold(long)
-    node.hold(other, num_before=3)
-    used = node.tree.use(other, HOST)
-    node.tree.make_room(SlotCounts(host=1000))
-    assert node.num_held(long) == 3
-    assert (node.tree.num_tokens, node.tree.unused) == (16, SlotCounts())
-    node.tree.flush()
-    assert node.tree.num_tokens == 16
-    node.tree.let_go(used)
-    node.tree.check_integrity([])
-    node.tree.make_room(node.pools.free + SlotCounts(host=PAGE + 1))
-    assert node.num_held(long) == 2, "from its end"
-
-
-def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
-    node = Node()
-    node.hold(pages(1, 1, 1))
-    for need in (SlotCounts(aux=1), SlotCounts(device=1)):
-        node.tree.make_room(node.pools.free + need)
-    assert node.tree.num_tokens == 12
-    node.kinds = DEVICE
-    node.hold(pages(2, 2))
-    node.tree.make_room(node.pools.free + SlotCounts(device=1))
-    assert node.tree.unused == SlotCounts(host=12, device=4, index=12)
 
 
 def test_integrity_notices_a_user_that_was_lost() -> None:
