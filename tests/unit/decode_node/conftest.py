@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,15 +15,12 @@ from tools.checkpoints.oracle import greedy_tokens
 
 
 @pytest.fixture(scope="module", params=["v32"])
-def checkpoint(
-    request: pytest.FixtureRequest,
-    tiny_checkpoint: Callable[[str], Path],
-    drafting_checkpoint: Callable[[str], Path],
-) -> Checkpoint:
-    """With an MTP layer, whose drafts are right half of the time, where the module says ``WITH_DRAFTS``."""
-    if getattr(request.module, "WITH_DRAFTS", False):
-        return load_checkpoint(drafting_checkpoint(request.param), num_draft_layers=1)
-    return load_checkpoint(tiny_checkpoint(request.param))
+def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    """Of the kind that the module has as ``CHECKPOINT``: a "drafting" one has an MTP layer, whose drafts are
+    right half of the time; in a "tied" one equal scores are the rule, and a wrong byte changes tokens."""
+    kind = getattr(request.module, "CHECKPOINT", "tiny")
+    path: Path = request.getfixturevalue(f"{kind}_checkpoint")(request.param)
+    return load_checkpoint(path, num_draft_layers=int(kind == "drafting"))
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +38,16 @@ def node(
     """A node a step behind, with the settings that the module has as ``NODE``."""
     settings = getattr(request.module, "NODE", {})
     with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), **settings)) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def shared_node(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
+    """The same of a node that reads each step before the next, as CPUs have it."""
+    ipc_dir = tmp_path_factory.mktemp("node")
+    with closing(EngineHarness(checkpoint, ipc_dir, **request.module.NODE)) as node:
         yield node
 
 

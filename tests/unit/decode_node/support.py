@@ -456,6 +456,12 @@ class EngineHarness:
         assert answer.failure is None
         return answer.token_ids
 
+    def ask(self, prompt: Prompt, num_new_tokens: int, hisparse: HisparseFlag, **more: Any) -> Answer:
+        """A request that ends well."""
+        answer = self.generate(prompt, num_new_tokens, hisparse, **more)
+        self.tokens_of(answer)
+        return answer
+
     def failure_of(
         self, answer: Answer, *others: PrefillDouble, status: int | None = None, error: str = ""
     ) -> RequestFailed:

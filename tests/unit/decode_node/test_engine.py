@@ -5,12 +5,10 @@ Real model, real Mooncake over TCP, real control sockets; only the prefill node'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from tests.unit.decode_node.support import TIMES, Answer, Checkpoint, EngineHarn
 NUM_NEW = 20
 HOT_BUFFER = 128
 TOP_K = 64
+NODE = {"device_buffer_size": HOT_BUFFER}
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
@@ -35,16 +34,8 @@ EACH_MODEL = pytest.mark.parametrize(
 """Whose layers share indexers and hot buffers in other ways."""
 
 
-@contextmanager
-def harness(checkpoint: Checkpoint, tmp_path: Path, **settings: Any) -> Iterator[EngineHarness]:
-    with closing(EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER, **settings)) as node:
-        yield node
-
-
-@pytest.fixture(scope="module")
-def roomy(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    with harness(checkpoint, tmp_path_factory.mktemp("roomy")) as node:
-        yield node
+def small_node(checkpoint: Checkpoint, tmp_path: Path, **pools: int) -> EngineHarness:
+    return EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, **pools)
 
 
 def _stats(answer: Answer) -> RequestStats:
@@ -61,13 +52,13 @@ def _stats(answer: Answer) -> RequestStats:
 @pytest.mark.parametrize("flag", list(HisparseFlag))
 @EACH_MODEL
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
-    expected: dict[Prompt, list[int]], roomy: EngineHarness, flag: HisparseFlag
+    expected: dict[Prompt, list[int]], shared_node: EngineHarness, flag: HisparseFlag
 ) -> None:
-    before = roomy.engine.hot_buffers.totals(())
-    answers = [roomy.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
-    roomy.finish(answers)
+    before = shared_node.engine.hot_buffers.totals(())
+    answers = [shared_node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
+    shared_node.finish(answers)
     each = [(stats.hits, stats.misses, stats.evictions) for stats in map(_stats, answers)]
-    assert roomy.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
+    assert shared_node.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
         assert (answer.phases, answer.prefill) == (["queue", "landing", "first_step"], [TIMES])
@@ -93,7 +84,9 @@ def test_index_pages_may_be_scattered(
 ) -> None:
     """The pages that a short request leaves between two long ones, and the rest of the pool behind them."""
     before, between, after, prompt = (PROMPTS[LENGTHS.index(length)] for length in (66, 129, 65, 200))
-    with harness(checkpoint, tmp_path, page_size=4, index_pool_tokens=128 + 132 + 128 + 100) as node:
+    with closing(
+        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, index_pool_tokens=128 + 132 + 128 + 100)
+    ) as node:
         long_lived = [node.generate(before, 60, HisparseFlag.TRUE)]
         short_lived = node.generate(between, 2, HisparseFlag.TRUE)
         long_lived.append(node.generate(after, 60, HisparseFlag.TRUE))
@@ -106,27 +99,6 @@ def test_index_pages_may_be_scattered(
         assert answer.token_ids == expected[prompt]
 
 
-@pytest.mark.I6
-@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
-def test_the_context_can_be_filled_to_its_end(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, flag: HisparseFlag
-) -> None:
-    """The last token that is generated may be the one past the end."""
-    prompt = PROMPTS[LENGTHS.index(200)]
-    for context_length, num_tokens in ((200, 1), (205, 6)):
-        small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
-        ipc_dir = tmp_path / str(context_length)
-        ipc_dir.mkdir()
-        with harness(small, ipc_dir) as node:
-            answer = node.generate(prompt, NUM_NEW, flag)
-            too_long = node.generate(prompt + prompt[: context_length - 199], 1, flag)
-            node.turn_until(lambda: answer.is_over and too_long.is_over)  # noqa: B023
-            assert answer.token_ids == expected[prompt][:num_tokens]
-            assert _stats(answer)
-            assert too_long.failure is not None
-            assert str(context_length) in too_long.failure.error
-
-
 @pytest.mark.I5
 @EACH_MODEL
 def test_mixed_modes_share_a_batch_under_pressure(
@@ -135,7 +107,11 @@ def test_mixed_modes_share_a_batch_under_pressure(
     """A device pool that is too small: hot buffers shrink for the next in the queue, requests come and go."""
     flags = [HisparseFlag.FALSE, HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.AUTO]
     prompts = sorted(PROMPTS, key=lambda prompt: len(prompt) % 200, reverse=True)
-    with harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=680, max_running_requests=10) as node:
+    with closing(
+        EngineHarness(
+            checkpoint, tmp_path, **NODE, page_size=4, device_pool_tokens=680, max_running_requests=10
+        )
+    ) as node:
         answers = [
             node.generate(prompt, NUM_NEW, flags[number % len(flags)])
             for number, prompt in enumerate(prompts)
@@ -161,7 +137,9 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 ) -> None:
     """There is room for almost two of 200 tokens, which grow side by side, and need 220 slots each."""
     prompt = PROMPTS[LENGTHS.index(200)]
-    with harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=420, growth_pages=1) as node:
+    with closing(
+        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, device_pool_tokens=420, growth_pages=1)
+    ) as node:
         hot_buffers = node.engine.hot_buffers
         memory, retract = hot_buffers.memory, hot_buffers.retract
 
@@ -188,15 +166,15 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 @pytest.mark.I5
 @EACH_MODEL
 def test_every_running_request_survives_another_hot_buffer_in_every_step(
-    expected: dict[Prompt, list[int]], roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    expected: dict[Prompt, list[int]], shared_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hot buffers are lost after each step, with all they hold: the host has everything by then (I4)."""
     prompts = PROMPTS[4:]
-    answers = [roomy.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-    num_exchanges = exchange_in_every_step(roomy, answers, cycle((TOP_K + 1, HOT_BUFFER)), monkeypatch)
+    answers = [shared_node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    num_exchanges = exchange_in_every_step(shared_node, answers, cycle((TOP_K + 1, HOT_BUFFER)), monkeypatch)
     assert num_exchanges > len(prompts) * NUM_NEW // 2
-    undisturbed = [roomy.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-    roomy.turn_until(lambda: all(answer.is_over for answer in undisturbed))
+    undisturbed = [shared_node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    shared_node.turn_until(lambda: all(answer.is_over for answer in undisturbed))
     for prompt, answer, other in zip(prompts, answers, undisturbed, strict=True):
         assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
         num_selected = [_stats(each).hits + _stats(each).misses for each in (answer, other)]
@@ -204,23 +182,23 @@ def test_every_running_request_survives_another_hot_buffer_in_every_step(
 
 
 def test_nobody_waits_for_messages_before_it_grows(
-    roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    shared_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = replace(roomy.engine.limits, growth_tokens=1)
-    monkeypatch.setattr(roomy.engine._next_plan, "_limits", limits)
-    answer = roomy.generate(PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
-    roomy.turn_until(lambda: answer.token_ids)
-    (request,) = roomy.engine.requests.select(RequestState.RUNNING)
+    limits = replace(shared_node.engine.limits, growth_tokens=1)
+    monkeypatch.setattr(shared_node.engine._next_plan, "_limits", limits)
+    answer = shared_node.generate(PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
+    shared_node.turn_until(lambda: answer.token_ids)
+    (request,) = shared_node.engine.requests.select(RequestState.RUNNING)
     waits: list[float] = []
-    monkeypatch.setattr(roomy.engine._poller, "wait", waits.append)
+    monkeypatch.setattr(shared_node.engine._poller, "wait", waits.append)
     num_growths = 0
     while request.state is RequestState.RUNNING:
         reserved = request.reserved_tokens
-        roomy.turn()
+        shared_node.turn()
         num_growths += request.reserved_tokens > reserved
     assert num_growths >= 1
     assert set(waits) == {0.0}
-    roomy.turn_until(lambda: answer.is_over)
+    shared_node.turn_until(lambda: answer.is_over)
 
 
 def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
@@ -228,7 +206,9 @@ def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
 ) -> None:
     """Two lives of 219 positions in a host pool of 430: one lacks its last slots until the other ends."""
     prompt = PROMPTS[LENGTHS.index(200)]
-    with harness(checkpoint, tmp_path, page_size=4, growth_pages=1, host_pool_tokens=430) as node:
+    with closing(
+        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, growth_pages=1, host_pool_tokens=430)
+    ) as node:
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
 
         def is_one_paused() -> bool:

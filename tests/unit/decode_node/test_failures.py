@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ import torch
 import decode_node.engine
 import decode_node.scheduler
 from decode_node.prefill_peers import RoomMessage
-from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.reserve import Reserve
+from decode_node.request import PeerAddress, Request
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
 from hisparse_pd.paging.pools import PoolKind, SlotCounts, Stage
@@ -41,22 +39,14 @@ PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 576
 """Room for one request with PROMPT, not for two."""
 QUARANTINE_SECS = 0.4
-
-
-@pytest.fixture(scope="module")
-def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    harness = EngineHarness(
-        checkpoint,
-        tmp_path_factory.mktemp("engine"),
-        host_pool_tokens=HOST_TOKENS,
-        device_pool_tokens=1024,
-        max_running_requests=4,
-        quarantine_secs=QUARANTINE_SECS,
-        room_timeout_secs=30.0,
-        health_timeout_secs=3.0,
-    )
-    with closing(harness):
-        yield harness
+NODE = {
+    "host_pool_tokens": HOST_TOKENS,
+    "device_pool_tokens": 1024,
+    "max_running_requests": 4,
+    "quarantine_secs": QUARANTINE_SECS,
+    "room_timeout_secs": 30.0,
+    "health_timeout_secs": 3.0,
+}
 
 
 @pytest.fixture
@@ -577,33 +567,6 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     assert [entry for entry in seen if entry != "poll"] == flood, "nothing is lost"
     bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "poll") if not entry]
     assert max(bursts) <= 256
-
-
-@pytest.mark.I8
-def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_changed(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slots are there, but the first may come to need them: finding that out takes a look at all."""
-    looks: list[object] = []
-
-    class CountedReserve(Reserve):
-        def __init__(self, *args: Any) -> None:
-            looks.append(args)
-            super().__init__(*args)
-
-    monkeypatch.setattr(decode_node.scheduler, "Reserve", CountedReserve)
-    harness = EngineHarness(checkpoint, tmp_path, host_pool_tokens=256, growth_pages=1)
-    with closing(harness) as node:
-        first = node.generate(PROMPT[:40], 120, HisparseFlag.TRUE)
-        node.turn_until(lambda: first.token_ids)
-        second = node.generate(PROMPT[:40], 120, HisparseFlag.TRUE)
-        node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING))
-        looks.clear()
-        num_tokens = len(first.token_ids)
-        node.tokens_of(first)
-        assert not second.token_ids
-        assert 0 < len(looks) < (len(first.token_ids) - num_tokens) / 8
-        node.turn_until(lambda: second.token_ids)
 
 
 # --- prefill nodes that vanish --------------------------------------------------------------------

@@ -44,7 +44,7 @@ SCHEMA: dict[str, Any] = {
 GRAMMAR = "start: %json " + json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
 WORD = 'start: "{" /[a-z]{3}/ ("," /[0-9]+/)? "}"'
 PLAIN = PROMPTS[3]
-WITH_DRAFTS = True
+CHECKPOINT = "drafting"
 NODE = {"page_size": 4}
 
 

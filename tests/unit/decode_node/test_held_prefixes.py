@@ -5,16 +5,14 @@ The bytes are those that prefill has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from decode_node.live_requests import LiveRequests
 from decode_node.memory import slots_tensor
-from decode_node.request import KV_POOLS, PeerAddress, Request
+from decode_node.request import KV_POOLS, Request
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
@@ -23,17 +21,22 @@ from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.books import end, land, make_request
 from tests.identities import identity_of
 from tests.unit.decode_node.support import (
-    Answer,
     Checkpoint,
     EngineHarness,
     Prompt,
     computed,
-    load_checkpoint,
     random_prompt,
 )
 
 PAGE = 4
-PEER = PeerAddress("prefill", 8998)
+CHECKPOINT = "tied"
+NODE = {
+    "disable_prefix_cache": False,
+    "page_size": 16,
+    "host_pool_tokens": 1024,
+    "device_pool_tokens": 768,
+    "device_buffer_size": 48,
+}
 
 
 def keys_of(prompt: Prompt, page_size: int = PAGE, root: PageKey = NO_ISOLATION) -> PromptKeys:
@@ -146,46 +149,15 @@ EACH_MODEL = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", params=["v32"])
-def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    """Equal scores are the rule in it: a byte that is not as it should be changes tokens."""
-    return load_checkpoint(tied_checkpoint(request.param))
-
-
-@pytest.fixture(scope="module")
-def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    harness = EngineHarness(
-        checkpoint,
-        tmp_path_factory.mktemp("ipc"),
-        disable_prefix_cache=False,
-        page_size=16,
-        host_pool_tokens=1024,
-        device_pool_tokens=768,
-        device_buffer_size=48,
-    )
-    with closing(harness):
-        yield harness
-
-
 @pytest.fixture
 def node(shared_node: EngineHarness) -> EngineHarness:
-    flush(shared_node)
     requests = shared_node.engine.requests
+    shared_node.send(FlushCache())
+    shared_node.turn_until(lambda: not requests.held)
     assert requests.pools.free == requests.pools.totals
     shared_node.double.bootstraps.clear()
     shared_node.double.delivers = True
     return shared_node
-
-
-def flush(node: EngineHarness) -> None:
-    node.send(FlushCache())
-    node.turn_until(lambda: not node.engine.requests.held)
-
-
-def ask(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag, **more: Any) -> Answer:
-    answer = node.generate(prompt, num_new, flag, **more)
-    node.tokens_of(answer)
-    return answer
 
 
 @pytest.mark.I5
@@ -195,7 +167,7 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     node: EngineHarness, checkpoint: Checkpoint, flag: HisparseFlag
 ) -> None:
     prompt = random_prompt(5, 85)
-    answer = ask(node, prompt, 60, flag)
+    answer = node.ask(prompt, 60, flag)
     memory = node.engine.hot_buffers.memory
     num_held = (85 + 59) // 16 * 16
     keys = PromptKeys.of(NO_ISOLATION, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
@@ -220,7 +192,7 @@ def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(node: EngineH
     prompt = random_prompt(12, 85)
 
     def num_held(root: PageKey, flag: HisparseFlag) -> int:
-        answer = ask(node, prompt, 2, flag, root=root)
+        answer = node.ask(prompt, 2, flag, root=root)
         bootstrap = node.double.bootstraps[-1]
         assert bootstrap.prompt_digest == identity_of(prompt, root).digest
         return answer.stats.num_held_tokens
@@ -240,7 +212,7 @@ def test_a_client_that_leaves_while_tokens_come_leaves_a_prefix(node: EngineHarn
     node.leave(answer)
     node.turn_until(lambda: not node.engine.requests)
     assert node.engine.requests.held.num_tokens >= 80
-    again = ask(node, prompt, 20, HisparseFlag.TRUE)
+    again = node.ask(prompt, 20, HisparseFlag.TRUE)
     assert again.token_ids == answer.token_ids[:20]
     assert node.double.bootstraps[-1].num_held_tokens == 64
 
@@ -249,6 +221,6 @@ def test_no_key_no_prefix(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with closing(EngineHarness(checkpoint, tmp_path, page_size=16)) as node:
         prompt = random_prompt(4, 40)
         for _ in range(2):
-            ask(node, prompt, 2, HisparseFlag.TRUE)
+            node.ask(prompt, 2, HisparseFlag.TRUE)
         assert len(node.engine.requests.held) == 0
         assert node.engine.requests.pools.free == node.engine.requests.pools.totals

@@ -22,12 +22,10 @@ PROMPT = random_prompt(11, 200)
 @pytest.fixture
 def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
     """Whose quarantine outlasts any test."""
-    harness = EngineHarness(
-        checkpoint, tmp_path, host_pool_tokens=1024, device_pool_tokens=1024, quarantine_secs=80_000.0
-    )
-    with closing(harness):
-        harness.double.delivers = harness.double.answers_aborts = False
-        yield harness
+    pools = {"host_pool_tokens": 1024, "device_pool_tokens": 1024}
+    with closing(EngineHarness(checkpoint, tmp_path, **pools, quarantine_secs=80_000.0)) as node:
+        node.double.delivers = node.double.answers_aborts = False
+        yield node
 
 
 @pytest.fixture

@@ -51,12 +51,6 @@ def test_requests_are_told_apart_by_mode_and_by_what_they_asked_for() -> None:
     assert (gauges["num_running_reqs"], gauges["num_queue_reqs"]) == (3, 3)
 
 
-def test_modes_without_requests_are_there_too() -> None:
-    gauges = _stats(_rooms()).gauges
-    assert [gauges[f'running_reqs{{mode="{mode}"}}'] for mode in Mode] == [0, 0]
-    assert [gauges[f'queue_reqs{{hisparse="{flag}"}}'] for flag in HisparseFlag] == [0, 0, 0]
-
-
 def test_swapped_in_bytes_follow_the_misses() -> None:
     counters = _stats(_rooms(), swap_ins=(50, 7, 2)).counters
     assert counters["swap_in_misses_total"] == 7

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from decode_node import scheduler
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
@@ -14,12 +16,13 @@ from decode_node.next_plan import NextPlan
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
+from decode_node.reserve import Reserve
 from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
 from hisparse_pd.engine.messages import Generate
 from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.settings import HisparsePolicy
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
-from tests.books import end
+from tests.books import carry_out, end
 from tests.identities import DIGEST
 
 NUM_WAITING = 3000
@@ -69,13 +72,13 @@ class FakePeers:
 class Node:
     """The parts of a turn that look at requests, without the model."""
 
-    def __init__(self) -> None:
-        self.rooms = LiveRequests(Pools(LIMITS.totals, LIMITS.page_size), 60.0)
-        self.next_plan = NextPlan(LIMITS, self.rooms)
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 60.0)
+        self.next_plan = NextPlan(limits, self.rooms)
         self.peers = FakePeers()
         self.sent: list[Any] = []
         self.lifecycle = RequestLife(
-            limits=LIMITS,
+            limits=limits,
             policy=HisparsePolicy.ALWAYS,
             room_timeout_secs=300.0,
             requests=self.rooms,
@@ -95,8 +98,8 @@ class Node:
         self.lifecycle.expire(now)
         self.lifecycle.refresh_queue(now)
         plan = self.next_plan.make(now)
+        carry_out(self.rooms, plan, now + 300.0)
         for admission in plan.admissions:
-            self.rooms.reserve(admission, "run", now + 300.0)
             self.rooms.start(admission.request)
             admission.request.output_token_ids.append(0)
 
@@ -149,6 +152,35 @@ def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str
     node.turn(3.0)
     assert len(node.rooms.select(RequestState.RUNNING)) == NUM_RUNNING, "one more was admitted"
     assert len(touched) <= NUM_RUNNING + 3 * len(PEERS)
+
+
+@pytest.mark.I8
+def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slots are there, but the first may come to need them: finding that out takes a look at all."""
+    looks: list[object] = []
+
+    class CountedReserve(Reserve):
+        def __init__(self, *args: Any) -> None:
+            looks.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(scheduler, "Reserve", CountedReserve)
+    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, host=256)))
+    node.arrive(0)
+    node.arrive(1)
+    node.turn(0.0)
+    (first,) = node.rooms.select(RequestState.RUNNING)
+    looks.clear()
+    while first.has_next_step:
+        first.output_token_ids.append(0)
+        node.turn(0.0)
+    assert 0 < len(looks) < first.sampling.max_new_tokens / 4
+    assert node.queue() == [1]
+    end(node.rooms, first)
+    node.turn(0.0)
+    assert node.queue() == []
 
 
 @pytest.mark.I8

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.I5
 
 VOCAB_SIZE = 11
 NUM_ROWS = 3
-WITH_DRAFTS = True
+CHECKPOINT = "drafting"
 
 PENALTIES: list[tuple[Prompt, dict[str, Any]]] = [
     (PROMPTS[1], {"frequency_penalty": 0.1}),

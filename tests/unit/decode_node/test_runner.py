@@ -7,7 +7,6 @@ step has been launched, and input tokens come from the step before without the h
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ import pytest
 from decode_node import forwards
 from decode_node.request import Request, RequestState
 from decode_node.runner import Launched
-from decode_node.split_choice import Split
+from decode_node.split_choice import SPLITS, Split
 from hisparse_pd.engine.messages import Abort
-from hisparse_pd.vocabulary import HisparseFlag, Mode
-from tests.unit.decode_node.speculation_support import Calls, harness
+from hisparse_pd.vocabulary import HisparseFlag
+from tests.unit.decode_node.speculation_support import Calls
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, raising, random_prompt
 
 NUM_NEW = 20
@@ -34,30 +33,17 @@ EACH_MODEL = pytest.mark.parametrize(
 
 @pytest.mark.I3
 @pytest.mark.I5
-@pytest.mark.parametrize("flag", list(HisparseFlag))
+@pytest.mark.parametrize("split", SPLITS)
 @EACH_MODEL
-def test_tokens_equal_the_oracle_when_steps_overlap(
-    expected: dict[Prompt, list[int]], node: EngineHarness, flag: HisparseFlag
+def test_tokens_equal_the_oracle_when_steps_overlap_and_are_split(
+    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch, split: Split
 ) -> None:
-    answers = [node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
-    node.finish(answers)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
-        if flag is HisparseFlag.TRUE and len(prompt) > HOT_BUFFER:
-            assert answer.stats.misses > 0
-            assert answer.stats.mode is Mode.HISPARSE
-
-
-@pytest.mark.I5
-@EACH_MODEL
-def test_micro_batches_give_the_same_tokens(
-    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nothing was measured, steps are split in parts."""
-    monkeypatch.setattr(forwards, "UNTRIED", Split.MICRO_BATCHES)
+    monkeypatch.setattr(forwards, "UNTRIED", split)
     answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
     node.finish(answers)
-    assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in PROMPTS]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+        assert (answer.stats.misses > 0) == (len(prompt) + NUM_NEW > HOT_BUFFER)
 
 
 def test_a_dense_request_never_gets_a_page_past_its_last_token(
@@ -71,18 +57,6 @@ def test_a_dense_request_never_gets_a_page_past_its_last_token(
     node.finish([answer])
     assert answer.token_ids == expected[prompt][:num_new]
     assert growths == []
-
-
-@pytest.mark.I6
-def test_the_context_can_be_filled_when_steps_overlap(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """To its last page exactly: there is no table entry for one more."""
-    prompt, num_new = PROMPTS[8], 57
-    small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=len(prompt) + num_new - 1))
-    assert small.spec.context_length % 64 == 0
-    with closing(harness(small, tmp_path, **NODE)) as node:
-        answers = [node.generate(prompt, num_new, flag) for flag in HisparseFlag]
-        node.finish(answers)
-    assert [len(answer.token_ids) for answer in answers] == [num_new] * len(answers)
 
 
 @pytest.mark.I5

@@ -32,7 +32,7 @@ from tests.unit.decode_node.speculation_support import (
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
 
 CANARY = 0xCB
-WITH_DRAFTS = True
+CHECKPOINT = "drafting"
 
 BOTH = pytest.mark.parametrize(
     "checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True
@@ -44,37 +44,25 @@ BOTH = pytest.mark.parametrize(
 @pytest.mark.I5
 @pytest.mark.I6
 @pytest.mark.parametrize(
-    ("flag", "num_steps"),
-    [*((HisparseFlag.TRUE, number) for number in range(1, MAX_DRAFTS + 1)), (HisparseFlag.FALSE, MAX_DRAFTS)],
+    ("first", "numbers"),
+    [(0, (1,)), (1, (2,)), (0, (3,)), (1, (3,)), (2, (3,)), (0, (3, 0, 0, 1, 0, 2))],
 )
 @BOTH
-def test_tokens_equal_the_oracle_with_any_number_of_drafts(
-    expected: dict[Prompt, list[int]], node: EngineHarness, flag: HisparseFlag, num_steps: int
-) -> None:
-    with drafts(node, num_steps):
-        answers = [node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
-        node.finish(answers)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
-    drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
-    assert 0 < accepted < drafted
-
-
-@pytest.mark.I5
-@BOTH
-def test_the_number_of_drafts_may_change_in_every_step_of_a_mixed_batch(
-    expected: dict[Prompt, list[int]], node: EngineHarness
+def test_tokens_equal_the_oracle_with_any_number_of_drafts_in_a_mixed_batch(
+    expected: dict[Prompt, list[int]], node: EngineHarness, first: int, numbers: tuple[int, ...]
 ) -> None:
     """Every fourth request wants none; on a GPU steps without drafts overlap with the one before them."""
-    with drafts(node, 3, 0, 0, 1, 0, 2):
+    with drafts(node, *numbers):
         answers = [
             node.generate(prompt, NUM_NEW, by_turns(number), is_speculative=number % 4 != 1)
-            for number, prompt in enumerate(PROMPTS)
+            for number, prompt in enumerate(PROMPTS, first)
         ]
         node.finish(answers)
-    for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+    for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True), first):
         assert answer.token_ids == expected[prompt], f"{by_turns(number)}, {len(prompt)} prompt tokens"
         assert (num_drafts(answer)[0] > 0) == (number % 4 != 1)
+    drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
+    assert 0 < accepted < drafted
 
 
 @pytest.mark.I4
@@ -130,6 +118,7 @@ def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(node: E
                     by_turns(seed),
                     temperature=(1.0, 0.3)[seed % 2],
                     top_p=0.9 if seed % 3 else 1.0,
+                    repetition_penalty=1.2 if seed == 2 else 1.0,
                     seed=seed,
                 )
                 for prompt in PROMPTS[3:7]
@@ -293,18 +282,22 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
 
 
 @pytest.mark.I6
+@pytest.mark.parametrize("most_drafts", [0, 3])
 def test_the_context_can_be_filled_to_its_end(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, most_drafts: int
 ) -> None:
-    """No draft is placed behind it, whether a page ends there or not."""
+    """The last token may be the one past it, and no draft is placed there, whether a page ends or not."""
     prompt = PROMPTS[3]  # 65 tokens
     for context_length in (65, 68, 80, 64 + NUM_NEW):
         small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
         ipc_dir = tmp_path / str(context_length)
         ipc_dir.mkdir()
-        with closing(harness(small, ipc_dir, page_size=4)) as node, drafts(node, 3):
+        settings = {"page_size": 4, "speculative_num_steps": most_drafts}
+        with closing(harness(small, ipc_dir, **settings)) as node, drafts(node, most_drafts):
+            too_long = node.generate((*prompt, *[65] * (context_length - 64)), 1)
             answers = [node.generate(prompt, NUM_NEW, flag) for flag in HisparseFlag]
             node.finish(answers)
+            node.failure_of(too_long, status=400, error=f"allowed are 1 to {context_length}")
         num_tokens = min(NUM_NEW, context_length + 1 - len(prompt))
         assert [answer.token_ids for answer in answers] == [expected[prompt][:num_tokens]] * 3
 

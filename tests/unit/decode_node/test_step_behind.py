@@ -29,7 +29,7 @@ from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
 ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
 """Numbers of drafts, in which each follows each."""
 MOST_ROUNDS = 20
-WITH_DRAFTS = True
+CHECKPOINT = "drafting"
 NODE = {"page_size": 4, "growth_pages": 1}
 
 

@@ -27,11 +27,18 @@ from tests.unit.decode_node.support import (
     Checkpoint,
     EngineHarness,
     Prompt,
-    load_checkpoint,
     random_prompt,
 )
 
 PAGE = 16
+CHECKPOINT = "tied"
+NODE = {
+    "disable_prefix_cache": False,
+    "page_size": PAGE,
+    "host_pool_tokens": 2048,
+    "device_pool_tokens": 1024,
+    "device_buffer_size": 70,
+}
 HISPARSE, DENSE = HisparseFlag.TRUE, HisparseFlag.FALSE
 IN_EACH_MODE = pytest.mark.parametrize(
     ("checkpoint", "flag"),
@@ -44,27 +51,7 @@ IN_EACH_MODE = pytest.mark.parametrize(
     indirect=["checkpoint"],
 )
 EACH_MODEL = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
-
-
-@pytest.fixture(scope="module", params=["v32"])
-def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], Path]) -> Checkpoint:
-    """With a layer for each indexer, and with layers that share one."""
-    return load_checkpoint(tied_checkpoint(request.param))
-
-
-@pytest.fixture(scope="module")
-def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    harness = EngineHarness(
-        checkpoint,
-        tmp_path_factory.mktemp("ipc"),
-        disable_prefix_cache=False,
-        page_size=PAGE,
-        host_pool_tokens=2048,
-        device_pool_tokens=1024,
-        device_buffer_size=70,
-    )
-    with closing(harness):
-        yield harness
+"""With a layer for each indexer, and with layers that share one."""
 
 
 @pytest.fixture
@@ -89,16 +76,9 @@ def expected(shared_node: EngineHarness) -> Callable[[Prompt, int], list[int]]:
     """The tokens of a request of which no row is wrong."""
 
     def ask_once(prompt: Prompt, num_new: int) -> list[int]:
-        return ask(shared_node, prompt, num_new).token_ids
+        return shared_node.ask(prompt, num_new, DENSE).token_ids
 
     return ask_once
-
-
-def ask(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag = DENSE) -> Answer:
-    answer = node.generate(prompt, num_new, flag)
-    node.turn_until(lambda: answer.is_over)
-    assert answer.failure is None
-    return answer
 
 
 def first_held(node: EngineHarness) -> Prefix:
@@ -182,7 +162,7 @@ def test_a_bit_that_flips_between_write_and_admission(
     node.turn_until(lambda: neighbour.is_over)
     assert neighbour.token_ids == right
     assert len(answer.token_ids) == 1
-    assert ask(node, prompt, 20, flag).token_ids[0] == answer.token_ids[0]
+    assert node.ask(prompt, 20, flag).token_ids[0] == answer.token_ids[0]
 
 
 def running(node: EngineHarness, prompt: Prompt, num_new: int, num_tokens: int) -> Answer:
@@ -246,7 +226,7 @@ def test_a_row_that_nobody_reads_ends_nobody(
 @IN_EACH_MODE
 def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: HisparseFlag) -> None:
     prompt = random_prompt(7, 50)
-    right = ask(node, prompt, 30, flag)
+    right = node.ask(prompt, 30, flag)
     prefix = first_held(node)
     kind, _ = prefix.kinds
     slot = prefix.extents(kind)[0].start + 20
@@ -256,10 +236,10 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
         failure = node.failure_of(node.generate(prompt, 30, flag), status=500)
     corruption.was_found(failure, kind, 3, 20, slot)
     assert not node.engine.requests.held
-    again = ask(node, prompt, 30, flag)
+    again = node.ask(prompt, 30, flag)
     assert again.stats.num_held_tokens == 0, "nothing of it is used any more"
     assert again.token_ids == right.token_ids
-    assert ask(node, prompt, 30, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
+    assert node.ask(prompt, 30, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
     owned = [extent for prefix in node.engine.requests.held for extent in prefix.extents(kind)]
     assert not any(extent.start <= slot < extent.start + extent.length for extent in owned)
 
@@ -269,7 +249,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
 def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: HisparseFlag) -> None:
     with patch.object(held_rows, "STRETCH_BYTES", 1 << 14):
         prompt = random_prompt(8, 90)
-        ask(node, prompt, 30, flag)
+        node.ask(prompt, 30, flag)
         (prefix,) = node.engine.requests.held
         kind, _ = prefix.kinds
         slot = prefix.extents(kind)[0].start + 70
@@ -277,7 +257,7 @@ def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: Hisparse
         flip(node, kind, 1, slot)
         node.turn_until(lambda: not node.engine.requests.held)
     corruption.was_found(None, kind, 1, 70, slot)
-    assert ask(node, prompt, 30, flag).stats.num_held_tokens == 0
+    assert node.ask(prompt, 30, flag).stats.num_held_tokens == 0
 
 
 @pytest.mark.I9
@@ -314,4 +294,4 @@ def test_a_node_that_verifies_no_rows(
     right = expected(prompt, 20)
     with closing(EngineHarness(unverified, tmp_path, page_size=PAGE, device_buffer_size=70)) as node:
         assert node.engine.hot_buffers.memory.row_checks is None
-        assert ask(node, prompt, 20, HISPARSE).token_ids == right
+        assert node.ask(prompt, 20, HISPARSE).token_ids == right

@@ -18,7 +18,7 @@ from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
 from tests.unit.decode_node.speculation_support import NUM_NEW, TOP_K, drafts
 from tests.unit.decode_node.support import EngineHarness, Prompt, random_prompt
 
-WITH_DRAFTS = True
+CHECKPOINT = "drafting"
 PROMPTS: list[Prompt] = [random_prompt(40 + length, length) for length in (310, 333, 387, 450)]
 NODE = {"device_buffer_size": TOP_K + 4}
 """Of most steps some rows are paged in."""
