@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import AttentionParts, Part
+from decode_node.attention_parts import AttentionParts, MissCopies, Part
 from decode_node.hot_buffers import HotBuffers
-from decode_node.miss_copies import MissCopies
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from kernels.hot_state import ABSENT, StepRequests

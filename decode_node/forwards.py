@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import AttentionParts
-from decode_node.device_rows import DeviceRows
+from decode_node.attention_parts import AttentionParts, MissCopies
 from decode_node.device_step import DeviceStep
 from decode_node.draft_chain import draft_chain
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import MicroBatches
-from decode_node.miss_copies import MissCopies
 from decode_node.split_choice import (
     MIN_REQS,
     SPLITS,
@@ -34,7 +32,7 @@ from decode_node.split_choice import (
     fastest,
     time_by_turns,
 )
-from decode_node.step_buffers import StepInputs
+from decode_node.step_buffers import DeviceRows, StepInputs
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 

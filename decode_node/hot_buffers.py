@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import add
 from typing import Final
 
@@ -72,6 +73,10 @@ class HotBuffers:
         """Where rows are filled and warmed up, beside the steps of the others."""
         self._landing_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ended_counters = np.zeros(3, np.int64)
+        self.max_verifiable = partial(
+            max_verifiable, top_k=spec.index_topk, max_new=max_new, max_context=spec.context_length
+        )
+        """Of a request, and of so many drafts, those that its next step can verify."""
 
     def totals(self, running: Collection[Request]) -> tuple[int, int, int]:
         """Hits, misses and evictions since the start; of ``running`` requests, and of those that are ending,
@@ -90,16 +95,6 @@ class HotBuffers:
     def wrong_row(self, request: Request) -> WrongRow:
         """The first one of a request of which a step said that it has one. Waits for the device."""
         return wrong_row(self.state, request.req_row)
-
-    def max_verifiable(self, request: Request, num_drafts: int) -> int:
-        """Drafts, up to ``num_drafts``, that the request's next step can verify."""
-        return max_verifiable(
-            request,
-            num_drafts,
-            top_k=self.spec.index_topk,
-            max_new=self.state.max_new,
-            max_context=self.spec.context_length,
-        )
 
     @property
     def bytes_per_miss(self) -> float:

@@ -18,12 +18,10 @@ from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prefix_tree import PrefixTree
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
-
-_TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 
 
 class DuplicateRoom(Exception):
@@ -320,7 +318,7 @@ class LiveRequests:
         self._next_deadline = min(self._next_deadline, deadline)
 
     def _note_reserved(self, request: Request) -> None:
-        owned = SlotCounts(*(request.owned.num_slots(kind) for kind in _TOKEN_POOLS))
+        owned = SlotCounts(*(request.owned.num_slots(kind) for kind in TOKEN_POOLS))
         request.owned_slots = owned
         num_shared = request.num_shared_pages * self.pools.page_size
         if request.mode is Mode.DENSE:

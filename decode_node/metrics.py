@@ -7,14 +7,12 @@ from collections import Counter, defaultdict
 from decode_node.live_requests import LiveRequests
 from decode_node.request import RequestState, RunStage
 from hisparse_pd.engine.messages import EngineStats, PeerLane
-from hisparse_pd.paging.pools import PoolKind, Stage
+from hisparse_pd.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import DROP_REASONS
 
 ROW_KINDS = ("landing", "page-in", "newest", "scrub")
 """Of wrong rows: found when its request began or paged it in, that this node wrote, found where it lay."""
-
-_TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 
 
 class Metrics:
@@ -94,7 +92,7 @@ class Metrics:
             "num_paused_reqs": num_paused,
             "num_queue_reqs": num_queued,
             "num_transfer_queue_reqs": num_landing,
-            "token_usage": max(used[kind] / pools.totals[kind] for kind in _TOKEN_POOLS),
+            "token_usage": max(used[kind] / pools.totals[kind] for kind in TOKEN_POOLS),
             "quarantined_tokens": quarantined.host + quarantined.device,
             "stuck_rooms": len(requests.quarantine.stuck(now)),
             "set_aside_tokens": set_aside.host + set_aside.device,
@@ -150,7 +148,7 @@ class Metrics:
 def _pool_gauges(requests: LiveRequests) -> dict[str, float]:
     gauges: dict[str, float] = {}
     totals, available, held = requests.pools.totals, requests.available, requests.held.unused
-    for kind in _TOKEN_POOLS:
+    for kind in TOKEN_POOLS:
         gauges[_labelled("pool_used_tokens", {"pool": kind})] = totals[kind] - available[kind]
         gauges[_labelled("pool_held_tokens", {"pool": kind})] = held[kind]
         gauges[_labelled("pool_total_tokens", {"pool": kind})] = totals[kind]

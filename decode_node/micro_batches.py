@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode_node.attention_parts import NUM_PARTS, TAKEN_SMS, MissCopies
 from decode_node.device_step import DeviceStep, MicroBatchOrder
 from decode_node.hot_buffers import HotBuffers
-from decode_node.miss_copies import NUM_PARTS, TAKEN_SMS, MissCopies
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from kernels.miss_plan import MissPlan

@@ -17,13 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode_node.device_rows import DeviceRows
+from decode_node.attention_parts import NUM_PARTS
 from decode_node.forwards import Forward, Forwards
 from decode_node.hot_buffers import HotBuffers
-from decode_node.miss_copies import NUM_PARTS
 from decode_node.request import Request
 from decode_node.row_counts import RowCounts
-from decode_node.step_buffers import StepBuffers, StepInputs
+from decode_node.step_buffers import DeviceRows, StepBuffers, StepInputs
 from decode_node.step_masks import has_grammar, masks_of
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.model.attention_kernels import AttentionKernels

@@ -25,10 +25,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from decode_node.beginnings import Beginning, Beginnings
 from decode_node.drafting import smallest_buffer
 from decode_node.request import KV_POOLS, Request
-from decode_node.reserve import Claim, Place, Reserve, slots_of
+from decode_node.reserve import Beginning, Beginnings, Claim, Place, Reserve, slots_of
 from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.paging.prefix_tree import Prefix, PrefixTree
 from hisparse_pd.vocabulary import HisparseFlag, Mode

@@ -6,8 +6,8 @@ the device pool's may come from what the model leaves of the GPU.
 
 from __future__ import annotations
 
+from decode_node.attention_parts import NUM_PARTS
 from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
-from decode_node.miss_copies import NUM_PARTS
 from decode_node.scheduler import Limits
 from decode_node.split_choice import MIN_REQS
 from hisparse_pd.memory.device import DeviceMemory, PoolDemand

@@ -21,8 +21,6 @@ class PoolExhausted(Exception):
             f"{pool}: {num_needed} token slots needed, {num_free} of {num_slots} free; "
             "wait for requests to finish or enlarge the pool"
         )
-        self.num_needed = num_needed
-        self.num_free = num_free
 
 
 class ExtentError(ValueError):

@@ -24,6 +24,10 @@ def total_length(extents: Iterable[Extent]) -> int:
     return sum(extent.length for extent in extents)
 
 
+def has_slot(extents: Iterable[Extent], slot: int) -> bool:
+    return any(extent.start <= slot < extent.end for extent in extents)
+
+
 def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
     """Every token slot of ``extents``, in order: int64 [total_length]."""
     num_extents = len(extents)

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import add, attrgetter, sub
+from typing import Final
 
 from hisparse_pd.paging.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
-from hisparse_pd.paging.extents import joined, slice_extents, total_length
+from hisparse_pd.paging.extents import has_slot, joined, slice_extents, total_length
 from protocol.messages import Extent, Room
 
 
@@ -34,6 +35,10 @@ class PoolKind(StrEnum):
     LOOKUP = "lookup"
     AUX = "aux"
     REQ_ROW = "req_row"
+
+
+TOKEN_POOLS: Final = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
+"""Those of token slots, which are handed out in pages."""
 
 
 class Stage(StrEnum):
@@ -235,7 +240,7 @@ class Pools:
     def _good(self, room: Room, kind: PoolKind, extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
         """What is left of ``extents``, about to be freed, when condemned pages are set aside."""
         for its_kind, start in tuple(self._condemned):
-            if its_kind is kind and any(extent.start <= start < extent.end for extent in extents):
+            if its_kind is kind and has_slot(extents, start):
                 page = Extent(start, self.page_size)
                 extents = _without(extents, page)
                 self._condemned.remove((kind, start))
@@ -338,4 +343,4 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _granularity(kind: PoolKind, page_size: int) -> int:
-    return 1 if kind in (PoolKind.AUX, PoolKind.REQ_ROW) else page_size
+    return page_size if kind in TOKEN_POOLS else 1

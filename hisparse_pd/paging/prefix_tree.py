@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from hisparse_pd.paging.allocator import PoolIntegrityError
+from hisparse_pd.paging.extents import has_slot
 from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.paging.prompt_keys import PageKey
 from protocol.messages import Extent
@@ -238,7 +239,7 @@ class PrefixTree:
 
     def drop(self, kind: PoolKind, slot: int) -> None:
         """Let nobody find the prefix that has ``slot`` any more, nor what is behind it."""
-        owner = next((one for one in self._prefixes if _has(one.holding[kind], slot)), None)
+        owner = next((one for one in self._prefixes if has_slot(one.holding[kind], slot)), None)
         if owner is None or owner.is_dropped:
             return
         dropped = [owner]
@@ -436,10 +437,6 @@ class PrefixTree:
 def _end_of(prefix: Prefix | None) -> int:
     """Pages of a sequence that it has in common with who uses the prefix."""
     return 0 if prefix is None else prefix.end_page
-
-
-def _has(extents: Iterable[Extent], slot: int) -> bool:
-    return any(extent.start <= slot < extent.end for extent in extents)
 
 
 def _use_of(prefix: Prefix) -> tuple[int, int, bool]:

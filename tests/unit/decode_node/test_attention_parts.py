@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import AttentionParts
+from decode_node.attention_parts import AttentionParts, MissCopies
 from decode_node.device_step import DeviceStep
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
-from decode_node.miss_copies import MissCopies
 from decode_node.split_choice import TrialRequests
 from decode_node.step_buffers import StepInputs
 from hisparse_pd.model.attention_kernels import AttentionKernels

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from decode_node.beginnings import Beginnings
 from decode_node.live_requests import LiveRequests
 from decode_node.request import KV_POOLS, Request, RequestState
-from decode_node.reserve import Claim, Reserve
+from decode_node.reserve import Beginnings, Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
