@@ -66,8 +66,10 @@ def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
         yield
 
 
-def num_drafts(answer: Answer) -> tuple[int, int]:
-    return answer.stats.num_drafted, answer.stats.num_accepted
+def num_drafts(*answers: Answer) -> tuple[int, int]:
+    """Of all ``answers`` together: how many were verified, and how many accepted."""
+    every = [answer.stats for answer in answers]
+    return sum(stats.num_drafted for stats in every), sum(stats.num_accepted for stats in every)
 
 
 def by_turns(number: int) -> HisparseFlag:

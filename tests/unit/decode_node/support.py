@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler
@@ -178,8 +178,6 @@ class PrefillDouble:
         """Nobody reads its control socket."""
         self.refusal: Refused | HeartbeatAck | None = None
         """What it answers to a registration, instead of Registered."""
-        self.curve = False
-        """What the bootstrap endpoint says of the control channel."""
         self.first_tokens: dict[int, int] = {}
         """By room, in place of the likeliest."""
         self.num_registrations = 0
@@ -199,7 +197,7 @@ class PrefillDouble:
             "127.0.0.1",
             self.control.port,
             self.geometry,
-            self.curve,
+            False,
         )
         return 200, msgspec.json.encode(info), {}
 
@@ -317,6 +315,8 @@ class PrefillDouble:
 class Answer:
     """What the front got of one request."""
 
+    prompt: Prompt = ()
+    num_new_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     last: Tokens | None = None
@@ -409,7 +409,7 @@ class EngineHarness:
         request_id = f"request-{self._num_requests}"
         double.prompts[room] = prompt
         params = {"temperature": 0.0, "ignore_eos": True, **sampling}
-        self.answers[request_id] = answer = Answer()
+        self.answers[request_id] = answer = Answer(prompt, num_new_tokens)
         self.send(
             GenerateGroup(
                 (
@@ -477,14 +477,17 @@ class EngineHarness:
         while time.monotonic() < deadline:
             self.turn(*others)
 
-    def finish(self, answers: Sequence[Answer]) -> None:
-        """Until all have ended well, and nothing is owned any more."""
+    def finish(self, answers: Sequence[Answer], expected: Mapping[Prompt, list[int]] | None = None) -> None:
+        """Until all have ended well, with the ``expected`` tokens, and nothing is owned any more."""
         requests = self.engine.requests
         self.turn_until(
             lambda: all(answer.is_over for answer in answers) and not requests.select(RequestState.ENDING)
         )
         assert [answer.failure for answer in answers] == [None] * len(answers)
         assert requests.pools.free == requests.pools.totals
+        for answer in answers if expected is not None else ():
+            wanted = expected[answer.prompt][: answer.num_new_tokens]
+            assert answer.token_ids == wanted, f"{len(answer.prompt)} prompt tokens"
 
     def _take(self, message: FromEngine) -> None:
         match message:

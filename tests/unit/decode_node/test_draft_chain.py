@@ -70,10 +70,8 @@ def test_tokens_equal_the_oracle_with_up_to_seven_drafts(
     for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE):
         with drafts(node, *numbers):
             answers = [node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
-            node.finish(answers)
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
-        drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
+            node.finish(answers, expected)
+        drafted, accepted = num_drafts(*answers)
         assert 0 < accepted < drafted
 
 

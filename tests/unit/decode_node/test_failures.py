@@ -234,17 +234,6 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
         assert not waiting.is_over, "somebody looks for the peer all the time"
 
 
-@pytest.mark.I7
-def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: PrefillDouble) -> None:
-    """Its engine answers nothing for many heartbeats, and ZMQ keeps its connection."""
-    late = _land(node)
-    node.turn_for(20 * node.settings.heartbeat_interval_secs)
-    assert late.failure is None
-    double.deliver(double.bootstraps[0])
-    node.tokens_of(late)
-    assert double.num_registrations == 1
-
-
 @pytest.mark.I1
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
     lost = _land(node)
@@ -309,14 +298,6 @@ def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillD
     node.failure_of(answer, status=502, error="model_fingerprint")
     double.refusal = None
     _completes(node)
-
-
-def test_a_plain_node_says_why_it_cannot_talk_to_an_encrypted_one(
-    node: EngineHarness, double: PrefillDouble
-) -> None:
-    double.curve = True
-    answer = node.generate(PROMPT, 8)
-    node.failure_of(answer, status=502, error="control_key_file")
 
 
 def test_a_peer_without_work_is_closed_and_found_again(

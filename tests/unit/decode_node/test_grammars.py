@@ -128,8 +128,7 @@ def test_any_number_of_drafts_gives_the_same_tokens(node: EngineHarness) -> None
     for numbers in [(1,), (2,), (3, 0, 1, 0, 2, 3, 3)]:
         answers = with_drafts(node, *numbers)
         assert tokens(answers) == tokens(without), numbers
-        assert sum(num_drafts(answer)[0] for answer in answers) > 0
-        assert sum(num_drafts(answer)[1] for answer in answers) > 0, "no draft was right: nothing was tried"
+        assert num_drafts(*answers)[1] > 0, "no draft was right: nothing was tried"
 
 
 def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_read(

@@ -55,6 +55,7 @@ def peers(prefill: PrefillNode, keys: ControlKeys) -> Iterator[PrefillPeers]:
         ({"forges": True}, {}, "control_key_file"),
         ({}, {"keys": None}, "status 401"),
         ({}, {"keys": None}, "control_key_file"),
+        ({"forges": True}, {"keys": None}, "is encrypted, this node's plain; set the same control_key_file"),
         (
             {},
             {"allowed": PeerList.parse(["10.0.0.0/8"])},

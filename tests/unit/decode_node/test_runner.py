@@ -40,10 +40,9 @@ def test_tokens_equal_the_oracle_when_steps_overlap_and_are_split(
 ) -> None:
     monkeypatch.setattr(forwards, "UNTRIED", split)
     answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
-    node.finish(answers)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
-        assert (answer.stats.misses > 0) == (len(prompt) + NUM_NEW > HOT_BUFFER)
+    node.finish(answers, expected)
+    for answer in answers:
+        assert answer.stats.misses > 0 or len(answer.prompt) <= HOT_BUFFER
 
 
 def test_a_dense_request_never_gets_a_page_past_its_last_token(
@@ -54,8 +53,7 @@ def test_a_dense_request_never_gets_a_page_past_its_last_token(
     growths: list[int] = []
     monkeypatch.setattr(node.engine.requests, "grow", lambda growth: growths.append(growth.num_slots))
     answer = node.generate(prompt, num_new, HisparseFlag.FALSE)
-    node.finish([answer])
-    assert answer.token_ids == expected[prompt][:num_new]
+    node.finish([answer], expected)
     assert growths == []
 
 
@@ -73,10 +71,10 @@ def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
     assert node.engine.steps.in_flight is not None
     node.finish([greedy, *drawn, logged])
     assert greedy.token_ids == expected[PROMPTS[8]]
+    assert logged.token_ids == expected[PROMPTS[7]]
     assert len(logged.logprobs) == NUM_NEW
     assert all(logprob.token_id == logprob.top[0][0] for logprob in logged.logprobs)
     assert drawn[0].token_ids == drawn[1].token_ids
-    assert logged.token_ids == expected[PROMPTS[7]]
 
 
 def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
@@ -95,8 +93,7 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
         node.turn_until(lambda: not engine.requests.select(RequestState.ENDING))
     done = [what for what, _ in calls.all if what in ("read", "wait", "end")]
     assert done == ["read", "wait", "read", "wait", "end"]
-    spared = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
-    assert node.tokens_of(spared) == expected[PROMPTS[8]]
+    node.finish([node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)], expected)
 
 
 def num_aborted(node: EngineHarness) -> float:
@@ -119,8 +116,7 @@ def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
     node.turn_until(lambda: len(leaving.token_ids) > 3)
     request_id = next(name for name, answer in node.answers.items() if answer is leaving)
     node.send(Abort(request_id, has_finished))
-    node.finish([staying])
-    assert staying.token_ids == expected[PROMPTS[8]]
+    node.finish([staying], expected)
     assert num_aborted(node) == num_aborted_before + (not has_finished)
     assert not node.double.aborts, "nothing of a delivered room is in flight"
 
@@ -161,11 +157,10 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_tha
     stays.is_over = True
     node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
     node.turn_until(lambda: staying.is_over)
-    assert staying.token_ids == expected[PROMPTS[8]]
     (ending,) = node.engine.requests.select(RequestState.ENDING)
     assert ending.num_device_slots > 0
     leaves.is_over = True
-    node.finish([staying])
+    node.finish([staying], expected)
     assert (stays.num_waits, leaves.num_waits) == (0, 0)
 
 
