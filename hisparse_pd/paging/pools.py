@@ -128,19 +128,15 @@ class Pools:
     def __init__(self, totals: SlotCounts, page_size: int) -> None:
         """Raises ValueError for a pool that has slots, and no page."""
         self.page_size = page_size
+        self._allocators: dict[PoolKind, ExtentAllocator] = {}
         for kind in PoolKind:
-            if 0 < totals[kind] < _granularity(kind, page_size):
+            granularity = _granularity(kind, page_size)
+            if 0 < totals[kind] < granularity:
                 raise ValueError(
                     f"{kind} pool: {totals[kind]} token slots are less than a page of {page_size}"
                 )
-        self._allocators = {
-            kind: ExtentAllocator(
-                totals[kind] // _granularity(kind, page_size) * _granularity(kind, page_size),
-                _granularity(kind, page_size),
-                f"{kind} pool",
-            )
-            for kind in PoolKind
-        }
+            num_slots = totals[kind] // granularity * granularity
+            self._allocators[kind] = ExtentAllocator(num_slots, granularity, f"{kind} pool")
         self._holdings: set[Holding] = set()
         self._set_aside: dict[tuple[PoolKind, int], Holding] = {}
         """By pool and first slot, pages that nobody gets any more."""
@@ -281,16 +277,13 @@ class Pools:
             second.extents[kind] = (*extents[:-1], *seam, *second[kind][1:])
 
     def trim(self, holding: Holding, num_slots: int) -> None:
-        """Free what ``holding`` has beyond its first ``num_slots`` slots of each pool."""
-        for kind in tuple(holding.extents):
-            num_had = holding.num_slots(kind)
-            if num_had > num_slots:
-                rest = Holding(
-                    holding.room, holding.stage, {kind: slice_extents(holding[kind], num_slots, num_had)}
-                )
-                holding.extents[kind] = slice_extents(holding[kind], 0, num_slots)
-                self._holdings.add(rest)
-                self.release(rest)
+        """Free what ``holding`` has beyond its first ``num_slots`` slots of each of its pools."""
+        self._check_known(holding)
+        self.num_changes += 1
+        for kind, extents in holding.extents.items():
+            rest = slice_extents(extents, num_slots, total_length(extents))
+            holding.extents[kind] = slice_extents(extents, 0, num_slots)
+            self._allocators[kind].free(self._good(holding.room, kind, rest))
 
     def release(self, holding: Holding) -> None:
         """Free everything; ``holding`` must not be used afterwards."""
