@@ -21,6 +21,9 @@ as images in base64, which cost little."""
 
 _SPACE = (b" ", b"\t", b"\r", b"\n")
 
+_TRUNCATED = "Input data was truncated"
+"""msgspec says it also of a string that ends soon after the first half of a surrogate pair."""
+
 _SHORT_BYTES = 1 << 16
 """Of a list that is split at once, whatever the number of its entries: a millisecond."""
 
@@ -120,5 +123,7 @@ def check_text(body: bytes) -> None:
 
 def not_json(name: str, error: Exception) -> ApiError:
     """``name``: of the field, "" for the body itself."""
-    what = f"{name}: is" if name else "the body is"
-    return ApiError(400, f"{what} not valid JSON: {error}", param=name or None, code="invalid_json")
+    what, why = f"{name}: is" if name else "the body is", str(error)
+    if why == _TRUNCATED:
+        why = "it ends too early, or a string has half of a surrogate pair, such as \\ud83d alone"
+    return ApiError(400, f"{what} not valid JSON: {why}", param=name or None, code="invalid_json")

@@ -23,7 +23,7 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import h11_impl
 
-from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.http.http_errors import ApiError, ErrorShape, cut
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ SMALL_CHUNK_BYTES = 256
 """Of a request's body in chunks: each may have one chunk for so many bytes, and so many chunks more."""
 
 _MAX_HEAD_BYTES = 1 << 16
+_MAX_REASON_CHARS = 200
+"""Of what h11 says, which has the line that it could not read."""
 
 TAKES_INTERIM = b"x-hisparse-pd-interim"
 """A request's header with the value 1: its client reads over interim responses, which not every one does."""
@@ -293,7 +295,7 @@ class Connection(h11_impl.H11Protocol):
         error, status = sys.exception(), HTTPStatus.BAD_REQUEST
         if isinstance(error, h11.RemoteProtocolError):
             status = HTTPStatus(error.error_status_hint)
-        why = f"this is no HTTP/1.1 that can be read: {error}"
+        why = f"this is no HTTP/1.1 that can be read: {cut(str(error), _MAX_REASON_CHARS)}"
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
             why = f"the head of a request must have at most {_MAX_HEAD_BYTES} bytes: send fewer headers"
         self._refuse(ApiError(status, why))

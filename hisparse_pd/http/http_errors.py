@@ -154,9 +154,9 @@ def shown(value: object) -> str:
     return cut(text)
 
 
-def cut(text: str) -> str:
+def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
     """The beginning of a text that a client chose, for a message: all of it where it is short."""
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+    return text if len(text) <= max_chars else text[:max_chars] + "…"
 
 
 def _status_name(status: int) -> str:

@@ -22,8 +22,8 @@ REPO = Path(__file__).resolve().parents[2]
 PROJECT_PYTHON = os.environ.get("PROJECT_PYTHON", str(REPO / ".venv" / "bin" / "python"))
 RETRIEVAL_MODEL = REPO / "tools" / "checkpoints" / "retrieval"
 STOP_TIMEOUT_SECS = 60.0
-if not any(map(importlib.util.find_spec, ("anthropic", "litellm"))):  # in neither of the clients' environments
-    collect_ignore_glob = ["test_*.py"]
+if not any(map(importlib.util.find_spec, ("anthropic", "litellm"))):
+    collect_ignore_glob = ["test_*.py"]  # this is neither of the clients' environments
 _SERVES = re.compile(r"^hisparse-pd serves (\S+) at (\S+)/v1$", re.MULTILINE)
 
 # Of `make demo`: hot buffers that long prompts overflow, and drafts.

@@ -703,6 +703,12 @@ async def test_unknown_paths_and_methods_answer_json_errors() -> None:
             assert len(error_of(answer)) < 300
 
 
+async def test_half_of_a_surrogate_pair_is_named() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        for body in (b'{"prompt": "\\ud83d"}', b'{"prompt": "\\ude00"}'):
+            assert "surrogate pair" in error_of(await pair.client.post("/v1/completions", content=body))
+
+
 async def test_a_compressed_body_is_refused_and_named() -> None:
     async with cluster(decode=says(b"{}")) as pair:
         for encoding in ("gzip", "zstd, br"):
