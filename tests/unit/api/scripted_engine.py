@@ -98,17 +98,24 @@ def say(
     return script
 
 
-def stops_after(text: str, per_message: int = 3) -> Script:
-    """A decode engine that says ``text`` byte by byte and then stops."""
+def plays(*messages: Any) -> Script:
+    """An engine that sends these messages about each sample, and waits for the seconds between them."""
 
     def script(generate: Generate) -> Iterable[FromEngine | float]:
-        token_ids = list(text.encode())
-        for start in range(0, len(token_ids), per_message):
-            part = tuple(token_ids[start : start + per_message])
-            is_last = start + per_message >= len(token_ids)
-            yield Tokens(generate.request_id, part, (), FinishReason.STOP if is_last else None)
+        for message in messages:
+            is_wait = isinstance(message, float)
+            yield message if is_wait else msgspec.structs.replace(message, request_id=generate.request_id)
 
     return script
+
+
+def stops_after(text: str, per_message: int = 3) -> Script:
+    """A decode engine that says ``text`` byte by byte and then stops."""
+    said = text.encode()
+    parts = [tuple(said[start : start + per_message]) for start in range(0, len(said), per_message)]
+    return plays(
+        *(Tokens("", part) for part in parts[:-1]), Tokens("", parts[-1], finish_reason=FinishReason.STOP)
+    )
 
 
 class ScriptedEngine(threading.Thread):

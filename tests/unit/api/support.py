@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from prefill_node.server import create_bootstrap_app, create_prefill_app
 from protocol.channels import load_control_keys
 from tests.unit.api.scripted_engine import Script, ScriptedEngine, ready
 from tests.unit.api.tiny_tokenizer import make_tokenizer
+from tests.waiting import WAIT_SECS, until
 
 ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": None, "bootstrap_room": 7}
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5, **ROOM}
@@ -67,8 +67,6 @@ class Unchecked(GrammarChecks):
 
 
 CODEC = TextCodec(TOKENIZER, len(TOKENIZER), grammar_checks=Unchecked())
-WAIT_SECS = 60.0
-"""Until a test gives up; a busy machine takes its time."""
 
 
 @dataclass
@@ -196,10 +194,3 @@ async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: b
 
     await app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
     return sent
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECS} s"
-        await asyncio.sleep(0.005)

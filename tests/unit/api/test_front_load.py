@@ -50,8 +50,8 @@ from tests.unit.api.support import (
     decode_events,
     serving,
     socketless_front,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from hisparse_pd.ports import free_port
-from tests.unit.api.support import BODY, WAIT_SECS
+from tests.unit.api.support import BODY
 from tests.unit.api.tiny_tokenizer import write_checkpoint
+from tests.waiting import WAIT_SECS
 
 REPO = Path(__file__).parents[3]
 NUM_STREAMS = 8

@@ -16,7 +16,8 @@ from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 from tests.stream_events import said_in
 from tests.unit.api.scripted_engine import deliver, say, stops_after
-from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving, until
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

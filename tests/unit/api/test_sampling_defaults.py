@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from hisparse_pd.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.api.schemas import parse_request
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.vocabulary import CheckpointError
-from prefill_node import server as prefill_server
 from tests.unit.api.scripted_engine import deliver, say
 from tests.unit.api.support import BODY, MINIMAL, NATIVE, serving
-from tests.unit.api.tiny_tokenizer import write_checkpoint
 
 pytestmark = pytest.mark.anyio
 
@@ -68,18 +65,6 @@ def test_what_is_no_use_is_refused(tmp_path: Path, content: object, reason: str)
         SamplingDefaults.of_checkpoint(write(tmp_path, content))
     assert str(refused.value).startswith(f"{tmp_path}/generation_config.json: {reason}")
     assert "\n" not in str(refused.value)
-
-
-def test_a_node_does_not_start_with_what_is_no_use(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hisparse_pd.api.node.setup_logging", lambda *args: None)
-    model_path = write(write_checkpoint(tmp_path), {"top_p": 7})
-    settings = PrefillSettings(model_path=model_path, port=0, bootstrap_port=0)
-    with caplog.at_level(logging.ERROR):
-        assert prefill_server.run(settings) == 1
-    (line,) = caplog.messages
-    assert "generation_config.json: top_p: 7 must be `float` <= 1.0; correct it, or start all nodes" in line
 
 
 def test_the_option_turns_them_off(tmp_path: Path) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hisparse_pd import tracing
@@ -28,8 +27,9 @@ from hisparse_pd.tracing import Tracer
 from hisparse_pd.vocabulary import FinishReason, Mode, StartError
 from protocol.messages import PrefillTimes
 from tests.otlp_receiver import Receiver, Span, receiving
-from tests.unit.api.scripted_engine import say
-from tests.unit.api.support import BODY, Node, serving, until
+from tests.unit.api.scripted_engine import Script, plays, say
+from tests.unit.api.support import BODY, Node, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -44,48 +44,36 @@ def receiver() -> Iterator[Receiver]:
         yield started
 
 
-def phases(*lasting: tuple[str, float], started_at: float | None = None) -> tuple[Phase, ...]:
-    """One after the other, the first one from now on."""
-    at = time.time() if started_at is None else started_at
+def phases(*lasting: tuple[str, float], started_at: float) -> tuple[Phase, ...]:
+    """One after the other."""
     found = []
     for name, secs in lasting:
-        found.append(Phase(name, at, at + secs))
-        at += secs
+        found.append(Phase(name, started_at, started_at + secs))
+        started_at += secs
     return tuple(found)
 
 
-def lands(generate: Generate) -> Iterable[FromEngine | float]:
-    """The answer's first two tokens; its phases were over before they come."""
-    ago = time.time() - 0.4
-    stats = RequestStats(Mode.HISPARSE, num_cached_tokens=64, num_held_tokens=32)
-    yield Tokens(
-        generate.request_id,
-        tuple(b"a"),
-        stats=stats,
-        phases=phases(("queue", 0.1), ("landing", 0.2), started_at=ago),
-        prefill=PrefillTimes(0.01, 0.02, 0.03),
-    )
-    yield Tokens(
-        generate.request_id,
-        tuple(b"b"),
-        stats=stats,
-        phases=phases(("first_step", 0.05), started_at=ago + 0.3),
-    )
+LANDED = RequestStats(Mode.HISPARSE, num_cached_tokens=64, num_held_tokens=32)
 
 
-def answers(generate: Generate) -> Iterable[FromEngine | float]:
-    yield from lands(generate)
-    yield Tokens(generate.request_id, tuple(b"c"), (), FinishReason.LENGTH)
+def lands(*others: Any) -> Script:
+    """Sends an answer's first two tokens, whose phases were over before they come, and ``others``."""
+
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        ago = time.time() - 0.4
+        before = phases(("queue", 0.1), ("landing", 0.2), started_at=ago)
+        prefill = PrefillTimes(0.01, 0.02, 0.03)
+        step = phases(("first_step", 0.05), started_at=ago + 0.3)
+        first = Tokens("", tuple(b"a"), stats=LANDED, phases=before, prefill=prefill)
+        second = Tokens("", tuple(b"b"), stats=LANDED, phases=step)
+        return plays(first, second, *others)(generate)
+
+    return script
 
 
-def starts(generate: Generate) -> Iterable[FromEngine | float]:
-    yield from lands(generate)
-    yield FOREVER
-
-
-def breaks_off(generate: Generate) -> Iterable[FromEngine | float]:
-    yield from lands(generate)
-    yield RequestFailed(generate.request_id, 500, "the hot buffer burst")
+answers = lands(Tokens("", tuple(b"c"), (), FinishReason.LENGTH))
+starts = lands(FOREVER)
+breaks_off = lands(RequestFailed("", 500, "the hot buffer burst"))
 
 
 def fails_in_landing(generate: Generate) -> Iterable[FromEngine | float]:
@@ -93,9 +81,14 @@ def fails_in_landing(generate: Generate) -> Iterable[FromEngine | float]:
     yield RequestFailed(generate.request_id, 502, "the prefill node is gone", phases=told)
 
 
-async def post(node: Node, body: dict[str, Any], headers: dict[str, str], status: int = 200) -> None:
-    response = await node.client.post("/v1/completions", json=body, headers=headers)
-    assert response.status_code == status
+async def spans_of(
+    receiver: Receiver, tmp_path: Path, script: Script, status: int = 200, role: str = "decode", **body: Any
+) -> list[Span]:
+    """Those of one request, in its client's trace, to a node whose engine plays ``script``."""
+    async with serving(script, tmp_path, collector=receiver.url, role=role) as node:
+        response = await node.client.post("/v1/completions", json=BODY | body, headers=TRACEPARENT)
+        assert response.status_code == status
+    return receiver.of_trace(TRACE_ID)
 
 
 def by_name(spans: Iterable[Span]) -> dict[str, Span]:
@@ -106,9 +99,7 @@ async def test_spans_that_wait_are_sent_at_the_end(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
-    async with serving(answers, tmp_path, collector=receiver.url) as node:
-        await post(node, BODY, TRACEPARENT)
-    spans = by_name(receiver.of_trace(TRACE_ID))
+    spans = by_name(await spans_of(receiver, tmp_path, answers))
     assert set(spans) == {"POST /v1/completions", "tokenize", "queue", "landing", "first_step", "decode"}
     of_node = spans.pop("POST /v1/completions")
     assert of_node.parent_id == SPAN_ID
@@ -122,10 +113,8 @@ async def test_spans_that_wait_are_sent_at_the_end(
 async def test_a_request_that_fails_ends_the_phase_in_which_it_did(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    async with serving(fails_in_landing, tmp_path, collector=receiver.url) as node:
-        await post(node, BODY, TRACEPARENT, 502)
-    spans = by_name(receiver.of_trace(TRACE_ID))
-    assert {name: span.error for name, span in spans.items()} == {
+    spans = await spans_of(receiver, tmp_path, fails_in_landing, 502)
+    assert {span.name: span.error for span in spans} == {
         "POST /v1/completions": "the prefill node is gone",
         "tokenize": None,
         "queue": None,
@@ -134,9 +123,7 @@ async def test_a_request_that_fails_ends_the_phase_in_which_it_did(
 
 
 async def test_a_stream_that_breaks_off_is_an_error(tmp_path: Path, receiver: Receiver) -> None:
-    async with serving(breaks_off, tmp_path, collector=receiver.url) as node:
-        await post(node, {**BODY, "stream": True}, TRACEPARENT)
-    spans = by_name(receiver.of_trace(TRACE_ID))
+    spans = by_name(await spans_of(receiver, tmp_path, breaks_off, stream=True))
     assert spans["POST /v1/completions"].attributes["http.response.status_code"] == 200
     for name in ("POST /v1/completions", "decode"):
         assert spans[name].error == "the hot buffer burst"
@@ -144,26 +131,23 @@ async def test_a_stream_that_breaks_off_is_an_error(tmp_path: Path, receiver: Re
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver, role: str) -> None:
-    async with serving(
-        starts if role == "decode" else lambda generate: [FOREVER],
-        tmp_path,
-        collector=receiver.url,
-        role=role,
-    ) as node:
-        body = {**BODY, "stream": True}
-        if role == "prefill":
-            asking = asyncio.create_task(node.client.post("/v1/completions", json=body, headers=TRACEPARENT))
-            await until(lambda: bool(node.engine.generates), "the engine has it")
-            asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asking
-        else:
-            async with node.client.stream(
-                "POST", "/v1/completions", json=body, headers=TRACEPARENT
-            ) as answer:
-                lines = answer.aiter_lines()
-                while '"b"' not in await anext(lines):
-                    continue
+    script = starts if role == "decode" else plays(FOREVER)
+    async with serving(script, tmp_path, collector=receiver.url, role=role) as node:
+        has_read = asyncio.Event()
+
+        async def ask() -> None:
+            options: dict[str, Any] = {"json": {**BODY, "stream": True}, "headers": TRACEPARENT}
+            async with node.client.stream("POST", "/v1/completions", **options) as answer:
+                async for line in answer.aiter_lines():
+                    if '"b"' in line:
+                        has_read.set()
+
+        asking = asyncio.create_task(ask())
+        await until(lambda: bool(node.engine.generates), "the engine has it")
+        if role == "decode":
+            await has_read.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
         await until(lambda: bool(node.engine.aborts), "the engine hears of it")
     spans = by_name(receiver.of_trace(TRACE_ID))
     of_node = spans["POST /v1/completions"]
@@ -178,15 +162,10 @@ async def test_a_delivered_prompt(tmp_path: Path, receiver: Receiver) -> None:
         told = phases(*((name, 0.1) for name in names), started_at=time.time() - 1)
         yield PrefillFinished(generate.request_id, 5, 3, 4096, 0.25, 1, 2, Mode.DENSE, told)
 
-    async with serving(delivers, tmp_path, collector=receiver.url, role="prefill") as node:
-        await post(node, BODY, TRACEPARENT)
-    spans = by_name(receiver.of_trace(TRACE_ID))
+    spans = by_name(await spans_of(receiver, tmp_path, delivers, role="prefill"))
     assert set(spans) >= {"bootstrap", "queue", "prefill", "transfer"}
-    attributes = spans["prefill"].attributes
-    assert attributes["hisparse_pd.room"] == 7
-    assert attributes["hisparse_pd.mode"] == "dense"
-    assert attributes["hisparse_pd.prefill_chunks"] == 2
-    assert attributes["hisparse_pd.transfer_bytes"] == 4096
+    expected = {"room": 7, "mode": "dense", "prefill_chunks": 2, "transfer_bytes": 4096}
+    assert {name: spans["prefill"].attributes[f"hisparse_pd.{name}"] for name in expected} == expected
 
 
 @pytest.mark.parametrize("ahead_secs", [-3600.0, 3600.0])
@@ -196,29 +175,22 @@ async def test_clocks_of_other_machines_do_not_tear_a_request_apart(
     def answers_elsewhere(generate: Generate) -> Iterable[FromEngine | float]:
         for message in answers(generate):
             assert isinstance(message, Tokens)
-            moved = tuple(
+            moved = (
                 Phase(phase.name, phase.started_at + ahead_secs, phase.ended_at + ahead_secs)
                 for phase in message.phases
             )
-            yield Tokens(
-                message.request_id, message.token_ids, finish_reason=message.finish_reason, phases=moved
-            )
+            yield msgspec.structs.replace(message, phases=tuple(moved))
 
-    async with serving(answers_elsewhere, tmp_path, collector=receiver.url) as node:
-        await post(node, BODY, TRACEPARENT)
-    spans = by_name(receiver.of_trace(TRACE_ID))
-    of_node = spans["POST /v1/completions"]
+    spans = by_name(await spans_of(receiver, tmp_path, answers_elsewhere))
     until_now = spans["tokenize"].end
     for name in ("queue", "landing", "first_step", "decode"):
-        assert until_now <= spans[name].start <= spans[name].end <= of_node.end
+        assert until_now <= spans[name].start <= spans[name].end <= spans["POST /v1/completions"].end
         until_now = spans[name].end
 
 
 @pytest.mark.I8
 async def test_of_many_samples_a_few_are_traced(tmp_path: Path, receiver: Receiver) -> None:
-    async with serving(answers, tmp_path, collector=receiver.url) as node:
-        await post(node, {**BODY, "n": 20}, TRACEPARENT)
-    spans = receiver.of_trace(TRACE_ID)
+    spans = await spans_of(receiver, tmp_path, answers, n=20)
     assert len([span for span in spans if span.name == "landing"]) == 16
     (of_node,) = [span for span in spans if span.parent_id == SPAN_ID]
     assert of_node.attributes["hisparse_pd.samples"] == 20
@@ -292,11 +264,15 @@ async def test_no_request_waits_for_a_collector(
     assert len([record for record in caplog.records if record.name.startswith("opentelemetry")]) <= 1
 
 
+def make_tracer(url: str = "http://127.0.0.1:9") -> Tracer:
+    return Tracer(url, "hisparse-pd-decode", "host:1", lambda outcome, num: None)
+
+
 @pytest.mark.parametrize("value", ["0", "-5", "many"])
 def test_a_queue_that_cannot_be_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", value)
     with pytest.raises(StartError, match="OTEL_"):
-        Tracer("http://127.0.0.1:9", "hisparse-pd-decode", "tests", lambda outcome, num: None)
+        make_tracer()
 
 
 def test_the_end_of_a_process_waits_for_a_known_time_only(
@@ -304,7 +280,7 @@ def test_the_end_of_a_process_waits_for_a_known_time_only(
 ) -> None:
     monkeypatch.setattr(tracing, "FLUSH_SECS", 0.05)
     receiver.may_answer.clear()
-    tracer = Tracer(receiver.url, "hisparse-pd-decode", "tests", lambda outcome, num: None)
+    tracer = make_tracer(receiver.url)
     tracer.request("/generate", []).end(200)
     tracer.close()  # it would wait for ever
     assert not receiver.may_answer.is_set()
@@ -316,7 +292,7 @@ def test_the_end_of_a_process_waits_for_a_known_time_only(
     [("", "/v1/traces"), ("/", "/v1/traces"), ("/v1/traces", "/v1/traces"), ("/otlp/in", "/otlp/in")],
 )
 def test_where_spans_go(receiver: Receiver, endpoint: str, path: str) -> None:
-    tracer = Tracer(receiver.url + endpoint, "hisparse-pd-decode", "tests", lambda outcome, num: None)
+    tracer = make_tracer(receiver.url + endpoint)
     tracer.request("/generate", []).end(200)
     tracer.close()
     assert receiver.paths == {path}
@@ -325,18 +301,16 @@ def test_where_spans_go(receiver: Receiver, endpoint: str, path: str) -> None:
 def test_the_variables_of_opentelemetry_hold(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
-    tracer = Tracer(receiver.url, "hisparse-pd-decode", "host:1", lambda outcome, num: None)
+    tracer = make_tracer(receiver.url)
     tracer.request("/generate", []).end(200)
     tracer.close()
     assert receiver.resources["ours"]["service.instance.id"] == "host:1"
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    tracer = Tracer(receiver.url, "hisparse-pd-decode", "host:1", lambda outcome, num: None)
-    span = tracer.request(
-        "/generate", [(b"x-a", b"1"), (b"Traceparent", TRACEPARENT["traceparent"].encode())]
-    )
-    (other, (name, value)) = span.passed_on([(b"x-a", b"1"), (b"Traceparent", b"whatever")])
-    assert other == (b"x-a", b"1")
-    assert name == b"traceparent"
+    tracer = make_tracer(receiver.url)
+    other = (b"x-a", b"1")
+    span = tracer.request("/generate", [other, (b"Traceparent", TRACEPARENT["traceparent"].encode())])
+    (passed, (name, value)) = span.passed_on([other, (b"Traceparent", b"whatever")])
+    assert (passed, name) == (other, b"traceparent")
     assert (value[3:35].decode(), value[-2:]) == (TRACE_ID, b"00"), "nobody behind it is to record it either"
     span.end(200)
     tracer.close()
@@ -346,21 +320,19 @@ def test_the_variables_of_opentelemetry_hold(receiver: Receiver, monkeypatch: py
 def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
     """In a process that has the modules of fronts, engines, router and command line."""
     code = """
-        import sys, threading
-        import hisparse_pd.cli, hisparse_pd.api.node, decode_node.server, decode_node.engine
-        import prefill_node.server, prefill_node.engine, router.process
-        from router.server import create_app
-        from hisparse_pd.settings import RouterSettings
-        from hisparse_pd.traces import open_tracer
+import sys, threading
+import hisparse_pd.cli, hisparse_pd.api.node, decode_node.server, decode_node.engine
+import prefill_node.server, prefill_node.engine, router.process
+from router.server import create_app
+from hisparse_pd.settings import RouterSettings
+from hisparse_pd.traces import open_tracer
 
-        create_app(RouterSettings(prefill=(("http://127.0.0.1:1", 1),), decode=("http://127.0.0.1:2",)))
-        assert open_tracer("", "hisparse-pd-decode", "a:1", print) is None
-        assert not [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]
-        assert threading.enumerate() == [threading.main_thread()]
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
-    )
+create_app(RouterSettings(prefill=(("http://127.0.0.1:1", 1),), decode=("http://127.0.0.1:2",)))
+assert open_tracer("", "hisparse-pd-decode", "a:1", print) is None
+assert not [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]
+assert threading.enumerate() == [threading.main_thread()]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -394,6 +366,5 @@ async def test_phases_are_counted(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_tells_of_no_phases(tmp_path: Path, receiver: Receiver) -> None:
-    async with serving(say("hello"), tmp_path, collector=receiver.url) as node:
-        await post(node, BODY, TRACEPARENT)
-    assert {span.name for span in receiver.of_trace(TRACE_ID)} == {"POST /v1/completions", "tokenize"}
+    spans = await spans_of(receiver, tmp_path, say("hello"))
+    assert {span.name for span in spans} == {"POST /v1/completions", "tokenize"}
