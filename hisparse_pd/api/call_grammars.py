@@ -15,11 +15,10 @@ from typing import Final
 
 import msgspec
 
-from hisparse_pd.api.argument_forms import NotWritable, SchemaReader, texts_of
+from hisparse_pd.api.argument_forms import NotWritable, SchemaReader, Steps, texts_of
 from hisparse_pd.api.chat_format import DSML, V31, ToolMarkup
 from hisparse_pd.api.constraints import schema_text
 from hisparse_pd.api.lark import ANY, NEWLINE, Lark, json_value, literal, sequence
-from hisparse_pd.api.schema_document import Steps
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.http.http_errors import ApiError, FieldRefused
 

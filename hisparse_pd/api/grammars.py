@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from hisparse_pd.api.argument_forms import Steps, TooManySteps
 from hisparse_pd.api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
 from hisparse_pd.api.chat_format import MARKUPS, ChatFormat, ReasoningStart, ThinkMarks
 from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind
@@ -25,7 +26,6 @@ from hisparse_pd.api.lark import (
     sequence,
     without,
 )
-from hisparse_pd.api.schema_document import Steps, TooManySteps
 from hisparse_pd.grammar.gbnf import convert_gbnf
 from hisparse_pd.http.http_errors import FieldRefused
 

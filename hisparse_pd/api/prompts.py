@@ -13,8 +13,7 @@ from msgspec import Raw
 
 from hisparse_pd.api import body_parts as parts
 from hisparse_pd.api.bodies import Conversation, GenerateBody, Templated
-from hisparse_pd.api.declared import NOT_SUPPORTED, decode, tag_of
-from hisparse_pd.api.faults import steps_of
+from hisparse_pd.api.declared import NOT_SUPPORTED, decode, steps_of, tag_of
 from hisparse_pd.api.raw_json import check_size, decode_item, first_chars, split
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.http.http_errors import ApiError, FieldRefused, InvalidField

@@ -18,10 +18,11 @@ from hisparse_pd.api.argument_forms import (
     Forms,
     NotWritable,
     SchemaReader,
+    Steps,
+    TooManySteps,
     listed,
     types_of,
 )
-from hisparse_pd.api.schema_document import Steps, TooManySteps
 from protocol.decoding import decode_json
 
 _MAX_STEPS = 2048

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.call_rules import CallRule
 from hisparse_pd.api.constraints import (
     MAX_CHOICE_CHARS,
     MAX_GBNF_CHARS,
     MAX_GBNF_RULES,
     MAX_SCHEMA_BYTES,
     AnswerFormat,
+    CallRule,
     Constraint,
     FormatKind,
 )
