@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from hisparse_pd.api.prompts import Prompt
+from hisparse_pd.api.schemas import ApiRequest
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import unpack_token_ids
 from tests.unit.api.tiny_tokenizer import make_tokenizer
@@ -43,3 +44,8 @@ class RecordingCodec(TextCodec):
     def prompt(self) -> str:
         (packed,) = self.encoded
         return str(self._tokenizer.decode(unpack_token_ids(packed).tolist()))
+
+    async def written(self, request: ApiRequest) -> str:
+        """What the model is shown of the conversation."""
+        await self.encode(request.prompts, ["prompt"], 10_000_000)
+        return self.prompt

@@ -9,11 +9,12 @@ from typing import Any, cast
 import pytest
 
 from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.engine.messages import Generate, RequestFailed
+from hisparse_pd.api.constraints import CallRule, Constraint
+from hisparse_pd.engine.messages import RequestFailed, Tokens
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api.recording_codec import RecordingCodec
-from tests.unit.api.scripted_engine import say, stops_after
+from tests.unit.api.scripted_engine import plays, say, stops_after
 from tests.unit.api.streams import whole_and_streamed
 from tests.unit.api.support import ROOM, named_events, parse, serving
 
@@ -98,20 +99,32 @@ async def test_items_of_an_answer(tmp_path: Path) -> None:
         assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": num_reasoning_tokens}
 
 
+def call_item(name: str, call_id: str, arguments: Any = "{}", **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments, **fields}
+
+
+def output_item(call_id: str, output: Any, kind: str = "function_call_output") -> dict[str, Any]:
+    return {"type": kind, "call_id": call_id, "output": output}
+
+
+def reasoning_item(*texts: str, **fields: Any) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text} for text in texts]
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content, **fields}
+
+
+def input_text(text: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": text}
+
+
+ANSWERED = {"type": "output_text", "text": "c", "annotations": []}
 ITEMS = [
-    {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
-    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]},
-    {
-        "type": "message",
-        "id": "msg_1",
-        "role": "assistant",
-        "status": "completed",
-        "content": [{"type": "output_text", "text": "c", "annotations": []}],
-    },
-    {"type": "function_call", "id": "fc_1", "call_id": "t1", "name": "weather", "arguments": '{"city": "x"}'},
-    {"type": "function_call", "call_id": "t2", "name": "weather", "arguments": "{}"},
-    {"type": "function_call_output", "call_id": "t1", "output": "sun"},
-    {"type": "function_call_output", "call_id": "t2", "output": [{"type": "input_text", "text": "rain"}]},
+    {"role": "user", "content": [input_text("a"), input_text("b")]},
+    reasoning_item("T"),
+    {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [ANSWERED]},
+    call_item("weather", "t1", '{"city": "x"}', id="fc_1"),
+    call_item("weather", "t2"),
+    output_item("t1", "sun"),
+    output_item("t2", [input_text("rain")]),
     {"role": "assistant", "content": "d"},
     {"type": "reasoning", "id": "rs_2", "summary": []},
     {"role": "assistant", "content": "e"},
@@ -135,18 +148,11 @@ SEARCH = {"type": "web_search", "external_web_access": True}
 AGENTS_ITEMS = [
     {"type": "additional_tools", "role": "developer", "tools": [CUSTOM | {"name": "exec"}, SEARCH]},
     {"role": "user", "content": "a"},
-    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAAB"},
-    {
-        "type": "function_call",
-        "call_id": "t1",
-        "name": "spawn",
-        "namespace": "agents",
-        "arguments": "{}",
-        "status": "completed",
-    },
+    reasoning_item(content=None, encrypted_content="gAAAAB"),
+    call_item("spawn", "t1", namespace="agents", status="completed"),
     {"type": "custom_tool_call", "call_id": "t2", "name": "apply_patch", "input": "P"},
-    {"type": "function_call_output", "call_id": "t1", "output": [IMAGE, {"type": "input_text", "text": "b"}]},
-    {"type": "custom_tool_call_output", "call_id": "t2", "output": "done"},
+    output_item("t1", [IMAGE, input_text("b")]),
+    output_item("t2", "done", "custom_tool_call_output"),
     {"role": "assistant", "content": "c", "phase": "final_answer"},
     {"role": "user", "content": "d"},
 ]
@@ -156,23 +162,25 @@ SHOWN = (
 )
 
 
+NO_MORE_THAN_HINTS: dict[str, Any] = {
+    **{"store": False, "reasoning": {"summary": "detailed"}, "text": {"verbosity": "low"}},
+    "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+}
+
+
 @pytest.mark.parametrize(
     ("options", "prompt"),
     [
         ({}, "[user]hi[assistant]"),
+        (NO_MORE_THAN_HINTS, "[user]hi[assistant]"),
         ({"input": ITEMS}, SHOWN),
         ({"instructions": "S"}, "[system]S[user]hi[assistant]"),
         ({"instructions": ""}, "[user]hi[assistant]"),
         ({"input": [{"role": "assistant", "content": "a"}]}, "[assistant]a[assistant]"),
         ({"tools": [TOOL]}, "[tools]weather[user]hi[assistant]"),
         ({"tools": [TOOL], "tool_choice": "none"}, "[user]hi[assistant]"),
-        ({"reasoning": {"effort": "high", "summary": "auto"}}, "[user]hi[assistant](high)"),
-        (
-            {"store": False, "include": ["reasoning.encrypted_content", "web_search_call.action.sources"]},
-            "[user]hi[assistant]",
-        ),
-        ({"reasoning": {"summary": "detailed"}, "text": {"verbosity": "low"}}, "[user]hi[assistant]"),
         ({"tools": [TOOL | {"defer_loading": True}, SEARCH]}, "[tools]weather[user]hi[assistant]"),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, "[user]hi[assistant](high)"),
         (
             {"tools": [TOOL, NAMESPACE, CUSTOM]},
             "[tools]weather,agents.spawn,agents.wait,agents.apply_patch,apply_patch[user]hi[assistant]",
@@ -186,9 +194,7 @@ SHOWN = (
     ],
 )
 async def test_the_prompt(codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
-    request = parse(Endpoint.RESPONSES, **{**BODY, **options})
-    await codec.encode(request.prompts, ["prompt"], 10_000_000)
-    assert codec.prompt == prompt
+    assert await codec.written(parse(Endpoint.RESPONSES, **{**BODY, **options})) == prompt
 
 
 def call_of(name: str, key: str, value: str) -> str:
@@ -211,26 +217,26 @@ async def test_calls_are_the_clients_own(tmp_path: Path, name: str, shown: dict[
     """The model calls a function by the name that it was shown, the client sees its tool."""
     is_custom = shown["type"] == "custom_tool_call"
     key, value = ("input", PATCH) if is_custom else ("city", "Rome")
-    field = "input" if is_custom else "arguments"
     async with serving(stops_after(call_of(name, key, value)), tmp_path) as node:
         tools = [TOOL, NAMESPACE, CUSTOM, CUSTOM | {"name": "exec"}, SEARCH]
-        whole = await node.post(PATH, **BODY, tools=tools)
-        assert whole.headers["x-hisparse-pd-left-out"] == "tools[4] (web_search)"
-        (item,) = whole.json()["output"]
-        assert whole.json()["tools"] == tools[:-1]
-        given = item.pop(field)
-        assert (given if is_custom else json.loads(given)) == (PATCH if is_custom else {key: value})
+        answer = await node.post(PATH, **BODY, tools=tools)
+        assert answer.headers["x-hisparse-pd-left-out"] == "tools[4] (web_search)"
+        (item,) = answer.json()["output"]
+        assert answer.json()["tools"] == tools[:-1]
+        given = item.pop("input") if is_custom else json.loads(item.pop("arguments"))
+        assert given == (PATCH if is_custom else {key: value})
         assert item.pop("id").startswith("ctc_" if is_custom else "fc_")
         assert item.pop("call_id").startswith("call_")
         assert item == shown | {"status": "completed"}
-        again, streamed = await whole_and_streamed(node, PATH, BODY | {"tools": tools})
-        assert streamed == again
+        whole, streamed = await whole_and_streamed(node, PATH, BODY | {"tools": tools})
+        assert streamed == whole
 
 
 async def test_a_custom_call_that_is_cut_off_has_what_was_written(tmp_path: Path) -> None:
-    async with serving(say(call_of("apply_patch", "input", PATCH)), tmp_path) as node:
-        body = BODY | {"max_output_tokens": len(call_of("apply_patch", "input", PATCH)) - 40}
-        answer = (await node.post(PATH, **body, tools=[CUSTOM])).json()
+    text = call_of("apply_patch", "input", PATCH)
+    async with serving(say(text), tmp_path) as node:
+        body = BODY | {"max_output_tokens": len(text) - 40, "tools": [CUSTOM]}
+        answer = (await node.post(PATH, **body)).json()
         (item,) = answer["output"]
         assert (item["status"], answer["status"]) == ("incomplete", "incomplete")
         assert PATCH.startswith(item["input"])
@@ -252,11 +258,9 @@ EDIT = {"type": "custom", "name": "apply_patch"}
     ],
 )
 def test_tools_of_namespaces_are_chosen(choice: dict[str, Any], called: str) -> None:
-    request = parse(Endpoint.RESPONSES, tools=[TOOL, NAMESPACE, CUSTOM], tool_choice=choice)
-    constraint = request.options[0].constraint
-    assert constraint is not None
-    assert constraint.calls is not None
-    assert (constraint.calls.names, constraint.calls.is_forced) == ((called,), True)
+    (options,) = parse(Endpoint.RESPONSES, tools=[TOOL, NAMESPACE, CUSTOM], tool_choice=choice).options
+    rule = CallRule("tool_choice", (called,), is_forced=True, at_most_one="tools" not in choice)
+    assert options.constraint == Constraint(calls=rule)
 
 
 def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
@@ -266,73 +270,59 @@ def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
     assert spawn["description"] == "agents: Of helpers.\n\nof a city"
     assert wait["description"] is None
     rule = {"type": "string", "description": "Follows this lark:\nstart: /.+/"}
+    takes_text = {"type": "object", "properties": {"input": rule}, "required": ["input"]}
     assert patch == {
         "name": "agents.apply_patch",
         "description": "Edits files.",
-        "parameters": {
-            "type": "object",
-            "properties": {"input": rule},
-            "required": ["input"],
-            "additionalProperties": False,
-        },
+        "parameters": takes_text | {"additionalProperties": False},
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "param", "said"),
-    [
-        ({"input": None}, "input", "is needed"),
-        ({"input": []}, "input", "must be a list with at least one message"),
-        ({"input": 7}, "input", "must be a list"),
-        ({"input": [7]}, "input[0]", "must be an object"),
-        ({"instructions": 7}, "instructions", "must be `str | null`"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", '"input_image"'),
-        ({"input": [{"role": "user", "content": 7}]}, "input[0].content", "must be `str | array`"),
-        (
-            {"input": [{"role": "tool", "content": "x"}]},
-            "input[0].role",
-            'must be "developer", "system" or "user"',
-        ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "is not supported"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "is not supported"),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]},
-            "input[0].arguments",
-            "must be `str | null`",
-        ),
-        (
-            {"input": [*AGENTS_ITEMS[:5], {**AGENTS_ITEMS[5], "output": [IMAGE]}]},
-            "input[5].output[0].type",
-            "could not process image",
-        ),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "is not supported"),
-        ({"conversation": "conv_1"}, "conversation", "is not supported"),
-        ({"background": True}, "background", "is not supported"),
-        ({"store": True}, "store", "is not supported"),
-        ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
-        ({"truncation": "auto"}, "truncation", "is not supported"),
-        ({"top_logprobs": 3}, "top_logprobs", "is not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]", "is not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice", 'must be "none"'),
-        ({"tools": [SEARCH]}, "tools[0].type", "no server runs it here"),
-        (
-            {"tools": [TOOL, {"type": "local_shell"}]},
-            "tools[1].type",
-            'must be "function", "custom" or "name',
-        ),
-        ({"tools": [NAMESPACE | {"tools": [SEARCH]}]}, "tools[0].tools[0].type", 'must be "function" or'),
-        ({"tools": [NAMESPACE | {"tools": [TOOL] * 257}]}, "tools[0].tools", "at most 256"),
-        ({"tools": [NAMESPACE | {"tools": [TOOL] * 200}] * 2}, "tools[1].tools[56]", "256 tools"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name", "is needed"),
-        ({"tools": [NAMESPACE], "tool_choice": {**SPAWN, "name": "stop"}}, "tool_choice.name", "is none"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "must be a JSON schema"),
-        ({"text": {"verbosity": "mute"}}, "text.verbosity", 'must be "high", "low" or "medium"'),
-        ({"reasoning": {"summary": "none"}}, "reasoning.summary", 'must be "auto", "concise" or "detailed"'),
-        ({"max_output_tokens": 0}, "max_output_tokens", "must be `int` >= 1"),
-        ({"n": 2}, "n", "is not supported"),
-    ],
-)
+ASKING_FOR_MORE: dict[str, Any] = {
+    **{"previous_response_id": "resp_1", "conversation": "conv_1", "background": True, "store": True},
+    **{"prompt": {"id": "p"}, "truncation": "auto", "top_logprobs": 3, "n": 2},
+}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    *(({field: value}, field, "is not supported") for field, value in ASKING_FOR_MORE.items()),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]", "is not supported"),
+    ({"input": None}, "input", "is needed"),
+    ({"input": []}, "input", "must be a list with at least one message"),
+    ({"input": 7}, "input", "must be a list"),
+    *(
+        ({"input": [item]}, f"input[0]{place}", said)
+        for item, place, said in (
+            (7, "", "must be an object"),
+            ({"role": "user", "content": [IMAGE]}, ".content[0].type", '"input_image"'),
+            ({"role": "user", "content": 7}, ".content", "must be `str | array`"),
+            ({"role": "tool", "content": "x"}, ".role", 'must be "developer", "system" or "user"'),
+            ({"type": "item_reference", "id": "x"}, ".type", "is not supported"),
+            ({"type": "web_search_call"}, ".type", "is not supported"),
+            (call_item("f", "c", {}), ".arguments", "must be `str | null`"),
+        )
+    ),
+    (
+        {"input": [*AGENTS_ITEMS[:5], output_item("t1", [IMAGE])]},
+        "input[5].output[0].type",
+        "could not process image",
+    ),
+    ({"instructions": 7}, "instructions", "must be `str | null`"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice", 'must be "none"'),
+    ({"tools": [NAMESPACE], "tool_choice": {**SPAWN, "name": "stop"}}, "tool_choice.name", "is none"),
+    ({"tools": [SEARCH]}, "tools[0].type", "no server runs it here"),
+    ({"tools": [TOOL, {"type": "local_shell"}]}, "tools[1].type", 'must be "function", "custom" or "name'),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", "is needed"),
+    ({"tools": [NAMESPACE | {"tools": [SEARCH]}]}, "tools[0].tools[0].type", 'must be "function" or'),
+    ({"tools": [NAMESPACE | {"tools": [TOOL] * 257}]}, "tools[0].tools", "at most 256"),
+    ({"tools": [NAMESPACE | {"tools": [TOOL] * 200}] * 2}, "tools[1].tools[56]", "256 tools"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "must be a JSON schema"),
+    ({"text": {"verbosity": "mute"}}, "text.verbosity", 'must be "high", "low" or "medium"'),
+    ({"reasoning": {"summary": "none"}}, "reasoning.summary", 'must be "auto", "concise" or "detailed"'),
+    ({"max_output_tokens": 0}, "max_output_tokens", "must be `int` >= 1"),
+]
+
+
+@pytest.mark.parametrize(("options", "param", "said"), REFUSED)
 def test_what_is_refused_is_named(options: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(ApiError) as refused:
         parse(Endpoint.RESPONSES, **options)
@@ -342,10 +332,7 @@ def test_what_is_refused_is_named(options: dict[str, Any], param: str, said: str
 
 
 async def test_a_failure_midway_is_an_event_of_its_own(tmp_path: Path) -> None:
-    def script(generate: Generate) -> Any:
-        yield from list(say("abcdef")(generate))[:2]
-        yield RequestFailed(generate.request_id, 502, "the pool burst")
-
+    script = plays(Tokens("", tuple(b"ab")), RequestFailed("", 502, "the pool burst"))
     async with serving(script, tmp_path) as node:
         events = named_events((await node.post(PATH, **BODY, stream=True)).text)
         name, event = events[-1]

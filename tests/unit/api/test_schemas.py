@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from hisparse_pd.api.bodies import BODIES, Endpoint
 from hisparse_pd.api.openapi import openapi_document
-from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.requests import Limits, SampleRequest, grouped, plan_samples
 from hisparse_pd.api.schemas import ApiRequest, derive_room, parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import WantedScores, pack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
-from hisparse_pd.vocabulary import HisparseFlag, pack_logit_bias
+from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
 from protocol.decoding import MAX_NESTING
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.support import MESSAGES, MINIMAL, ROOM, parse
@@ -55,25 +54,19 @@ def plan(request: ApiRequest, limits: Limits = DECODE_LIMITS, **tokenizer: Any) 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "is_batch", "prompts"),
+    ("field", "prompt", "is_batch", "prompts"),
     [
-        ("ab", False, ("ab",)),
-        (["ab"], True, ("ab",)),
-        (["ab", "c"], True, ("ab", "c")),
-        ([1, 2], False, (pack_token_ids((1, 2)),)),
-        ([[1, 2], [3]], True, (pack_token_ids((1, 2)), pack_token_ids((3,)))),
+        ("text", "ab", False, ("ab",)),
+        ("text", ["ab"], True, ("ab",)),
+        ("text", ["ab", "c"], True, ("ab", "c")),
+        ("input_ids", [1, 2], False, (pack_token_ids((1, 2)),)),
+        ("input_ids", [[1, 2], [3]], True, (pack_token_ids((1, 2)), pack_token_ids((3,)))),
     ],
     ids=str,
 )
-def test_prompt_shapes(prompt: object, is_batch: bool, prompts: tuple[object, ...]) -> None:
-    request = completion(prompt=prompt)
-    assert (request.is_batch, request.prompts) == (is_batch, prompts)
-
-
-def test_generate_takes_text_or_ids() -> None:
-    assert generate(text=["a", "b"]).prompts == ("a", "b")
-    assert generate(input_ids=[[1], [2, 3]]).prompts == (pack_token_ids((1,)), pack_token_ids((2, 3)))
-    assert not generate(input_ids=[1, 2]).is_batch
+def test_prompt_shapes(field: str, prompt: object, is_batch: bool, prompts: tuple[object, ...]) -> None:
+    for request in (completion(prompt=prompt), generate(**{field: prompt})):
+        assert (request.is_batch, request.prompts) == (is_batch, prompts)
 
 
 def test_a_continued_message_may_say_so_twice() -> None:
@@ -84,41 +77,33 @@ def test_a_continued_message_may_say_so_twice() -> None:
 
 
 def test_the_template_hears_of_the_reasoning_effort() -> None:
-    (prompt,) = chat(reasoning_effort="low").prompts
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.template_arguments == {"reasoning_effort": "low"}
-    arguments = {"reasoning_effort": "high", "thinking": True}
-    (prompt,) = chat(reasoning_effort="low", chat_template_kwargs=arguments).prompts
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.template_arguments == arguments
+    given = {"reasoning_effort": "high", "thinking": True}
+    for kwargs, expected in ((None, {"reasoning_effort": "low"}), (given, given)):
+        prompt = chat(reasoning_effort="low", chat_template_kwargs=kwargs).chat
+        assert prompt is not None
+        assert prompt.template_arguments == expected
 
 
 # --- sampling --------------------------------------------------------------------------------------
 
 
+def max_new_tokens(request: ApiRequest, default_max_tokens: int = 0) -> int:
+    (sample,) = plan(request, replace(DECODE_LIMITS, default_max_tokens=default_max_tokens))
+    return sample.generate.sampling.max_new_tokens
+
+
 def test_defaults() -> None:
-    assert plan(completion())[0].generate.sampling.max_new_tokens == 16
-    assert plan(generate())[0].generate.sampling.max_new_tokens == 128
-    chat_sample = plan(chat())[0].generate
-    assert chat_sample.sampling.max_new_tokens == 201 - chat_sample.num_prompt_tokens
+    """A completion has OpenAI's number of tokens, SGLang's own API its own, and a chat the node's, or all."""
+    room = 201 - plan(chat())[0].generate.num_prompt_tokens
+    assert max_new_tokens(completion()) == max_new_tokens(completion(), 20) == 16
+    assert max_new_tokens(generate()) == 128
+    assert max_new_tokens(chat()) == max_new_tokens(chat(), 1000) == room
+    assert max_new_tokens(chat(), 20) == 20
+    assert max_new_tokens(chat(max_tokens=30), 20) == 30
+    assert max_new_tokens(completion(prompt="x" * 195)) == 6, "a default gives way where little room is left"
     sampling = plan(completion())[0].generate.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1.0, 0, None)
     assert sampling.num_logprobs is None
-
-
-def test_a_default_gives_way_where_little_room_is_left() -> None:
-    (sample,) = plan(completion(prompt="x" * 195))
-    assert sample.generate.sampling.max_new_tokens == 6
-
-
-def test_a_chat_without_a_number_gets_the_nodes_default() -> None:
-    limits = replace(DECODE_LIMITS, default_max_tokens=20)
-    assert plan(chat(), limits)[0].generate.sampling.max_new_tokens == 20
-    assert plan(chat(max_tokens=30), limits)[0].generate.sampling.max_new_tokens == 30
-    assert plan(completion(), limits)[0].generate.sampling.max_new_tokens == 16
-    room = 201 - plan(chat())[0].generate.num_prompt_tokens
-    large = replace(limits, default_max_tokens=1000)
-    assert plan(chat(), large)[0].generate.sampling.max_new_tokens == room
 
 
 def test_openai_sampling() -> None:
@@ -126,22 +111,21 @@ def test_openai_sampling() -> None:
         max_tokens=5, min_tokens=2, temperature=0, top_p=0.5, top_k=-1, seed=-1, logprobs=0, stop="x",
         ignore_eos=True, stop_token_ids=[3],
     )  # fmt: skip
-    sampling = plan(request)[0].generate.sampling
-    assert (sampling.max_new_tokens, sampling.min_new_tokens) == (5, 2)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 0)
-    assert sampling.seed == 2**63 - 1
-    assert sampling.num_logprobs == 0
-    assert sampling.stop_token_ids == (3,)
-    assert sampling.ignore_eos
+    assert plan(request)[0].generate.sampling == SamplingParams(
+        5, 2, temperature=0, top_p=0.5, seed=2**63 - 1, ignore_eos=True, stop_token_ids=(3,), num_logprobs=0
+    )  # fmt: skip
     assert request.options[0].stop == ("x",)
 
 
 def test_chat_sampling() -> None:
-    assert plan(chat(max_tokens=3))[0].generate.sampling.max_new_tokens == 3
-    assert plan(chat(max_completion_tokens=4, max_tokens=3))[0].generate.sampling.max_new_tokens == 4
-    assert plan(chat(logprobs=True))[0].generate.sampling.num_logprobs == 0
-    assert plan(chat(logprobs=True, top_logprobs=20))[0].generate.sampling.num_logprobs == 20
-    assert plan(chat(logprobs=False, top_logprobs=None))[0].generate.sampling.num_logprobs is None
+    assert max_new_tokens(chat(max_tokens=3)) == 3
+    assert max_new_tokens(chat(max_completion_tokens=4, max_tokens=3)) == 4
+    for said, num_logprobs in (
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+        ({}, None),
+    ):
+        assert plan(chat(**said))[0].generate.sampling.num_logprobs == num_logprobs
 
 
 def test_sglang_sampling() -> None:
@@ -151,11 +135,11 @@ def test_sglang_sampling() -> None:
     }  # fmt: skip
     request = generate(sampling_params=params, return_logprob=True, top_logprobs_num=3)
     first, second = plan(request)
-    assert first.options.no_stop_trim
-    assert not first.options.skip_special_tokens
-    assert first.generate.sampling.max_new_tokens == 9
-    assert first.generate.sampling.num_logprobs == 3
-    assert (first.generate.sampling.seed, second.generate.sampling.seed) == (4, 5)
+    expected = SamplingParams(9, 1, temperature=0.25, top_p=0.75, top_k=5, seed=4, num_logprobs=3)
+    assert first.generate.sampling == expected
+    assert second.generate.sampling.seed == 5
+    options = first.options
+    assert (options.stop, options.no_stop_trim, options.skip_special_tokens) == (("a", "b"), True, False)
 
 
 def test_sampling_params_of_each_prompt() -> None:
@@ -171,22 +155,14 @@ def test_sampling_params_of_each_prompt() -> None:
 
 
 def test_penalties_and_biases_of_all_dialects() -> None:
-    said = {
-        "presence_penalty": -2,
-        "frequency_penalty": 0.5,
-        "repetition_penalty": 1.2,
-        "min_p": 0.1,
-        "logit_bias": {"5": -100, "7": 0.5, "6": 0},
-    }
+    penalties = {"presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_p": 0.1}
+    said = penalties | {"logit_bias": {"5": -100, "7": 0.5, "6": 0}}
     for request in (completion(**said), chat(**said), generate(sampling_params=said)):
-        for sample in plan(request):
-            sampling = sample.generate.sampling
-            assert sampling.presence_penalty == -2
-            assert sampling.frequency_penalty == 0.5
-            assert sampling.repetition_penalty == 1.2
-            assert sampling.min_p == 0.1
-            assert sampling.logit_bias == pack_logit_bias([(5, -100.0), (7, 0.5)])
-            assert sampling.changes_logits
+        (sample,) = plan(request)
+        sampling = sample.generate.sampling
+        assert {name: getattr(sampling, name) for name in penalties} == penalties
+        assert sampling.logit_bias == pack_logit_bias([(5, -100.0), (7, 0.5)])
+        assert sampling.changes_logits
     (sample,) = plan(completion(min_p=0.1, repetition_penalty=1.0, logit_bias={"6": 0}))
     assert not sample.generate.sampling.changes_logits
 
@@ -310,10 +286,9 @@ def test_isolation_fields_where_public_routers_leave_them(endpoint: Endpoint, ca
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
-@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, True)])
-def test_drafts_can_be_declined(endpoint: Endpoint, value: object, expected: bool) -> None:
-    request = parse(endpoint, speculative=value)
-    assert request.is_speculative is expected
+def test_drafts_can_be_declined(endpoint: Endpoint) -> None:
+    said = [parse(endpoint, speculative=value).is_speculative for value in (True, False, None)]
+    assert said == [True, False, True]
 
 
 # --- errors ----------------------------------------------------------------------------------------
@@ -322,14 +297,10 @@ Case = tuple[dict[str, Any], str, str]
 """Fields, the one at fault, and what its error says."""
 
 BOUNDS: dict[str, tuple[float, float]] = {
-    **{"max_tokens": (0, 2**31 - 1), "max_completion_tokens": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1)},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), (0, 2**31 - 1)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2)),
     **{"temperature": (0, 2), "top_k": (-1, 2**31 - 1), "min_p": (0, 1), "prompt_logprobs": (0, 20)},
-    **{
-        "presence_penalty": (-2, 2),
-        "frequency_penalty": (-2, 2),
-        "n": (1, 128),
-        "seed": (-(2**63), 2**63 - 1),
-    },
+    **{"n": (1, 128), "seed": (-(2**63), 2**63 - 1)},
     **{"bootstrap_room": (0, 2**63 - 1), "bootstrap_port": (1, 65535)},
 }
 """Of completions and chats, both ends included."""
@@ -546,15 +517,12 @@ def test_errors_name_field_value_and_bound(
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
-def test_another_model_is_404(endpoint: Endpoint) -> None:
+def test_another_model_is_404_and_none_is_fine(endpoint: Endpoint) -> None:
     with pytest.raises(ApiError, match=r"other.*tiny") as caught:
         parse(endpoint, model="other")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
-
-
-@pytest.mark.parametrize("model", [None, "tiny", "", "unknown", "default"])
-def test_naming_no_model_is_fine(model: str | None) -> None:
-    chat(model=model)
+    for model in (None, "tiny", "", "unknown", "default"):
+        parse(endpoint, model=model)
 
 
 @pytest.mark.parametrize(
@@ -596,27 +564,24 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
 def test_large_fields_are_refused_and_large_unknown_ones_are_not_decoded() -> None:
     """Whatever the type that a field is declared to have."""
     many = json.dumps([1] * (1 << 20))
-    for field, said in (
-        ("stop", "stop: has 3145728 bytes"),
-        ("metadata", "metadata: has"),
-        ("unknown", None),
-    ):
+
+    def parse_with(field: str) -> None:
         body = json.dumps(MINIMAL[Endpoint.CHAT])[:-1] + f', "{field}": {many}}}'
-        if said is None:
-            parse_request(Endpoint.CHAT, body.encode(), "tiny")
-            continue
-        with pytest.raises(ApiError) as refused:
-            parse_request(Endpoint.CHAT, body.encode(), "tiny")
-        assert said in refused.value.message
-        assert "2097152 are the most for a field" in refused.value.message
+        parse_request(Endpoint.CHAT, body.encode(), "tiny")
+
+    parse_with("unknown")
+    for field in ("stop", "metadata"):
+        said = f"^{field}: has 3145728 bytes of JSON; 2097152 are the most for a field"
+        with pytest.raises(ApiError, match=said):
+            parse_with(field)
 
 
 def test_fields_beside_large_ones_are_read_and_checked_as_ever() -> None:
     content = "w" * (3 << 20)
-    request = chat(messages=[{"role": "user", "content": content}], temperature=0.5, unknown=content)
-    (prompt,) = request.prompts
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.messages == ({"role": "user", "content": content},)
+    message = {"role": "user", "content": content}
+    request = chat(messages=[message], temperature=0.5, unknown=content)
+    assert request.chat is not None
+    assert request.chat.messages == (message,)
     assert request.options[0].sampling.temperature == 0.5
     for changes, said in (
         ({"temperature": 5}, "temperature: 5 must be"),
@@ -624,11 +589,9 @@ def test_fields_beside_large_ones_are_read_and_checked_as_ever() -> None:
     ):
         with pytest.raises(ApiError, match=said):
             chat(unknown=content, **changes)
-    blocks = [
-        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}], "x": content}
-    ]
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}]
     with pytest.raises(ApiError, match=r'messages\[0\].content\[1\].type: "image" must be "text"'):
-        parse(Endpoint.MESSAGES, messages=blocks)
+        parse(Endpoint.MESSAGES, messages=[{"role": "assistant", "content": parts, "x": content}])
 
 
 def test_null_is_the_same_as_absent() -> None:
@@ -666,16 +629,14 @@ def test_what_is_refused_for_a_type_or_bound_is_not_as_the_document_says(
 
 
 LONG = "x" * 250
+FULL = "this model's maximum context length is 256 tokens, and one token more"
 TOO_LONG = [
     (
         {"prompt": LONG, "max_tokens": 8},
-        "prompt: the prompt has 250 tokens and max_tokens is 8: 258 together",
+        f"prompt: the prompt has 250 tokens and max_tokens is 8: 258 together; {FULL}",
     ),
-    (
-        {"prompt": LONG, "max_tokens": 8},
-        "this model's maximum context length is 256 tokens, and one token more",
-    ),
-    ({"prompt": "x" * 257}, "is generated; this model's maximum context length is 256"),
+    ({"prompt": "x" * 257}, f"is generated; {FULL}"),
+    ({"prompt": "x" * 257, "max_tokens": 0}, f"the prompt has 257 tokens, and none is generated; {FULL}"),
     ({"prompt": "x" * 9000}, "200"),
     ({"prompt": "x" * 190, "max_tokens": 12}, "202 together; the pools of this node can hold 200"),
     ({"prompt": "x" * 90, "max_tokens": 12, "hisparse": False}, "can hold 100"),
@@ -688,15 +649,11 @@ TOO_LONG = [
     ({"messages": [*MESSAGES, {"role": "system", "content": "x"}]}, "system must come first"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 300}}, "sampling_params.max_new_tokens is 300"),
     (
-        {"prompt": "x" * 257, "max_tokens": 0},
-        "the prompt has 257 tokens, and none is generated; this model's maximum context length is 256 tokens",
-    ),
-    (
         {"text": "abc", "return_logprob": True, "logprob_start_len": 4},
         "logprob_start_len: 4 is behind the end of text, which has 3 tokens",
     ),
     (
-        {"prompt": ["x" * 100] * 256, "n": 1, "max_tokens": 1, "prompt_logprobs": 20, "prefill_only": True},
+        {"prompt": ["x" * 100] * 256, "max_tokens": 1, "prompt_logprobs": 20, "prefill_only": True},
         "prompt: at least 525987 logprobs of prompt tokens are asked for, those of the likeliest tokens "
         "included; 524288 fit in one answer: split the request, or ask for fewer a token",
     ),
@@ -721,19 +678,14 @@ def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
 
 def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
     asked = {"echo": True, "logprobs": 1, "prompt_logprobs": 3, "prefill_only": True}
-    request = completion(prompt=["abc", "d"], n=2, max_tokens=1, **asked)
-    samples = plan(request)
+    samples = plan(completion(prompt=["abc", "d"], n=2, max_tokens=1, **asked))
     assert [sample.generate.scores for sample in samples] == [WantedScores(1, 3), None] * 2
     assert [sample.echo for sample in samples] == ["abc", "abc", "d", "d"]
     assert all(sample.generate.is_prefill_only for sample in samples)
-    (native,) = plan(
-        parse(
-            Endpoint.GENERATE, return_logprob=True, logprob_start_len=2, sampling_params={"max_new_tokens": 0}
-        )
-    )
+    none = {"max_new_tokens": 0}
+    (native,) = plan(generate(return_logprob=True, logprob_start_len=2, sampling_params=none))
     assert native.generate.scores == WantedScores(3, 0)
-    assert native.generate.is_prefill_only
-    assert native.generate.sampling.max_new_tokens == 0
+    assert (native.generate.is_prefill_only, native.generate.sampling.max_new_tokens) == (True, 0)
 
 
 @pytest.mark.I6
