@@ -58,8 +58,14 @@ END_OF_INVOKE = f"</{BAR}DSML{BAR}invoke>"
 GLM_READ = ("weather", {"city": "42", "days": 3})
 PROSE = "what opens a call. " * 40
 """Too long for a name."""
-MARKED = f"{END_OF_INVOKE}</{BAR}DSML{BAR}function_calls>"
+NO_CALL = f"<tool_call>{PROSE}</tool_call>"
+END_OF_CALLS = f"</{BAR}DSML{BAR}function_calls>"
+MARKED = END_OF_INVOKE + END_OF_CALLS
+BEGINNING, _, CALLED = DSML_CALLS.partition("\n")
+BEGINNING += "\n"
+OF_EACH_KIND = parameter("a", "1.0", "false") + parameter("b", " 1 ", "true") + parameter("c", "x", "false")
 DSML_READ = [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]
+V31_READ = [("weather", {"city": "杭州"}), ("now", {})]
 V31_CALLS = (
     '<|tool▁calls▁begin|><|tool▁call▁begin|>weather<|tool▁sep|>{"city": "杭州"}<|tool▁call▁end|>'
     "<|tool▁call▁begin|>now<|tool▁sep|>{}<|tool▁call▁end|><|tool▁calls▁end|>"
@@ -68,9 +74,13 @@ V31_ODD = (
     "<|tool▁calls▁begin|><|tool▁call▁begin|>weather<|tool▁sep|>[1]<|tool▁call▁end|><|tool▁calls▁end|>"
 ).replace("|", BAR)
 MISTRAL_CALLS = '[TOOL_CALLS]weather[ARGS]{"city": "杭州", "days": [1]}[TOOL_CALLS]now[ARGS]{}'
-MISTRAL_READ = ("weather", {"city": "杭州", "days": [1]})
+MISTRAL_READ = [("weather", {"city": "杭州", "days": [1]}), ("now", {})]
 BROKEN_GLM = "f" + "<arg_key>" * 30_000
 """Calls that hurt whoever searches for the end of each beginning."""
+
+
+def make_parser(markup: Markup | None = None, *, in_reasoning: bool = False, **options: Any) -> MessageParser:
+    return MessageParser(in_reasoning=in_reasoning, markup=markup, **{"schemas": SCHEMAS, **options})
 
 
 def parse(
@@ -79,10 +89,10 @@ def parse(
     *,
     in_reasoning: bool = False,
     finish: FinishReason = FinishReason.STOP,
-    schemas: ToolSchemas = SCHEMAS,
+    **options: Any,
 ) -> Message:
     """The joined blocks of an answer that comes in ``pieces``."""
-    parser = MessageParser(in_reasoning=in_reasoning, markup=markup, schemas=schemas)
+    parser = make_parser(markup, in_reasoning=in_reasoning, **options)
     changes = [change for piece in pieces[:-1] for change in parser.feed(piece)]
     changes += parser.feed(pieces[-1], finish)
     calls = [block for block in parser.blocks if block.kind is BlockKind.CALL]
@@ -139,9 +149,7 @@ def plain(text: str, markup: Markup | None) -> Case:
         thought("use <tool_call> for it", GLM, "use <tool_call> for it", ""),
         thought(f"a <tool_call> b {GLM_CALL}", GLM, "a <tool_call> b ", "", GLM_READ),
         said(f"a <tool_call> b {GLM_CALL}", GLM, "a <tool_call> b ", GLM_READ),
-        thought(
-            f"<tool_call>{PROSE}</tool_call>a</think>Yes.", GLM, f"<tool_call>{PROSE}</tool_call>a", "Yes."
-        ),
+        thought(f"{NO_CALL}a</think>Yes.", GLM, f"{NO_CALL}a", "Yes."),
         said(f"<tool_call>{PROSE}{GLM_CALL}", GLM, f"<tool_call>{PROSE}", GLM_READ),
         plain(dsml_call("").replace('"f"', f'"{PROSE}"'), DSML),
         thought(f"hm{DSML_CALLS}", DSML, f"hm{DSML_CALLS}", ""),
@@ -154,46 +162,23 @@ def plain(text: str, markup: Markup | None) -> Case:
         plain("a < b", GLM),
         plain("a <tool_", GLM),
         plain("a </tool_call> b", GLM),
-        said(
-            f"Two:\n\n{DSML_CALLS}", DSML, "Two:", ("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})
-        ),
-        said(
-            DSML_CALLS.replace(f"</{BAR}DSML{BAR}function_calls>", ""),
-            DSML,
-            "",
-            ("weather", {"city": "杭州", "days": [1, 2]}),
-            ("now", {}),
-        ),
-        said(
-            dsml_call(
-                parameter("a", "1.0", "false") + parameter("b", " 1 ", "true") + parameter("c", "x", "false")
-            ),
-            DSML,
-            "",
-            ("f", {"a": 1.0, "b": " 1 ", "c": "x"}),
-        ),
+        said(f"Two:\n\n{DSML_CALLS}", DSML, "Two:", *DSML_READ),
+        said(DSML_CALLS.removesuffix(END_OF_CALLS), DSML, "", *DSML_READ),
+        said(dsml_call(OF_EACH_KIND), DSML, "", ("f", {"a": 1.0, "b": " 1 ", "c": "x"})),
         said(dsml_call(parameter("a", MARKED, "true")), DSML, "", ("f", {"a": MARKED})),
         said(dsml_call(parameter("a>b", "x", "true")), DSML, "", ("f", {"a>b": "x"})),
         said(dsml_call('\n{"a": [1],\n "b": "</x>"}\n'), DSML, "", ("f", {"a": [1], "b": "</x>"})),
-        said(
-            DSML_CALLS.replace("\n", "\nso ", 1),
-            DSML,
-            DSML_CALLS.partition("\n")[0] + "\nso \n" + DSML_CALLS.rpartition("\n")[2],
-            *DSML_READ,
-        ),
+        said(BEGINNING + "so " + CALLED, DSML, f"{BEGINNING}so \n{END_OF_CALLS}", *DSML_READ),
         said(f"\n\n\n{DSML_CALLS} \n", DSML, "\n", *DSML_READ),
         thought(f"hm</think>\n\n{DSML_CALLS}", DSML, "hm", "", *DSML_READ),
         plain(f"a\n\n<{BAR}DSML", DSML),
-        said(V31_CALLS, V31, "", ("weather", {"city": "杭州"}), ("now", {})),
-        said(f"Two: {V31_CALLS}", V31, "Two: ", ("weather", {"city": "杭州"}), ("now", {})),
+        said(f"Two: {V31_CALLS}", V31, "Two: ", *V31_READ),
         said(V31_ODD, V31, "", ("weather", [1])),
-        said(V31_CALLS.replace("{}", ""), V31, "", ("weather", {"city": "杭州"}), ("now", {})),
+        said(V31_CALLS.replace("{}", ""), V31, "", *V31_READ),
         plain(V31_CALLS, DSML),
-        said(f"Two:{MISTRAL_CALLS}", MISTRAL, "Two:", MISTRAL_READ, ("now", {})),
+        said(f"Two:{MISTRAL_CALLS}", MISTRAL, "Two:", *MISTRAL_READ),
         said("[TOOL_CALLS]now[ARGS]", MISTRAL, "", ("now", {})),
-        said(
-            f"a [TOOL_CALLS] b {MISTRAL_CALLS[:-2]}", MISTRAL, "a [TOOL_CALLS] b ", MISTRAL_READ, ("now", {})
-        ),
+        said(f"a [TOOL_CALLS] b {MISTRAL_CALLS[:-2]}", MISTRAL, "a [TOOL_CALLS] b ", *MISTRAL_READ),
         plain("[TOOL_CALLS]now and [ARG", MISTRAL),
         said(ODD_CALLS + " and on", DSML, ODD_CALLS + "and on"),
     ],
@@ -207,6 +192,12 @@ def test_parts_of_an_answer(
         assert (found.reasoning, found.content, calls) == expected
 
 
+def dsml_begun(parameters: str) -> str:
+    """A call without its end."""
+    return dsml_call(parameters).partition(END_OF_INVOKE)[0]
+
+
+ONE = parameter("a", "1", "false")
 FAULTS = [
     ("<tool_call>f<arg_key>a", GLM, "f", "<arg_key>a</tool_call>"),
     ("<tool_call>f and more<arg_key>a</arg_key>", GLM, "f and more", "<arg_key>a</arg_key></tool_call>"),
@@ -215,18 +206,8 @@ FAULTS = [
     (glm_call("a", "1").replace("</tool_call>", " }"), GLM, "f", '{"a": 1 }</tool_call>'),
     (glm_call("a", 'x"').partition("</arg_value>")[0], GLM, "f", '{"a": "x\\""</tool_call>'),
     (glm_call("a", "12").partition("</arg_value>")[0], GLM, "f", '{"a": 12</tool_call>'),
-    (
-        dsml_call(parameter("a", "1", "false") * 2).partition(END_OF_INVOKE)[0],
-        DSML,
-        "f",
-        f'{{"a": 1\n{parameter("a", "1", "false")}{END_OF_INVOKE}'.replace("|", BAR),
-    ),
-    (
-        dsml_call(parameter("a", "1", "true") + "b").partition(END_OF_INVOKE)[0],
-        DSML,
-        "f",
-        f'{{"a": "1"\nb{END_OF_INVOKE}',
-    ),
+    (dsml_begun(ONE * 2), DSML, "f", f'{{"a": 1\n{ONE}{END_OF_INVOKE}'.replace("|", BAR)),
+    (dsml_begun(parameter("a", "1", "true") + "b"), DSML, "f", f'{{"a": "1"\nb{END_OF_INVOKE}'),
 ]
 
 
@@ -270,30 +251,28 @@ def cut(text: str, data: st.DataObject) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-TOKENS = [
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>"),
-    *("a", " ", "\n", "<", "tool", "now", PROSE),
-]
-V31_TOKENS = [*re.findall(rf"<{BAR}[^>]*>|[^<]+", V31_CALLS), "</think>", "<", " ", "x", PROSE]
-MISTRAL_TOKENS = ["[TOOL_CALLS]", "[ARGS]", "</think>", "[", "{}", '{"a": 1}', " ", "x", PROSE]
-DSML_TOKENS = ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x", PROSE]
+TOKENS = {
+    GLM: [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<arg_key>",
+        *("a", "\n", "<", "tool", "now"),
+    ],
+    DSML: ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", "x"],
+    V31: [*re.findall(rf"<{BAR}[^>]*>|[^<]+", V31_CALLS), "</think>", "<", "x"],
+    MISTRAL: ["[TOOL_CALLS]", "[ARGS]", "</think>", "[", "{}", '{"a": 1}', "x"],
+}
+for tokens in TOKENS.values():
+    tokens += [" ", PROSE]
 
 
-@given(
-    st.one_of(
-        st.tuples(st.just(GLM), st.lists(st.sampled_from(TOKENS), max_size=12)),
-        st.tuples(st.just(DSML), st.lists(st.sampled_from(DSML_TOKENS), max_size=12)),
-        st.tuples(st.just(V31), st.lists(st.sampled_from(V31_TOKENS), max_size=12)),
-        st.tuples(st.just(MISTRAL), st.lists(st.sampled_from(MISTRAL_TOKENS), max_size=12)),
-    ),
-    st.booleans(),
-    st.data(),
-)
+@given(st.sampled_from(list(TOKENS)), st.booleans(), st.data())
 def test_how_an_answer_is_cut_changes_nothing(
-    case: tuple[Markup, list[str]], in_reasoning: bool, data: st.DataObject
+    markup: Markup, in_reasoning: bool, data: st.DataObject
 ) -> None:
-    markup, tokens = case
-    text = "".join(tokens)
+    text = "".join(data.draw(st.lists(st.sampled_from(TOKENS[markup]), max_size=12)))
     pieces = cut(text, data)
     finish = data.draw(st.sampled_from((FinishReason.STOP, FinishReason.LENGTH)))
     whole = parse([text], markup, in_reasoning=in_reasoning, finish=finish)
@@ -385,16 +364,13 @@ def test_the_arguments_of_a_call_are_those_that_were_written(
 
 def test_other_marks_of_reasoning() -> None:
     for text, in_reasoning in (("[THINK]hm[/THINK]Yes <think>.", False), ("hm[/THINK]Yes <think>.", True)):
-        parser = MessageParser(in_reasoning=in_reasoning, markup=None, schemas=SCHEMAS, think=THINK_MARKS[1])
-        found = joined(
-            [change for piece in text for change in parser.feed(piece)] + parser.feed("", FinishReason.STOP)
-        )
-        assert (found.reasoning, found.content) == ("hm", "Yes <think>.")
+        found = parse_cut(text, None, 1, in_reasoning=in_reasoning, think=THINK_MARKS[1])
+        assert found == Message("hm", "Yes <think>.")
 
 
 def test_reasoning_that_speaks_of_calls_goes_on() -> None:
     """It is held back for the length of a name at most, and nothing of it is lost."""
-    parser = MessageParser(in_reasoning=True, markup=GLM, schemas=SCHEMAS)
+    parser = make_parser(GLM, in_reasoning=True)
     thoughts = f"So <tool_call>{PROSE}"
     assert joined(parser.feed(thoughts[:100])).reasoning == "So "
     assert joined(parser.feed(thoughts[100:])).reasoning == thoughts[3:]
@@ -415,14 +391,14 @@ def begun(parser: MessageParser, piece: str) -> str:
 
 def test_names_and_strings_are_shown_as_they_come() -> None:
     """What is no string for sure waits for its end."""
-    parser = MessageParser(in_reasoning=False, markup=GLM, schemas=SCHEMAS)
+    parser = make_parser(GLM)
     assert parser.feed("<tool_call>weather<arg_") == []
     assert begun(parser, "key>") == "weather"
     pieces = ("city</arg_key><arg_value>", "42\n", 'is "so', "</arg_value", ">")
     assert shown(parser, *pieces) == ['{"city": "', "42\\n", 'is \\"so', "", '"']
     pieces = ("<arg_key>days</arg_key><arg_value>", "4", "2", "</arg_value></tool_call>")
     assert shown(parser, *pieces) == [', "days": ', "", "", "42}"]
-    parser = MessageParser(in_reasoning=False, markup=DSML, schemas=SCHEMAS)
+    parser = make_parser(DSML)
     invoke, is_string, no_string = (
         piece.replace("|", BAR)
         for piece in (
@@ -433,7 +409,7 @@ def test_names_and_strings_are_shown_as_they_come() -> None:
     )
     assert begun(parser, invoke) == "f"
     assert shown(parser, is_string, "1", "</", no_string, "1") == ['{"a": "', "1", "", '</", "b": ', ""]
-    parser = MessageParser(in_reasoning=False, markup=V31, schemas=SCHEMAS)
+    parser = make_parser(V31)
     name, rest = V31_CALLS[: V31_CALLS.index("{")], V31_CALLS[V31_CALLS.index("{") :]
     assert begun(parser, name) == "weather"
     assert shown(parser, rest[:3], "\n", rest[3:8]) == [rest[:3], "", "\n" + rest[3:8]]
@@ -442,14 +418,12 @@ def test_names_and_strings_are_shown_as_they_come() -> None:
 def test_reasoning_stays_content_for_who_asks_for_that() -> None:
     text = "<think>hm</think>Yes."
     for in_reasoning in (False, True):
-        parser = MessageParser(
-            in_reasoning=in_reasoning, separates_reasoning=False, markup=GLM, schemas=SCHEMAS
-        )
-        assert joined(parser.feed(text, FinishReason.STOP)) == Message(content=text)
+        found = parse([text], GLM, in_reasoning=in_reasoning, separates_reasoning=False)
+        assert found == Message(content=text)
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_markup() -> None:
-    parser = MessageParser(in_reasoning=False, markup=GLM, schemas=SCHEMAS)
+    parser = make_parser(GLM)
     assert joined(parser.feed("one <to")) == Message(content="one ")
     assert parser.feed("ol_") == []
     assert joined(parser.feed("x")) == Message(content="<tool_x")

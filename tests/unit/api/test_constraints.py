@@ -64,15 +64,13 @@ VLLM_FORMATS: list[tuple[dict[str, Any], AnswerFormat]] = [
     ({"choice": ["b", "a", "b"]}, AnswerFormat("choice", FormatKind.CHOICE, choices=("b", "a"))),
     ({"grammar": LARK}, AnswerFormat("grammar", FormatKind.LARK, LARK)),
 ]
+GUIDED = f"%llguidance {{}}\n{LARK}"
 SGLANG_FORMATS: list[tuple[dict[str, Any], AnswerFormat]] = [
     ({"json_schema": TEXT}, AnswerFormat("json_schema", FormatKind.JSON, TEXT)),
     ({"json_schema": "$$ANY$$"}, AnswerFormat("json_schema", FormatKind.JSON, ANY_OBJECT)),
     ({"regex": "a+"}, AnswerFormat("regex", FormatKind.REGEX, "a+")),
     ({"ebnf": GBNF}, AnswerFormat("ebnf", FormatKind.GBNF, GBNF)),
-    (
-        {"ebnf": f"%llguidance {{}}\n{LARK}"},
-        AnswerFormat("ebnf", FormatKind.LARK, f"%llguidance {{}}\n{LARK}"),
-    ),
+    ({"ebnf": GUIDED}, AnswerFormat("ebnf", FormatKind.LARK, GUIDED)),
 ]
 
 
@@ -131,30 +129,16 @@ def test_each_prompt_of_generate_has_its_own() -> None:
 
 def tool(endpoint: Endpoint, name: str, *, strict: bool | None = None) -> dict[str, Any]:
     described: dict[str, Any] = {"name": name, **({} if strict is None else {"strict": strict})}
-    match endpoint:
-        case Endpoint.MESSAGES:
-            return described | {"input_schema": {"type": "object"}}
-        case Endpoint.RESPONSES:
-            return described | {"type": "function", "parameters": {"type": "object"}}
-        case _:
-            return {"type": "function", "function": described | {"parameters": {"type": "object"}}}
+    schema = {"type": "object"}
+    if endpoint is MESSAGES:
+        return described | {"input_schema": schema}
+    described["parameters"] = schema
+    return {"type": "function", **(described if endpoint is RESPONSES else {"function": described})}
 
 
 def named(endpoint: Endpoint, name: str) -> dict[str, Any]:
-    match endpoint:
-        case Endpoint.MESSAGES:
-            return {"type": "tool", "name": name}
-        case Endpoint.RESPONSES:
-            return {"type": "function", "name": name}
-        case _:
-            return {"type": "function", "function": {"name": name}}
-
-
-def allowed(mode: str, *names: str) -> dict[str, Any]:
-    return {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": mode, "tools": [named(CHAT, name) for name in names]},
-    }
+    kind = "tool" if endpoint is MESSAGES else "function"
+    return {"type": kind, **({"function": {"name": name}} if endpoint is CHAT else {"name": name})}
 
 
 BOTH = ("f", "g")
@@ -167,39 +151,34 @@ def calls_of(endpoint: Endpoint, *, strict: bool | None = None, **changes: Any) 
     return None if found is None else found.calls
 
 
-def anthropic_or(endpoint: Endpoint, choice: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    return {"tool_choice": choice} if endpoint is MESSAGES else changes
+def choosing(endpoint: Endpoint, word: str, *, is_serial: bool = False) -> dict[str, Any]:
+    """``word``: OpenAI's."""
+    if endpoint is MESSAGES:
+        serial = {"disable_parallel_tool_use": True} if is_serial else {}
+        return {"tool_choice": {"type": "any" if word == "required" else word, **serial}}
+    return {"tool_choice": word, **({"parallel_tool_calls": False} if is_serial else {})}
 
 
 @WITH_TOOLS
 def test_tool_choice(endpoint: Endpoint) -> None:
     field = "tool_choice.type" if endpoint is MESSAGES else "tool_choice"
-    any_of = anthropic_or(endpoint, {"type": "any"}, {"tool_choice": "required"})
-    assert calls_of(endpoint, **any_of) == CallRule(field, BOTH, is_forced=True, at_most_one=False)
+    required = calls_of(endpoint, **choosing(endpoint, "required"))
+    assert required == CallRule(field, BOTH, is_forced=True, at_most_one=False)
     one = calls_of(endpoint, tool_choice=named(endpoint, "g"))
     assert one == CallRule(field, ("g",), is_forced=True, at_most_one=endpoint is not MESSAGES)
-    for choice, word in (({"type": "auto"}, "auto"), ({"type": "none"}, "none")):
-        changes = anthropic_or(endpoint, choice, {"tool_choice": word})
-        assert calls_of(endpoint, **changes) is None
+    for word in ("auto", "none"):
+        assert calls_of(endpoint, **choosing(endpoint, word)) is None
     with pytest.raises(ApiError, match='name: "h" is none of the tools'):
         calls_of(endpoint, tool_choice=named(endpoint, "h"))
 
 
 @WITH_TOOLS
 def test_one_call_at_a_time(endpoint: Endpoint) -> None:
-    serial = anthropic_or(
-        endpoint, {"type": "auto", "disable_parallel_tool_use": True}, {"parallel_tool_calls": False}
-    )
-    found = calls_of(endpoint, **serial)
-    assert found is not None
-    assert (found.names, found.is_forced, found.at_most_one) == (BOTH, False, True)
-    assert found.field.endswith(("parallel_tool_calls", "disable_parallel_tool_use"))
-    forced = anthropic_or(
-        endpoint,
-        {"type": "any", "disable_parallel_tool_use": True},
-        {"tool_choice": "required", "parallel_tool_calls": False},
-    )
-    found = calls_of(endpoint, **forced)
+    disabled = "tool_choice.disable_parallel_tool_use"
+    field = disabled if endpoint is MESSAGES else "parallel_tool_calls"
+    serial = choosing(endpoint, "auto", is_serial=True)
+    assert calls_of(endpoint, **serial) == CallRule(field, BOTH, is_forced=False, at_most_one=True)
+    found = calls_of(endpoint, **choosing(endpoint, "required", is_serial=True))
     assert found is not None
     assert (found.is_forced, found.at_most_one) == (True, True)
     assert constraint_of(endpoint, **({} if endpoint is MESSAGES else serial)) is None
@@ -209,30 +188,34 @@ def test_one_call_at_a_time(endpoint: Endpoint) -> None:
 def test_strict_tools(endpoint: Endpoint) -> None:
     assert calls_of(endpoint, strict=True) == CallRule("tools", BOTH, is_forced=False, at_most_one=False)
     assert calls_of(endpoint, strict=False) is None
-    none: Any = {"type": "none"} if endpoint is MESSAGES else "none"
-    assert calls_of(endpoint, strict=True, tool_choice=none) is None
+    assert calls_of(endpoint, strict=True, **choosing(endpoint, "none")) is None
 
 
 def test_allowed_tools() -> None:
-    assert calls_of(CHAT, tool_choice=allowed("auto", "g")) == CallRule("tool_choice", ("g",), False, False)
-    assert calls_of(CHAT, tool_choice=allowed("required", "g", "g")) == CallRule(
-        "tool_choice", ("g",), True, False
-    )
-    of_responses = {"type": "allowed_tools", "mode": "required", "tools": [named(RESPONSES, "f")]}
-    assert calls_of(RESPONSES, tool_choice=of_responses) == CallRule("tool_choice", ("f",), True, False)
+    def chosen(endpoint: Endpoint, mode: str, *names: str) -> CallRule | None:
+        allowed: dict[str, Any] = {"mode": mode, "tools": [named(endpoint, name) for name in names]}
+        within = {"allowed_tools": allowed} if endpoint is CHAT else allowed
+        return calls_of(endpoint, tool_choice={"type": "allowed_tools", **within})
+
+    assert chosen(CHAT, "auto", "g") == CallRule("tool_choice", ("g",), False, False)
+    assert chosen(CHAT, "required", "g", "g") == CallRule("tool_choice", ("g",), True, False)
+    assert chosen(RESPONSES, "required", "f") == CallRule("tool_choice", ("f",), True, False)
 
 
 def test_a_format_beside_tools_lets_either_come() -> None:
     """As agents ask for it: tools until the answer is found, and the answer in its format."""
-    found = constraint_of(CHAT, tools=[tool(CHAT, "f")], response_format=OPENAI_FORMAT)
-    assert found is not None
-    assert found.answer is not None
-    assert found.calls == CallRule("tools", ("f",), is_forced=False, at_most_one=False)
+    assert constraint_of(CHAT, tools=[tool(CHAT, "f")], response_format=OPENAI_FORMAT) == Constraint(
+        AnswerFormat("response_format.json_schema.schema", FormatKind.JSON, TEXT),
+        CallRule("tools", ("f",), is_forced=False, at_most_one=False),
+    )
 
 
 # --- what is refused ---------------------------------------------------------------------------------
 
 PREFILLED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
+GOES_ON: dict[str, Any] = {"messages": PREFILLED, "continue_final_message": True}
+FORCED: dict[str, Any] = {"tools": [tool(CHAT, "f")], "tool_choice": "required"}
+ANY_FORMAT = {"response_format": {"type": "json_object"}}
 CONFLICTS: list[tuple[Endpoint, dict[str, Any], tuple[str, str]]] = [
     (CHAT, {"response_format": OPENAI_FORMAT, "regex": "a"}, ("response_format.json_schema.schema", "regex")),
     (COMPLETIONS, {"json_schema": {}, "structured_outputs": {"regex": "a"}}, ("structured", "json_schema")),
@@ -248,21 +231,8 @@ CONFLICTS: list[tuple[Endpoint, dict[str, Any], tuple[str, str]]] = [
         {"output_config": {"format": ANTHROPIC_FORMAT}, "output_format": ANTHROPIC_FORMAT},
         ("output_config.format.schema", "output_format.schema"),
     ),
-    (
-        CHAT,
-        {"messages": PREFILLED, "continue_final_message": True, "response_format": {"type": "json_object"}},
-        ("response_format", "continue_final_message"),
-    ),
-    (
-        CHAT,
-        {
-            "messages": PREFILLED,
-            "continue_final_message": True,
-            "tools": [tool(CHAT, "f")],
-            "tool_choice": "required",
-        },
-        ("tool_choice", "continue_final_message"),
-    ),
+    (CHAT, GOES_ON | ANY_FORMAT, ("response_format", "continue_final_message")),
+    (CHAT, GOES_ON | FORCED, ("tool_choice", "continue_final_message")),
     (MESSAGES, {"messages": PREFILLED, "output_format": ANTHROPIC_FORMAT}, ("output_format", "messages")),
 ]
 
@@ -291,27 +261,18 @@ def test_a_forced_call_leaves_no_text_for_a_format(endpoint: Endpoint, chosen: d
     assert constraint_of(endpoint, **forced, **chosen) == constraint_of(endpoint, **forced)
 
 
-def lines(number: int) -> str:
-    return "\n".join(f'r{index} ::= "a"' for index in range(number))
+MANY_RULES = 'r ::= "a"\n' * (MAX_GBNF_RULES + 1)
+
+
+def openai_schema(**described: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
-        "response_format.json_schema.schema",
-        "is needed",
-    ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
-        "response_format.json_schema.schema",
-        "must be a JSON schema",
-    ),
-    (
-        {"response_format": {"type": "structural_tag"}},
-        "response_format.type",
-        'must be "json_object", "json_schema"',
-    ),
+    (openai_schema(name="n"), "response_format.json_schema.schema", "is needed"),
+    (openai_schema(schema=[]), "response_format.json_schema.schema", "must be a JSON schema"),
+    ({"response_format": {"type": "tag"}}, "response_format.type", 'must be "json_object", "json_schema"'),
     ({"json_schema": True}, "json_schema", "must be a JSON schema"),
     ({"json_schema": "{"}, "json_schema", "is not valid JSON"),
     ({"json_schema": "[1]"}, "json_schema", "must be a JSON schema"),
@@ -321,29 +282,34 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "a" * 16385}, "regex", "length <= 16384"),
     ({"regex": ""}, "regex", "length >= 1"),
     *(
-        ({"structured_outputs": {"choice": choices}}, f"structured_outputs.choice{index}", said)
-        for choices, index, said in (
-            (["a"] * 1025, "", "length <= 1024"),
-            (["a" * (MAX_CHOICE_CHARS + 1)], "", f"{MAX_CHOICE_CHARS} are the most"),
-            (["a", ""], "[1]", "length >= 1"),
-            (["a", 1], "[1]", "must be `str`"),
+        ({"structured_outputs": fields}, f"structured_outputs{field}", said)
+        for fields, field, said in (
+            ({"choice": ["a"] * 1025}, ".choice", "length <= 1024"),
+            ({"choice": ["a" * (MAX_CHOICE_CHARS + 1)]}, ".choice", f"{MAX_CHOICE_CHARS} are the most"),
+            ({"choice": ["a", ""]}, ".choice[1]", "length >= 1"),
+            ({"choice": ["a", 1]}, ".choice[1]", "must be `str`"),
+            ({"choice": []}, ".choice", "at least one string"),
+            ({"structural_tag": "{}"}, ".structural_tag", "not supported"),
+            ({"whitespace_pattern": " "}, ".whitespace_pattern", "not supported"),
+            ([], "", "must be `object | null`"),
         )
     ),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one string"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
-    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not"),
-    ({"structured_outputs": []}, "structured_outputs", "must be `object | null`"),
     ({"guided_json": {}}, "guided_json", "vLLM calls it structured_outputs now"),
     ({"ebnf": f"start: {'a' * 65536}"}, "ebnf", "length <= 65536"),
     ({"ebnf": f"root ::= {'a' * MAX_GBNF_CHARS}"}, "ebnf", f"1 to {MAX_GBNF_CHARS} characters"),
-    ({"ebnf": lines(MAX_GBNF_RULES + 1)}, "ebnf", f"{MAX_GBNF_RULES} are the most"),
-    ({"tool_choice": "any"}, "tool_choice", 'must be "none"'),
-    ({"tool_choice": {"type": "function"}}, "tool_choice.function", "is needed"),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "is needed"),
-    (
-        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}},
-        "tool_choice.allowed_tools.mode",
-        'must be "auto" or "required"',
+    ({"ebnf": MANY_RULES}, "ebnf", f"{MAX_GBNF_RULES} are the most"),
+    *(
+        ({"tool_choice": choice}, f"tool_choice{field}", said)
+        for choice, field, said in (
+            ("any", "", 'must be "none"'),
+            ({"type": "function"}, ".function", "is needed"),
+            ({"type": "allowed_tools"}, ".allowed_tools", "is needed"),
+            (
+                {"type": "allowed_tools", "allowed_tools": {"mode": "x"}},
+                ".allowed_tools.mode",
+                'must be "auto" or "required"',
+            ),
+        )
     ),
 ]
 

@@ -56,30 +56,6 @@ def prompt_text(
     return text
 
 
-def test_what_was_thought_before_is_left_out(checkpoint: Path) -> None:
-    assert prompt_text(checkpoint, HELLO, ANSWER, SUM) == BEFORE + "</think>"
-
-
-@pytest.mark.parametrize("name", ["thinking", "enable_thinking"])
-def test_thinking_opens_the_answer_with_it(checkpoint: Path, name: str) -> None:
-    assert prompt_text(checkpoint, HELLO, ANSWER, SUM, **{name: True}) == BEFORE + "<think>"
-    assert prompt_text(checkpoint, HELLO, ANSWER, SUM, **{name: False}) == BEFORE + "</think>"
-
-
-def test_the_system_comes_first_and_has_no_mark(checkpoint: Path) -> None:
-    system = {"role": "system", "content": "Be brief."}
-    assert prompt_text(checkpoint, system, HELLO) == f"{BOS}Be brief.<｜User｜>hello<｜Assistant｜></think>"
-    assert prompt_text(checkpoint, system) == f"{BOS}Be brief.<｜Assistant｜></think>"
-
-
-def test_an_answer_that_was_begun_goes_on(checkpoint: Path) -> None:
-    begun = {"role": "assistant", "content": "Two, be"}
-    assert prompt_text(checkpoint, HELLO, ANSWER, SUM, begun, continued=True) == BEFORE + "</think>Two, be"
-    thought = begun | {"reasoning_content": "Hm."}
-    found = prompt_text(checkpoint, HELLO, ANSWER, SUM, thought, continued=True, thinking=True)
-    assert found == BEFORE + "<think>Hm.</think>Two, be"
-
-
 FORECAST = {
     "type": "function",
     "function": {
@@ -122,37 +98,6 @@ def result(content: str, call_id: str | None = None) -> dict[str, Any]:
     return shown if call_id is None else shown | {"tool_call_id": call_id}
 
 
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        (
-            ({"role": "system", "content": "Be brief."}, HELLO),
-            f"{BOS}Be brief.{tools_text(SHOWN_FORECAST)}<｜User｜>hello<｜Assistant｜></think>",
-        ),
-        ((HELLO,), f"{BOS}{tools_text(SHOWN_FORECAST)}<｜User｜>hello<｜Assistant｜></think>"),
-        (
-            ({"role": "system", "content": "", "tools": [FORECAST]}, HELLO),
-            f"{BOS}{tools_text(SHOWN_FORECAST, SHOWN_FORECAST)}<｜User｜>hello<｜Assistant｜></think>",
-        ),
-    ],
-)
-def test_tools_are_told_of_in_the_first_system_message(
-    checkpoint: Path, messages: tuple[dict[str, Any], ...], expected: str
-) -> None:
-    assert prompt_text(checkpoint, *messages, tools=[FORECAST]) == expected
-
-
-def test_a_developer_asks_as_a_user_does_and_may_bring_tools(checkpoint: Path) -> None:
-    developer = {"role": "developer", "content": "Find it.", "tools": [FORECAST]}
-    asked = f"<｜User｜>{tools_text(SHOWN_FORECAST)}\n\n# The user's message is: Find it.<｜Assistant｜>"
-    assert prompt_text(checkpoint, developer) == f"{BOS}{asked}</think>"
-    assert prompt_text(checkpoint, developer, thinking=True) == f"{BOS}{asked}<think>"
-    answered = prompt_text(checkpoint, developer, ANSWER, SUM, thinking=True)
-    assert answered == (
-        f"{BOS}{asked}</think>Hello! I am DeepSeek.{EOS}<｜User｜>1+1=?<｜Assistant｜><think>"
-    )
-
-
 CALLS = """
 
 <｜DSML｜function_calls>
@@ -181,34 +126,82 @@ RESULTS = """
 """
 
 
-def test_calls_and_results_while_the_loop_runs(checkpoint: Path) -> None:
-    loop = (HELLO, CALLING, result("sun", "c1"), result("noon", "c2"))
-    asked = f"{BOS}<｜User｜>hello<｜Assistant｜>"
-    assert prompt_text(checkpoint, *loop) == f"{asked}</think>I look.{CALLS}{EOS}{RESULTS}</think>"
-    shown = f"{asked}<think>Which city?</think>I look.{CALLS}{EOS}{RESULTS}<think>"
-    assert prompt_text(checkpoint, *loop, thinking=True) == shown
-    again = calling(call(None, "now"))
-    empty_call = CALLS[: CALLS.index("<｜DSML｜invoke")] + CALLS[CALLS.index('<｜DSML｜invoke name="now">') :]
-    assert prompt_text(checkpoint, *loop, again, result("late"), thinking=True) == (
-        f"{shown}</think>{empty_call}{EOS}\n\n<function_results>\n<result>late</result>\n"
-        "</function_results>\n\n<think>"
-    )
+BEGUN = {"role": "assistant", "content": "Two, be"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+DEVELOPER = {"role": "developer", "content": "Find it.", "tools": [FORECAST]}
+LOOP = (HELLO, CALLING, result("sun", "c1"), result("noon", "c2"))
+AGAIN = (*LOOP, calling(call(None, "now")), result("late"))
+THINK: dict[str, Any] = {"thinking": True}
+CONTINUED: dict[str, Any] = {"continued": True}
+WITH_TOOLS: dict[str, Any] = {"tools": [FORECAST]}
+ASKED = "<｜User｜>hello<｜Assistant｜>"
+SHOWN_TOOLS = tools_text(SHOWN_FORECAST)
+SOUGHT = f"{BOS}<｜User｜>{SHOWN_TOOLS}\n\n# The user's message is: Find it.<｜Assistant｜>"
+ANSWERED = f"</think>Hello! I am DeepSeek.{EOS}<｜User｜>1+1=?<｜Assistant｜>"
+LOOKED = f"I look.{CALLS}{EOS}{RESULTS}"
+FIRST_CALL, SECOND_CALL = (CALLS.index(f'<｜DSML｜invoke name="{name}"') for name in ("forecast", "now"))
+ONLY_NOW = CALLS[:FIRST_CALL] + CALLS[SECOND_CALL:]
+LATE = "\n\n<function_results>\n<result>late</result>\n</function_results>\n\n"
+
+PROMPTS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], str]]] = {
+    "what was thought before is left out, and thinking opens the answer": [
+        ((HELLO, ANSWER, SUM), {}, BEFORE + "</think>"),
+        *(
+            ((HELLO, ANSWER, SUM), {name: is_on}, BEFORE + mark)
+            for name in ("thinking", "enable_thinking")
+            for is_on, mark in ((True, "<think>"), (False, "</think>"))
+        ),
+    ],
+    "a system comes first and has no mark": [
+        ((SYSTEM, HELLO), {}, f"{BOS}Be brief.{ASKED}</think>"),
+        ((SYSTEM,), {}, f"{BOS}Be brief.<｜Assistant｜></think>"),
+    ],
+    "an answer that was begun goes on": [
+        ((HELLO, ANSWER, SUM, BEGUN), CONTINUED, BEFORE + "</think>Two, be"),
+        (
+            (HELLO, ANSWER, SUM, BEGUN | {"reasoning_content": "Hm."}),
+            CONTINUED | THINK,
+            BEFORE + "<think>Hm.</think>Two, be",
+        ),
+    ],
+    "tools are told of in the first system message": [
+        ((SYSTEM, HELLO), WITH_TOOLS, f"{BOS}Be brief.{SHOWN_TOOLS}{ASKED}</think>"),
+        ((HELLO,), WITH_TOOLS, f"{BOS}{SHOWN_TOOLS}{ASKED}</think>"),
+        (
+            (SPACE | {"tools": [FORECAST]}, HELLO),
+            WITH_TOOLS,
+            f"{BOS}{tools_text(SHOWN_FORECAST, SHOWN_FORECAST)}{ASKED}</think>",
+        ),
+    ],
+    "a developer asks as a user does and may bring tools": [
+        ((DEVELOPER,), {}, f"{SOUGHT}</think>"),
+        ((DEVELOPER,), THINK, f"{SOUGHT}<think>"),
+        ((DEVELOPER, ANSWER, SUM), THINK, f"{SOUGHT}{ANSWERED}<think>"),
+    ],
+    "calls and results while the loop runs": [
+        (LOOP, {}, f"{BOS}{ASKED}</think>{LOOKED}</think>"),
+        (LOOP, THINK, f"{BOS}{ASKED}<think>Which city?</think>{LOOKED}<think>"),
+        (
+            AGAIN,
+            THINK,
+            f"{BOS}{ASKED}<think>Which city?</think>{LOOKED}<think></think>{ONLY_NOW}{EOS}{LATE}<think>",
+        ),
+    ],
+    "once the user speaks again the reasoning of the loop is left out": [
+        ((*LOOP, ANSWER, SUM), THINK, f"{BOS}{ASKED}</think>{LOOKED}{ANSWERED}<think>"),
+        ((*LOOP, ANSWER, SUM), {}, f"{BOS}{ASKED}</think>{LOOKED}{ANSWERED}</think>"),
+    ],
+    "results stand in the order of the calls": [
+        ((HELLO, CALLING, *results), {}, f"{BOS}{ASKED}</think>{LOOKED}</think>")
+        for results in ((LOOP[3], LOOP[2]), (result("sun"), result("noon")))
+    ],
+}
 
 
-def test_once_the_user_speaks_again_the_reasoning_of_the_loop_is_left_out(checkpoint: Path) -> None:
-    loop = (HELLO, CALLING, result("sun", "c1"), result("noon", "c2"), ANSWER, SUM)
-    before = (
-        f"{BOS}<｜User｜>hello<｜Assistant｜></think>I look.{CALLS}{EOS}{RESULTS}</think>"
-        f"Hello! I am DeepSeek.{EOS}<｜User｜>1+1=?<｜Assistant｜>"
-    )
-    assert prompt_text(checkpoint, *loop, thinking=True) == before + "<think>"
-    assert prompt_text(checkpoint, *loop) == before + "</think>"
-
-
-def test_results_stand_in_the_order_of_the_calls(checkpoint: Path) -> None:
-    swapped = prompt_text(checkpoint, HELLO, CALLING, result("noon", "c2"), result("sun", "c1"))
-    assert swapped == prompt_text(checkpoint, HELLO, CALLING, result("sun", "c1"), result("noon", "c2"))
-    assert swapped == prompt_text(checkpoint, HELLO, CALLING, result("sun"), result("noon"))
+@pytest.mark.parametrize("rule", PROMPTS)
+def test_the_prompt(checkpoint: Path, rule: str) -> None:
+    for messages, options, expected in PROMPTS[rule]:
+        assert prompt_text(checkpoint, *messages, **options) == expected
 
 
 @pytest.mark.parametrize(
@@ -258,11 +251,7 @@ def test_arguments_may_be_nested_as_deeply_as_json_from_outside(checkpoint: Path
 # --- whose markup answers are read in ---------------------------------------------------------------
 
 
-V31_TEMPLATE = (
-    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
-    "{{ '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}"
-    "{% endfor %}{% endfor %}"
-)
+V31_TEMPLATE = "{{ '<｜tool▁sep｜>' + call.function.arguments }}"
 
 
 @pytest.mark.parametrize(
@@ -290,14 +279,6 @@ def test_the_template_decides_how_calls_are_read(
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     assert TextCodec(tokenizer, len(tokenizer), model_type).chat_format.markup is markup
-
-
-def test_a_template_of_v31_gets_arguments_as_text(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, V31_TEMPLATE)
-    messages = (HELLO, calling(call("c1", city="杭州", days=2)), result("sun", "c1"))
-    assert prompt_text(directory, *messages) == (
-        'hello<｜tool▁call▁begin｜>forecast<｜tool▁sep｜>{"city": "杭州", "days": 2}sun'
-    )
 
 
 def test_a_template_in_the_checkpoint_comes_first(tmp_path: Path) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
 from starlette.types import Message, Receive, Scope, Send
 
 from hisparse_pd.api.keys import MAX_KEYS, ApiKeys, RequireKey, load_api_keys
 from protocol.access import KeyFileError
-from tests.property.fuzzing import batch, damage, fuzz_batches, seeds
 
 KEY = "correct-horse-battery-staple"
 OTHER = "another-key-of-someone-else"
@@ -26,13 +23,6 @@ CONTENT = f"# the web application\n{KEY}\n\n  {OTHER}  \n"
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
-    path.write_text(CONTENT)
-    return path
-
-
-@pytest.fixture(scope="module")
-def path_of_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(CONTENT)
     return path
 
@@ -145,8 +135,8 @@ def gate(path: Path) -> Gate:
     return Gate(ApiKeys(path))
 
 
-def bearer(value: str) -> HEADERS:
-    return [(b"authorization", value.encode())]
+def bearer(value: str | bytes) -> HEADERS:
+    return [(b"authorization", value.encode() if isinstance(value, str) else value)]
 
 
 X_API_KEY = [(b"x-api-key", KEY.encode())]
@@ -164,6 +154,8 @@ def test_a_key_gets_through(gate: Gate, headers: HEADERS) -> None:
     "headers",
     [
         [],
+        bearer(b"Bearer \xff\x00"),
+        bearer(f"Bearer {KEY},"),
         *map(
             bearer, ("", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY} {OTHER}")
         ),
@@ -203,21 +195,7 @@ def test_what_the_client_wrote_cannot_forge_a_line_of_the_log(
     assert json.dumps("/work\nINFO forged") in record.getMessage()
 
 
-@given(seeds)
-@fuzz_batches
-def test_only_the_key_itself_and_open_paths_let_a_request_through(path_of_keys: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    gate = Gate(ApiKeys(path_of_keys))
-    good = b"Bearer " + KEY.encode()
-
-    def check(damaged_value: bytes) -> None:
-        target = rng.choice(("/health", "/health/", "//health", "/HEALTH", "/health\0", "", "/v1/models"))
-        values = rng.choice(([damaged_value], [damaged_value], [good], [good, damaged_value], []))
-        is_bearer = len(values) == 1 and values[0][:7].lower() == b"bearer "
-        is_key = is_bearer and values[0][7:].strip(b" ") in (KEY.encode(), OTHER.encode())
-        expected = 200 if is_key or target == "/health" else 401
-        assert gate.ask(target, [(b"authorization", value) for value in values])[0] == expected
-
-    hostile = [b"\x00", b"\xff", b" ", b","]
-    headers = (good, KEY.encode(), b"Basic " + KEY.encode())
-    batch(seed, lambda rng: damage(rng, headers, hostile), check)
+def test_an_open_path_is_open_as_it_is_written_alone(gate: Gate) -> None:
+    assert gate.ask("/health", bearer("Bearer wrong"))[0] == 200
+    for target in ("/health/", "//health", "/HEALTH", "/health\0", "", "/v1/models"):
+        assert gate.ask(target, [])[0] == 401, target

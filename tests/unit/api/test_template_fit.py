@@ -22,7 +22,7 @@ CHAT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
     "{% for call in m.tool_calls %}CALL{% endfor %}{% endfor %}"
 )
-GLM = CHAT.replace("CALL", GLM_CALL)
+GLM, V31 = CHAT.replace("CALL", GLM_CALL), CHAT.replace("CALL", V31_CALL)
 OWN = None
 """DeepSeek-V3.2's encoder."""
 DEVELOPER = {"role": "developer", "content": "D."}
@@ -60,12 +60,17 @@ def test_of_deepseeks_own_encoder_a_developer_without_tools_asks_nothing() -> No
 NO_OBJECT = ['{"a": "b', "[1]", "7", "so", '{"a": 1}}']
 
 
+def calling(arguments: str) -> list[Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "?"}]
+
+
 @pytest.mark.parametrize("arguments", NO_OBJECT)
 @pytest.mark.parametrize(
     ("template", "shown"),
     [
         (GLM, "<arg_key>arguments={}"),
-        (CHAT.replace("CALL", V31_CALL), "<｜tool▁sep｜>{}"),
+        (V31, "<｜tool▁sep｜>{}"),
         (OWN, '<｜DSML｜parameter name="arguments" string="true">{}</｜DSML｜parameter>'),
     ],
     ids=["glm", "v31", "own"],
@@ -74,9 +79,13 @@ def test_arguments_that_are_no_json_object_are_shown_as_they_are(
     template: str | None, shown: str, arguments: str
 ) -> None:
     """What max_tokens cut off, or the model got wrong, comes back with the next turn."""
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "?"}]
-    assert shown.format(arguments) in written(template, messages)
+    assert shown.format(arguments) in written(template, calling(arguments))
+
+
+def test_a_json_object_of_arguments_is_text_for_v31_alone() -> None:
+    arguments = '{"city": "杭州", "days": 2}'
+    assert f"<｜tool▁sep｜>{arguments}" in written(V31, calling(arguments))
+    assert "<arg_key>city=杭州<arg_key>days=2" in written(GLM, calling(arguments))
 
 
 def test_reasoning_has_two_names() -> None:
