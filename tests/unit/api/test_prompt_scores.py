@@ -20,7 +20,7 @@ from hisparse_pd.engine.messages import (
     score_dtype,
 )
 from hisparse_pd.vocabulary import FinishReason, TokenLogprob
-from tests.unit.api.scripted_engine import say
+from tests.unit.api.scripted_engine import plays, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
 
 pytestmark = pytest.mark.anyio
@@ -64,6 +64,8 @@ def best(position: int, own: str, num: int) -> dict[str, float]:
 ONE = {"max_new_tokens": 1}
 INPUT_LOGPROBS = [[None, 108, "l"], [-3.0, 108, "l"], [-4.0, 111, "o"]]
 NOTHING: dict[str, Any] = {"max_tokens": 0}
+ALONE: dict[str, Any] = BODY | {"echo": True, "prefill_only": True}
+"""As the router asks a prefill node alone."""
 ECHO: dict[str, Any] = {
     "tokens": ["h", "e", "l", "l", "o"],
     "token_logprobs": [None, -1.0, -2.0, -3.0, -4.0],
@@ -81,8 +83,7 @@ BY_ID = [None] + [
 
 async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
     async with serving(scores, tmp_path, role="prefill") as node:
-        asked = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
-        asked |= {"prefill_only": True}
+        asked = ALONE | {"max_tokens": 0, "logprobs": 1, "prompt_logprobs": 1}
         answer = (await node.post("/v1/completions", **asked)).json()
         (choice,) = answer["choices"]
         assert choice == {
@@ -101,9 +102,9 @@ async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
 
 async def test_a_prefill_node_answers_with_the_token_that_it_drew(tmp_path: Path) -> None:
     async with serving(scores, tmp_path, role="prefill") as node:
-        asked = {**BODY, "prompt": [[104, 105], [106]], "max_tokens": 1, "echo": True, "logprobs": 1}
-        asked |= {"prefill_only": True, "bootstrap_room": [7, 8]}
-        first, second = (await node.post("/v1/completions", **asked)).json()["choices"]
+        asked = ALONE | {"prompt": [[104, 105], [106]], "max_tokens": 1, "logprobs": 1}
+        answer = await node.post("/v1/completions", **asked | {"bootstrap_room": [7, 8]})
+        first, second = answer.json()["choices"]
         assert (first["text"], second["text"]) == ("hi!", "j!")
         assert first["logprobs"] == {
             "tokens": ["h", "i", "!"],
@@ -112,11 +113,10 @@ async def test_a_prefill_node_answers_with_the_token_that_it_drew(tmp_path: Path
             "text_offset": [0, 1, 2],
         }
         assert second["logprobs"]["token_logprobs"] == [None, -9.0]
-        streamed = await node.events("/v1/completions", **{**BODY, "max_tokens": 0}, echo=True)
+        streamed = await node.events("/v1/completions", **BODY | NOTHING, echo=True)
         assert [choice["text"] for event in streamed for choice in event["choices"]] == ["hello"]
-        chat = {**BODY, "messages": MESSAGES, "max_tokens": 0}
-        answer = (await node.post("/v1/chat/completions", **chat)).json()
-        assert answer["choices"][0]["message"]["content"] == ""
+        answer = await node.post("/v1/chat/completions", **BODY | NOTHING, messages=MESSAGES)
+        assert answer.json()["choices"][0]["message"]["content"] == ""
 
 
 async def test_the_other_dialects_of_a_prefill_node_that_answers_alone(tmp_path: Path) -> None:
@@ -142,13 +142,10 @@ async def test_the_other_dialects_of_a_prefill_node_that_answers_alone(tmp_path:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_both_nodes_say_that_the_router_asks_for_the_wrong_answer(tmp_path: Path, role: str) -> None:
+    ids = {"prompt_logprobs": 0}
     async with serving(say("AB"), tmp_path, role=role) as node:
-        for field in (
-            {"echo": True, "logprobs": 0},
-            {"prompt_logprobs": 0},
-            {"prompt_logprobs": 0} | NOTHING,
-        ):
-            answer = await node.post("/v1/completions", **BODY | field)
+        for fields in ({"echo": True, "logprobs": 0}, ids, ids | NOTHING):
+            answer = await node.post("/v1/completions", **BODY | fields)
             assert answer.status_code == 400
             assert "asks for the decode node's answer" in answer.json()["error"]["message"]
         assert not node.engine.generates
@@ -166,15 +163,12 @@ async def test_a_decode_node_does_not_answer_for_a_prefill_node(tmp_path: Path) 
 async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> None:
     """Other routers send it both nodes."""
     async with serving(say("AB"), tmp_path) as node:
-        nothing = {**BODY, "max_tokens": 0, "echo": True}
+        nothing = BODY | NOTHING | {"echo": True}
         answer = (await node.post("/v1/completions", **nothing)).json()
         assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("hello", "length")
         assert answer["usage"]["completion_tokens"] == 0
-        native = {**NATIVE, "sampling_params": {"max_new_tokens": 0}}
-        assert (await node.post("/generate", **native)).json()["meta_info"]["finish_reason"] == {
-            "type": "length",
-            "length": 0,
-        }
+        native = await node.post("/generate", **NATIVE | {"sampling_params": {"max_new_tokens": 0}})
+        assert native.json()["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
         streamed = await node.events("/v1/completions", **nothing)
         assert [event["choices"][0]["finish_reason"] for event in streamed] == ["length"]
         assert not node.engine.generates
@@ -192,9 +186,8 @@ async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:
 
 async def test_long_lists_are_written_in_pieces(tmp_path: Path) -> None:
     async with serving(scores, tmp_path, role="prefill") as node:
-        asked = {**BODY, "prompt": "x" * 190, "max_tokens": 0, "prompt_logprobs": 20, "echo": True}
-        asked |= {"prefill_only": True}
-        (choice,) = (await node.post("/v1/completions", **asked, logprobs=0)).json()["choices"]
+        asked = ALONE | NOTHING | {"prompt": "x" * 190, "prompt_logprobs": 20, "logprobs": 0}
+        (choice,) = (await node.post("/v1/completions", **asked)).json()["choices"]
         assert [entry["120"]["rank"] for entry in choice["prompt_logprobs"][1:]] == list(range(1, 190))
         assert len(choice["prompt_logprobs"][7]) == 21
         assert choice["logprobs"]["text_offset"] == list(range(190))
@@ -202,12 +195,10 @@ async def test_long_lists_are_written_in_pieces(tmp_path: Path) -> None:
 
 
 async def test_positions_that_lack_are_an_error(tmp_path: Path) -> None:
-    def lossy(generate: Generate) -> Iterable[FromEngine]:
-        yield PromptScores(generate.request_id, 0, b"\0" * score_dtype(0).itemsize)
-        yield Tokens(generate.request_id, (), finish_reason=FinishReason.LENGTH)
-
+    one_row = PromptScores("", 0, b"\0" * score_dtype(0).itemsize)
+    lossy = plays(one_row, Tokens("", (), finish_reason=FinishReason.LENGTH))
     async with serving(lossy, tmp_path, role="prefill") as node:
-        answer = await node.post("/v1/completions", **BODY | NOTHING, prompt_logprobs=0, prefill_only=True)
+        answer = await node.post("/v1/completions", **ALONE | NOTHING, prompt_logprobs=0)
         assert answer.status_code == 500
         assert "1 logprobs for 5 tokens" in answer.json()["error"]["message"]
 
