@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import assert_never
 
 import msgspec
 from msgspec import Raw
@@ -127,23 +126,19 @@ class _Records:
         return events + journal_line(msgspec.json.encode(record))
 
 
-def _outputs(front: Front, work: Work) -> list[SampleOutput]:
-    token_bytes = front.codec.token_bytes
-    return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]
+_DIALECTS: Mapping[Endpoint, type[Dialect]] = {
+    Endpoint.COMPLETIONS: Completions,
+    Endpoint.CHAT: Chat,
+    Endpoint.GENERATE: Generate,
+    Endpoint.MESSAGES: Messages,
+    Endpoint.RESPONSES: Responses,
+}
 
 
 def _dialect(front: Front, work: Work) -> Dialect:
-    codec, model_name = front.codec, front.settings.model_name
-    match work.request.endpoint:
-        case Endpoint.COMPLETIONS:
-            return Completions(work, model_name, codec.token_bytes)
-        case Endpoint.CHAT:
-            return Chat(work, model_name, codec.token_bytes, codec.chat_format)
-        case Endpoint.GENERATE:
-            return Generate(work, codec.token_bytes)
-        case Endpoint.MESSAGES:
-            return Messages(work, model_name, codec.token_bytes, codec.chat_format)
-        case Endpoint.RESPONSES:
-            return Responses(work, model_name, codec.token_bytes, codec.chat_format)
-        case endpoint:
-            assert_never(endpoint)
+    return _DIALECTS[work.request.endpoint](front, work)
+
+
+def _outputs(front: Front, work: Work) -> list[SampleOutput]:
+    token_bytes = front.codec.token_bytes
+    return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]

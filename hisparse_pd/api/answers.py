@@ -17,8 +17,7 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import ChatFormat
+from hisparse_pd.api.app import Front, Work
 from hisparse_pd.api.chat_reading import ChatReading, chat_readings
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import SSE_DONE, sse
@@ -35,6 +34,12 @@ Json = dict[str, object]
 
 class Dialect(ABC):
     """How one endpoint shows the samples of one request."""
+
+    def __init__(self, front: Front, work: Work) -> None:
+        self._work = work
+        self._identity = work.identity
+        self._token_bytes = front.codec.token_bytes
+        self._model_name = front.settings.model_name
 
     @abstractmethod
     def keep(self, output: SampleOutput, delta: Delta) -> None:
@@ -105,11 +110,9 @@ class _OpenAi(Dialect):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
         self._usage = work.request.usage
-        self._token_bytes = token_bytes
-        self._model_name = model_name
-        self._identity = work.identity
         self._id = work.identity.name(f"{self.id_prefix}-", 12)
         self._kept = _Kept()
         self._shows_ids = work.request.returns_token_ids
@@ -199,8 +202,8 @@ class Completions(_OpenAi):
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
-        super().__init__(work, model_name, token_bytes)
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
         self._num_chars: dict[int, int] = {}
         """Of the echo and the tokens shown so far, by sample: with logprobs each of them is shown once, in
         order."""
@@ -256,9 +259,9 @@ class Chat(_OpenAi):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
-        super().__init__(work, model_name, token_bytes)
-        self._readings = chat_readings(work, token_bytes, chat_format)
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        self._readings = chat_readings(front, work)
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         self._readings[output.index].feed(output, delta)
@@ -369,9 +372,8 @@ class Generate(Dialect):
     So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
     """
 
-    def __init__(self, work: Work, token_bytes: TokenBytes) -> None:
-        self._work = work
-        self._token_bytes = token_bytes
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
         self._is_list = work.request.is_batch or len(work.samples) > 1
         self._kept = _Kept()
 
@@ -431,7 +433,7 @@ class Generate(Dialect):
 
     def _request_id(self, output: SampleOutput) -> str:
         given = self._work.request.request_ids
-        return given[output.sample.prompt_index] if given else self._work.identity.name("", 12, output.index)
+        return given[output.sample.prompt_index] if given else self._identity.name("", 12, output.index)
 
     @staticmethod
     def _finish_reason(output: SampleOutput, finish: Finish) -> Json:

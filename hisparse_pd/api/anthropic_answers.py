@@ -12,10 +12,8 @@ from msgspec import Raw
 from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.api.answers import hisparse_usage
 from hisparse_pd.api.anthropic_messages import signature_of
-from hisparse_pd.api.app import Work
+from hisparse_pd.api.app import Front, Work
 from hisparse_pd.api.blocks import BlockAnswer
-from hisparse_pd.api.chat_format import ChatFormat
-from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
 from hisparse_pd.api.output import Finish, SampleOutput
 from hisparse_pd.api.raw_json import is_object
@@ -27,8 +25,8 @@ Json = dict[str, object]
 class Messages(BlockAnswer):
     """``/v1/messages``. Thinking that is shown has no signature; what is omitted is in its signature."""
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
-        super().__init__(work, model_name, token_bytes, chat_format)
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
         self._id = work.identity.name("msg_", 12)
         self._omits_thinking = work.request.omits_thinking
 

@@ -64,7 +64,7 @@ class TooManySteps(ValueError):
 
 
 class Steps:
-    """What reading schemas may still cost, in steps of some microseconds; the tools of one request share them.
+    """What reading schemas may still cost, in steps of some microseconds: all tools of a request share them.
 
     References in a client's schemas can multiply without end.
     """

@@ -13,10 +13,8 @@ from msgspec import Raw
 
 from hisparse_pd.api.answer_blocks import Block, Change
 from hisparse_pd.api.answers import Dialect
-from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import ChatFormat
+from hisparse_pd.api.app import Front, Work
 from hisparse_pd.api.chat_reading import chat_readings
-from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.output import Delta, SampleOutput
 
 _NO_CHOICE = Raw(msgspec.json.encode(None))
@@ -25,10 +23,9 @@ _NO_CHOICE = Raw(msgspec.json.encode(None))
 class BlockAnswer(Dialect):
     """For requests of one sample."""
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
-        (self._reading,) = chat_readings(work, token_bytes, chat_format)
-        self._model_name = model_name
-        self._identity = work.identity
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        (self._reading,) = chat_readings(front, work)
         self._has_begun = False
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:

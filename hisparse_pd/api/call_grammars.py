@@ -67,9 +67,10 @@ class CallWriter(ABC):
         except NotWritable as error:
             raise _refused(tool, str(error)) from error
 
-    @abstractmethod
     def _calls(self, call: str, at_most_one: bool) -> str:
-        """What follows the opening."""
+        """What follows the opening; in most markups each further call has an opening of its own."""
+        further = f"({NEWLINE}? {self._lark.mark(self.opening)} {call})*"
+        return call if at_most_one else f"{call} {further}"
 
     @abstractmethod
     def _call(self, tool: CallableTool) -> str:
@@ -155,10 +156,6 @@ class _Glm(_WithArguments):
 
     opening = "<tool_call>"
     _END, _END_OF_VALUE = "</tool_call>", "</arg_value>"
-
-    def _calls(self, call: str, at_most_one: bool) -> str:
-        further = "" if at_most_one else f"({NEWLINE}? {self._lark.mark(self.opening)} {call})*"
-        return sequence(call, further)
 
     def _call(self, tool: CallableTool) -> str:
         end = self._lark.mark(self._END)
@@ -260,10 +257,6 @@ class _Hermes(CallWriter):
     """``<tool_call>{"name": "...", "arguments": {...}}</tool_call>``, with line breaks."""
 
     opening = "<tool_call>"
-
-    def _calls(self, call: str, at_most_one: bool) -> str:
-        further = "" if at_most_one else f"({NEWLINE}? {self._lark.mark(self.opening)} {call})*"
-        return sequence(call, further)
 
     def _call(self, tool: CallableTool) -> str:
         name = literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')

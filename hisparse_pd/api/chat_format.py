@@ -147,10 +147,10 @@ class Markup:
 
     openings: tuple[str, ...]
     closing: str
-    call: str
-    end_of_name: str
     call_end: str
     sign: str
+    call: str = ""
+    end_of_name: str = ""
     key: str = ""
     end_of_key: str = ""
     value: str = ""
@@ -180,8 +180,6 @@ MARKUPS: Final[Mapping[ToolMarkup, Markup]] = {
     ToolMarkup.GLM: Markup(
         openings=("<tool_call>",),
         closing="</tool_call>",
-        call="",
-        end_of_name="",
         call_end="</tool_call>",
         sign="<tool_call>",
         key="<arg_key>",
@@ -218,8 +216,6 @@ MARKUPS: Final[Mapping[ToolMarkup, Markup]] = {
     ToolMarkup.HERMES: Markup(
         openings=("<tool_call>",),
         closing="</tool_call>",
-        call="",
-        end_of_name="",
         call_end="</tool_call>",
         sign="<tool_call>",
         is_json=True,
@@ -228,7 +224,6 @@ MARKUPS: Final[Mapping[ToolMarkup, Markup]] = {
     ToolMarkup.MISTRAL: Markup(
         openings=("[TOOL_CALLS]",),
         closing="[TOOL_CALLS]",
-        call="",
         end_of_name="[ARGS]",
         call_end="[TOOL_CALLS]",
         sign="[TOOL_CALLS]",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import MARKUPS, ChatFormat, ThinkMarks
+from hisparse_pd.api.app import Front, Work
+from hisparse_pd.api.chat_format import MARKUPS, ThinkMarks
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.output import Delta, Finish, SampleOutput
@@ -15,8 +15,9 @@ from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
 
 
-def chat_readings(work: Work, token_bytes: TokenBytes, chat_format: ChatFormat) -> list[ChatReading]:
+def chat_readings(front: Front, work: Work) -> list[ChatReading]:
     """One for each sample of a chat. Tool calls stay text where it is not known how the model writes them."""
+    token_bytes, chat_format = front.codec.token_bytes, front.codec.chat_format
     (prompt,) = work.request.prompts
     assert isinstance(prompt, ChatPrompt)
     tools = prompt.all_tools

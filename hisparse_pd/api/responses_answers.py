@@ -13,10 +13,8 @@ from msgspec import Raw
 
 from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.api.answers import hisparse_usage
-from hisparse_pd.api.app import Work
+from hisparse_pd.api.app import Front, Work
 from hisparse_pd.api.blocks import BlockAnswer
-from hisparse_pd.api.chat_format import ChatFormat
-from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.frame import sse
 from hisparse_pd.api.openai_responses import called_tool, custom_input
 from hisparse_pd.api.output import Finish, SampleOutput
@@ -38,8 +36,8 @@ _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_
 class Responses(BlockAnswer):
     """``/v1/responses``."""
 
-    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, chat_format: ChatFormat) -> None:
-        super().__init__(work, model_name, token_bytes, chat_format)
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
         self._echo = work.request.echo or {}
         self._sampling = work.request.options[0].sampling
         chat = work.request.chat
