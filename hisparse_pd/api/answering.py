@@ -51,7 +51,6 @@ def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[byte
 async def _plain(
     dialect: Dialect, outputs: Sequence[SampleOutput], deltas_of: Deltas
 ) -> AsyncGenerator[bytes, None]:
-    """Without such lines."""
     try:
         async with aclosing(deltas_of(outputs)) as deltas:
             async for delta in deltas:

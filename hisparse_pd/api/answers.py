@@ -149,7 +149,6 @@ class _OpenAi(Dialect):
                 assert_never(self._usage)
 
     def _used(self, outputs: Sequence[SampleOutput]) -> Json:
-        """Their usage."""
         return usage(outputs)
 
     def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:

@@ -130,7 +130,6 @@ def _delta(kind: BlockKind, text: str) -> Json:
 
 
 def _shown_block(kind: BlockKind, text: str) -> Json:
-    """Of thinking or text."""
     if kind is BlockKind.REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text, "citations": None}

@@ -107,7 +107,6 @@ def _num_turns(keep: str | parts.KeptThinking | None) -> int | None:
 def _messages_of(
     name: str, message: parts.AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
 ) -> Iterator[Message]:
-    """Of one message: a result of a tool is a message of its own."""
     role: Message = {"role": tag_of(message)}
     if isinstance(message.content, str):
         yield role | {"content": message.content}
@@ -136,7 +135,6 @@ def _messages_of(
 
 
 def _tool(name: str, item: Raw) -> Message:
-    """As the description of a function."""
     decode(parts.AnthropicTool, item, name)
     tool = decode_item(name, item)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}

@@ -348,7 +348,6 @@ def _values(values: Sequence[object], schema: Mapping[str, object]) -> Forms:
 
 
 def _structure(schema: Mapping[str, object]) -> Mapping[str, object] | None:
-    """What of it is an object or an array."""
     if "enum" in schema:
         kept = [value for value in listed(schema["enum"]) if isinstance(value, dict | list)]
         return {**schema, "enum": kept} if kept else None

@@ -294,10 +294,8 @@ CALL_WRITERS: Final[Mapping[ToolMarkup, type[CallWriter]]] = {
 
 
 def callable_tools(tools: Sequence[Mapping[str, object]], names: Sequence[str]) -> Iterator[CallableTool]:
-    """Those of ``names``; of several tools of one name the last, as ``ToolSchemas`` has it.
-
-    Raises ApiError for a schema that is too large.
-    """
+    """Those of ``names``; of several tools of one name the last, as ``ToolSchemas`` has it. Raises ApiError
+    for a schema that is too large."""
     found: dict[str, CallableTool] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function")

@@ -118,7 +118,6 @@ class MessageParser:
         self._grow(text[at:end])
 
     def _marks(self) -> tuple[str, ...]:
-        """What is markup here."""
         markup, calls, end_of_think = self._markup, self._calls, self._think.closing
         if self._state is _State.REASONING and (markup is None or not markup.ends_reasoning):
             return (end_of_think,)
@@ -207,13 +206,11 @@ class MessageParser:
 
 
 def _match_openings(text: str, think: ThinkMarks) -> str:
-    """White space and what opens reasoning, at the beginning of ``text``."""
     found = re.match(rf"\s*({re.escape(think.opening)}\s*)*", text)
     return found.group() if found is not None else ""
 
 
 def _search(marks: tuple[str, ...], text: str, at: int) -> re.Match[str] | None:
-    """The first of ``marks`` from ``at`` on."""
     return _pattern(marks).search(text, at) if marks else None
 
 

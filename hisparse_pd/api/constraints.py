@@ -157,7 +157,6 @@ def _one_of(answers: Sequence[AnswerFormat]) -> AnswerFormat | None:
 
 
 def _openai_format(body: OpenAI) -> AnswerFormat | None:
-    """Of completions and chats, which take the words of all three."""
     return _one_of([*_response_format(body.response_format), *_vllm_formats(body), *_sglang_formats(body)])
 
 
@@ -174,14 +173,12 @@ def _response_format(chosen: ResponseFormat | None) -> Sequence[AnswerFormat]:
 def _typed_format(
     type_name: str, kind: str, schema_name: str, schema: dict[str, Any] | str | None
 ) -> Sequence[AnswerFormat]:
-    """OpenAI's formats."""
     if kind == "text":
         return []
     return [_any_object(type_name) if kind == "json_object" else _json_format(schema_name, schema)]
 
 
 def _sglang_formats(fields: SglangFormat, path: str = "") -> Iterator[AnswerFormat]:
-    """``path``: to the fields."""
     if fields.json_schema == ANY_JSON_OBJECT:
         yield _any_object(f"{path}json_schema")
     elif fields.json_schema is not None:
@@ -214,7 +211,6 @@ def _any_object(name: str) -> AnswerFormat:
 
 
 def _json_format(name: str, given: dict[str, Any] | str | None) -> AnswerFormat:
-    """A schema, as an object or as its text."""
     schema: object = given
     if isinstance(given, str):
         try:
@@ -351,7 +347,6 @@ def _rule(
 
 
 def _is_strict(tool: dict[str, object]) -> bool:
-    """Whether arguments have to follow the tool's schema."""
     function = tool.get("function")
     return isinstance(function, dict) and function.get("strict") is True
 

@@ -139,7 +139,6 @@ _decoder = cache(msgspec.json.Decoder)
 
 @cache
 def _structures(kind: Any) -> list[inspect.StructType]:
-    """``kind``'s own, or those of the union."""
     return structures_of(inspect.type_info(kind))
 
 
@@ -181,10 +180,8 @@ def _without_raw(kind: Any, text: bytes | Raw, name: str) -> tuple[bytes | Raw, 
 
 
 def _settle(value: msgspec.Struct, name: str) -> None:
-    """Nulls of ``Raw`` fields become None, in structures within ``value`` too.
-
-    Raises InvalidField for an unsupported field that asks for something.
-    """
+    """Nulls of ``Raw`` fields become None, in structures within ``value`` too. Raises InvalidField for an
+    unsupported field that asks for something."""
     for field, harmless, why in _to_settle(type(value)):
         given = getattr(value, field)
         if isinstance(given, msgspec.Struct):

@@ -108,10 +108,8 @@ def sequence(*parts: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """A regular expression that the whole text matches, so anchors at its ends say nothing new.
-
-    Raises ValueError for one that ends in the middle of an escape.
-    """
+    """A regular expression that the whole text matches, so anchors at its ends say nothing new. Raises
+    ValueError for one that ends in the middle of an escape."""
     pattern = pattern.removeprefix("^")
     if _ends_anchored(pattern):
         pattern = pattern[:-1]

@@ -50,7 +50,6 @@ def _as_anthropic(model: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _page(models: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """All there are."""
     ids = [model["id"] for model in models]
     return {
         "data": models,

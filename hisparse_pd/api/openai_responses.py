@@ -87,7 +87,6 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
 
 
 def _text_format(text: parts.TextOptions | None) -> object:
-    """As the answer repeats it."""
     if text is None or text.format is None:
         return {"type": "text"}
     return decode_item("text.format", text.format)
@@ -132,7 +131,6 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
 
 
 def _item(name: str, raw: Raw) -> Any:
-    """As the class that is declared for its type and role."""
     kind = decode(parts.ItemKind, raw, name)
     if kind.type in (None, "message"):
         return decode(parts.AnswerMessage if kind.role == "assistant" else parts.InputMessage, raw, name)

@@ -50,10 +50,8 @@ class PromptLists(NamedTuple):
 async def write_lists(
     work: Work, scores: Mapping[int, Scores], token_bytes: TokenBytes
 ) -> dict[int, PromptLists]:
-    """Of each prompt, by number, of which there are ``scores``.
-
-    Raises RequestFailedError when the engine left positions out.
-    """
+    """Of each prompt, by number, of which there are ``scores``. Raises RequestFailedError when the engine
+    left positions out."""
     written: dict[int, PromptLists] = {}
     of_prompt = {sample.prompt_index: sample for sample in work.samples}
     is_short = sum(len(rows) for each in scores.values() for rows in each.rows) <= _INLINE_BYTES

@@ -68,9 +68,7 @@ def split(name: str, value: Raw, max_items: int) -> list[Raw]:
 
 def split_list(value: Raw, max_items: int) -> list[Raw] | None:
     """The entries of a JSON list, each as JSON; None for more than ``max_items``, whatever their number.
-
-    Raises what msgspec raises for what is no JSON list.
-    """
+    Raises what msgspec raises for what is no JSON list."""
     if len(memoryview(value)) <= _SHORT_BYTES:
         items = _list_decoder.decode(value)
     else:

@@ -99,10 +99,8 @@ class SampleRequest:
 async def plan_samples(
     request: ApiRequest, codec: TextCodec, limits: Limits, front: int = 0
 ) -> tuple[SampleRequest, ...]:
-    """The samples of ``request``, prompt-major; ``front``: the number of this one.
-
-    Raises ApiError 400 for a prompt or a grammar that cannot be served.
-    """
+    """The samples of ``request``, prompt-major; ``front``: the number of this one. Raises ApiError 400 for a
+    prompt or a grammar that cannot be served."""
     pool_tokens = limits.pool_tokens(request.hisparse)
     most_tokens = min(limits.context_length, pool_tokens)
     prefix = request_prefix(front)

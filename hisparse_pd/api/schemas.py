@@ -125,10 +125,8 @@ class ApiRequest:
 def parse_request(
     endpoint: Endpoint, content: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
 ) -> ApiRequest:
-    """Check ``content``, a body; what it does not say of drawing tokens is of ``defaults``.
-
-    Raises ApiError: 400 for a field, 404 for another model than ``model_name``.
-    """
+    """Check ``content``, a body; what it does not say of drawing tokens is of ``defaults``. Raises ApiError:
+    400 for a field, 404 for another model than ``model_name``."""
     body: Served = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
     echo = chat = constraint = None

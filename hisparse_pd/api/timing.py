@@ -190,7 +190,6 @@ class Timeline:
             self._span.part(phase, started_at, self._ended_at[index], described, error)
 
     def _attributes(self, index: int) -> Attributes:
-        """What is known of a sample."""
         generate, told = self._samples[index].generate, self._told.get(index)
         attributes: Attributes = {
             "hisparse_pd.room": generate.room,

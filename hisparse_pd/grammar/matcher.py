@@ -106,5 +106,4 @@ def in_a_line(error: str) -> str:
 
 @cache
 def _executor() -> LLExecutor:
-    """The threads of this process that fill masks."""
     return LLExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))

@@ -56,10 +56,8 @@ class TokenTrie:
         return cls(text, vocab_size, eos_token_ids)
 
     def compile(self, text: str, begun: Sequence[int] = ()) -> Grammar:
-        """Other threads run meanwhile. ``begun``: tokens that outputs have already.
-
-        Raises GrammarError: it cannot be read, or is over a limit, which is named, or nothing can follow it.
-        """
+        """Other threads run meanwhile. ``begun``: tokens that outputs have already. Raises GrammarError: it
+        cannot be read, or is over a limit, which is named, or nothing can follow it."""
         matcher = LLMatcher(self._inner, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             Matcher(matcher, NO_LIMIT).advance(*begun)
