@@ -145,9 +145,7 @@ def _tool(name: str, item: Raw) -> Message:
 
 def _template_arguments(body: Turns) -> dict[str, object]:
     """Thinking is switched as templates have it: DeepSeek's by ``thinking``, GLM's by ``enable_thinking``."""
-    arguments = template_arguments(body)
-    if body.output_config is not None and body.output_config.effort is not None:
-        arguments.setdefault("reasoning_effort", body.output_config.effort)
+    arguments = template_arguments(body, body.output_config.effort if body.output_config else None)
     if body.thinking is not None:
         for switch in ("thinking", "enable_thinking"):
             arguments.setdefault(switch, body.thinking.type != "disabled")

@@ -62,10 +62,7 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
     messages += within_values(_input(body.input, tools))
     refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
-    arguments = template_arguments(body)
     effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is not None:
-        arguments.setdefault("reasoning_effort", effort)
     echo: dict[str, object] = {field: getattr(body, field) for field in _ECHOED} | {
         "metadata": None if body.metadata is None else decode_item("metadata", body.metadata),
         "tools": tools.described,
@@ -76,7 +73,7 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
     }
     prompt = ChatPrompt(
         tuple(messages),
-        arguments,
+        template_arguments(body, effort),
         continue_final_message=False,
         tools=tuple(tools.functions) if may_call else (),
         separate_reasoning=True,

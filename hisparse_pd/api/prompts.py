@@ -267,9 +267,7 @@ def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> 
     may_call = may_call_tools(body.tool_choice)
     items = message_items("messages", body.messages)
     messages = tuple(within_values(_chat_message(name, item, may_call) for name, item in items))
-    arguments = template_arguments(body)
-    if body.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    arguments = template_arguments(body, body.reasoning_effort)
     continue_final = bool(body.continue_final_message)
     if continue_final and messages[-1]["role"] != "assistant":
         raise InvalidField("continue_final_message", True, "needs a last message of the assistant")
@@ -300,11 +298,13 @@ def may_call_tools(tool_choice: Raw | None) -> bool:
     return tool_choice is None or decode_item("tool_choice", tool_choice) != "none"
 
 
-def template_arguments(body: Templated) -> dict[str, object]:
-    """What the client sets of the model's template."""
+def template_arguments(body: Templated, effort: str | None) -> dict[str, object]:
+    """What the client sets of the model's template. ``effort``: what else the request says of it."""
     arguments = body.chat_template_kwargs or {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):
         raise InvalidField("chat_template_kwargs", arguments, f"must not set {', '.join(reserved)}")
+    if effort is not None:
+        arguments.setdefault("reasoning_effort", effort)
     return arguments
 
 
