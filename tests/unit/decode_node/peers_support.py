@@ -22,7 +22,17 @@ from protocol.bootstrap import (
     RankInfo,
 )
 from protocol.channels import ControlKeys, ControlServer, Heartbeats
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    AbortRoom,
+    Bootstrap,
+    Geometry,
+    Heartbeat,
+    HeartbeatAck,
+    Refused,
+    Register,
+    Registered,
+)
 from protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
 
@@ -60,16 +70,30 @@ class BootstrapServer:
 class PrefillNode:
     """A bootstrap endpoint, and the control sockets of its ranks."""
 
-    def __init__(self, keys: ControlKeys | None = None, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        keys: ControlKeys | None = None,
+        num_ranks: int = 1,
+        *,
+        run: str = "first",
+        geometry: Geometry = GEOMETRY,
+    ) -> None:
         self.keys = keys
+        self.geometry = geometry
         self.forges = False
         """Its answers are not signed."""
-        self.geometry = GEOMETRY
-        self.num_asked = 0
+        self.is_hung = False
+        """The bootstrap endpoint does not say that the engine is alive."""
+        self.is_stopped = False
+        """Nobody reads its control sockets."""
+        self.refusal: Refused | HeartbeatAck | None = None
+        """What it answers to a registration, instead of Registered."""
+        self.num_asked = self.num_registrations = 0
         self.controls: list[ControlServer] = []
-        self.start("first", num_ranks)
+        self.start(run, num_ranks)
         self._http = BootstrapServer(self._tell)
-        self.ranks = [PeerAddress("127.0.0.1", self._http.port, rank) for rank in range(3)]
+        self.port = self._http.port
+        self.ranks = [PeerAddress("127.0.0.1", self.port, rank) for rank in range(3)]
         self.address = self.ranks[0]
 
     def start(self, run: str, num_ranks: int = 1, first_port: int = 0) -> None:
@@ -77,13 +101,15 @@ class PrefillNode:
         self._close_controls()
         self.run = self.told_run = run
         """``told_run``: the one that the endpoint speaks of."""
-        self._registered: set[bytes] = set()
+        self.registered: dict[bytes, Register] = {}
         self.controls = [
             ControlServer("127.0.0.1", 0 if rank else first_port, self.keys) for rank in range(num_ranks)
         ]
 
     def _tell(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes, dict[str, str]]:
         self.num_asked += 1
+        if self.is_hung:
+            return 503, b"", {}
         gate = BootstrapGate(None if self.forges else self.keys, PeerList())
         nonce = request.headers.get(NONCE_HEADER, "")
         ranks = tuple(
@@ -94,7 +120,7 @@ class PrefillNode:
             ranks[0].instance_id,
             "127.0.0.1",
             ranks[0].control_port,
-            GEOMETRY,
+            self.geometry,
             self.keys is not None,
             ranks=ranks if len(ranks) > 1 else (),
         )
@@ -107,17 +133,32 @@ class PrefillNode:
         return status, body, gate.proof(nonce, body)
 
     def answer(self, *, heartbeats: bool = True) -> None:
-        for rank, control in enumerate(self.controls):
+        """What has arrived."""
+        for rank, control in enumerate(() if self.is_stopped else self.controls):
             instance_id = f"{self.run}-{rank}"
             for identity, message in control.receive():
                 match message:
                     case Register():
-                        self._registered.add(identity)
+                        self.num_registrations += 1
+                        if self.refusal is not None:
+                            control.send(identity, self.refusal)
+                            continue
+                        self.note_registration(message)
+                        self.registered[identity] = message
                         control.send(identity, Registered(PROTOCOL_VERSION, instance_id, self.geometry))
-                    case Heartbeat() if identity not in self._registered:
+                    case Heartbeat() if identity not in self.registered:
                         control.send(identity, Refused("register first", permanent=False))
-                    case Heartbeat(seq) if heartbeats:
-                        control.send(identity, HeartbeatAck(seq, instance_id))
+                    case Heartbeat(seq):
+                        if heartbeats:
+                            control.send(identity, HeartbeatAck(seq, instance_id))
+                    case Bootstrap() | AbortRoom():
+                        self.take(identity, message)
+
+    def note_registration(self, register: Register) -> None:
+        """Before it is answered."""
+
+    def take(self, identity: bytes, message: Bootstrap | AbortRoom) -> None:
+        """A message about a room."""
 
     def break_connections(self) -> None:
         """The first socket listens again where it was."""
@@ -125,7 +166,11 @@ class PrefillNode:
         self.controls[0].close()
         self.controls[0] = ControlServer("127.0.0.1", port, self.keys)
 
+    def close_http(self) -> None:
+        self._http.close()
+
     def close(self) -> None:
+        self.is_stopped = True
         self._http.close()
         self._close_controls()
 

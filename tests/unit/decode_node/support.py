@@ -11,12 +11,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import torch
 import zmq
@@ -48,28 +46,20 @@ from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
-from protocol.bootstrap import BootstrapInfo
-from protocol.channels import ControlServer
 from protocol.messages import (
-    PROTOCOL_VERSION,
     ROW_CHECK_BYTES,
     AbortRoom,
     Bootstrap,
-    Heartbeat,
-    HeartbeatAck,
     PrefillTimes,
-    Refused,
     Region,
     RegionKind,
     Register,
-    Registered,
     RoomDone,
     RoomQuiet,
     ToDecode,
-    ToPrefill,
 )
 from tests.identities import identity_of
-from tests.unit.decode_node.peers_support import BootstrapServer
+from tests.unit.decode_node.peers_support import PrefillNode
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.kernels.table_rules import check_consistency
 from transfer.aux_record import AuxLayout
@@ -158,92 +148,41 @@ def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefille
     return _prefill(checkpoint.path, checkpoint.spec.num_draft_layers, prompt, page_size)
 
 
-class PrefillDouble:
-    """A prefill node whose behaviour the test decides. ``poll`` answers what has arrived."""
+class PrefillDouble(PrefillNode):
+    """A prefill node with the KV of the real model, whose behaviour the test decides."""
 
     def __init__(self, checkpoint: Checkpoint, page_size: int = 64) -> None:
+        super().__init__(run=uuid.uuid4().hex, geometry=checkpoint.spec.geometry(page_size))
         self.checkpoint = checkpoint
         self.page_size = page_size
-        self.instance_id = uuid.uuid4().hex
-        self.geometry = checkpoint.spec.geometry(page_size)
         self.prompts: dict[int, Prompt] = {}
         self.bootstraps: list[Bootstrap] = []
         self.aborts: list[AbortRoom] = []
         self.delivers = True
         """Deliver a room as soon as its Bootstrap is here."""
         self.answers_aborts = True
-        self.is_hung = False
-        """The bootstrap endpoint does not say that the engine is alive."""
-        self.is_stopped = False
-        """Nobody reads its control socket."""
-        self.refusal: Refused | HeartbeatAck | None = None
-        """What it answers to a registration, instead of Registered."""
         self.first_tokens: dict[int, int] = {}
         """By room, in place of the likeliest."""
-        self.num_registrations = 0
         self._layout = AuxLayout(checkpoint.spec.num_index_groups, checkpoint.spec.index_topk)
         self._transfer = kept_engine("127.0.0.1")
-        self._registered: dict[bytes, Register] = {}
-        self.control = ControlServer("127.0.0.1", 0)
-        self._http = BootstrapServer(self._tell)
-        self.port = self._http.port
-
-    def _tell(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes, dict[str, str]]:
-        if self.is_hung:
-            return 503, b"", {}
-        info = BootstrapInfo(
-            PROTOCOL_VERSION,
-            self.instance_id,
-            "127.0.0.1",
-            self.control.port,
-            self.geometry,
-            False,
-        )
-        return 200, msgspec.json.encode(info), {}
 
     @property
     def name(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def restart(self) -> None:
-        """Another run of the same node, on another control port."""
-        self.control.close()
-        self.control = ControlServer("127.0.0.1", 0)
-        self.instance_id = uuid.uuid4().hex
-        self._registered.clear()
-
-    def forget(self) -> None:
-        """Lose the registrations, as after a silence of the decode node."""
-        self._registered.clear()
-
-    def close_http(self) -> None:
-        self._http.close()
+    @property
+    def instance_id(self) -> str:
+        return f"{self.run}-0"
 
     def close(self) -> None:
-        self.is_stopped = True
-        self._http.close()
-        self.control.close()
+        super().close()
         self._transfer.close()
 
-    def poll(self) -> None:
-        for identity, message in () if self.is_stopped else self.control.receive():
-            self._handle(identity, message)
+    def note_registration(self, register: Register) -> None:
+        self._transfer.renew(register.session)
 
-    def _handle(self, identity: bytes, message: ToPrefill) -> None:
+    def take(self, identity: bytes, message: Bootstrap | AbortRoom) -> None:
         match message:
-            case Register():
-                self.num_registrations += 1
-                if self.refusal is not None:
-                    self.control.send(identity, self.refusal)
-                    return
-                self._transfer.renew(message.session)
-                self._registered[identity] = message
-                self.control.send(identity, Registered(PROTOCOL_VERSION, self.instance_id, self.geometry))
-            case Heartbeat(seq):
-                if identity not in self._registered:
-                    self.control.send(identity, Refused("not registered", False))
-                else:
-                    self.control.send(identity, HeartbeatAck(seq, self.instance_id))
             case Bootstrap():
                 self.bootstraps.append(message)
                 if self.delivers:
@@ -251,16 +190,16 @@ class PrefillDouble:
             case AbortRoom(room):
                 self.aborts.append(message)
                 if self.answers_aborts:
-                    self.control.send(identity, RoomQuiet(room, False))
+                    self.controls[0].send(identity, RoomQuiet(room, False))
 
     def say(self, message: ToDecode) -> None:
         """Send to every registered decode node."""
-        for identity in self._registered:
-            self.control.send(identity, message)
+        for identity in self.registered:
+            self.controls[0].send(identity, message)
 
     def write(self, bootstrap: Bootstrap) -> None:
         """Write the room's KV, indexer keys and aux record to the decode node that asked last."""
-        register = list(self._registered.values())[-1]
+        register = list(self.registered.values())[-1]
         regions = {region.kind: region for region in register.regions}
         spec = self.checkpoint.spec
         ready = computed(self.checkpoint, self.prompts[bootstrap.room], self.page_size)
@@ -438,7 +377,7 @@ class EngineHarness:
     def turn(self, *others: PrefillDouble) -> None:
         """``others``: prefill nodes that have a turn beside its own."""
         for double in (self.double, *others):
-            double.poll()
+            double.answer()
         self.engine.turn(max_wait_secs=0.005)
         check_consistency(self.engine.hot_buffers.state)
         while self._front.poll(0):
@@ -485,9 +424,10 @@ class EngineHarness:
         )
         assert [answer.failure for answer in answers] == [None] * len(answers)
         assert requests.pools.free == requests.pools.totals
-        for answer in answers if expected is not None else ():
-            wanted = expected[answer.prompt][: answer.num_new_tokens]
-            assert answer.token_ids == wanted, f"{len(answer.prompt)} prompt tokens"
+        if expected is not None:
+            for answer in answers:
+                wanted = expected[answer.prompt][: answer.num_new_tokens]
+                assert answer.token_ids == wanted, f"{len(answer.prompt)} prompt tokens"
 
     def _take(self, message: FromEngine) -> None:
         match message:

@@ -16,7 +16,7 @@ import torch
 import decode_node.engine
 import decode_node.scheduler
 from decode_node.prefill_peers import RoomMessage
-from decode_node.request import PeerAddress, Request
+from decode_node.request import Request
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
 from hisparse_pd.paging.pools import PoolKind, SlotCounts, Stage
@@ -128,9 +128,12 @@ def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
     assert aborted.token_ids == []
 
 
-def _room_message(double: PrefillDouble, node: EngineHarness, message: RoomFailed | RoomQuiet) -> None:
-    address = PeerAddress("127.0.0.1", double.port)
-    node.engine.lifecycle.peer_event(RoomMessage(address, double.instance_id, message), time.monotonic())
+def _room_message(
+    double: PrefillDouble, node: EngineHarness, message: RoomFailed | RoomQuiet, run: str | None = None
+) -> None:
+    """``run``: of the prefill node, its present one when not given."""
+    event = RoomMessage(double.address, run or double.instance_id, message)
+    node.engine.lifecycle.peer_event(event, time.monotonic())
 
 
 @pytest.mark.I1
@@ -171,9 +174,7 @@ def test_only_the_rooms_own_peer_can_call_it_quiet(
     node.turn_until(lambda: room in quarantine)
     with closing(PrefillDouble(checkpoint)) as stranger:
         _room_message(stranger, node, RoomQuiet(room, batch_failed=False))
-    run, double.instance_id = double.instance_id, "the run after it, which never heard of the room"
-    _room_message(double, node, RoomQuiet(room, batch_failed=False))
-    double.instance_id = run
+    _room_message(double, node, RoomQuiet(room, batch_failed=False), "the run after, which never heard of it")
     entry = quarantine.get(room)
     assert entry is not None
     assert entry.is_unacknowledged
@@ -237,7 +238,7 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
 @pytest.mark.I1
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
     lost = _land(node)
-    double.restart()
+    double.start("another run of the same node")
     node.failure_of(lost, status=502, error="restarted")
     assert _quarantined(node) > 0, "bytes of the old run may still sit in the transport"
     node.turn_until(lambda: _quarantined(node) == 0)
@@ -257,7 +258,7 @@ def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
     answer = _land(node)
-    double.forget()
+    double.registered.clear()
     double.delivers = True
     node.tokens_of(answer)
     assert len(double.bootstraps) == 2

@@ -38,7 +38,7 @@ def land(node: EngineHarness) -> tuple[Answer, Mapping]:
     double = node.double
     answer = node.generate(PROMPT, 4, HisparseFlag.TRUE)
     node.turn_until(lambda: double.bootstraps)
-    (register,) = double._registered.values()
+    (register,) = double.registered.values()
     assert register.lane is not None
     mapping = Mapping(register.lane, double.instance_id, "")
     mapping.promise_sole()
@@ -119,7 +119,7 @@ def test_memory_stays_private_where_the_lane_is_off(checkpoint: Checkpoint, tmp_
     with closing(EngineHarness(checkpoint, tmp_path, same_host_lane="off")) as node:
         node.generate(PROMPT, 4, HisparseFlag.TRUE)
         node.turn_until(lambda: node.double.bootstraps)
-        (register,) = node.double._registered.values()
+        (register,) = node.double.registered.values()
         assert register.lane is None
         memory: DecodeMemory = node.engine._memory
         assert memory.shared_memory() == ()

@@ -96,7 +96,7 @@ def test_a_decode_node_registers_and_shows_its_transport(checkpoint: Checkpoint,
     with closing(EngineHarness(checkpoint, tmp_path)) as node:
         answer = node.generate(random_prompt(3, 40), 2)
         node.turn_until(lambda: answer.is_over and node.stats is not None)
-        (register,) = node.double._registered.values()
+        (register,) = node.double.registered.values()
         assert register.transfer_protocol == "tcp"
         assert node.stats is not None
         assert node.stats.gauges['transfer_info{protocol="tcp",devices="",reason="asked for"}'] == 1
