@@ -1,9 +1,8 @@
 """Selection, swap-in and attention of a large hisparse batch in parts, within each layer.
 
-A large batch is bound by PCIe, which carries nothing while the indexer selects and attention computes. With
-the batch in parts it does: the misses of one part cross it while the indexer selects for the next, whose
-misses cross it while attention reads the part in front. Products and experts, which read weights, run over
-the whole batch.
+A large batch is bound by PCIe. In parts, the misses of one cross it while the indexer selects for the next,
+and while attention reads the part in front. Products and experts, which read weights, run over the whole
+batch.
 """
 
 from __future__ import annotations

@@ -48,10 +48,8 @@ class InOrder:
 
 
 class MicroBatchOrder:
-    """What the micro-batches of one step, each in its own stream, do not do at the same time.
-
-    ``planning``: launches of the swap-in share a workspace. ``copies`` follow each other.
-    """
+    """What the micro-batches of one step do not do at the same time: the ``planning`` of swap-ins, whose
+    launches share a workspace, and ``copies``."""
 
     def __init__(self, device: torch.device, copies: MissCopies) -> None:
         self.planning = InOrder(device)

@@ -17,10 +17,8 @@ from hisparse_pd.model.dsa import DsaModel
 
 
 class SharedSelection:
-    """The ``KvAccess`` of drafts behind the first ones, where they share their selection.
-
-    Nobody reads KV of theirs, and none is written. What they attend to is where the first guess had it.
-    """
+    """The ``KvAccess`` of drafts behind the first ones, where they share their selection: none of their KV is
+    written, and what they attend to is where the first guess had it."""
 
     def __init__(self, first: DeviceStep, newest_rows: Tensor) -> None:
         """``first``: of the pass whose rows ``newest_rows``, int64 [num_reqs], made the first guesses."""

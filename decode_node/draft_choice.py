@@ -1,10 +1,10 @@
 """Decides how many drafts a step verifies: the number that has brought most tokens a second. Pure.
 
 Measured are the seconds of a step by size of the batch and number of drafts, and for each place in the chain
-of drafts how often one was right when those before it were. Numbers that were not tried yet at a size of
-batch are tried first, and the neighbours of the best one again from time to time. What a place was worth is
-forgotten while no step tries it, so that text that had no use for drafts does not rule for good. None of this
-changes a token, only when it comes.
+how often a draft was right when those before it were. Numbers that a size of batch has not tried come first,
+and neighbours of the best one again from time to time. What a place was worth is forgotten while no step
+tries it, so that text without use for drafts does not rule for good. None of this changes a token, only when
+it comes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,8 @@ def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
 
 
 def best_num_drafts(rates: Sequence[float], secs: Sequence[float], present: int) -> int:
-    """The number of drafts, an index of ``secs``, with most tokens a second; ``present``, if that is smaller
-    and as good.
-
-    ``secs``: of a step with so many drafts.
-    """
+    """The number of drafts with most tokens a second; ``present``, if that is smaller and as good. ``secs``:
+    of a step, by its number of drafts."""
     speeds = [expected_tokens(rates, number) / of_step for number, of_step in enumerate(secs)]
     best = max(range(len(speeds)), key=lambda number: speeds[number])
     return best if best < present or speeds[best] > MIN_GAIN * speeds[present] else present

@@ -92,10 +92,8 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 
 
 class DecodeEngine:
-    """All parts of one decode node's engine.
-
-    Raises TransferError, and StartError, also when pools do not fit.
-    """
+    """All parts of one decode node's engine. Raises TransferError, and StartError, also when pools do not
+    fit."""
 
     def __init__(
         self,

@@ -98,17 +98,12 @@ class HotBuffers:
 
     @property
     def bytes_per_miss(self) -> float:
-        """What one miss brings from the host: its item in each KV layer of its hot group.
-
-        The mean where not all hot groups have equally many.
-        """
+        """What one miss brings from the host, on average: its item in each KV layer of its hot group."""
         return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
 
     def prepare_landing(self, request: Request) -> None:
         """Before anything lands for a request: no check in its landing zone is one of who had it before.
-
-        Waits for the device, and not for the steps on it: nothing on it uses these pages.
-        """
+        Waits for the device, and not for the steps on it: nothing on it uses these pages."""
         row_checks = self.state.row_checks
         if row_checks is None:
             return

@@ -173,9 +173,8 @@ class LiveRequests:
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
         is_dropped = request.prefix is not None and request.prefix.is_dropped
-        if (
-            request.may_share and not is_dropped
-        ):  # before its tables are filled: its pages may be others afterwards
+        # Before its tables are filled: its pages may be others afterwards.
+        if request.may_share and not is_dropped:
             keys = request.kept_keys(request.num_prompt_tokens)
             request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
             self._note_reserved(request)
@@ -189,10 +188,8 @@ class LiveRequests:
         self._note_reserved(request)
 
     def replace_device_slots(self, exchange: Exchange) -> None:
-        """Device slots for another hot buffer. The host holds every item by now, and dense ends here.
-
-        Raises PoolExhausted.
-        """
+        """Device slots for another hot buffer, with every item on the host by now; dense ends here. Raises
+        PoolExhausted."""
         request = exchange.request
         was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
@@ -205,9 +202,7 @@ class LiveRequests:
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
         """RUNNING → ENDING: the request is over, and owns what it has until nothing on the device uses it.
-
-        ``is_sound``: its KV is as it should be, and may be held.
-        """
+        ``is_sound``: its KV is as it should be, and may be held."""
         self._move(request, RequestState.ENDING)
         self.pools.move(request.owned, Stage.ENDING)
         self._forget(request)

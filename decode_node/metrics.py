@@ -69,11 +69,8 @@ class Metrics:
         step: int,
         now: float,
     ) -> EngineStats:
-        """``swap_ins``: hits, misses, evictions; ``num_dropped``: what the connections dropped themselves.
-
-        ``bytes_per_miss``: what one miss brings from the host, in all layers that it is for;
-        ``transfer_info``: name and labels of the gauge that tells of the KV transport.
-        """
+        """``swap_ins``: hits, misses, evictions; ``num_dropped``: what the connections dropped themselves, by
+        reason; ``transfer_info``: name and labels of the gauge that tells of the KV transport."""
         pools = requests.pools
         used = pools.totals - requests.available
         quarantined, set_aside = pools.used(Stage.QUARANTINED), pools.used(Stage.SET_ASIDE)

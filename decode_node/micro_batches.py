@@ -1,7 +1,5 @@
-"""One step in micro-batches, each in a stream of its own: while one copies its misses of a layer, the others
-compute theirs.
-
-A large hisparse batch is bound by PCIe; this hides much of it behind the computing.
+"""One step in micro-batches, each in a stream of its own: while one copies its misses of a layer over PCIe,
+by which a large hisparse batch is bound, the others compute theirs.
 """
 
 from __future__ import annotations

@@ -489,9 +489,7 @@ class RequestLife:
 
     def row_is_wrong(self, request: Request, now: float) -> None:
         """Something that was read for it is not what was written: nothing that was made of it may be used.
-
-        Its tokens until then are right.
-        """
+        Its tokens until then are right."""
         wrong = self.hot_buffers.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_prompt_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE

@@ -54,10 +54,8 @@ class RowCounts:
             self._table.add(rows_dev, in_flight[rows_dev])
 
     def of(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] = ()) -> CountedRows | None:
-        """Of each row of logits the request, and the drafts before its position, for ``model.sampling``.
-
-        None when nobody is counted.
-        """
+        """Of each row of logits the request, and the drafts before its position, for ``model.sampling``; None
+        when nobody is counted."""
         if not any(request.changes_logits for request in requests):
             return None
         return CountedRows(self._table, [request.req_row for request in requests], drafts)

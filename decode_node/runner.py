@@ -110,10 +110,8 @@ class DeviceRunner:
 
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
-        """Enqueue one step, a token for each request, of which another rank may have more.
-
-        Raises what the model raises.
-        """
+        """Enqueue one step, a token for each request; another rank may have more of these. Raises what the
+        model raises."""
         num_new = step.num_new
         for request in batch:
             if not request.has_slots_for_next:

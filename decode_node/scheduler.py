@@ -130,9 +130,7 @@ class Growth:
 @dataclass(frozen=True)
 class Exchange:
     """Give up all device slots, and go on as hisparse with a hot buffer of ``hot_capacity`` entries.
-
-    ``need``: host, index and lookup slots that a dense request takes for that.
-    """
+    ``need``: host, index and lookup slots that a dense request takes for that."""
 
     request: Request
     hot_capacity: int

@@ -41,10 +41,8 @@ LOGIT_COPIES = 6
 
 
 def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> Limits:
-    """The sizes of all pools, with ``device_pool_tokens`` in the device pool; 0 before that is known.
-
-    Raises StartError when nothing could ever be served with them.
-    """
+    """The sizes of all pools, with ``device_pool_tokens`` in the device pool, 0 before that is known. Raises
+    StartError when nothing could ever be served with them."""
     page_size = settings.page_size
     num_drafts = settings.speculative_num_steps
     smallest, buffer = smallest_buffer(num_drafts, spec.index_topk), hot_buffer_tokens(settings, spec)

@@ -52,8 +52,8 @@ Secs = Mapping[Split, float]
 def choose_splits(
     sizes: Sequence[int], measure: Callable[[int], Secs | None]
 ) -> tuple[dict[int, Split], dict[int, Secs]]:
-    """How to split the batches of those ``sizes`` from the smallest on from which each is faster so; and what
-    was measured.
+    """How to split batches of those ``sizes`` that are faster so, as all larger ones are; and what was
+    measured.
 
     ``measure``: None for a size that cannot come. Asked from the largest size down, until one is not faster.
     """

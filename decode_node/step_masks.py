@@ -46,10 +46,8 @@ def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
 
 
 def follow(request: Request, compiler: Compiler, now: float) -> None:
-    """Let a running request follow its grammar, from its first token on, as soon as that is compiled.
-
-    Raises GrammarError, and GrammarLate.
-    """
+    """Let a running request follow its grammar, from its first token on, as soon as that is compiled. Raises
+    GrammarError, and GrammarLate."""
     ask_for_grammar(request, compiler, now)
     assert request.grammar is not None
     if not request.grammar.done():

@@ -116,9 +116,7 @@ class ExtentAllocator:
 
     def check_integrity(self, owned: Iterable[Iterable[Extent]]) -> None:
         """Raise PoolIntegrityError unless free slots and those of all owners are disjoint and fill the pool.
-
-        ``owned``: the extents of every owner (requests, cache, quarantine).
-        """
+        ``owned``: the extents of every owner."""
         free = [Extent(start, self._length_at[start]) for start in self._starts]
         by_length = sorted((extent.length, extent.start) for extent in free)
         if total_length(free) != self._num_free or by_length != self._by_length:

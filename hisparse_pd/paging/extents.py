@@ -61,10 +61,8 @@ def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 
 
 def slice_extents(extents: Iterable[Extent], start: int, stop: int) -> tuple[Extent, ...]:
-    """The token slots of positions ``[start, stop)``, counted from the first slot of ``extents``.
-
-    Raises ValueError when the range is reversed or reaches past the end.
-    """
+    """The token slots of positions ``[start, stop)``, counted from the first slot of ``extents``. Raises
+    ValueError when the range is reversed or reaches past the end."""
     if not 0 <= start <= stop:
         raise ValueError(f"positions [{start}, {stop}) are not a range from 0 on")
     sliced = []

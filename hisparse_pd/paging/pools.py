@@ -96,10 +96,8 @@ _in_order = attrgetter(*(kind.value for kind in PoolKind))
 
 @dataclass(eq=False)
 class Holding:
-    """What one request, one quarantined room or one held prefix owns. Changed by ``Pools`` only.
-
-    ``room``: of a held prefix the one that it was of.
-    """
+    """What one request, one quarantined room or one held prefix owns. Changed by ``Pools`` only. ``room``: of
+    a held prefix the one that it was of."""
 
     room: Room
     stage: Stage
@@ -249,10 +247,8 @@ class Pools:
         self._holdings.add(self._set_aside[kind, page.start])
 
     def split(self, holding: Holding, kinds: Iterable[PoolKind], num_slots: int) -> Holding:
-        """A new holding, HELD, of the first ``num_slots`` slots that ``holding`` has of each of ``kinds``.
-
-        The rest stays where it is. Raises ValueError for part of a page, or for more than there are.
-        """
+        """A new holding, HELD, of the first ``num_slots`` slots that ``holding`` has of each of ``kinds``;
+        the rest stays. Raises ValueError for part of a page, or for more than there are."""
         self._check_known(holding)
         if num_slots % self.page_size:
             raise ValueError(f"room {holding.room}: {num_slots} slots are no whole pages of {self.page_size}")
@@ -291,11 +287,8 @@ class Pools:
         self._holdings.discard(holding)
 
     def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
-        """Raise PoolIntegrityError unless the conservation law holds for every pool, slot by slot.
-
-        ``expected``: the number of holdings of each stage that the caller knows of; a leaked or lost holding
-        shows as a difference.
-        """
+        """Raise PoolIntegrityError unless the conservation law holds for every pool, slot by slot, and there
+        are as many holdings of each stage as are ``expected``."""
         used = {stage: self.used(stage) for stage in Stage}
         for kind, allocator in self._allocators.items():
             terms = {stage: used[stage][kind] for stage in Stage}

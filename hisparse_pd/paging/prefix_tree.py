@@ -133,10 +133,8 @@ class PrefixTree:
         return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
 
     def use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
-        """For one more request the prefix that ends with the last of ``keys``, which are all held.
-
-        It stays until the request lets go of it.
-        """
+        """For one more request, until it lets go of it, the prefix that ends with the last of ``keys``, which
+        are all held."""
         prefix = self._ending_at(keys, kinds)
         for part in prefix.chain():
             self._count(part, -1)
@@ -266,9 +264,7 @@ class PrefixTree:
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
         """Raise PoolIntegrityError unless the index and the counts say what is held, and who uses it.
-
-        ``users``: what each request has that uses one.
-        """
+        ``users``: what each request has that uses one."""
         num_users = Counter(part for prefix in users for part in prefix.chain())
         if strays := num_users.keys() - self._prefixes:
             raise PoolIntegrityError(f"{len(strays)} prefixes are used and not held")
