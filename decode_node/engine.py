@@ -21,7 +21,6 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
 from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.metrics import Metrics
-from decode_node.next_plan import NextPlan
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, RequestState, RunStage
 from decode_node.request_life import RequestLife
@@ -187,7 +186,6 @@ class DecodeEngine:
             most_drafts=settings.speculative_num_steps,
             scrubber=self._scrubber,
         )
-        self._next_plan = NextPlan(self.limits, self.requests)
         self._is_stopping = self._has_stopped = False
         self._last_turn_at = float("inf")
         self._next_stats_at = 0.0
@@ -229,7 +227,7 @@ class DecodeEngine:
         self._last_turn_at = now
         self._receive(now)
         self._follow_grammars(now)
-        self._plan(now)
+        self.steps.plan(now)
         if not self.steps.take(is_stopping=self._is_stopping):
             self._has_stopped = True
             return
@@ -253,7 +251,7 @@ class DecodeEngine:
         self._transfer.close()
         self._memory.close()
 
-    # --- receive → plan -----------------------------------------------------------------------------
+    # --- receive ------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
         for message in self._front.receive():
@@ -304,15 +302,6 @@ class DecodeEngine:
                     self.lifecycle.grammar_failed(request, error, now)
                 except GrammarLate as error:
                     self.lifecycle.fail(request, 503, str(error), now)
-
-    def _plan(self, now: float) -> None:
-        if not self.steps.may_follow():
-            self.steps.settle()
-        plan = self._next_plan.make(now)
-        if plan.exchanges and self.steps.in_flight is not None:
-            self.steps.settle()  # whoever changes its device slots may be in a step, or may be at its end
-            plan = self._next_plan.make(now)
-        self.lifecycle.carry_out(plan, now)
 
     # --- beside the work --------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from decode_node.draft_choice import DraftChoice
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
+from decode_node.next_plan import NextPlan
 from decode_node.request import Request, RequestState, RunStage
 from decode_node.request_life import RequestLife
 from decode_node.runner import DeviceRunner, Launched
@@ -52,6 +53,18 @@ class StepLine:
         self._scrubber = scrubber
         self._most_drafts = most_drafts
         self._draft_choice = DraftChoice(most_drafts)
+        self._next_plan = NextPlan(lifecycle.limits, requests)
+
+    def plan(self, now: float) -> None:
+        """Carry out what the scheduler wants before the next step, which is then launched behind the one in
+        flight where that may be."""
+        if not self.may_follow():
+            self.settle()
+        plan = self._next_plan.make(now)
+        if plan.exchanges and self.in_flight is not None:
+            self.settle()  # whoever changes its device slots may be in a step, or may be at its end
+            plan = self._next_plan.make(now)
+        self._lifecycle.carry_out(plan, now)
 
     def take(self, *, is_stopping: bool) -> bool:
         """Launch the next step of the node, if anybody has one, and read the one before. False when all ranks

@@ -24,7 +24,6 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.metrics import Metrics
-from decode_node.next_plan import NextPlan
 from decode_node.prefill_peers import RoomMessage
 from decode_node.request import PeerAddress, Request
 from decode_node.request_life import RequestLife
@@ -275,7 +274,6 @@ class Node:
         )
         by_turns = count()
         self.steps._draft_choice.choose = lambda num_reqs, most: min(next(by_turns) % 3, most)  # type: ignore[method-assign]
-        self._next_plan = NextPlan(self.limits, self.requests)
         for each in self._patches:
             each.start()
 
@@ -298,13 +296,7 @@ class Node:
         now = time.monotonic()
         self.life.expire(now)
         self.life.refresh_queue(now)
-        if not self.steps.may_follow():
-            self.steps.settle()
-        plan = self._next_plan.make(now)
-        if plan.exchanges and self.steps.in_flight is not None:
-            self.steps.settle()
-            plan = self._next_plan.make(now)
-        self.life.carry_out(plan, now)
+        self.steps.plan(now)
         self.steps.take(is_stopping=False)
         if not self.requests:
             self.scrubber.when_idle()

@@ -179,7 +179,7 @@ def test_nobody_waits_for_messages_before_it_grows(
     shared_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(shared_node.engine.limits, growth_tokens=1)
-    monkeypatch.setattr(shared_node.engine._next_plan, "_limits", limits)
+    monkeypatch.setattr(shared_node.engine.steps._next_plan, "_limits", limits)
     answer = shared_node.generate(PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
     shared_node.turn_until(lambda: answer.token_ids)
     (request,) = shared_node.engine.requests.select(RequestState.RUNNING)
