@@ -136,7 +136,7 @@ class DecodeMemory:
     def spill(self, device: tuple[Extent, ...], host: tuple[Extent, ...], num_tokens: int) -> None:
         """Copy the items of positions [0, num_tokens), in all layers, from device to host slots."""
         src_device_slots = slots_tensor(device)[:num_tokens].to(self.k_dev.device)
-        runs = host_runs(host, num_tokens)
+        runs = _host_runs(host, num_tokens)
         for layer_dev, layer_host in zip(self.k_dev, self.k_host, strict=True):
             items = layer_dev[src_device_slots]
             for start, dst_host in runs:
@@ -154,7 +154,7 @@ def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: 
     return sum(math.prod(shape) for shape, where in shapes if where.type == "cpu")
 
 
-def host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, slice]]:
+def _host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, slice]]:
     """First position and host slots of each extent, up to position ``num_tokens``."""
     runs, start = [], 0
     for extent in slice_extents(host, 0, num_tokens):

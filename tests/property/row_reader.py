@@ -25,7 +25,7 @@ from decode_node.live_requests import LiveRequests
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.metrics import Metrics
 from decode_node.prefill_peers import RoomMessage
-from decode_node.request import PeerAddress, Request
+from decode_node.request import Request
 from decode_node.request_life import RequestLife
 from decode_node.runner import DeviceRunner
 from decode_node.scheduler import Limits
@@ -41,6 +41,8 @@ from hisparse_pd.settings import HisparsePolicy
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
 from kernels.row_check import store_row_checks
 from protocol.messages import Bootstrap, RoomDone, RoomQuiet
+from tests.books import PEER
+from tests.unit.decode_node.peers_support import FakePeers
 from tests.unit.model.model_specs import make_spec
 
 PAGE_SIZE = 4
@@ -51,8 +53,6 @@ VOCAB_SIZE = 16
 WRONG = VOCAB_SIZE - 1
 """The token that is drawn where a row was wrong."""
 TOTALS = SlotCounts(host=96, device=64, index=160, lookup=192, aux=8, req_row=5)
-PEER = PeerAddress("prefill", 8998)
-INSTANCE = "its run"
 
 
 def spec_of(num_draft_layers: int, *, has_row_checks: bool = True) -> ModelSpec:
@@ -178,38 +178,12 @@ def _one_hot(token_ids: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(token_ids, VOCAB_SIZE).float()
 
 
-class Peers:
-    """Prefill nodes that take every room, and do nothing."""
-
-    def __init__(self) -> None:
-        self.bootstraps: dict[int, Bootstrap] = {}
-
-    def address_for(self, host: str, port: int, room: int) -> PeerAddress:
-        return PEER
-
-    def use(self, address: PeerAddress, now: float) -> None: ...
-
-    def may_entrust(self, address: PeerAddress) -> bool:
-        return True
-
-    def instance_id(self, address: PeerAddress) -> str:
-        return INSTANCE
-
-    def page_size(self, address: PeerAddress) -> int:
-        return PAGE_SIZE
-
-    def send(self, address: PeerAddress, message: Any) -> bool:
-        if isinstance(message, Bootstrap):
-            self.bootstraps[message.room] = message
-        return True
-
-
 class Node:
     """``turn`` is what the engine's loop does, without its sockets. ``sent`` is for the front."""
 
     def __init__(self, spec: ModelSpec, seed: int, *, is_behind: bool) -> None:
         max_drafts = MAX_DRAFTS * spec.num_draft_layers
-        self.spec, self.model, self.peers = spec, RowReader(spec, seed), Peers()
+        self.spec, self.model, self.peers = spec, RowReader(spec, seed), FakePeers(PAGE_SIZE)
         self.sent: list[FromEngine] = []
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.set_aside: Callable[[PoolKind, int], None] | None = None
@@ -337,7 +311,7 @@ class Node:
         self._say(RoomQuiet(request.room, False))
 
     def _say(self, message: RoomDone | RoomQuiet) -> None:
-        self.life.peer_event(RoomMessage(PEER, INSTANCE, message), time.monotonic())
+        self.life.peer_event(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
 
     def is_right(self, pool: Tensor, slots: Tensor, token_ids: Sequence[int]) -> Tensor:
         """Of each layer and position: bool [num_layers, num_tokens]."""

@@ -179,6 +179,44 @@ class PrefillNode:
             control.close()
 
 
+class FakePeers:
+    """In place of PrefillPeers: prefill nodes that may be entrusted with rooms unless they are ``away``, take
+    every message, and do nothing."""
+
+    instance = "its run"
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self.away: set[PeerAddress] = set()
+        self.bootstraps: dict[int, Bootstrap] = {}
+        """By room."""
+
+    def address_for(self, host: str, port: int, room: int) -> PeerAddress:
+        return PeerAddress(host, port)
+
+    def may_entrust(self, address: PeerAddress) -> bool:
+        return address not in self.away
+
+    def is_opening(self, address: PeerAddress, now: float) -> bool:
+        return False
+
+    def page_size(self, address: PeerAddress) -> int:
+        return self._page_size
+
+    def use(self, address: PeerAddress, now: float) -> None: ...
+
+    def send(self, address: PeerAddress, message: object) -> bool:
+        if isinstance(message, Bootstrap):
+            self.bootstraps[message.room] = message
+        return True
+
+    def last_error(self, address: PeerAddress) -> str:
+        return "no answer yet"
+
+    def instance_id(self, address: PeerAddress) -> str:
+        return self.instance
+
+
 def make_peers(
     keys: ControlKeys | None = None, allowed: PeerList | None = None, health_timeout_secs: float = 60.0
 ) -> PrefillPeers:

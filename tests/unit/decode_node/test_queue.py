@@ -24,6 +24,7 @@ from hisparse_pd.settings import HisparsePolicy
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from tests.books import carry_out, end
 from tests.identities import DIGEST
+from tests.unit.decode_node.peers_support import FakePeers
 
 NUM_WAITING = 3000
 NUM_RUNNING = 8
@@ -38,44 +39,13 @@ LIMITS = Limits(
 PEERS = [PeerAddress("prefill", port) for port in (1, 2, 3)]
 
 
-class FakePeers:
-    """Prefill nodes that may be entrusted with rooms unless they are in ``away``."""
-
-    def __init__(self) -> None:
-        self.away: set[PeerAddress] = set()
-
-    def address_for(self, host: str, port: int, room: int) -> PeerAddress:
-        return PeerAddress(host, port)
-
-    def may_entrust(self, peer: PeerAddress) -> bool:
-        return peer not in self.away
-
-    def is_opening(self, peer: PeerAddress, now: float) -> bool:
-        return False
-
-    def page_size(self, peer: PeerAddress) -> int:
-        return LIMITS.page_size
-
-    def use(self, peer: PeerAddress, now: float) -> None:
-        pass
-
-    def send(self, peer: PeerAddress, message: object) -> bool:
-        return True
-
-    def last_error(self, peer: PeerAddress) -> str:
-        return "no answer yet"
-
-    def instance_id(self, peer: PeerAddress) -> str:
-        return "run"
-
-
 class Node:
     """The parts of a turn that look at requests, without the model."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 60.0)
         self.next_plan = NextPlan(limits, self.rooms)
-        self.peers = FakePeers()
+        self.peers = FakePeers(LIMITS.page_size)
         self.sent: list[Any] = []
         self.lifecycle = RequestLife(
             limits=limits,
