@@ -15,11 +15,10 @@ import torch
 
 from decode_node.memory import slots_tensor
 from decode_node.request import Request, RequestState
-from hisparse_pd.engine.messages import RequestStats
 from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
+from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.unit.decode_node.speculation_support import exchange_in_every_step
-from tests.unit.decode_node.support import TIMES, Answer, Checkpoint, EngineHarness, Prompt, random_prompt
+from tests.unit.decode_node.support import TIMES, Checkpoint, EngineHarness, Prompt, random_prompt
 
 NUM_NEW = 20
 HOT_BUFFER = 128
@@ -38,12 +37,6 @@ def small_node(checkpoint: Checkpoint, tmp_path: Path, **pools: int) -> EngineHa
     return EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, **pools)
 
 
-def _stats(answer: Answer) -> RequestStats:
-    assert answer.last is not None
-    assert answer.last.finish_reason is FinishReason.LENGTH
-    return answer.stats
-
-
 @pytest.mark.I2
 @pytest.mark.I3
 @pytest.mark.I4
@@ -57,11 +50,11 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
     before = shared_node.engine.hot_buffers.totals(())
     answers = [shared_node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
     shared_node.finish(answers, expected)
-    each = [(stats.hits, stats.misses, stats.evictions) for stats in map(_stats, answers)]
+    each = [(stats.hits, stats.misses, stats.evictions) for stats in (answer.stats for answer in answers)]
     assert shared_node.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert (answer.phases, answer.prefill) == (["queue", "landing", "first_step"], [TIMES])
-        stats = _stats(answer)
+        stats = answer.stats
         match flag:
             case HisparseFlag.TRUE:
                 assert stats.mode is Mode.HISPARSE
@@ -151,7 +144,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
         monkeypatch.setattr(hot_buffers, "retract", retract_and_compare)
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
         node.finish(answers, expected)
-        kept, spilled = sorted(map(_stats, answers), key=lambda stats: stats.num_retractions)
+        kept, spilled = sorted((answer.stats for answer in answers), key=lambda stats: stats.num_retractions)
         assert [kept.num_retractions, spilled.num_retractions] == [0, 1]
         assert spilled.mode is Mode.HISPARSE
         assert spilled.hits > 0
@@ -171,7 +164,7 @@ def test_every_running_request_survives_another_hot_buffer_in_every_step(
     undisturbed = [shared_node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
     shared_node.finish([*answers, *undisturbed], expected)
     for answer, other in zip(answers, undisturbed, strict=True):
-        num_selected = [_stats(each).hits + _stats(each).misses for each in (answer, other)]
+        num_selected = [each.stats.hits + each.stats.misses for each in (answer, other)]
         assert num_selected[0] == num_selected[1], "counts of rows that were given up"
 
 
@@ -211,4 +204,4 @@ def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
 
         node.turn_until(is_one_paused)
         node.finish(answers, expected)
-        assert [_stats(answer).num_retractions for answer in answers] == [0, 0]
+        assert [answer.stats.num_retractions for answer in answers] == [0, 0]

@@ -5,7 +5,7 @@ A wrong row ends the requests that read it, and no other; what was given to a cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -71,14 +71,9 @@ def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
     assert requests.pools.free == requests.pools.totals
 
 
-@pytest.fixture(scope="module")
-def expected(shared_node: EngineHarness) -> Callable[[Prompt, int], list[int]]:
-    """The tokens of a request of which no row is wrong."""
-
-    def ask_once(prompt: Prompt, num_new: int) -> list[int]:
-        return shared_node.ask(prompt, num_new, DENSE).token_ids
-
-    return ask_once
+def right_tokens(node: EngineHarness, prompt: Prompt, num_new: int) -> list[int]:
+    """Of a request of which no row is wrong."""
+    return node.ask(prompt, num_new, DENSE).token_ids
 
 
 def first_held(node: EngineHarness) -> Prefix:
@@ -142,13 +137,12 @@ def say_done(node: EngineHarness) -> None:
 @IN_EACH_MODE
 def test_a_bit_that_flips_between_write_and_admission(
     node: EngineHarness,
-    expected: Callable[[Prompt, int], list[int]],
     flag: HisparseFlag,
 ) -> None:
     """A short prompt is warmed up whole, a dense one gone through once: it gets its first token and no other.
     Others that run meanwhile are not concerned."""
     prompt, other = random_prompt(1, 50), random_prompt(2, 60)
-    right = expected(other, 30)
+    right = right_tokens(node, other, 30)
     corruption = Corruption(node, "landing")
     neighbour = node.generate(other, 30, HISPARSE)
     node.turn_until(lambda: neighbour.token_ids)
@@ -189,7 +183,6 @@ def host_slot(node: EngineHarness, position: int) -> int:
 @EACH_MODEL
 def test_bits_that_flip_while_a_request_runs(
     node: EngineHarness,
-    expected: Callable[[Prompt, int], list[int]],
     first: int,
     stop: int,
     kind: str,
@@ -205,16 +198,14 @@ def test_bits_that_flip_while_a_request_runs(
     assert failure.code == KV_ROW_CORRUPT
     assert num_found(node) == {**before, kind: before[kind] + 1}
     assert 40 <= len(answer.token_ids) < 300
-    assert answer.token_ids == expected(prompt, len(answer.token_ids))
+    assert answer.token_ids == right_tokens(node, prompt, len(answer.token_ids))
 
 
 @pytest.mark.I9
-def test_a_row_that_nobody_reads_ends_nobody(
-    node: EngineHarness, expected: Callable[[Prompt, int], list[int]]
-) -> None:
+def test_a_row_that_nobody_reads_ends_nobody(node: EngineHarness) -> None:
     """All of them are hot: the host pool is not looked at."""
     prompt = random_prompt(6, 40)
-    right = expected(prompt, 20)
+    right = right_tokens(node, prompt, 20)
     answer = running(node, prompt, 20, 2)
     for position in range(40):
         flip(node, PoolKind.HOST, 0, host_slot(node, position))
@@ -262,9 +253,7 @@ def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: Hisparse
 
 @pytest.mark.I9
 @EACH_MODEL
-def test_hot_buffers_are_gone_through_while_they_are_used(
-    node: EngineHarness, expected: Callable[[Prompt, int], list[int]]
-) -> None:
+def test_hot_buffers_are_gone_through_while_they_are_used(node: EngineHarness) -> None:
     """Every entry of every layer comes by. A draft's or a newest token's is not yet one that stands."""
     prompt = random_prompt(9, 60)
     with patch.object(scrub, "STEPS_BETWEEN", 1):
@@ -278,20 +267,18 @@ def test_hot_buffers_are_gone_through_while_they_are_used(
     position = int(failure.error.split("position ")[1].split(",")[0])
     corruption.was_found(failure, PoolKind.DEVICE, layer, position, slot)
     num_right = len(answer.token_ids) - node.engine.hot_buffers.spec.num_index_groups
-    assert answer.token_ids[:num_right] == expected(prompt, num_right), (
+    assert answer.token_ids[:num_right] == right_tokens(node, prompt, num_right), (
         "until the flip, and so before it was gone through"
     )
 
 
 def test_a_node_that_verifies_no_rows(
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    expected: Callable[[Prompt, int], list[int]],
+    checkpoint: Checkpoint, shared_node: EngineHarness, tmp_path: Path
 ) -> None:
     """Has no memory for checks, and is served by prefill nodes that have them."""
     unverified = Checkpoint(checkpoint.path, replace(checkpoint.spec, has_row_checks=False), checkpoint.model)
     prompt = random_prompt(11, 100)
-    right = expected(prompt, 20)
+    right = right_tokens(shared_node, prompt, 20)
     with closing(EngineHarness(unverified, tmp_path, page_size=PAGE, device_buffer_size=70)) as node:
         assert node.engine.hot_buffers.memory.row_checks is None
         assert node.ask(prompt, 20, HISPARSE).token_ids == right
