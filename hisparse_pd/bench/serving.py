@@ -81,21 +81,6 @@ def make_points(settings: ServingSettings) -> list[Point]:
     return points
 
 
-def make_workload(settings: ServingSettings, model: str) -> Workload:
-    return Workload(
-        model=model,
-        input_tokens=settings.input_tokens,
-        output_tokens=settings.output_tokens,
-        token_range=settings.token_range,
-        as_text=settings.prompt_format == "text",
-        num_prompts=settings.distinct_prompts,
-        seed=settings.seed,
-        temperature=settings.temperature,
-        ignore_eos=settings.ignore_eos,
-        extra_body=settings.extra_body,
-    )
-
-
 async def measure(
     settings: ServingSettings,
     url: str,
@@ -110,7 +95,7 @@ async def measure(
     api_key = os.environ.get(settings.api_key_env, "")
     async with Client(url, settings.timeout_secs, api_key) as client:
         measured["model"] = settings.model or await client.first_model()
-        workload = make_workload(settings, measured["model"])
+        workload = Workload(measured["model"], settings)
         for point in make_points(settings):
             if settings.warmup:
                 await warm_up(

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
+
+from hisparse_pd.bench.settings import ServingSettings
 
 CONNECT_TIMEOUT_SECS = 10.0
 MESSAGE_CHARS = 300
@@ -38,33 +40,22 @@ HisparseValue = bool | str | None
 
 @dataclass(frozen=True)
 class Workload:
-    """What every request of a measurement has in common.
-
-    ``token_range``: half-open range of the random ids. ``as_text``: random words instead of token ids, about
-    a token each. ``num_prompts``: different prompts that are sent in turns, the same ones in every point, so
-    that a prefix cache finds them; 0: each prompt is sent once. ``extra_body``: further fields.
-    """
+    """What every request of a measurement has in common: its model, and what the settings say of requests."""
 
     model: str
-    input_tokens: int
-    output_tokens: int
-    token_range: tuple[int, int] = (3, 250)
-    as_text: bool = False
-    num_prompts: int = 0
-    seed: int = 0
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    settings: ServingSettings
 
     def prompt(self, stream: int, number: int) -> list[int] | str:
-        """Prompt ``number`` of ``stream``; different streams have different prompts."""
-        key = (
-            (self.seed, 0, number % self.num_prompts) if self.num_prompts else (self.seed, stream + 1, number)
-        )
-        rng = np.random.default_rng(key)
-        if self.as_text:
-            return " ".join(_WORDS[at] for at in rng.integers(0, len(_WORDS), self.input_tokens))
-        ids: list[int] = rng.integers(*self.token_range, self.input_tokens).tolist()
+        """Prompt ``number`` of ``stream``; different streams have different prompts, unless there are only
+        so many distinct ones."""
+        settings = self.settings
+        if settings.distinct_prompts:
+            rng = np.random.default_rng((settings.seed, 0, number % settings.distinct_prompts))
+        else:
+            rng = np.random.default_rng((settings.seed, stream + 1, number))
+        if settings.prompt_format == "text":
+            return " ".join(_WORDS[at] for at in rng.integers(0, len(_WORDS), settings.input_tokens))
+        ids: list[int] = rng.integers(*settings.token_range, settings.input_tokens).tolist()
         return ids
 
     def content(self, stream: int, number: int, hisparse: HisparseValue, max_tokens: int) -> bytes:
@@ -73,15 +64,15 @@ class Workload:
             "model": self.model,
             "prompt": self.prompt(stream, number),
             "max_tokens": max_tokens,
-            "temperature": self.temperature,
+            "temperature": self.settings.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self.ignore_eos:
+        if self.settings.ignore_eos:
             body["ignore_eos"] = True
         if hisparse is not None:
             body["hisparse"] = hisparse
-        return msgspec.json.encode(body | dict(self.extra_body))
+        return msgspec.json.encode(body | self.settings.extra_body)
 
 
 @dataclass(frozen=True)
@@ -327,15 +318,15 @@ async def run_point(
     client: Client, workload: Workload, point: Point, on_done: Callable[[], None] = lambda: None
 ) -> list[Record]:
     """All requests of one point, in the order in which they started."""
-    loop = _closed_loop if point.concurrency is not None else _open_loop
+    settings = workload.settings
 
     def content(number: int) -> bytes:
-        return workload.content(2 * point.stream, number, point.hisparse, workload.output_tokens)
+        return workload.content(2 * point.stream, number, point.hisparse, settings.output_tokens)
 
     # A long prompt takes milliseconds to encode, in which no arrival is seen.
     num_prepared = point.num_requests or PREPARED_REQUESTS
-    if workload.num_prompts:
-        num_prepared = min(num_prepared, workload.num_prompts)
+    if settings.distinct_prompts:
+        num_prepared = min(num_prepared, settings.distinct_prompts)
     prepared: list[bytes] = []
     num_bytes = 0
     while len(prepared) < num_prepared and num_bytes < PREPARED_BYTES:
@@ -343,16 +334,20 @@ async def run_point(
         num_bytes += len(prepared[-1])
 
     async def ask(number: int, started: float | None = None) -> Record:
-        at = number % workload.num_prompts if workload.num_prompts else number
+        at = number % settings.distinct_prompts if settings.distinct_prompts else number
         body = prepared[at] if at < len(prepared) else content(number)
         record = await client.send(body, started)
         on_done()
         return record
 
-    return sorted(await loop(point, workload.seed, ask), key=lambda record: record.started)
+    if point.concurrency is not None:
+        records = await _closed_loop(point, point.concurrency, ask)
+    else:
+        records = await _open_loop(point, settings.seed, ask)
+    return sorted(records, key=lambda record: record.started)
 
 
-async def _closed_loop(point: Point, seed: int, ask: Callable[..., Any]) -> list[Record]:
+async def _closed_loop(point: Point, concurrency: int, ask: Callable[..., Any]) -> list[Record]:
     """``concurrency`` clients, each of which sends its next request when its last one has ended."""
     numbers = _numbers(point, time.perf_counter())
     records: list[Record] = []
@@ -361,8 +356,7 @@ async def _closed_loop(point: Point, seed: int, ask: Callable[..., Any]) -> list
         for number in numbers:
             records.append(await ask(number))
 
-    assert point.concurrency is not None
-    await asyncio.gather(*(client() for _ in range(point.concurrency)))
+    await asyncio.gather(*(client() for _ in range(concurrency)))
     return records
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from starlette.requests import Request
 
 from hisparse_pd import cli
 from hisparse_pd.bench import serving, serving_load
-from hisparse_pd.bench.pair import counters_in
 from hisparse_pd.bench.serving import make_points
 from hisparse_pd.bench.serving_load import (
     Client,
@@ -32,13 +31,20 @@ from hisparse_pd.bench.serving_load import (
 )
 from hisparse_pd.bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
 from hisparse_pd.bench.settings import ServingSettings
+from tests.unit.router.cluster import answer, start, write
 from tests.unit.router.cluster import serving as serving_app
 from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.anyio
 
 TIMEOUT_SECS = 10.0
-WORKLOAD = Workload("tiny", input_tokens=5, output_tokens=4)
+
+
+def workload_of(**settings: Any) -> Workload:
+    return Workload("tiny", ServingSettings(**{"input_tokens": 5, "output_tokens": 4, **settings}))
+
+
+WORKLOAD = workload_of()
 SERVED = {"mode": "hisparse", "hits": 30, "misses": 10}
 
 
@@ -64,17 +70,12 @@ class Endpoint:
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         assert scope["type"] == "http"
         if scope["path"] == "/v1/models":
-            await answer(send, 200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+            await answer(send, json.dumps({"data": [{"id": "tiny"}]}).encode())
             return
         if scope["path"] == "/metrics":
-            await answer(send, 200, self.metrics.pop(0).encode(), "text/plain")
+            await answer(send, self.metrics.pop(0).encode(), content_type="text/plain")
             return
-        content = b""
-        while (message := await receive())["type"] == "http.request":
-            content += message["body"]
-            if not message.get("more_body"):
-                break
-        self.bodies.append(json.loads(content))
+        self.bodies.append(await Request(scope, receive).json())
         self.num_inside += 1
         self.most_inside = max(self.most_inside, self.num_inside)
         async with self.changed:
@@ -94,45 +95,6 @@ async def running(endpoint: Endpoint) -> AsyncIterator[str]:
     """The URL, with /v1, of the served endpoint."""
     async with serving_app(endpoint) as url:
         yield f"{url}/v1"
-
-
-@contextmanager
-def running_in_thread(behaviour: Behaviour, metrics: list[str]) -> Iterator[tuple[str, Endpoint]]:
-    """The same for ``main``, which has an event loop of its own."""
-    found: list[tuple[str, Endpoint, asyncio.AbstractEventLoop, asyncio.Event]] = []
-    started = threading.Event()
-
-    async def serve() -> None:
-        endpoint, stop = Endpoint(behaviour, metrics=metrics), asyncio.Event()
-        async with running(endpoint) as url:
-            found.append((url, endpoint, asyncio.get_running_loop(), stop))
-            started.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert started.wait(WAIT_SECS)
-    url, endpoint, loop, stop = found[0]
-    try:
-        yield url, endpoint
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(WAIT_SECS)
-        assert not thread.is_alive()
-
-
-async def answer(send: Send, status: int, body: bytes, content_type: str = "application/json") -> None:
-    await start(send, status, content_type)
-    await send({"type": "http.response.body", "body": body})
-
-
-async def start(send: Send, status: int = 200, content_type: str = "text/event-stream") -> None:
-    headers = [(b"content-type", content_type.encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def piece(send: Send, *content: bytes, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": b"".join(content), "more_body": more})
 
 
 def event(text: str = "", finish: str | None = None, **more: Any) -> bytes:
@@ -157,9 +119,9 @@ async def scripted(_: Endpoint, send: Send) -> None:
     """Four tokens in two chunks, the first of which comes in two pieces."""
     await start(send)
     first = event("a")
-    await piece(send, b": a comment\n\n", first[:20])
-    await piece(send, first[20:])
-    await piece(send, event("bcd"), event("", "length"), usage_event(4, SERVED), DONE, more=False)
+    await write(send, b": a comment\n\n" + first[:20])
+    await write(send, first[20:])
+    await write(send, event("bcd") + event("", "length") + usage_event(4, SERVED) + DONE, more=False)
 
 
 # --- one request -----------------------------------------------------------------------------------------
@@ -178,34 +140,33 @@ async def test_a_request_is_recorded_with_tokens_by_usage() -> None:
     assert record.tpot_secs == pytest.approx((record.arrivals[1] - record.arrivals[0]) / 3)
 
 
-async def test_chunks_are_tokens_where_no_usage_comes() -> None:
-    async def no_usage(_: Endpoint, send: Send) -> None:
-        await start(send)
-        await piece(send, event("a"), event("b"), event("c", "stop"), more=False)  # and no [DONE]
+async def record_of(behaviour: Behaviour, timeout_secs: float = TIMEOUT_SECS) -> Record:
+    async with running(Endpoint(behaviour)) as url, Client(url, timeout_secs) as client:
+        return await client.send(WORKLOAD.content(0, 0, None, 4))
 
-    async with running(Endpoint(no_usage)) as url, Client(url, TIMEOUT_SECS) as client:
-        record = await client.send(WORKLOAD.content(0, 0, None, 4))
+
+async def test_chunks_are_tokens_where_no_usage_comes() -> None:
+    record = await record_of(saying(event("a"), event("b"), event("c", "stop")))  # and no [DONE]
     assert (record.error_class, record.has_usage, record.num_output_tokens) == ("", False, 3)
 
 
 async def never(endpoint: Endpoint, send: Send) -> None:
     """One chunk, and then nothing for ever."""
     await start(send)
-    await piece(send, event("a"))
+    await write(send, event("a"))
     await asyncio.Event().wait()
 
 
 def saying(*content: bytes, status: int = 200) -> Behaviour:
     async def behaviour(_: Endpoint, send: Send) -> None:
-        await start(send, status)
-        await piece(send, *content, more=False)
+        await answer(send, b"".join(content), status, "text/event-stream")
 
     return behaviour
 
 
 async def dropping(_: Endpoint, send: Send) -> None:
     await start(send)
-    await piece(send, event("a"))
+    await write(send, event("a"))
     raise ConnectionResetError  # uvicorn cuts the connection in the middle of the answer
 
 
@@ -225,15 +186,13 @@ async def dropping(_: Endpoint, send: Send) -> None:
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_failures_are_told_apart(behaviour: Behaviour, error_class: str, words: str) -> None:
-    async with running(Endpoint(behaviour)) as url, Client(url, TIMEOUT_SECS) as client:
-        record = await client.send(WORKLOAD.content(0, 0, None, 4))
+    record = await record_of(behaviour)
     assert record.error_class == error_class
     assert words in record.error
 
 
 async def test_a_request_has_a_timeout() -> None:
-    async with running(Endpoint(never)) as url, Client(url, 0.2) as client:
-        record = await client.send(WORKLOAD.content(0, 0, None, 4))
+    record = await record_of(never, timeout_secs=0.2)
     assert (record.error_class, record.error) == ("timeout", "not finished after 0.2 s")
     assert len(record.arrivals) == 1
 
@@ -281,7 +240,7 @@ async def test_an_open_loop_waits_for_no_answer_and_follows_its_seed() -> None:
         records = await run_point(client, WORKLOAD, point)
     assert [record.error_class for record in records] == [""] * 12
     assert endpoint.most_inside == 12
-    gaps = np.random.default_rng((WORKLOAD.seed, 2, 1)).exponential(1 / 400.0, 12)
+    gaps = np.random.default_rng((WORKLOAD.settings.seed, 2, 1)).exponential(1 / 400.0, 12)
     assert np.diff([record.started for record in records]) == pytest.approx(gaps[1:], abs=1e-6)
 
 
@@ -317,9 +276,8 @@ def advancing(clock: SimpleNamespace) -> Callable[[float], Awaitable[None]]:
 
 async def test_bodies_ask_for_what_the_workload_says() -> None:
     endpoint = Endpoint(scripted)
-    workload = Workload(
-        "tiny", 6, 4, token_range=(10, 20), seed=7, temperature=0.5, extra_body={"top_p": 0.9}
-    )
+    drawn = {"input_tokens": 6, "token_range": (10, 20)}
+    workload = workload_of(**drawn, seed=7, temperature=0.5, extra_body={"top_p": 0.9})
     async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
         for stream, hisparse in enumerate((True, False, "auto", None)):
             point = Point(hisparse, concurrency=1, num_requests=2, stream=stream)
@@ -342,14 +300,13 @@ async def test_bodies_ask_for_what_the_workload_says() -> None:
         "top_p": 0.9,
     }
     assert bodies == [shared] * 12
-    again = Workload("tiny", 6, 4, token_range=(10, 20), seed=7)
-    assert prompts[1] == tuple(again.prompt(0, 0))
-    assert prompts[1] != tuple(Workload("tiny", 6, 4, token_range=(10, 20), seed=8).prompt(0, 0))
+    assert prompts[1] == tuple(workload_of(**drawn, seed=7).prompt(0, 0))
+    assert prompts[1] != tuple(workload_of(**drawn, seed=8).prompt(0, 0))
 
 
 async def test_distinct_prompts_are_sent_in_turns_in_every_point() -> None:
     endpoint = Endpoint(scripted)
-    workload = Workload("tiny", 6, 4, num_prompts=2, as_text=True, ignore_eos=False)
+    workload = workload_of(input_tokens=6, distinct_prompts=2, prompt_format="text", ignore_eos=False)
     async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
         for stream in range(2):
             await run_point(client, workload, Point(concurrency=1, num_requests=3, stream=stream))
@@ -360,18 +317,15 @@ async def test_distinct_prompts_are_sent_in_turns_in_every_point() -> None:
     assert "ignore_eos" not in endpoint.bodies[0]
 
 
-def test_a_prompt_beyond_the_prepared_ones_is_the_same() -> None:
-    async def run() -> list[Any]:
-        endpoint = Endpoint(scripted)
-        async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
-            await run_point(client, WORKLOAD, Point(concurrency=1, num_requests=4))
-        return [body["prompt"] for body in endpoint.bodies]
-
-    whole = asyncio.run(run())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving_load, "PREPARED_BYTES", 1)
-        assert asyncio.run(run()) == whole
-    assert whole == [WORKLOAD.prompt(0, number) for number in range(4)]
+@pytest.mark.parametrize("prepared_bytes", [1, serving_load.PREPARED_BYTES])
+async def test_prompts_are_the_same_whether_prepared_or_not(
+    monkeypatch: pytest.MonkeyPatch, prepared_bytes: int
+) -> None:
+    monkeypatch.setattr(serving_load, "PREPARED_BYTES", prepared_bytes)
+    endpoint = Endpoint(scripted)
+    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+        await run_point(client, WORKLOAD, Point(concurrency=1, num_requests=4))
+    assert [body["prompt"] for body in endpoint.bodies] == [WORKLOAD.prompt(0, number) for number in range(4)]
 
 
 # --- figures ---------------------------------------------------------------------------------------------
@@ -492,6 +446,11 @@ def main(*arguments: str) -> int:
     return cli.main(["bench", "serve", *arguments])
 
 
+async def main_beside(*arguments: str) -> int:
+    """In a thread, for it has an event loop of its own."""
+    return await asyncio.to_thread(main, *arguments)
+
+
 def metrics(hits: int, misses: int, num_bytes: int) -> str:
     return (
         f'hisparse_pd:swap_in_hits_total{{dp_rank="0"}} {hits // 2}\n'
@@ -501,24 +460,25 @@ def metrics(hits: int, misses: int, num_bytes: int) -> str:
     )
 
 
-def test_main_measures_all_series_and_writes_what_it_found(
+async def test_main_measures_all_series_and_writes_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serving, "METRICS_SETTLE_SECS", 0.0)
 
     async def sometimes_full(endpoint: Endpoint, send: Send) -> None:
         if endpoint.bodies[-1]["hisparse"] is False and endpoint.bodies[-1]["max_tokens"] == 40:
-            await answer(send, 503, b"full")
+            await answer(send, b"full", 503)
         else:
             await scripted(endpoint, send)
 
     pages = [metrics(100, 50, 1000), metrics(130, 60, 5000)] * 4
-    with running_in_thread(sometimes_full, pages) as (url, endpoint):
+    endpoint = Endpoint(sometimes_full, metrics=pages)
+    async with running(endpoint) as url:
         arguments = ["--url", url, "--metrics-url", url.replace("/v1", "/metrics"), "--concurrency", "1", "2"]
         arguments += ["--hisparse", "true", "false", "--num-requests", "3", "--input-tokens", "7"]
         arguments += ["--output-tokens", "40", "--warmup", "1", "--out", str(tmp_path / "made" / "run-0.5")]
         monkeypatch.setenv("OPENAI_API_KEY", "a-secret")
-        assert main(*arguments) == 1  # for the 503
+        assert await main_beside(*arguments) == 1  # for the 503
     assert len(endpoint.bodies) == 4 * (1 + 3)
     assert not endpoint.metrics
     report = json.loads((tmp_path / "made" / "run-0.5.json").read_text())
@@ -532,7 +492,9 @@ def test_main_measures_all_series_and_writes_what_it_found(
     assert loads == [
         (f"hisparse {name}", c, 3 * (name == "true")) for c in (1, 2) for name in ("true", "false")
     ]
-    assert points[0]["nodes"]["counters"]["swap_in_hits_total"] == 30
+    counters = points[0]["nodes"]["counters"]
+    assert counters["swap_in_hits_total"] == 30, "the sum over both ranks"
+    assert counters["retractions_total"] == 0, "which the node has not got"
     assert points[0]["hit_rate"] == 0.75
     assert points[1]["errors"] == {"HTTP 503": 3}
     assert [len(rows) for rows in report["requests"]] == [3] * 4
@@ -543,27 +505,20 @@ def test_main_measures_all_series_and_writes_what_it_found(
     assert "shorter than 40 tokens" in out
 
 
-def test_main_stops_when_the_endpoint_or_its_metrics_are_not_there(
+async def test_main_stops_when_the_endpoint_or_its_metrics_are_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serving, "METRICS_SETTLE_SECS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         gone = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    assert main("--url", f"{gone}/v1", "--out", str(tmp_path / "none")) == 1
-    with running_in_thread(scripted, []) as (url, _):
+    assert await main_beside("--url", f"{gone}/v1", "--out", str(tmp_path / "none")) == 1
+    async with running(Endpoint(scripted)) as url:
         arguments = ["--url", url, "--metrics-url", f"{gone}/metrics", "--out", str(tmp_path / "none")]
-        assert main(*arguments) == 1
+        assert await main_beside(*arguments) == 1
     out = capsys.readouterr().out
     assert f"{gone}/v1/models" in out
     assert f"--metrics-url {gone}/metrics: ConnectError" in out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_counters_are_summed_over_labels_and_may_be_missing() -> None:
-    assert counters_in(metrics(3, 2, 1), ("swap_in_hits_total", "retractions_total")) == {
-        "swap_in_hits_total": 3,
-        "retractions_total": 0,
-    }
 
 
 def test_points_are_all_series_of_a_load_and_then_the_next_load() -> None:
