@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from hisparse_pd.bench.settings import ServingSettings
@@ -27,6 +27,7 @@ from hisparse_pd.settings import (
     STARTUP_TIMEOUT_SECS,
     DecodeSettings,
     Device,
+    FrozenSettings,
     Port,
     PrefillSettings,
     RouterSettings,
@@ -51,10 +52,8 @@ USAGE_ERROR = 2
 S = TypeVar("S", PrefillSettings, DecodeSettings, RouterSettings)
 
 
-class PairSettings(BaseModel):
-    """What ``pair`` has of its own: where it puts the nodes, and how long it waits for them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class PairSettings(FrozenSettings):
+    """What ``pair`` has of its own: where it puts the nodes."""
 
     prefill_port: Port = Field(
         30000, description="port of the prefill node; 0: any free one, as for a default that is taken"

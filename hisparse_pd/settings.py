@@ -74,10 +74,14 @@ _OF_ONE_MACHINE = {
 """Settings that may differ between the machines of a node."""
 
 
-class _Settings(BaseModel):
-    """What every service has, for it speaks HTTP."""
+class FrozenSettings(BaseModel):
+    """Knows no other keys than its fields. ``model_`` is no prefix of pydantic's here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class _Settings(FrozenSettings):
+    """What every service has, for it speaks HTTP."""
 
     host: str = Field("127.0.0.1", description="address that the HTTP server binds")
     api_key_file: Path | None = Field(
@@ -113,10 +117,8 @@ class _Settings(BaseModel):
         return self
 
 
-class TransportSettings(BaseModel):
+class TransportSettings(FrozenSettings):
     """What the KV transport of a node on this machine is to be; the doctor is told the same."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     host: str = Field("127.0.0.1", description="address that this process listens on")
     device: Device = Field("cpu", description="cpu, cuda or cuda:N: of the model and the device pool")

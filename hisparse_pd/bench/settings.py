@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from hisparse_pd.settings import Secs
+from hisparse_pd.settings import FrozenSettings, Secs
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 OPEN_LOOP_REQUESTS = 100
@@ -20,9 +20,7 @@ def _json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
-class ServingSettings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class ServingSettings(FrozenSettings):
     url: str = Field("", description=f"up to and with /v1; default: {DEFAULT_URL}")
     model: str = Field("", description="name in requests; default: the endpoint's first")
     api_key_env: str = Field("OPENAI_API_KEY", description="variable that holds the key")

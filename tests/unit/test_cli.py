@@ -177,8 +177,9 @@ def test_keygen_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[s
 # --- the supervisor of a pair ------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
+    """A supervisor takes them, and gives none back."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -211,7 +212,6 @@ def pids(parent: Supervisor) -> list[int]:
     return [process.pid for process in parent._processes.values()]
 
 
-@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_all_children_and_exits_with_0(
     service: Callable[..., Child], number: signal.Signals
@@ -251,17 +251,26 @@ def test_a_pair_serves_on_whatever_becomes_of_its_output(tmp_path: Path) -> None
     assert (done.returncode, "Traceback" in done.stderr, "Exception" in done.stderr) == (0, False, False)
 
 
-@pytest.mark.usefixtures("signals")
-def test_a_child_that_dies_at_the_start_is_named(
-    service: Callable[..., Child], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("behaviour", "patience_secs", "words"),
+    [
+        ("dies", 10, "the decode service exited with 7"),
+        ("sick", 1.0, "not healthy, and no progress for 1 s: decode;"),
+    ],
+)
+def test_a_child_that_does_not_become_healthy_is_named(
+    service: Callable[..., Child],
+    caplog: pytest.LogCaptureFixture,
+    behaviour: str,
+    patience_secs: float,
+    words: str,
 ) -> None:
-    parent = Supervisor([service("prefill"), service("decode", "dies")], 10)
+    parent = Supervisor([service("prefill"), service("decode", behaviour)], patience_secs)
     assert parent.run(lambda: pytest.fail("it never was healthy")) == 1
-    assert "the decode service exited with 7" in caplog.text
+    assert words in caplog.text
     assert not any(is_running(pid) for pid in pids(parent))
 
 
-@pytest.mark.usefixtures("signals")
 def test_a_child_that_dies_later_takes_the_others_along(
     service: Callable[..., Child], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,16 +280,6 @@ def test_a_child_that_dies_later_takes_the_others_along(
     assert not any(is_running(pid) for pid in pids(parent))
 
 
-@pytest.mark.usefixtures("signals")
-def test_a_child_that_does_not_become_healthy_is_named(
-    service: Callable[..., Child], caplog: pytest.LogCaptureFixture
-) -> None:
-    parent = Supervisor([service("prefill"), service("decode", "sick")], 1.0)
-    assert parent.run(lambda: pytest.fail("it never was healthy")) == 1
-    assert "not healthy, and no progress for 1 s: decode;" in caplog.text
-
-
-@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("gets_further", [True, False])
 def test_a_child_that_loads_has_all_the_time_that_it_gets_further_in(
     service: Callable[..., Child],
@@ -324,7 +323,6 @@ def test_a_probe_takes_any_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-@pytest.mark.usefixtures("signals")
 def test_a_child_that_ignores_sigterm_is_killed(
     service: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,18 +56,10 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert (loaded.page_size, loaded.port) == (16, 1)
 
 
-def test_an_unknown_key_is_named_with_close_matches_and_all_that_is_allowed(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError) as caught:
-        load_settings(PrefillSettings, MODEL, file(tmp_path, "pagesize = 32"))
-    message = str(caught.value)
-    assert "settings.toml" in message
-    assert "'pagesize', did you mean page_size" in message
-    assert "chunked_prefill_size" in message
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("pagesize = 32", ["settings.toml", "'pagesize', did you mean page_size", "device_pool_tokens"]),
         ("page_size = 0", ["page_size", "0", "greater than or equal to 1"]),
         ("page_size = true", ["page_size", "INT"]),
         ("page_size = 64.5", ["page_size", "64.5"]),
@@ -79,7 +71,9 @@ def test_an_unknown_key_is_named_with_close_matches_and_all_that_is_allowed(tmp_
         ("device_pool_tokens = 0", ["device_pool_tokens 0", "this node is on cpu", "give a number"]),
     ],
 )
-def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
+    tmp_path: Path, text: str, words: list[str]
+) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(DecodeSettings, MODEL, file(tmp_path, text))
     for word in words:
@@ -92,15 +86,19 @@ def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, text: str, wo
         ({"control_port": "8995", "dp_size": "4"}, "ports up to 8998, and bootstrap_port 8998 is among them"),
         ({"control_port": "30000"}, "ports up to 30000, and port 30000 is among them"),
         ({"control_port": "65530", "dp_size": "8"}, "ports up to 65537, and the last one there is is 65535"),
+        ({"kv_pool_tokens": "10"}, "kv_pool_tokens 10 must be at least page_size 64"),
     ],
 )
-def test_control_ports_of_all_ranks_are_checked_before_the_model_is_loaded(
+def test_rules_over_two_fields_are_checked_before_the_model_is_loaded(
     options: dict[str, str], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(PrefillSettings, {**MODEL, **options})
-    of_rank = load_settings(PrefillSettings, {**MODEL, "control_port": "8994", "dp_size": "4"}).of_rank(3)
-    assert of_rank.control_port == 8997
+
+
+def test_each_rank_has_its_control_port() -> None:
+    settings = load_settings(PrefillSettings, {**MODEL, "control_port": "8994", "dp_size": "4"})
+    assert settings.of_rank(3).control_port == 8997
 
 
 @pytest.mark.parametrize(
@@ -135,11 +133,6 @@ def test_each_machine_has_its_ranks_and_gpus() -> None:
     assert [second.of_rank(rank).device for rank in second.ranks_here] == ["cuda:1", "cuda:2", "cuda:3"]
     assert first.of_all_machines == second.of_all_machines
     assert {"dp_size", "page_size", "max_running_requests"} <= first.of_all_machines.keys()
-
-
-def test_a_rule_over_two_fields_is_reported() -> None:
-    with pytest.raises(SettingsError, match="kv_pool_tokens 10 must be at least page_size 64"):
-        load_settings(PrefillSettings, {**MODEL, "kv_pool_tokens": "10"})
 
 
 @pytest.mark.parametrize(
@@ -223,40 +216,34 @@ def test_a_malformed_prefill_node_is_refused(entry: list[str]) -> None:
 
 
 _PATHS = st.sampled_from([Path("/m"), Path("a b"), Path("-odd")])
-
-
-@settings(derandomize=True, max_examples=50)
-@given(
-    st.builds(
-        DecodeSettings,
-        model_path=_PATHS,
-        hisparse=st.sampled_from(HisparsePolicy),
-        page_size=st.integers(1, 65536),
-        debug_checks=st.booleans(),
-        control_key_file=st.none() | _PATHS,
-        served_model_name=st.text("ab =é", max_size=5),
-        dtype=st.sampled_from(["auto", "bfloat16"]),
-        mem_fraction_static=st.floats(0, 1, exclude_min=True, exclude_max=True),
-    )
-)
-def test_decode_options_give_the_same_settings_again(original: DecodeSettings) -> None:
-    assert load_settings(DecodeSettings, parsed("decode", to_options(original))) == original
-
-
 _URLS = st.sampled_from(["http://a:1", "http://[::1]:2"])
-
-
-@settings(derandomize=True, max_examples=50)
-@given(
-    st.builds(
-        RouterSettings,
-        prefill=st.lists(st.tuples(_URLS, st.none() | st.integers(0, 9)), min_size=1, max_size=3).map(tuple),
-        decode=st.lists(_URLS, min_size=1, max_size=3).map(tuple),
-        policy=st.sampled_from(["round_robin", "least_loaded"]),
-    )
+_DECODE = st.builds(
+    DecodeSettings,
+    model_path=_PATHS,
+    hisparse=st.sampled_from(HisparsePolicy),
+    page_size=st.integers(1, 65536),
+    debug_checks=st.booleans(),
+    control_key_file=st.none() | _PATHS,
+    served_model_name=st.text("ab =é", max_size=5),
+    dtype=st.sampled_from(["auto", "bfloat16"]),
+    mem_fraction_static=st.floats(0, 1, exclude_min=True, exclude_max=True),
 )
-def test_router_options_give_the_same_settings_again(original: RouterSettings) -> None:
-    assert load_settings(RouterSettings, parsed("router", to_options(original))) == original
+_ROUTER = st.builds(
+    RouterSettings,
+    prefill=st.lists(st.tuples(_URLS, st.none() | st.integers(0, 9)), min_size=1, max_size=3).map(tuple),
+    decode=st.lists(_URLS, min_size=1, max_size=3).map(tuple),
+    policy=st.sampled_from(["round_robin", "least_loaded"]),
+)
+
+
+@pytest.mark.parametrize(("command", "originals"), [("decode", _DECODE), ("router", _ROUTER)])
+@settings(derandomize=True, max_examples=50)
+@given(st.data())
+def test_options_give_the_same_settings_again(
+    command: str, originals: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    original = data.draw(originals)
+    assert load_settings(type(original), parsed(command, to_options(original))) == original
 
 
 # --- the settings of a pair --------------------------------------------------------------------------------
