@@ -353,6 +353,6 @@ class _Kept:
         device = model.device
         return cls(
             torch.zeros((max_rows, model.spec.vocab_size), dtype=torch.float32, device=device),
-            torch.zeros((max_rows, model.hidden_size), dtype=model.spec.dtype, device=device),
+            torch.zeros((max_rows, model.spec.hidden_size), dtype=model.spec.dtype, device=device),
             torch.zeros(max_rows, dtype=torch.int64, device=device),
         )

@@ -81,7 +81,7 @@ class MicroBatches:
         logits = token_ids.new_empty((len(token_ids), spec.vocab_size), dtype=torch.float32)
         hidden = None
         if spec.num_draft_layers:
-            hidden = token_ids.new_empty((len(token_ids), self._model.hidden_size), dtype=spec.dtype)
+            hidden = token_ids.new_empty((len(token_ids), spec.hidden_size), dtype=spec.dtype)
         running = list(range(num_parts))
         while running:
             for number in list(running):

@@ -78,7 +78,6 @@ class Attention:
     def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
         self._number = number
         self._group = spec.index_group_of_layer[number]
-        self.num_heads: int = module.num_heads
         self._scale: float = module.scaling
         indexer = module.indexer
         first = module.q_a_proj if hasattr(module, "q_a_proj") else module.q_proj
@@ -91,7 +90,7 @@ class Attention:
         self._norms = _latent_norms(spec, module, latent_eps)
         self._missing_rope_dim = 0 if getattr(module, "use_rope", True) else spec.qk_rope_head_dim
         self._o_proj = module.o_proj
-        up = module.kv_b_proj.weight.view(self.num_heads, -1, module.kv_lora_rank)
+        up = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
         self._key_up = up[:, : module.qk_nope_head_dim].contiguous()
         self._value_up = up[:, module.qk_nope_head_dim :].transpose(1, 2).contiguous()

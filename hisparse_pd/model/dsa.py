@@ -58,14 +58,6 @@ class DsaModel:
         device: torch.device = self._embed.weight.device
         return device
 
-    @property
-    def num_heads(self) -> int:
-        return self._layers[0].num_heads
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._embed.weight.shape[1])
-
     @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor | None
@@ -240,10 +232,6 @@ class _Layer:
         self._feed_forward = FeedForward(module.mlp, spec.family, is_silu=is_silu)
         self._input_norm = _Norm(module.input_layernorm, self._attention.rounding)
         self._post_attention_norm = _Norm(module.post_attention_layernorm, self._feed_forward.rounding)
-
-    @property
-    def num_heads(self) -> int:
-        return self._attention.num_heads
 
     @property
     def experts(self) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.model.block_linear import gated_mlp, parts_of, rounding_of
-from hisparse_pd.model.expert_router import ExpertRouter
 from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.families import Family
-from kernels.fp8_rows import Activations, Rounding
+from kernels.expert_choice import ExpertChoice, narrow_product
+from kernels.fp8_rows import Activations
 from kernels.row_math import silu
 
 
@@ -29,18 +30,14 @@ class FeedForward:
         every = mlp if self.router is None else mlp.shared_experts
         self._mlp: Any = None
         """None: it is one of the routed experts, which have its form."""
-        if self.router is not None and isinstance(self.experts, RoutedExperts):
-            self._rounding = rounding_of(every.gate_proj)
-            if self.experts.take_shared(every):
-                self.router.with_shared()
-                return
-        self._mlp = gated_mlp(every) if is_silu else every
-        self._rounding = rounding_of(self._mlp)
-
-    @property
-    def rounding(self) -> Rounding | None:
+        router, experts = self.router, self.experts
+        if router is not None and isinstance(experts, RoutedExperts) and experts.take_shared(every):
+            router.with_shared()
+            self.rounding = rounding_of(every.gate_proj)
+        else:
+            self._mlp = gated_mlp(every) if is_silu else every
+            self.rounding = rounding_of(self._mlp)
         """Of the input; None where nothing takes it so."""
-        return self._rounding
 
     def __call__(self, x: Activations) -> list[Tensor]:
         """What is to be added to the hidden states, each [parts, num_tokens, hidden_size]."""
@@ -57,6 +54,38 @@ class FeedForward:
         """Take part in the layer of other ranks. ``hidden``: [0, hidden_size]."""
         if self.router is not None and isinstance(self.experts, RoutedExperts):
             self.experts.forward_of_others(hidden, self.router.top_k)
+
+
+class ExpertRouter:
+    """In the place of transformers' module of the same job, with its weights: the logits of the experts, and
+    the choice by them.
+
+    That one leaves it to ``torch.topk`` who of equals is chosen.
+    """
+
+    def __init__(self, module: Any, family: Family) -> None:
+        self._weight: Tensor = module.weight
+        by_softmax = family.chooses_experts_by_softmax
+        self.top_k: int = module.top_k
+        self.choice = ExpertChoice(
+            self._weight.new_zeros(len(self._weight)) if by_softmax else module.e_score_correction_bias,
+            module.top_k,
+            module.num_group or 1,  # None: experts in no groups
+            module.topk_group or 1,
+            by_softmax or module.norm_topk_prob,
+            module.routed_scaling_factor,
+            family.score_outside_groups,
+            by_softmax,
+        )
+
+    def with_shared(self) -> None:
+        """From now on every token has one more expert, behind all others."""
+        self.choice = replace(self.choice, has_shared=True)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, float32, and ids, int64, [num_tokens, top_k] of ``hidden`` [num_tokens, hidden_size]; one
+        more of each behind ``with_shared``."""
+        return self.choice.choose(narrow_product(hidden, self._weight))
 
 
 class _Silu(torch.nn.Module):

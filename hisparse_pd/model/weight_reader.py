@@ -124,6 +124,11 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(stored.num_bytes for stored in self._tensors.values())
+
     def get(self, name: str) -> StoredTensor | None:
         return self._tensors.get(name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from decode_node.sizing import device_demand
 from hisparse_pd.memory.device import DeviceMemory
 from hisparse_pd.model.checkpoint_config import weight_files
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.model.weight_reader import WeightFiles
 from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings
 
@@ -38,13 +38,8 @@ class MemoryByPart:
 
 def planned_weights(model_path: Path) -> float:
     """GB of a checkpoint's weights."""
-    num_bytes = 0
-    for path in weight_files(model_path):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        ranges = (stored["data_offsets"] for name, stored in header.items() if name != "__metadata__")
-        num_bytes += sum(end - start for start, end in ranges)
-    return num_bytes / 1e9
+    with WeightFiles(weight_files(model_path)) as files:
+        return files.num_bytes / 1e9
 
 
 def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts) -> dict[str, float]:

@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     ranks.meet("loaded")
     used.mark("weights")
     keep(load_secs=time.monotonic() - started, memory_gb=used.gb, planned_weights_gb=locality.num_bytes / 1e9)
-    keep(collectives=measure_collectives(ranks, device, model.hidden_size, arguments.collectives))
+    keep(collectives=measure_collectives(ranks, device, spec.hidden_size, arguments.collectives))
     locality.set_jitter(arguments.jitter[0])
     computed = min(max(arguments.context), arguments.computed_tokens)
     cuts = [context for context in arguments.context if context <= computed]

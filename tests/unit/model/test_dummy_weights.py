@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hisparse_pd.model import loader
 from hisparse_pd.model.block_linear import BlockLinear
@@ -18,6 +17,7 @@ from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.spec import DUMMY, load_spec
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import BLOCK
+from tests.checkpoint_edits import edit_config
 from tests.unit.model.paged_model import PagedModel
 from tests.unit.model.rank_stand_in import RankStandIn
 from tools.checkpoints.make_tiny import write_checkpoint
@@ -30,15 +30,11 @@ CPU = torch.device("cpu")
 def configuration(tmp_path: Path) -> Path:
     """A directory with nothing but config.json, of a model with an MTP layer."""
     write_checkpoint(tmp_path / "whole", "v32")
-    config = json.loads((tmp_path / "whole/config.json").read_text()) | {"num_nextn_predict_layers": 1}
     directory = tmp_path / "configuration"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
+    shutil.copy(tmp_path / "whole/config.json", directory)
+    edit_config(directory, num_nextn_predict_layers=1)
     return directory
-
-
-def tensors_of(model: Any) -> dict[str, Tensor]:
-    return dict(model.state_dict())
 
 
 def load(directory: Path, ranks: Any = None, *, keeps_fp8: bool = False) -> Any:
@@ -62,8 +58,9 @@ def test_a_model_runs_from_its_configuration(configuration: Path) -> None:
 
 def test_queries_that_are_scaled_by_position_stay_as_they_are(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mistral")
-    weights = tensors_of(load(tmp_path))
-    scales = {name: weight for name, weight in weights.items() if "softmax_scaling" in name}
+    scales = {
+        name: weight for name, weight in load(tmp_path).state_dict().items() if "softmax_scaling" in name
+    }
     assert len(scales) == 2 * (6 + 4)  # layers, and those with an indexer
     for name, weight in scales.items():
         assert weight.eq(float(name.endswith("bias"))).all(), name
@@ -79,10 +76,9 @@ def test_it_is_no_checkpoints_model(configuration: Path, tmp_path: Path) -> None
 
 
 def test_ranks_have_the_same_model(configuration: Path) -> None:
-    config = json.loads((configuration / "config.json").read_text())
-    (configuration / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
+    edit_config(configuration, quantization_config=QUANTIZATION)
     alone, second = load(configuration), load(configuration, RankStandIn(1, 2))
-    of_alone, of_second = tensors_of(alone), tensors_of(second)
+    of_alone, of_second = alone.state_dict(), second.state_dict()
     assert of_alone.keys() == of_second.keys()
     for name, tensor in of_second.items():
         assert torch.equal(tensor, of_alone[name]), name
@@ -100,8 +96,7 @@ def test_matrices_are_in_fp8_as_in_published_checkpoints(
     configuration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: columns % BLOCK == 0)
-    config = json.loads((configuration / "config.json").read_text())
-    (configuration / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
+    edit_config(configuration, quantization_config=QUANTIZATION)
     hf_model = load(configuration, keeps_fp8=True)
     kept = {
         name.rpartition(".")[2] for name, part in hf_model.named_modules() if isinstance(part, BlockLinear)

@@ -11,8 +11,8 @@ from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
 from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextTopkRouter
 
-from hisparse_pd.model.expert_router import ExpertRouter
 from hisparse_pd.model.families import FAMILIES
+from hisparse_pd.model.feed_forward import ExpertRouter
 
 TYPES: dict[str, tuple[Any, Any]] = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32TopkRouter),
@@ -50,11 +50,9 @@ def test_chooses_and_weighs_as_transformers_does() -> None:
     models += [pair(*sizes, "mistral_large4") for sizes in ((6, 2, 1, 1), (16, 2, 4, 2), (16, 3, 4, 4))]
     for theirs, ours in models:
         (_, their_weights, their_ids), (weights, ids) = theirs(hidden), ours(hidden)
-        num_experts = len(theirs.weight)
-        by_expert = torch.zeros(50, num_experts).scatter(1, ids, weights)
-        torch.testing.assert_close(
-            by_expert, torch.zeros(50, num_experts).scatter(1, their_ids, their_weights)
-        )
+        nothing = torch.zeros(50, len(theirs.weight))
+        found, wanted = nothing.scatter(1, ids, weights), nothing.scatter(1, their_ids, their_weights)
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.I5

@@ -75,9 +75,8 @@ def test_targets_get_what_the_files_hold(
     targets = {name: torch.full_like(value, 7) for name, value in expected.items()}
     fill(tmp_path, targets, num_threads=num_threads)
     for name, target in targets.items():
-        assert torch.equal(target.flatten().view(torch.uint8), expected[name].flatten().view(torch.uint8)), (
-            name
-        )
+        found, wanted = (tensor.flatten().view(torch.uint8) for tensor in (target, expected[name]))
+        assert torch.equal(found, wanted), name
 
 
 def test_a_target_may_be_spread_in_memory(tensors: dict[str, Tensor], tmp_path: Path) -> None:
@@ -107,9 +106,9 @@ def test_several_threads_read_at_once(
     """The first four reads end only together."""
     together = threading.Barrier(4, timeout=30)
     monkeypatch.setattr(weight_reader.os, "preadv", _first(4, lambda: together.wait()))
-    targets = {"many_pieces": torch.empty(1000, 40)}
-    fill(tmp_path, targets, num_threads=4)
-    assert torch.equal(targets["many_pieces"], tensors["many_pieces"])
+    target = torch.empty(1000, 40)
+    fill(tmp_path, {"many_pieces": target}, num_threads=4)
+    assert torch.equal(target, tensors["many_pieces"])
 
 
 def _first(count: int, also: Callable[[], object]) -> Callable[[int, Sequence[Any], int], int]:
@@ -144,12 +143,10 @@ def test_short_reads_are_gone_on_with(
     tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv = os.preadv
-    monkeypatch.setattr(
-        weight_reader.os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:999]], offset)
-    )
-    targets = {name: torch.empty_like(value) for name, value in tensors.items()}
-    fill(tmp_path, targets)
-    assert torch.equal(targets["many_pieces"], tensors["many_pieces"])
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:999]], offset))
+    target = torch.empty(1000, 40)
+    fill(tmp_path, {"many_pieces": target})
+    assert torch.equal(target, tensors["many_pieces"])
 
 
 def test_progress_is_told_by_the_caller_and_ends_at_all_bytes(
@@ -175,12 +172,12 @@ def test_progress_is_told_by_the_caller_and_ends_at_all_bytes(
 
 
 def test_a_line_of_progress_has_the_time_that_is_left() -> None:
-    assert describe(0, 690 * 10**9, 3.0) == "read 0.0 of 690.0 GB of weights in 3 s, 0.00 GB/s, nothing yet"
-    assert (
-        describe(138 * 10**9, 690 * 10**9, 20.0)
-        == "read 138.0 of 690.0 GB of weights in 20 s, 6.90 GB/s, 80 s left"
-    )
-    assert describe(69 * 10**9, 69 * 10**9, 10.0) == "read 69.0 of 69.0 GB of weights in 10 s, 6.90 GB/s"
+    for gb, total_gb, secs, line in (
+        (0, 690, 3.0, "read 0.0 of 690.0 GB of weights in 3 s, 0.00 GB/s, nothing yet"),
+        (138, 690, 20.0, "read 138.0 of 690.0 GB of weights in 20 s, 6.90 GB/s, 80 s left"),
+        (69, 69, 10.0, "read 69.0 of 69.0 GB of weights in 10 s, 6.90 GB/s"),
+    ):
+        assert describe(gb * 10**9, total_gb * 10**9, secs) == line
 
 
 # --- what a file does not give ---------------------------------------------------------------------------
