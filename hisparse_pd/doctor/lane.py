@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hisparse_pd.doctor.checks import Check, Status, failed
 from hisparse_pd.memory.machine import Machine, read_text
@@ -47,8 +46,11 @@ def check_lane(directory: str) -> Check:
         with closing(allocate_host(_TRIAL_BYTES, pinned=False, shared=True, name=name)) as pool:
             received = pool.tensor.numpy()
             memory = SharedMemory(received.ctypes.data, received.nbytes, pool.shared_fd)
-            with closing(LaneHost([memory], directory=directory)) as host:
-                _write(host.offer, directory, sent, memory.addr)
+            with (
+                closing(LaneHost([memory], directory=directory)) as host,
+                closing(Mapping(host.offer, "doctor", directory)) as mapping,
+            ):
+                mapping.write(as_descriptors(([sent.ctypes.data], [memory.addr], [sent.nbytes])))
             arrived = np.array_equal(received, sent)
     except (HostMemoryError, TransferSetupError) as error:
         return failed(name, error, "a decode node would not start: ")
@@ -105,9 +107,3 @@ def lane_to(
             decided.wait(OPEN_SECS)
             lane = lanes.lane(session)
         yield lanes, lane or Lane(engine.transport.protocol, f"not decided within {OPEN_SECS:g} s")
-
-
-def _write(offer: LaneOffer, directory: str, sent: NDArray[np.uint8], addr: int) -> None:
-    """``sent``: [n], to ``addr`` of the host's process. Raises LaneError."""
-    with closing(Mapping(offer, "doctor", directory)) as mapping:
-        mapping.write(as_descriptors(([sent.ctypes.data], [addr], [sent.nbytes])))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,6 @@ from hisparse_pd.doctor.checks import (
 from hisparse_pd.doctor.command import Report, examine, print_report
 from hisparse_pd.doctor.lane import check_lane, check_shared_pages
 from hisparse_pd.doctor.settings import DoctorSettings
-from hisparse_pd.memory.free import cgroup_available_bytes
 from hisparse_pd.memory.machine import Machine
 from hisparse_pd.settings import TransportSettings
 from tests.unit.transfer.fake_machine import GIB, INFINIBAND, LINK_LOCAL_GID, ROCE, FakeDevice, FakeMachine
@@ -46,74 +47,52 @@ HOST = "192.0.2.7"
 OK, INFO, WARN, FAIL = Status.OK, Status.INFO, Status.WARN, Status.FAIL
 H200 = CudaFacts("2.13.0", "13.0", ("NVIDIA H200 (140.0 GiB)",))
 NO_CUDA = CudaFacts("2.13.0", "", error="this build of torch has no CUDA")
+DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
 DOWN = replace(ROCE, name="mlx5_1", uverbs="uverbs1", state="1: DOWN")
 
 
-def fail_to_import() -> str:
-    raise ImportError("libibverbs.so.1: cannot open shared object file")
+def fail_to_load(error: type[Exception]) -> Callable[[], Any]:
+    def load() -> Any:
+        raise error("libibverbs.so.1: cannot open shared object file")
 
-
-def fail_to_load() -> tuple[str, ...]:
-    raise OSError("libibverbs.so.1: cannot open shared object file")
+    return load
 
 
 # --- software ---------------------------------------------------------------------------------------------
 
 
-def test_mooncake_is_imported() -> None:
-    check = check_mooncake("127.0.0.1", mooncake_version)
-    assert check.status is OK
-    assert check.found.startswith("mooncake-transfer-engine")
-
-
-@pytest.mark.parametrize(("host", "status"), [("10.0.0.5", FAIL), ("127.0.0.1", WARN)])
-def test_mooncake_that_cannot_be_imported_fails(host: str, status: Status) -> None:
-    """On loopback there may be no need of it."""
-    check = check_mooncake(host, fail_to_import)
-    assert check.status is status
-    assert "cannot open shared object file" in check.found
-    assert "libibverbs1" in check.remedy
-
-
-def test_libibverbs(tmp_path: Path) -> None:
-    loaded = check_verbs("10.0.0.5", FakeMachine(tmp_path / "a", ROCE).machine)
+@pytest.mark.parametrize(("host", "missing"), [("10.0.0.5", FAIL), ("127.0.0.1", WARN)])
+def test_mooncake_and_its_library(tmp_path: Path, host: str, missing: Status) -> None:
+    """On loopback there may be no need of them."""
+    good, bad = FakeMachine(tmp_path / "a", ROCE), FakeMachine(tmp_path / "b")
+    bad.machine = replace(bad.machine, verbs_devices=fail_to_load(OSError))
+    loaded = check_verbs(host, good.machine)
     assert (loaded.status, loaded.found) == (OK, "loads, devices with a driver: mlx5_0")
-    machine = FakeMachine(tmp_path / "b", verbs_devices=fail_to_load).machine
-    missing = check_verbs("10.0.0.5", machine)
-    assert (missing.status, check_verbs("::1", machine).status) == (FAIL, WARN)
-    assert "libibverbs1" in missing.remedy
+    imported = check_mooncake(host, mooncake_version)
+    assert (imported.status, imported.found.partition(" ")[0][:24]) == (OK, "mooncake-transfer-engine")
+    for check in (check_verbs(host, bad.machine), check_mooncake(host, fail_to_load(ImportError))):
+        assert check.status is missing
+        assert "cannot open shared object file" in check.found
+        assert "libibverbs1" in check.remedy
 
 
 @pytest.mark.parametrize(
-    ("device", "facts", "status", "words"),
+    ("device", "facts", "driver", "status", "words"),
     [
-        ("cuda", H200, OK, "H200 (140.0 GiB); driver 580.95.05, torch 2.13.0, CUDA 13.0"),
-        ("cpu", H200, INFO, "H200"),
-        ("cuda:0", NO_CUDA, FAIL, "this build of torch has no CUDA; driver 580.95.05"),
-        ("cpu", NO_CUDA, INFO, "no CUDA"),
-        ("cuda", CudaFacts(error="ImportError: no torch"), FAIL, "ImportError: no torch"),
+        ("cuda", H200, DRIVER, OK, "H200 (140.0 GiB); driver 580.95.05, torch 2.13.0, CUDA 13.0"),
+        ("cpu", H200, DRIVER, INFO, "H200"),
+        ("cuda:0", NO_CUDA, DRIVER, FAIL, "this build of torch has no CUDA; driver 580.95.05"),
+        ("cpu", NO_CUDA, "", INFO, "no CUDA; driver none"),
+        ("cuda", CudaFacts(error="ImportError: no torch"), DRIVER, FAIL, "ImportError: no torch"),
     ],
 )
-def test_cuda(tmp_path: Path, device: str, facts: CudaFacts, status: Status, words: str) -> None:
+def test_cuda(tmp_path: Path, device: str, facts: CudaFacts, driver: str, status: Status, words: str) -> None:
     fake = FakeMachine(tmp_path)
-    fake.write(
-        "proc/driver/nvidia/version",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build",
-    )
+    fake.write("proc/driver/nvidia/version", driver)
     check = check_cuda(device, facts, fake.machine)
     assert check.status is status
     assert words in check.found
     assert bool(check.remedy) is (status is FAIL)
-
-
-def test_no_driver_is_told(tmp_path: Path) -> None:
-    assert "driver none" in check_cuda("cpu", NO_CUDA, FakeMachine(tmp_path).machine).found
-
-
-def test_the_facts_of_this_machine_can_be_had() -> None:
-    facts = cuda_facts()
-    assert facts.torch_version
-    assert facts.devices or facts.error
 
 
 @pytest.mark.parametrize(
@@ -135,52 +114,47 @@ def test_pinned_memory(device: str, facts: CudaFacts, status: Status) -> None:
 # --- memory -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_gib", "status"), [(0, INFO), (32, OK), (33, FAIL)])
-def test_free_memory(tmp_path: Path, num_gib: int, status: Status) -> None:
-    check = check_memory(num_gib * GIB, FakeMachine(tmp_path).machine)
+POD = {
+    "proc/self/cgroup": "0::/pod/one\n",
+    "sys/fs/cgroup/pod/one/memory.max": f"{16 * GIB}\n",
+    "sys/fs/cgroup/pod/one/memory.current": f"{6 * GIB}\n",
+    "sys/fs/cgroup/pod/one/memory.stat": f"anon 5\ninactive_file {2 * GIB}\n",
+}
+ABOVE = {f"sys/fs/cgroup/{group}/memory.current": "0" for group in ("pod", ".")} | {
+    "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
+    "sys/fs/cgroup/memory.max": str(9 * GIB),
+}
+VERSION_1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:memory:/pod\n0::/\n",
+    "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": str(4 * GIB),
+    "sys/fs/cgroup/memory/pod/memory.usage_in_bytes": str(5 * GIB),
+    "sys/fs/cgroup/memory/pod/memory.stat": "total_inactive_file 10\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "num_gib", "status", "words"),
+    [
+        ({}, 0, INFO, "32.0 GiB in the machine"),
+        ({}, 32, OK, "32.0 GiB in the machine"),
+        ({}, 33, FAIL, "32.0 GiB in the machine"),
+        (POD, 13, FAIL, "12.0 GiB in the control group"),
+        (POD, 12, OK, "12.0 GiB in the control group"),
+        (POD | ABOVE, 9, FAIL, "8.0 GiB in the control group"),
+        (POD | ABOVE | {"sys/fs/cgroup/pod/one/memory.max": "max"}, 8, OK, "8.0 GiB in the control group"),
+        (VERSION_1, 1, FAIL, "0 bytes in the control group"),
+        ({"proc/meminfo": ""}, 1, WARN, "meminfo does not tell"),
+    ],
+)
+def test_free_memory(tmp_path: Path, files: dict[str, str], num_gib: int, status: Status, words: str) -> None:
+    """Of the machine, and what each control group above leaves."""
+    fake = FakeMachine(tmp_path)
+    for path, text in files.items():
+        fake.write(path, text)
+    check = check_memory(num_gib * GIB, fake.machine)
     assert check.status is status
-    assert "32.0 GiB in the machine" in check.found
-    assert num_gib == 0 or f"{num_gib}.0 GiB asked for" in check.found
-
-
-def test_free_memory_is_bounded_by_the_control_group(tmp_path: Path) -> None:
-    fake = FakeMachine(tmp_path)
-    fake.write("proc/self/cgroup", "0::/pod/one\n")
-    fake.write("sys/fs/cgroup/pod/one/memory.max", f"{16 * GIB}\n")
-    fake.write("sys/fs/cgroup/pod/one/memory.current", f"{6 * GIB}\n")
-    fake.write("sys/fs/cgroup/pod/one/memory.stat", f"anon 5\ninactive_file {2 * GIB}\n")
-    check = check_memory(13 * GIB, fake.machine)
-    assert check.status is FAIL
-    assert "12.0 GiB in the control group" in check.found
-    assert check_memory(12 * GIB, fake.machine).status is OK
-
-
-def test_every_control_group_above_counts(tmp_path: Path) -> None:
-    fake = FakeMachine(tmp_path)
-    fake.write("proc/self/cgroup", "0::/pod/one\n")
-    for group, limit in (("pod/one", "max"), ("pod", str(8 * GIB)), (".", str(9 * GIB))):
-        fake.write(f"sys/fs/cgroup/{group}/memory.max", limit)
-        fake.write(f"sys/fs/cgroup/{group}/memory.current", "0")
-    assert cgroup_available_bytes(fake.machine) == 8 * GIB
-
-
-def test_control_groups_of_version_1(tmp_path: Path) -> None:
-    fake = FakeMachine(tmp_path)
-    fake.write("proc/self/cgroup", "9:name=systemd:/\n4:memory:/pod\n0::/\n")
-    fake.write("sys/fs/cgroup/memory/pod/memory.limit_in_bytes", str(4 * GIB))
-    fake.write("sys/fs/cgroup/memory/pod/memory.usage_in_bytes", str(5 * GIB))
-    fake.write("sys/fs/cgroup/memory/pod/memory.stat", "total_inactive_file 10\n")
-    assert cgroup_available_bytes(fake.machine) == 0
-
-
-def test_no_control_group_has_a_limit(tmp_path: Path) -> None:
-    assert cgroup_available_bytes(FakeMachine(tmp_path).machine) is None
-
-
-def test_a_machine_that_does_not_tell_its_memory(tmp_path: Path) -> None:
-    fake = FakeMachine(tmp_path)
-    fake.write("proc/meminfo", "")
-    assert check_memory(GIB, fake.machine).status is WARN
+    assert words in check.found
+    assert num_gib == 0 or status is WARN or f"{num_gib}.0 GiB asked for" in check.found
 
 
 @pytest.mark.parametrize(
@@ -336,27 +310,31 @@ def test_a_directory_that_takes_no_socket_stops_a_node(tmp_path: Path) -> None:
     assert "--same-host-lane off" in check.remedy
 
 
-def test_without_memfd_a_node_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOSYS, "no memfd")
+def no_memfd(*_: object) -> int:
+    raise OSError(errno.ENOSYS, "no memfd")
 
-    monkeypatch.setattr("os.memfd_create", refuse)
+
+@pytest.mark.parametrize(
+    ("name", "stand_in", "status", "words"),
+    [
+        ("os.memfd_create", no_memfd, FAIL, "a decode node would not start: .* no memfd"),
+        (
+            "transfer.lane_host._why_stranger",
+            lambda _: "another user",
+            WARN,
+            "use the network.* another user",
+        ),
+        ("transfer.lane_memory.Mapping.write", lambda *_: None, FAIL, "did not arrive"),
+    ],
+)
+def test_memory_that_is_not_handed_over(
+    monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., Any], status: Status, words: str
+) -> None:
+    monkeypatch.setattr(name, stand_in)
     check = check_lane("")
-    assert check.status is FAIL
-    assert "no memfd" in check.found
-
-
-def test_memory_that_is_not_handed_over_leaves_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.lane_host._why_stranger", lambda sock: "another user")
-    check = check_lane("")
-    assert check.status is WARN
-    assert "would use the network" in check.found
-    assert "another user" in check.found
-
-
-def test_bytes_that_went_elsewhere_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.lane_memory.Mapping.write", lambda *_: None)
-    assert check_lane("").status is FAIL
+    assert check.status is status
+    assert re.search(words, check.found)
+    assert "--same-host-lane off" in check.remedy
 
 
 @pytest.mark.parametrize(
@@ -389,6 +367,11 @@ def settings(**values: Any) -> DoctorSettings:
     return DoctorSettings(advertise_host=HOST, **values)
 
 
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
+
+
 def test_a_good_machine_is_all_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_facts", lambda: H200)
     machine = FakeMachine(tmp_path, ROCE, has_dma_buf=lambda: True).machine
@@ -408,23 +391,17 @@ def test_a_good_machine_is_all_good(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"host_pool_gib": 40}, [], "free memory"),
     ],
 )
+@pytest.mark.usefixtures("no_cuda")
 def test_what_is_missing_fails(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    devices: list[FakeDevice],
-    name: str,
+    tmp_path: Path, changes: dict[str, Any], devices: list[FakeDevice], name: str
 ) -> None:
-    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
     report = examine(settings(**changes), FakeMachine(tmp_path, *devices).machine)
     assert not report.is_ok
     assert name in [check.name for check in report.checks if check.status is FAIL]
 
 
-def test_the_pool_of_a_pair_of_devices_must_fit_the_limit_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
+@pytest.mark.usefixtures("no_cuda")
+def test_the_pool_of_a_pair_of_devices_must_fit_the_limit_twice(tmp_path: Path) -> None:
     second = replace(ROCE, name="mlx5_1", uverbs="uverbs1")
     machine = FakeMachine(tmp_path, ROCE, second, memlock_bytes=lambda: 3 * GIB).machine
     one = examine(settings(transfer_protocol="rdma", ib_device="mlx5_1", host_pool_gib=2), machine)
@@ -433,16 +410,16 @@ def test_the_pool_of_a_pair_of_devices_must_fit_the_limit_twice(
     assert [check.name for check in both.checks if check.status is FAIL] == ["locked memory", "KV transport"]
 
 
-def test_a_peer_that_is_not_there_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
+@pytest.mark.usefixtures("no_cuda")
+def test_a_peer_that_is_not_there_fails(tmp_path: Path) -> None:
     report = examine(settings(peer="127.0.0.1:1", peer_timeout_secs=0.1), FakeMachine(tmp_path).machine)
     (check,) = [check for check in report.checks if check.status is FAIL]
     assert "no answer from tcp://127.0.0.1:1 within 0.1 s" in check.found
     assert "--serve" in check.remedy
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_no_peer_is_asked_when_there_is_no_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
     monkeypatch.setattr(doctor, "check_peer", lambda *_: pytest.fail("it was asked"))
     report = examine(settings(transfer_protocol="rdma", peer="127.0.0.1:1"), FakeMachine(tmp_path).machine)
     assert report.transport is None
@@ -459,12 +436,8 @@ def test_the_report_for_programs() -> None:
     report = json.loads(json.dumps(REPORT.to_dict()))
     assert report["ok"] is False
     assert report["transport"] == {"protocol": "rdma", "devices": ["mlx5_0"], "reason": "usable"}
-    assert report["checks"][1] == {
-        "name": "two",
-        "status": "fail",
-        "found": "gone",
-        "remedy": "bring it back",
-    }
+    two = {"name": "two", "status": "fail", "found": "gone", "remedy": "bring it back"}
+    assert report["checks"][1] == two
     (rate,) = report["bandwidth"]
     assert rate["over"] == "rdma"
     assert rate["bytes_per_sec"] == pytest.approx(1152 * 512 / 0.016)
@@ -499,18 +472,12 @@ def test_a_peer_may_have_an_ipv6_address() -> None:
     assert DoctorSettings(peer="[fd00::2]:8997").peer_address == ("fd00::2", "8997")
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"peer": "a:1", "serve": True},
-        {"host_pool_gib": -1},
-        {"no_such": 1},
-    ],
-)
+@pytest.mark.parametrize("values", [{"peer": "a:1", "serve": True}, {"host_pool_gib": -1}, {"no_such": 1}])
 def test_settings_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         DoctorSettings(**values)
 
 
 def test_the_real_machine_can_be_examined() -> None:
+    assert cuda_facts().torch_version
     assert examine(DoctorSettings(transfer_protocol="auto"), Machine()).is_ok
