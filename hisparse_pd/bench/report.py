@@ -1,4 +1,4 @@
-"""How a benchmark shows and keeps what it measured: tables of one kind, JSON of one form, pictures."""
+"""How a benchmark shows and keeps what it measured: tables of one kind, and JSON of one form."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from hisparse_pd.bench.facts import run_facts
 
 REPORT_WIDTH: Final = 190
 """Columns of a table that goes into a file or a pipe."""
@@ -73,6 +75,11 @@ def write_json(path: Path, report: Any) -> None:
     path.write_text(_lines(report) + "\n")
 
 
+def write_report(out: Path, report: Mapping[str, Any]) -> None:
+    """``write_json`` of ``report`` to ``out``, with the suffix .json, behind what its figures depend on."""
+    write_json(out.with_suffix(".json"), {"facts": run_facts(), **report})
+
+
 def _lines(value: Any) -> str:
     text = json.dumps(value, default=str)
     if len(text) <= _LINE_WIDTH or not isinstance(value, dict | list | tuple):
@@ -81,29 +88,3 @@ def _lines(value: Any) -> str:
         items = (f"{json.dumps(str(key))}: {_lines(inner)}" for key, inner in value.items())
         return "{\n" + ",\n".join(items) + "\n}"
     return "[\n" + ",\n".join(map(_lines, value)) + "\n]"
-
-
-def when(facts: Mapping[str, Any]) -> str:
-    """Day and commit of a run, for a picture's title."""
-    return f"{facts['date'][:10]}, commit {facts['commit'][:12]}"
-
-
-@contextmanager
-def picture(path: Path, *counts: int, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Figure and axes of ``pyplot.subplots``, which are written to ``path`` behind the block.
-
-    Raises ModuleNotFoundError without matplotlib.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(*counts, **options)
-    try:
-        yield figure, axes
-        figure.tight_layout()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=90)
-    finally:
-        pyplot.close(figure)

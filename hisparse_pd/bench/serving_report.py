@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from hisparse_pd.bench.report import picture, table, when
+from hisparse_pd.bench.report import table
 from hisparse_pd.bench.serving_load import Point, Record
 
 PERCENTILES = (50, 90, 99)
@@ -205,25 +205,36 @@ def _x(point: Mapping[str, Any]) -> float:
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Throughput, ITL, TTFT and hit rate over the load, a line for each series. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     points: list[dict[str, Any]] = report["points"]
     ticks = sorted({_x(point) for point in points})
     load = "concurrent requests" if points[0]["concurrency"] is not None else "requests a second, due"
-    with picture(path, 2, 2, figsize=(11, 7.5)) as (figure, axes):
-        for axis, (label, top, factor, lines) in zip(axes.flat, _PICTURES, strict=True):
-            for number, name in enumerate(dict.fromkeys(point["series"] for point in points)):
-                own = sorted((point for point in points if point["series"] == name), key=_x)
-                for style, suffix, path_of in lines:
-                    found = [(_x(point), _at(point, path_of)) for point in own]
-                    known = [(x, factor * value) for x, value in found if value is not None]
-                    if known:
-                        axis.plot(*zip(*known, strict=True), style, color=f"C{number}", label=name + suffix)
-            axis.set(ylabel=label, ylim=(0, top), xlabel=load, xscale="log")
-            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-            if axis.lines:
-                axis.legend(fontsize=8)
-        figure.suptitle(f"{_title(report)}\n{when(report['facts'])}", fontsize=10)
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5))
+    for axis, (label, top, factor, lines) in zip(axes.flat, _PICTURES, strict=True):
+        for number, name in enumerate(dict.fromkeys(point["series"] for point in points)):
+            own = sorted((point for point in points if point["series"] == name), key=_x)
+            for style, suffix, path_of in lines:
+                found = [(_x(point), _at(point, path_of)) for point in own]
+                known = [(x, factor * value) for x, value in found if value is not None]
+                if known:
+                    axis.plot(*zip(*known, strict=True), style, color=f"C{number}", label=name + suffix)
+        axis.set(ylabel=label, ylim=(0, top), xlabel=load, xscale="log")
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    facts = report["facts"]
+    day_and_commit = f"{facts['date'][:10]}, commit {facts['commit'][:12]}"
+    figure.suptitle(f"{_title(report)}\n{day_and_commit}", fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
 
 
 def _at(point: Any, path: Sequence[str]) -> Any:

@@ -35,9 +35,9 @@ import httpx
 from rich.console import Console
 
 from decode_node.drafting import full_buffer
-from hisparse_pd.bench.facts import OUT, run_facts
+from hisparse_pd.bench.facts import OUT
 from hisparse_pd.bench.pair import PairError, running_pair
-from hisparse_pd.bench.report import make_console, progress, write_json
+from hisparse_pd.bench.report import make_console, progress, write_report
 from hisparse_pd.vocabulary import MAX_DRAFTS
 from tools.bench.accuracy_report import Response, print_report, summary
 from tools.bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
@@ -374,14 +374,13 @@ def main() -> int:
     measured["systems"] = summary(measured["responses"])
     found = problems(measured)
     report = {
-        "facts": run_facts(),
         "secs": round(time.monotonic() - started),
         "problems": found,
         **{key: value for key, value in measured.items() if key != "responses"},
     }
     print_report(report, console)
     answers = [asdict(response) for response in measured["responses"]]
-    write_json(arguments.out.with_suffix(".json"), {**report, "responses": answers})
+    write_report(arguments.out, {**report, "responses": answers})
     console.print(f"wrote {arguments.out}.json")
     for problem in found:
         console.print(f"[red]{problem}", markup=True, highlight=False)

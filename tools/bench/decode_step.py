@@ -7,16 +7,12 @@ One prompt of ``--context`` random tokens is prefilled by the prefill node's cod
 gets a copy of that KV, in host slots of its own or in dense pages, and a first token of its own. Then the
 decode node's runner takes ``--steps`` steps after some that are not timed: by the clock around all of them,
 and, in as many steps again, by kernel with torch's profiler. Kernels overlap: to each counts by how much it
-makes the step longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays;
-its GB/s are those of all their time. On a CPU it runs, too, and then says how the host's code does.
-
-``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer,
-and ``--choose-drafts`` once more with as many as a decode node chooses among those up to the largest number.
+makes the step longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays.
 "tokens" are what a request gets of a step, "misses" those of a token; the other columns are of a step.
+With ``--choose-drafts`` a line is taken once more with as many drafts as a node chooses, up to the most.
 
-``--grammar`` takes the steps of each line once more with all requests bound to a grammar, JSON that does not
-end: what masks cost is the difference. It means most with a vocabulary of a real model's size
-(``tools/checkpoints/make_synthetic.py --vocab 129280``).
+``--grammar`` binds all requests to JSON that does not end: what masks cost is the difference. It means most
+with a vocabulary of a real model's size (``tools/checkpoints/make_synthetic.py --vocab 129280``).
 
 On a GPU a line a row says what each part takes of its memory in GB, and in brackets what a decode node plans
 for it. Steps that several ranks take together are measured by ``tools.bench.whole_node``.

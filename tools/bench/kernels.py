@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hisparse_pd.bench.facts import OUT, run_facts
-from hisparse_pd.bench.report import make_console, shown, table_of, write_json
+from hisparse_pd.bench.facts import OUT
+from hisparse_pd.bench.report import make_console, shown, table_of, write_report
 from hisparse_pd.model.experts import RoutedExperts
 from kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
 from kernels.attention_backends import choose_backend
@@ -236,6 +236,7 @@ def linear_layers(options: argparse.Namespace) -> Cells:
 
 
 def row_checks(options: argparse.Namespace) -> Cells:
+    layers = range(options.layers)
     for item_bytes in options.item:
         for context in options.context:
             num_pages = -(-context // PAGE_SIZE)
@@ -247,9 +248,10 @@ def row_checks(options: argparse.Namespace) -> Cells:
             pages = torch.randperm(num_pages, device=HOME)
             state.set_index_pages(0, 0, pages)
             slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-            store_row_checks(checks, slots, pool, slots, positions, range(options.layers))
+            store_row_checks(checks, slots, pool, slots, positions, layers)
             is_there = torch.ones_like(positions, dtype=torch.bool)
             landed = partial(check_in_place, state, 0, pool, slots, positions, is_there, read_at=ReadAt.START)
+            ones = [(slots[i : i + 1], positions[i : i + 1]) for i in range(NUM_CALLS)]
             checked = graph_us([partial(row_checks_of, pool, slots, positions)])
             passed = graph_us([landed])
             if int(state.error_flags[0]):
@@ -263,25 +265,12 @@ def row_checks(options: argparse.Namespace) -> Cells:
                 "checked_gb_s": item_bytes * context * options.layers / checked["median"] / 1e3,
                 "stored_us": graph_us(
                     [
-                        partial(
-                            store_row_checks, checks, slots, pool, slots, positions, range(layer, layer + 1)
-                        )
-                        for layer in range(options.layers)
+                        partial(store_row_checks, checks, slots, pool, slots, positions, layers[n : n + 1])
+                        for n in layers
                     ]
                 ),
                 "one_stored_us": graph_us(
-                    [
-                        partial(
-                            store_row_checks,
-                            checks,
-                            slots[at],
-                            pool,
-                            slots[at],
-                            positions[at],
-                            range(options.layers),
-                        )
-                        for at in (slice(i, i + 1) for i in range(NUM_CALLS))
-                    ]
+                    [partial(store_row_checks, checks, slot, pool, slot, at, layers) for slot, at in ones]
                 ),
             }
 
@@ -327,7 +316,7 @@ def main() -> None:
         console.print(", ".join(f"{key} {shown(value)}" for key, value in cell.items()), highlight=False)
     console.print(table_of(f"{options.name} on {gpu}", cells))
     path = options.out or OUT / f"kernels_{options.name}.json"
-    write_json(path, {"facts": run_facts(), "gpu": gpu, "cells": cells})
+    write_report(path, {"gpu": gpu, "cells": cells})
     console.print(f"wrote {path}")
 
 

@@ -34,9 +34,9 @@ import httpx
 import msgspec
 import numpy as np
 
-from hisparse_pd.bench.facts import OUT, ROOT, run_facts
+from hisparse_pd.bench.facts import OUT, ROOT
 from hisparse_pd.bench.pair import is_healthy
-from hisparse_pd.bench.report import make_console, table_of, write_json
+from hisparse_pd.bench.report import make_console, table_of, write_report
 from hisparse_pd.ports import free_port
 from router.nodes import NodeKind
 
@@ -267,10 +267,7 @@ def main() -> None:
         for row in measure(options, decode, router):
             rows.append(row)
             console.print(summary(row), highlight=False)
-            write_json(
-                options.out.with_suffix(".json"),
-                {"facts": run_facts(), "options": vars(options), "rows": rows},
-            )
+            write_report(options.out, {"options": vars(options), "rows": rows})
     console.print(table_of("", list(map(summary, rows))))
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from hisparse_pd.bench.facts import OUT, run_facts
-from hisparse_pd.bench.report import make_console, table_of, write_json
+from hisparse_pd.bench.facts import OUT
+from hisparse_pd.bench.report import make_console, table_of, write_report
 
 REQUEST_TIMEOUT_SECS = 300.0
 
@@ -108,9 +108,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT / "same_tokens")
     options = parser.parse_args()
     rows = measure(options)
-    write_json(
-        options.out.with_suffix(".json"), {"facts": run_facts(), "options": vars(options), "rows": rows}
-    )
+    write_report(options.out, {"options": vars(options), "rows": rows})
     make_console().print(table_of("", rows))
 
 

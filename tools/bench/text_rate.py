@@ -35,9 +35,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from decode_node.server import create_decode_app
-from hisparse_pd.bench.facts import OUT, run_facts
+from hisparse_pd.bench.facts import OUT
 from hisparse_pd.bench.pair import is_healthy
-from hisparse_pd.bench.report import make_console, table_of, write_json
+from hisparse_pd.bench.report import make_console, table_of, write_report
 from hisparse_pd.engine.messages import (
     Abort,
     EngineReady,
@@ -283,7 +283,7 @@ def main() -> None:
             for process in processes.values():
                 process.join(20)
     show(report)
-    write_json(options.out.with_suffix(".json"), {"facts": run_facts(), **report})
+    write_report(options.out, report)
 
 
 def measure(

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hisparse_pd.bench.facts import OUT, ROOT, run_facts, spread
-from hisparse_pd.bench.report import make_console, table_of, write_json
+from hisparse_pd.bench.facts import OUT, ROOT, spread
+from hisparse_pd.bench.report import make_console, table_of, write_report
 from hisparse_pd.memory.host import allocate_host
 from hisparse_pd.paging.allocator import ExtentAllocator
 from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_slots
@@ -313,7 +313,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         run_peer(options.peer)
     started = time.monotonic()
     scale = QUICK if options.quick else Scale()
-    report: dict[str, Any] = {"facts": run_facts(), "scale": asdict(scale)}
+    report: dict[str, Any] = {"scale": asdict(scale)}
     num_bytes = scale.layers * 2 * scale.tokens * max(ITEM_BYTES.values())
     with open_link(num_bytes) as link:
         report["wire"] = [measure_zone(link, dtype, kind, scale) for kind in ZONES for dtype in ITEM_BYTES]
@@ -321,7 +321,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     console = make_console()
     console.print(table_of("Wire, GB/s", report["wire"]))
-    write_json(options.out / "transfer.json", report)
+    write_report(options.out / "transfer", report)
     console.print(f"{report['total_secs']:.0f} s; wrote transfer.json to {options.out}")
     return report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -118,34 +119,20 @@ def test_an_answer_without_a_key_may_stand_anywhere_as_a_whole_word() -> None:
 
 def responses(wrong_tokens: bool = False) -> list[Response]:
     right, half = "amber falcon is 58213. calm otter is 4012.", "amber falcon is 58213."
+    first: dict[str, Any] = {"tokens": (1, 2), "mode": "hisparse", "hits": 3, "misses": 1}
+    first |= {"num_output_tokens": 10, "num_drafted": 9, "num_accepted": 6}
+    second: dict[str, Any] = {"tokens": (4,) if wrong_tokens else (3,), "mode": "hisparse"}
     return [
         judged(ORACLE, TASK, right, tokens=(1, 2)),
         judged(ORACLE, TASK, half, tokens=(3,)),
         judged(CONTROL, TASK, "", tokens=(9,)),
-        judged(
-            "hisparse",
-            TASK,
-            right,
-            tokens=(1, 2),
-            mode="hisparse",
-            hits=3,
-            misses=1,
-            num_output_tokens=10,
-            num_drafted=9,
-            num_accepted=6,
-        ),
-        judged(
-            "hisparse",
-            TASK,
-            half,
-            tokens=(4,) if wrong_tokens else (3,),
-            mode="hisparse",
-            num_output_tokens=4,
-        ),
+        judged("hisparse", TASK, right, **first),
+        judged("hisparse", TASK, half, **second, num_output_tokens=4),
     ]
 
 
-def test_summary_counts_by_length_and_depth() -> None:
+def test_summary_counts_by_length_and_depth_and_by_step() -> None:
+    """Of 14 tokens 2 are the prefill node's and 6 accepted drafts: 6 steps made 12."""
     found = summary(responses())
     assert found[ORACLE]["lengths"] == {"512": [3, 4, 1, 2]}
     assert found[ORACLE]["depths"] == [[2, 2], [0, 0], [0, 0], [0, 0], [1, 2]]
@@ -153,6 +140,9 @@ def test_summary_counts_by_length_and_depth() -> None:
     assert (found["hisparse"]["num_identical"], found["hisparse"]["num_compared"]) == (2, 2)
     assert found[CONTROL]["num_compared"] == 0
     assert found[CONTROL]["lengths"] == {"512": [0, 2, 0, 1]}
+    names = ("num_output_tokens", "num_drafted", "num_accepted", "tokens_per_step")
+    assert [found["hisparse"][name] for name in names] == [14, 9, 6, 2.0]
+    assert [found[ORACLE][name] for name in names] == [0, 0, 0, None]
 
 
 def test_tokens_are_compared_with_the_first_systems() -> None:
@@ -160,14 +150,6 @@ def test_tokens_are_compared_with_the_first_systems() -> None:
     found = summary([*without_oracle[2:], *without_oracle[:2]])
     assert found["hisparse"]["num_compared"] == 0
     assert (found[ORACLE]["num_identical"], found[ORACLE]["num_compared"]) == (1, 2)
-
-
-def test_summary_counts_tokens_a_step() -> None:
-    """Of 14 tokens 2 are the prefill node's and 6 accepted drafts: 6 steps made 12."""
-    found = summary(responses())
-    names = ("num_output_tokens", "num_drafted", "num_accepted", "tokens_per_step")
-    assert [found["hisparse"][name] for name in names] == [14, 9, 6, 2.0]
-    assert [found[ORACLE][name] for name in names] == [0, 0, 0, None]
 
 
 def test_pairs_differ_in_drafts_and_have_hot_buffers_for_them() -> None:
@@ -202,14 +184,7 @@ def test_a_request_that_fails_is_counted_wrong_and_fails_the_run() -> None:
 
 
 def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    report = {
-        "facts": {"date": "2026-01-02T03:04:05", "commit": "c" * 40},
-        "model": "retrieval",
-        "dtype": "float32",
-        "num_prompts": 2,
-        "systems": summary(responses()),
-    }
-    print_report(report, Console(width=140))
+    print_report({"systems": summary(responses())}, Console(width=140))
     printed = capsys.readouterr().out
     assert "75.0% 3/4" in printed
     assert "2 of 2" in printed
