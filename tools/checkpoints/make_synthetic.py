@@ -4,11 +4,9 @@
     python -m tools.checkpoints.make_synthetic --out DIR --layers 5 --experts 256 --hidden 7168 \
         --expert-size 2048 --experts-per-token 8 --fp8 --device cuda  # DeepSeek-V3.2's own layers, 12 GB each
 
-A token's KV, the indexer keys, the heads and the top-k are DeepSeek-V3.2's own; depth, hidden width, experts
-and vocabulary are small. Its text is random words of letters, never the end of the sequence.
-
-Selections have locality by construction: hidden channel 0 is a constant that no layer writes to, and gives
-every indexer query a part that all tokens share. A position's score has three parts:
+KV, indexer keys, heads and top-k are DeepSeek-V3.2's own; depth, width, experts and vocabulary are small. Its
+text is random words, and never ends. Hidden channel 0 is a constant that no layer writes to. It gives every
+indexer query a part that all tokens share, so that selections have locality. A score has three parts:
 
 - a *lasting* one, over key dimensions without RoPE: positions that score high whatever the newest token is;
 - a *drifting* one, over the slow RoPE pairs: a fixed query against keys of random phase, so that a score
@@ -16,19 +14,16 @@ every indexer query a part that all tokens share. A position's score has three p
 - *jitter*, which depends on the newest token alone. Its share of the variance is ``--jitter``; the other two
   halve the rest. 1 - jitter is thus the correlation of two consecutive steps' scores.
 
-So a hit rate measured with this checkpoint says how the service behaves at that hit rate, and nothing about a
-trained model's. The default makes the overlap of 44% that was published for consecutive steps of
-DeepSeek-V3.2 (arXiv:2604.22312) in the first layer, at 32,768 tokens; ``--jitter 0.1`` makes 66%, 0.03 makes
-80%. Shorter contexts share more, deeper layers a little less. Prompts of random ids should be drawn from the
-whole vocabulary: a token's key repeats with it.
+The default makes the overlap of 44% that was published for consecutive steps of DeepSeek-V3.2
+(arXiv:2604.22312) in the first layer, at 32,768 tokens; ``--jitter 0.1`` makes 66%, 0.03 makes 80%. So a hit
+rate is a setting here, and says nothing about a trained model's. Draw random prompts from the whole
+vocabulary: a token's key repeats with it.
 
-``--draft SHARE`` adds an MTP layer of whose guesses that share is right, the first as the third of a chain.
-The words stand in a circle, and behind that share of them the model says the next of the circle, whatever
-came before; the layer knows the circle too, and of what the model says behind other words next to nothing.
+``--draft SHARE`` adds an MTP layer of whose guesses that share is right: the words stand in a circle, and
+behind that share of them the model says the next one, whatever came before. The layer knows the circle too.
 
 ``--published MODEL_TYPE`` writes no weights, but what ``--load-format dummy`` needs: a whole model's
 configuration, by transformers' defaults for that type (``axk2``: A.X-K2-Light), and a tokenizer of its size.
-``--layers`` takes the first so many of them.
 """
 
 from __future__ import annotations
@@ -126,10 +121,6 @@ class SyntheticShape:
     @property
     def expert_dim(self) -> int:
         return self.expert_size or max(16, self.hidden_size // 8)
-
-    @property
-    def eos_id(self) -> int:
-        return self.vocab_size - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index("<eos>")
 
 
 def write_synthetic(

@@ -48,7 +48,9 @@ KV_LORA = 64
 NOPE = 32
 ROPE = 16
 V_DIM = 32
-INDEX_HEADS = 4
+INDEX_SIGNS = (1, -1, 1, -1)
+"""Of the indexer's heads, which come in pairs."""
+INDEX_HEADS = len(INDEX_SIGNS)
 INDEX_DIM = 32
 SHARED = INDEX_DIM - ROPE
 """Key dimensions without position that attention and indexer have in common."""
@@ -282,23 +284,18 @@ class _Maker:
         if has_indexer:
             # DeepSeek's indexer pairs RoPE element i with i + half, attention and GLM's indexer i with i + 1.
             order = np.arange(ROPE) if variant == "glm" else np.arange(ROPE).reshape(-1, 2).T.ravel()
-            wq_b, signs = [], []
-            for head in range(INDEX_HEADS):
-                sign = 1 if head % 2 == 0 else -1
-                signs.append(sign)
-                query = np.concatenate((common_rope[order], common_nope))
-                noise = self.matrix(INDEX_DIM, Q_LORA, QUERY_GAIN * HEAD_NOISE / 2)
-                wq_b.append(sign * (query + noise))
+            query, noise = np.concatenate((common_rope[order], common_nope)), QUERY_GAIN * HEAD_NOISE / 2
+            heads = [sign * (query + self.matrix(INDEX_DIM, Q_LORA, noise)) for sign in INDEX_SIGNS]
             weights |= {
-                "indexer.wq_b.weight": np.concatenate(wq_b),
-                **self._indexer_keys(directions.k_rope[order], signs),
+                "indexer.wq_b.weight": np.concatenate(heads),
+                **self._indexer_keys(directions.k_rope[order]),
             }
         return {f"self_attn.{name}": value for name, value in weights.items()}
 
-    def _indexer_keys(self, k_rope: Array, signs: list[int]) -> dict[str, Array]:
+    def _indexer_keys(self, k_rope: Array) -> dict[str, Array]:
         """And the heads' weights, of a fixed sign each."""
         head_weights = self.from_hidden(INDEX_HEADS, 0.1)
-        head_weights[:, 0] = np.array(signs) / CONSTANT
+        head_weights[:, 0] = np.array(INDEX_SIGNS) / CONSTANT
         shared = self._directions.shared_key @ self._directions.latent
         return {
             "indexer.wk.weight": np.concatenate((k_rope, shared)),
@@ -343,13 +340,12 @@ class _Maker:
             # Without rope, a token would score the same wherever it stands: keys have its context, too.
             keys = directions.k_rope if has_rope else self.from_hidden(ROPE)
             common = np.concatenate((query[SHARED:] * has_rope, query[:SHARED]))
-            signs = [1 if head % 2 == 0 else -1 for head in range(INDEX_HEADS)]
-            heads = [sign * (common + self.from_hidden(INDEX_DIM, noise / 2)) for sign in signs]
+            heads = [sign * (common + self.from_hidden(INDEX_DIM, noise / 2)) for sign in INDEX_SIGNS]
             weights |= {
                 "indexer.q_input_norm.weight": np.ones(HIDDEN),
                 "indexer.q_input_norm.bias": np.zeros(HIDDEN),
                 "indexer.wq_b.weight": np.concatenate(heads),
-                **self._indexer_keys(keys, signs),
+                **self._indexer_keys(keys),
                 **self._position_scaling("indexer.softmax_scaling", INDEX_HEADS),
             }
         return {f"self_attn.{name}": value for name, value in weights.items()}

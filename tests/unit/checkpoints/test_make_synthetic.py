@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ SMALL = SyntheticShape(
     index_head_dim=128,
     index_topk=TOP_K,
 )
+EOS_ID = SMALL.vocab_size - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index("<eos>")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_it_loads_whole_and_runs(checkpoint: Path, caplog: pytest.LogCaptureFixt
     spec = load_spec(checkpoint, device="cuda")
     assert spec.dtype == torch.bfloat16
     assert (spec.num_layers, spec.num_index_layers, spec.context_length) == (2, 2, 4096)
-    assert spec.eos_token_ids == (SMALL.eos_id,)
+    assert spec.eos_token_ids == (EOS_ID,)
     assert "UNEXPECTED" not in caplog.text
     index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
     sizes = [file.stat().st_size for file in checkpoint.glob("*.safetensors")]
@@ -120,7 +122,7 @@ def test_transformers_finds_no_weight_missing_or_left_over(checkpoint: Path) -> 
 
 def test_consecutive_selections_overlap_as_the_jitter_says(checkpoint: Path, tmp_path: Path) -> None:
     _, with_locality = run(checkpoint)
-    shape = SyntheticShape(**{**vars(SMALL), "jitter": 1.0})
+    shape = replace(SMALL, jitter=1.0)
     write_synthetic(tmp_path, shape, seed=3)
     _, without = run(tmp_path)
     by_chance = TOP_K / CONTEXT
@@ -134,7 +136,7 @@ def test_consecutive_selections_overlap_as_the_jitter_says(checkpoint: Path, tmp
 def test_every_token_of_a_word_shows_text(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
     assert len(tokenizer) == SMALL.vocab_size
-    assert tokenizer.eos_token_id == SMALL.eos_id
+    assert tokenizer.eos_token_id == EOS_ID
     words = [tokenizer.decode([token_id]) for token_id in range(NUM_BYTES, SMALL.vocab_size - 6)]
     assert all(word.isascii() and word.isprintable() and len(word) >= 2 for word in words)
     assert len(set(words)) == len(words)
@@ -165,7 +167,7 @@ def test_stale_weights_and_impossible_shapes_are_refused(
 
 
 def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> None:
-    shape = SyntheticShape(**{**vars(SMALL), "expert_size": 48, "experts_per_token": 3})
+    shape = replace(SMALL, expert_size=48, experts_per_token=3)
     write_synthetic(tmp_path / "bf16", shape, seed=3)
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "quantized")
     write_synthetic(tmp_path / "fp8", shape, seed=3, in_fp8=True)
@@ -183,7 +185,7 @@ def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> No
 @pytest.mark.parametrize("share", [0.0, 0.7])
 def test_as_many_drafts_are_right_as_it_was_told(tmp_path: Path, checkpoint: Path, share: float) -> None:
     """Behind any token, alone and at the end of a chain of guesses; the model without it is as it was."""
-    shape = SyntheticShape(**{**vars(SMALL), "draft_agreement": share})
+    shape = replace(SMALL, draft_agreement=share)
     write_synthetic(tmp_path, shape, seed=3)
     spec = load_spec(tmp_path)
     model = load_model(tmp_path, spec)

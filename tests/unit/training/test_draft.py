@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.spec import load_spec
+from tests.unit.model.paged_model import PagedModel
 from tests.unit.training.networks import SMALL, small_network
 from tools.training.checkpoint import DRAFT_FILE, write_checkpoint, write_with_draft
 from tools.training.draft import DraftLayer, chain
@@ -23,7 +24,6 @@ from tools.training.task import Shape, TaskGenerator
 from tools.training.train_draft import DraftTrainer
 
 WIDTH = 96
-PAGE_SIZE = 64
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +66,10 @@ def test_a_chain_in_training_is_what_is_served(network: Network, draft: DraftLay
     states = chain(network, draft, run, batch.targets, hidden, 3)
 
     tokens, next_tokens = batch.tokens[0].tolist(), batch.targets[0].tolist()
-    pools = [
-        torch.zeros((layers, 2 * PAGE_SIZE, num_bytes), dtype=torch.uint8)
-        for layers, num_bytes in (
-            (spec.num_kv_layers, spec.item_bytes),
-            (spec.num_index_groups, spec.index_item_bytes),
-        )
-    ]
+    paged = PagedModel(spec, model, num_pages=2, page_size=64)
 
     def kv(start: int, num_tokens: int) -> PagedKv:
-        request = PagedRequest(torch.arange(2), start, num_tokens)
-        return PagedKv(spec, pools[0], pools[1], PAGE_SIZE, [request])
+        return paged.kv(PagedRequest(torch.arange(2), start, num_tokens))
 
     whole = kv(0, len(tokens))
     served = model.forward_with_hidden(torch.tensor(tokens), whole.positions, whole, whole.last_rows)[1]
