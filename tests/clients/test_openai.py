@@ -88,10 +88,8 @@ def test_completions(client: openai.OpenAI) -> None:
     prompts = [f"{question(key)}\nAnswer:" for key in ("amber falcon", "silver heron")]
     options: dict[str, Any] = {"model": "retrieval", "temperature": 0, "max_tokens": 32}
     whole = client.completions.create(prompt=prompts, logprobs=2, **options)
-    assert [choice.text for choice in whole.choices] == [
-        sentences("amber falcon"),
-        sentences("silver heron"),
-    ]
+    texts = [sentences("amber falcon"), sentences("silver heron")]
+    assert [choice.text for choice in whole.choices] == texts
     for choice in whole.choices:
         assert choice.logprobs is not None
         assert choice.logprobs.tokens is not None
@@ -189,26 +187,13 @@ def test_responses_stream(client: openai.OpenAI) -> None:
 # --- structured output -------------------------------------------------------------------------------
 
 
-def test_chat_parse(writer: openai.OpenAI) -> None:
-    whole = writer.chat.completions.parse(
-        model="tiny",
-        messages=[{"role": "user", "content": "Write a ticket."}],
-        response_format=Ticket,
-        max_tokens=MAX_TOKENS,
-        **SAMPLING,
-    )
+def test_chat_parse_whole_and_streamed(writer: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "response_format": Ticket, "max_tokens": MAX_TOKENS, **SAMPLING}
+    asked["messages"] = [{"role": "user", "content": "Write a ticket."}]
+    whole = writer.chat.completions.parse(**asked)
     assert isinstance(whole.choices[0].message.parsed, Ticket)
     assert whole.choices[0].finish_reason == "stop"
-
-
-def test_chat_stream_parse(writer: openai.OpenAI) -> None:
-    with writer.chat.completions.stream(
-        model="tiny",
-        messages=[{"role": "user", "content": "Write a ticket."}],
-        response_format=Ticket,
-        max_tokens=MAX_TOKENS,
-        **SAMPLING,
-    ) as stream:
+    with writer.chat.completions.stream(**asked) as stream:
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Ticket)
 

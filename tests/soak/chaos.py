@@ -163,11 +163,7 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 def living(process_groups: set[int]) -> list[str]:
     """Command lines of the processes in these groups, zombies aside."""
     found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, group = (directory / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(group) in process_groups and state != "Z":
-                found.append((directory / "cmdline").read_text().replace("\0", " "))
-        except (OSError, ValueError):  # it ended meanwhile
-            continue
+    for pid, _, _ in processes_of(process_groups):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
     return found

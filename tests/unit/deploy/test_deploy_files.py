@@ -19,13 +19,12 @@ import pytest
 import yaml
 
 from hisparse_pd import cli
-from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
 from hisparse_pd.settings_sources import load_settings
+from tests.unit.settings_support import parsed
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 COMPOSE_FILES = sorted(DEPLOY.glob("*.yml"))
 VARIABLE = re.compile(r"(?<!\$)\$\{([A-Z0-9_]+)(?::?-([^}]*))?\}")
-SETTINGS = {"prefill": PrefillSettings, "decode": DecodeSettings, "router": RouterSettings}
 OURS = [path.name for path in COMPOSE_FILES if path.name not in ("common.yml", "compose.sglang-router.yml")]
 
 
@@ -63,10 +62,7 @@ def test_commands_are_understood(name: str) -> None:
         words = shlex.split(definition.get("command", ""))
         if not words or service in ("prometheus", "grafana"):
             continue
-        namespace, unknown = cli._make_parser().parse_known_args(words)
-        assert unknown == []
-        given = {key: value for key, value in vars(namespace).items() if key not in cli._NO_SETTINGS}
-        settings = load_settings(SETTINGS[namespace.command], given)
+        settings: Any = load_settings(cli.SECTIONS[words[0]], parsed(words[0], words[1:]))
         assert settings.exposure is None, "a service of the deployment has all its doors closed"
         num_commands += 1
     assert num_commands or name in ("compose.gpu.yml", "compose.monitoring.yml")

@@ -17,7 +17,6 @@ import pytest
 import yaml
 
 from hisparse_pd import cli
-from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
 from hisparse_pd.settings_sources import load_settings
 from router.live_page import PAGE_PATHS
 
@@ -25,7 +24,6 @@ Object = dict[str, Any]
 
 BASE = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes" / "base"
 RENDERED = ("base", "overlays/gpu", "overlays/rdma", "overlays/machines")
-MODELS = {"prefill": PrefillSettings, "decode": DecodeSettings, "router": RouterSettings}
 OPEN_PATHS = {"/health", "/readiness", "/liveness", "/metrics", *PAGE_PATHS}
 """What a probe may ask for: no API key is needed there."""
 OF_GROUPS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "decode-0.decode"}
@@ -76,7 +74,7 @@ def workloads(objects: list[Object]) -> dict[str, Object]:
         elif item["kind"] == "LeaderWorkerSet":
             template = spec["leaderWorkerTemplate"]["leaderTemplate"]
             found[name] = {"template": template, "serviceName": name, "replicas": spec["replicas"]}
-    assert set(found) == set(MODELS)
+    assert set(found) == set(cli.SECTIONS)
     return found
 
 
@@ -99,10 +97,10 @@ def settings_of(role: str, objects: list[Object], tmp_path: Path) -> tuple[Any, 
     given = {name: value for name, value in vars(namespace).items() if name not in cli._NO_SETTINGS}
     config = tmp_path / f"{role}-{namespace.config.name}"
     config.write_text(files[str(namespace.config)])
-    return load_settings(MODELS[role], given, config), files
+    return load_settings(cli.SECTIONS[role], given, config), files
 
 
-@pytest.mark.parametrize("role", MODELS)
+@pytest.mark.parametrize("role", cli.SECTIONS)
 def test_a_service_starts_with_the_ports_keys_and_time_of_its_pod(
     role: str, objects: list[Object], tmp_path: Path
 ) -> None:
