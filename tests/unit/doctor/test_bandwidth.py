@@ -178,25 +178,21 @@ def shared(engines: Engines) -> Iterator[Buffer]:
     buffer.close()
 
 
-@contextmanager
-def offering(engine: TransferEngine, shared: Buffer, directory: Path) -> Iterator[DoctorClient]:
-    """One who asks a doctor that offers ``shared`` to its machine too, by a socket in ``directory``."""
+@pytest.fixture
+def neighbour(engines: Engines, shared: Buffer, tmp_path: Path) -> Iterator[DoctorClient]:
+    """Of a doctor that offers ``shared`` to its machine too, by a socket in ``tmp_path``."""
 
     def run(server: DoctorServer, is_stopped: Callable[[], bool]) -> None:
-        serve(server, engine, shared, time.monotonic() + 60, is_stopped, host.offer)
+        serve(server, engines[1], shared, time.monotonic() + 60, is_stopped, host.offer)
 
-    with (
-        closing(LaneHost(shared.shared_memory, directory=str(directory))) as host,
-        serving(run) as client,
-    ):
+    with closing(LaneHost(shared.shared_memory, directory=str(tmp_path))) as host, serving(run) as client:
         yield client
 
 
 def test_the_lane_is_measured_beside_the_network_and_its_bytes_arrive(
-    engines: Engines, shared: Buffer, tmp_path: Path
+    engines: Engines, shared: Buffer, neighbour: DoctorClient, tmp_path: Path
 ) -> None:
-    with offering(engines[1], shared, tmp_path) as client:
-        rates, lane = measure(client, engines[0], [64, 65536], 0.001, directory=str(tmp_path))
+    rates, lane = measure(neighbour, engines[0], [64, 65536], 0.001, directory=str(tmp_path))
     assert lane == Lane("shm", "both see the same memory")
     assert [(rate.over, rate.message_bytes) for rate in rates] == [
         (over, size) for over in ("tcp", "shm") for size in (64, 65536)
@@ -207,21 +203,17 @@ def test_the_lane_is_measured_beside_the_network_and_its_bytes_arrive(
 
 
 def test_bytes_that_the_lane_did_not_write_are_noticed(
-    engines: Engines, shared: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, neighbour: DoctorClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lanes, "write", lambda *_: None)
-    with (
-        offering(engines[1], shared, tmp_path) as client,
-        pytest.raises(DoctorError, match="arrived with checksum"),
-    ):
-        measure(client, engines[0], [64], 0.001, directory=str(tmp_path))
+    with pytest.raises(DoctorError, match="arrived with checksum"):
+        measure(neighbour, engines[0], [64], 0.001, directory=str(tmp_path))
 
 
 def test_a_socket_that_cannot_be_seen_leaves_the_network_and_the_reason(
-    engines: Engines, shared: Buffer, tmp_path: Path
+    engines: Engines, neighbour: DoctorClient
 ) -> None:
-    with offering(engines[1], shared, tmp_path) as client:
-        rates, lane = measure(client, engines[0], [64], 0.001)
+    rates, lane = measure(neighbour, engines[0], [64], 0.001)
     assert [rate.over for rate in rates] == ["tcp"]
     assert lane.kind == "tcp"
     assert "without a common --same-host-dir" in lane.reason
