@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def ask_pair(
     prompts: Sequence[Retrieval],
     modes: Sequence[tuple[str, bool | str]],
     advance: Callable[[], None],
-    num_clients: int = NUM_CLIENTS,
+    num_clients: int,
 ) -> list[Response]:
     """Answers of the pair, some prompts at a time; a prompt's modes one after the other share its prefix."""
 
@@ -284,12 +285,9 @@ def measure_endpoint(arguments: argparse.Namespace, console: Console) -> dict[st
             extra = {} if flag is None else {"hisparse": {"true": True, "false": False}.get(flag, flag)}
             body = {"model": model, "temperature": 0, "max_tokens": arguments.max_tokens, **extra}
 
-            def ask(task: Task, system: str = system, body: Any = body, advance: Any = advance) -> Response:
-                response = chat(client, arguments.url, task, system, body)
+            for response in threads.map(partial(chat, client, arguments.url, system, body), tasks):
+                responses.append(response)
                 advance()
-                return response
-
-            responses += threads.map(ask, tasks)
     return {"model": model, "url": arguments.url, "num_prompts": len(tasks), "responses": responses}
 
 
@@ -300,7 +298,7 @@ def first_model(client: httpx.Client, url: str) -> str:
     return str(answer.json()["data"][0]["id"])
 
 
-def chat(client: httpx.Client, url: str, task: Task, system: str, body: dict[str, Any]) -> Response:
+def chat(client: httpx.Client, url: str, system: str, body: dict[str, Any], task: Task) -> Response:
     """One request for a chat completion."""
     return asked(
         client,

@@ -26,7 +26,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -114,26 +114,18 @@ class Prefilled:
 
     def up_to(self, context: int) -> Prefilled:
         """Of the prompt's beginning; for one of the ``cuts`` of ``prefill``, or the whole."""
-        return replace(
-            self,
-            kv=self.kv[:, :context],
-            kv_host=self.kv_host[:, :context],
-            index=self.index[:, :context],
-            row_checks=None if self.row_checks is None else self.row_checks[:, :context],
-            hints=self.hints_at[context],
-        )
+        return self._with_rows(lambda rows: rows[:, :context], hints=self.hints_at[context])
 
     def repeated(self, num_times: int) -> Prefilled:
         """A prompt of so many times its tokens, with the hint of its beginning."""
         cuts = range(self.kv.shape[1], num_times * self.kv.shape[1] + 1, self.kv.shape[1])
-        return replace(
-            self,
-            kv=self.kv.repeat(1, num_times, 1),
-            kv_host=self.kv_host.repeat(1, num_times, 1),
-            index=self.index.repeat(1, num_times, 1),
-            row_checks=None if self.row_checks is None else self.row_checks.repeat(1, num_times),
-            hints_at={**self.hints_at, **dict.fromkeys(cuts, self.hints)},
-        )
+        hints_at = {**self.hints_at, **dict.fromkeys(cuts, self.hints)}
+        return self._with_rows(lambda rows: torch.cat([rows] * num_times, dim=1), hints_at=hints_at)
+
+    def _with_rows(self, change: Callable[[Tensor], Tensor], **others: Any) -> Prefilled:
+        rows = {name: getattr(self, name) for name in ("kv", "kv_host", "index", "row_checks")}
+        changed = {name: change(of_all) for name, of_all in rows.items() if of_all is not None}
+        return replace(self, **changed, **others)
 
 
 def prefill(
@@ -384,7 +376,6 @@ class Bench:
 
 
 def measure(
-    spec: ModelSpec,
     model: DsaModel,
     arguments: argparse.Namespace,
     prompt: Prefilled,
@@ -398,7 +389,7 @@ def measure(
     settings = make_settings(arguments, batch, num_drafts)
     num_warm = max(2, arguments.steps // 4, STEPS_TO_CHOOSE if chooses_drafts else 0)
     most = max(arguments.steps, num_warm)
-    bench = Bench(spec, model, settings, prompt, mode, most, grammar, chooses_drafts=chooses_drafts)
+    bench = Bench(model.spec, model, settings, prompt, mode, most, grammar, chooses_drafts=chooses_drafts)
     try:
         bench.run(num_warm)
         before, tokens_before = bench.totals, bench.num_tokens
@@ -632,17 +623,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.choose_drafts:
                 numbers.append((max(arguments.speculative_num_steps), True))
             for (num_drafts, chooses), grammar in product(numbers, grammars):
-                row = measure(
-                    spec,
-                    model,
-                    arguments,
-                    prompt,
-                    Mode(mode),
-                    batch,
-                    num_drafts,
-                    grammar,
-                    chooses_drafts=chooses,
-                )
+                of_row = (prompt, Mode(mode), batch, num_drafts, grammar)
+                row = measure(model, arguments, *of_row, chooses_drafts=chooses)
                 report["rows"].append(row)
                 console.print(
                     f"{mode} {batch}, {'up to ' if chooses else ''}{num_drafts} drafts"

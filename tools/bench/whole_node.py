@@ -24,7 +24,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -32,11 +32,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
 from decode_node.drafting import full_buffer
-from hisparse_pd.bench.facts import OUT
+from hisparse_pd.bench.facts import OUT, spread
 from hisparse_pd.bench.report import REPORT_WIDTH, make_console, table_of, write_json
 from hisparse_pd.memory.device import DeviceMemory, use_device
 from hisparse_pd.memory.free import free_memory
@@ -58,9 +59,10 @@ from tools.bench.decode_step import (
     shared_report,
     slots_of_all,
     slots_of_one,
+    synchronize,
 )
 from tools.bench.dummy_locality import DummyLocality
-from tools.bench.exchange import measure_agreement, measure_collectives, measure_links
+from tools.bench.gpu_timing import graph_us
 from tools.bench.step_memory import MemoryByPart, planned_pools, show
 from tools.checkpoints.make_synthetic import write_published
 from tools.checkpoints.quantize_fp8 import QUANTIZATION
@@ -70,6 +72,10 @@ ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}
 MAIN_MEMORY_SHARE = 0.9
 GRACE_SECS = 5.0
 """That ranks have to end by themselves, before they are ended."""
+LINK_REPEATS = 8
+LAYERS = 20
+"""Exchanges that are timed together."""
+AGREEMENTS = 200
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -112,7 +118,6 @@ def as_accepted(row: dict[str, Any], num_ranks: int) -> dict[str, Any]:
 
 def measure_cells(
     arguments: argparse.Namespace,
-    spec: ModelSpec,
     model: Any,
     locality: DummyLocality,
     prompt: Prefilled,
@@ -123,11 +128,11 @@ def measure_cells(
     done: set[tuple[Any, ...]] = set()
     secs_by_tokens: list[tuple[int, float]] = []
     for cell in cells(arguments):
-        buffer = max(arguments.buffer, full_buffer(cell["drafts"], spec.index_topk))
+        buffer = max(arguments.buffer, full_buffer(cell["drafts"], model.spec.index_topk))
         of_cell = argparse.Namespace(**{**vars(arguments), **cell, "buffer": buffer})
         gc.collect()
         ranks.agree(0)  # all have given back what the cell before took
-        batch = min(most for (most,) in ranks.agree(largest_batch(spec, of_cell, model.device)))
+        batch = min(most for (most,) in ranks.agree(largest_batch(model.spec, of_cell, model.device)))
         num_tokens = batch * cell["context"]
         as_large = [secs for tokens, secs in secs_by_tokens if tokens >= num_tokens]
         expected_secs = min(as_large, default=max((secs for _, secs in secs_by_tokens), default=0.0))
@@ -139,7 +144,7 @@ def measure_cells(
         started = time.monotonic()
         locality.set_jitter(cell["jitter"])
         of_prompt = prompt.up_to(cell["context"])
-        row = measure(spec, model, of_cell, of_prompt, Mode(cell["modes"]), batch, cell["drafts"], None)
+        row = measure(model, of_cell, of_prompt, Mode(cell["modes"]), batch, cell["drafts"], None)
         secs = time.monotonic() - started
         secs_by_tokens.append((num_tokens, secs))
         asked = {"asked": cell["batch"], "context": cell["context"], "jitter": cell["jitter"], "secs": secs}
@@ -182,7 +187,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     keep(prefill_tokens_a_second=prompt.tokens_a_second, prefill_ends_at=time.monotonic() - started)
     if max(arguments.context) > computed:
         prompt = prompt.repeated(max(arguments.context) // computed)
-    for row in measure_cells(arguments, spec, model, locality, prompt, ranks):
+    for row in measure_cells(arguments, model, locality, prompt, ranks):
         report["rows"].append(row)
         keep()
         console.print(
@@ -191,6 +196,65 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
             highlight=False,
         )
     ranks.leave()
+
+
+# --- links to the host, collectives, agreements --------------------------------------------------------
+
+
+def measure_links(ranks: RankGroup, device: torch.device, num_bytes: int) -> list[dict[str, Any]]:
+    """GB/s of every rank's copies from pinned memory and back, while the others rest and while all copy."""
+    host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    dev = torch.empty_like(host, device=device, pin_memory=False)
+
+    def copies(target: torch.Tensor, source: torch.Tensor) -> int:
+        """MB/s"""
+        started = time.perf_counter()
+        for _ in range(LINK_REPEATS):
+            target.copy_(source, non_blocking=True)
+        synchronize(device)
+        return round(LINK_REPEATS * num_bytes / (time.perf_counter() - started) / 1e6)
+
+    rows: list[dict[str, Any]] = [{"rank": rank} for rank in range(ranks.size)]
+    for name, target, source in (("to_device", dev, host), ("to_host", host, dev)):
+        copies(target, source)
+        for active in (*range(ranks.size), None):
+            ranks.agree(0)
+            mb_s = copies(target, source) if active in (ranks.rank, None) else 0
+            for row, (found,) in zip(rows, ranks.agree(mb_s), strict=True):
+                if active in (row["rank"], None):
+                    row[f"{name}_{'all' if active is None else 'alone'}_gb_s"] = found / 1e3
+    return rows
+
+
+def measure_collectives(
+    ranks: RankGroup, device: torch.device, hidden_size: int, by_tokens: Sequence[int]
+) -> list[dict[str, Any]]:
+    """us of a layer's exchange: ``num_tokens`` rows of every rank to all, and the sums back."""
+    rows = []
+    for num_tokens in by_tokens:
+        x = torch.ones((num_tokens, hidden_size), dtype=torch.bfloat16, device=device)
+        calls = [lambda x=x: ranks.sum_own(ranks.gather(x))] * LAYERS
+        us = graph_us(calls) if device.type == "cuda" else host_us(calls)
+        rows.append({"tokens_a_rank": num_tokens, "gather_and_sum_us": us})
+    return rows
+
+
+def measure_agreement(ranks: RankGroup) -> dict[str, Any]:
+    us = host_us([lambda: ranks.agree(1, 0, 0, 1)] * AGREEMENTS)
+    return {"median_us": us["median"], "p99_us": float(np.percentile(us["values"], 99)), "max_us": us["max"]}
+
+
+def host_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
+    """us of each of ``calls`` by the host's clock."""
+    found = []
+    for call in calls:
+        started = time.perf_counter()
+        call()
+        found.append(1e6 * (time.perf_counter() - started))
+    return spread(found)
+
+
+# --- the command ----------------------------------------------------------------------------------------
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:

@@ -214,7 +214,7 @@ def test_chat_sends_the_task_and_judges_the_answer() -> None:
         },
     }
     with answering(200, body, seen) as client:
-        found = chat(client, "http://host/v1/", TASK, "hisparse true", {"model": "m", "hisparse": True})
+        found = chat(client, "http://host/v1/", "hisparse true", {"model": "m", "hisparse": True}, TASK)
     assert str(seen[0].url) == "http://host/v1/chat/completions"
     assert json.loads(seen[0].content) == {"model": "m", "hisparse": True, "messages": list(TASK.messages)}
     assert found.right == (False, True)
@@ -229,7 +229,7 @@ def test_chat_sends_the_task_and_judges_the_answer() -> None:
 )
 def test_a_failed_answer_says_why(status: int, body: object, message: str) -> None:
     with answering(status, body, []) as client:
-        assert message in chat(client, "http://host/v1", TASK, "m", {}).error
+        assert message in chat(client, "http://host/v1", "m", {}, TASK).error
         retrieval = retrievals(512, 1)[0]
         if status != 200 or body == {}:
             assert message in generate(client, "http://host", retrieval, "hisparse", True).error

@@ -45,7 +45,6 @@ def workload_of(**settings: Any) -> Workload:
 
 
 WORKLOAD = workload_of()
-SERVED = {"mode": "hisparse", "hits": 30, "misses": 10}
 
 
 # --- endpoints on loopback -----------------------------------------------------------------------------
@@ -102,16 +101,12 @@ def event(text: str = "", finish: str | None = None, **more: Any) -> bytes:
     return b"data: " + json.dumps({"choices": [choice], "usage": None} | more).encode() + b"\n\n"
 
 
-def usage_event(num_tokens: int, hisparse: dict[str, Any] | None = None) -> bytes:
-    usage = {
-        "prompt_tokens": 5,
-        "completion_tokens": num_tokens,
-        "prompt_tokens_details": {"cached_tokens": 2},
-        "hisparse": hisparse,
-    }
-    return event(choices=[], usage=usage)
-
-
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 4,
+    "prompt_tokens_details": {"cached_tokens": 2},
+    "hisparse": {"mode": "hisparse", "hits": 30, "misses": 10},
+}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -121,7 +116,7 @@ async def scripted(_: Endpoint, send: Send) -> None:
     first = event("a")
     await write(send, b": a comment\n\n" + first[:20])
     await write(send, first[20:])
-    await write(send, event("bcd") + event("", "length") + usage_event(4, SERVED) + DONE, more=False)
+    await write(send, event("bcd") + event("", "length") + event(choices=[], usage=USAGE) + DONE, more=False)
 
 
 # --- one request -----------------------------------------------------------------------------------------
