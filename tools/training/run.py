@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tools.training.optimizer import Muon
 from tools.training.schedule import num_questions
 from tools.training.task import Batch, Shape, TaskGenerator
 
@@ -26,6 +26,9 @@ MOST_REPEATING_WIDTH = 512
 """Of batches in which facts are told again: to begin with, that gives more to look up than questions do."""
 LOG_STEPS = 10
 PRINT_SECS = 10.0
+MOMENTUM = 0.95
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_STEPS = 5
 
 
 def make_parser(name: str, description: str | None, minutes: float) -> argparse.ArgumentParser:
@@ -104,6 +107,53 @@ def plain(value: Any) -> Any:
             return [plain(part) for part in value]
         case _:
             return value
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal, for matrices [out, in] and stacks of them [n, out, in].
+
+    Parameters of one shape are updated together: a launch costs more than the arithmetic at these sizes.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append((parameter, parameter.grad))
+            for shape, pairs in by_shape.items():
+                parameters, grads = [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
+                momenta = [self._momentum(parameter) for parameter in parameters]
+                torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+                nesterov = torch._foreach_lerp(grads, momenta, MOMENTUM)
+                updates = orthogonal(torch.stack(nesterov))
+                gain = max(1.0, shape[-2] / shape[-1]) ** 0.5
+                torch._foreach_add_(parameters, list(updates.unbind(0)), alpha=-group["lr"] * gain)
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        momentum: Tensor = state["momentum"]
+        return momentum
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest semi-orthogonal matrix of each of ``matrices`` [..., out, in], by Newton-Schulz."""
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x.mT if is_tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = _NEWTON_SCHULZ
+    for _ in range(_NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    result: Tensor = (x.mT if is_tall else x).to(matrices.dtype)
+    return result
 
 
 class Optimizers:
