@@ -1,8 +1,8 @@
 """Runs in a machine: a connection is a command, its input, its output and its end.
 
 ``AGENT_KEY=KEY python agent.py PORT``. Both sides speak lines of JSON. The agent greets with
-``{"ready": true}``, gets ``{"key": "...", "command": [...], "environment": {...}, "directory": "..."}``, and
-sends ``{"stdout": text}`` and ``{"stderr": text}`` as they come and ``{"status": number}`` last.
+``{"ready": true}``, gets ``{"key": "...", "command": [...], "directory": "..."}``, and sends
+``{"stdout": text}`` and ``{"stderr": text}`` as they come and ``{"status": number}`` last.
 ``{"stdin": text}`` and ``{"signal": number}`` reach the command meanwhile. When the connection ends, so do
 the command and its children.
 
@@ -44,7 +44,6 @@ class Command(socketserver.StreamRequestHandler):
             process = subprocess.Popen(
                 request["command"],
                 cwd=request["directory"],
-                env={**os.environ, **request["environment"]},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

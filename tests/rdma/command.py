@@ -38,9 +38,9 @@ class Command:
     def is_running(self) -> bool:
         return not self._is_over
 
-    def read_line(self, timeout_secs: float = TIMEOUT_SECS) -> str:
+    def read_line(self) -> str:
         """The next line of the standard output. Raises CommandError when there is none in time."""
-        self._wait(lambda: self.stdout.count("\n") > self._num_lines_read, timeout_secs, "a line of output")
+        self._wait(lambda: self.stdout.count("\n") > self._num_lines_read, "a line of output")
         self._num_lines_read += 1
         return self.stdout.splitlines()[self._num_lines_read - 1]
 
@@ -52,9 +52,9 @@ class Command:
         """To the command's first process."""
         self._send({"signal": number})
 
-    def wait(self, timeout_secs: float = TIMEOUT_SECS) -> int:
+    def wait(self) -> int:
         """The exit status. Raises CommandError when there is none in time."""
-        self._wait(lambda: self.status is not None, timeout_secs, "its end")
+        self._wait(lambda: self.status is not None, "its end")
         assert self.status is not None
         return self.status
 
@@ -64,12 +64,12 @@ class Command:
         self._thread.join()
         self._connection.close()
 
-    def _wait(self, condition: Callable[[], bool], timeout_secs: float, what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._changed:
-            in_time = self._changed.wait_for(lambda: condition() or self._is_over, timeout_secs)
+            in_time = self._changed.wait_for(lambda: condition() or self._is_over, TIMEOUT_SECS)
             if condition():
                 return
-            why = f"it ended with status {self.status}" if in_time else f"not within {timeout_secs:g} s"
+            why = f"it ended with status {self.status}" if in_time else f"not within {TIMEOUT_SECS:g} s"
             output = f"{self.stdout[-3000:]}\n{self.stderr[-6000:]}"
         raise CommandError(f"{self._name}: waited for {what}: {why}\n{output}")
 
@@ -92,9 +92,7 @@ class Command:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def start_command(
-    port: int, key: str, name: str, command: list[str], environment: Mapping[str, str], directory: Path
-) -> Command:
+def start_command(port: int, key: str, name: str, command: list[str], directory: Path) -> Command:
     """``command`` by the agent at ``port`` of this machine. Raises OSError when none answers."""
     connection = socket.create_connection(("127.0.0.1", port), _GREETING_TIMEOUT_SECS)
     try:
@@ -106,12 +104,7 @@ def start_command(
                 raise ConnectionRefusedError("no agent answers")
             greeting += received
         connection.settimeout(None)
-        request = {
-            "key": key,
-            "command": command,
-            "environment": dict(environment),
-            "directory": str(directory),
-        }
+        request = {"key": key, "command": command, "directory": str(directory)}
         connection.sendall(json.dumps(request).encode() + b"\n")
     except BaseException:
         connection.close()

@@ -39,13 +39,12 @@ def start(
     *,
     host: str = "",
     num_bytes: int = MEMORY_BYTES,
-    environment: dict[str, str] | None = None,
     wrapper: tuple[str, ...] = (),
 ) -> tuple[Command, dict[str, Any]]:
     """The process, and what it printed. ``wrapper``: a command that runs it, with less rights say."""
     module = (*wrapper, sys.executable, "-m", "tests.rdma.endpoint")
     arguments = (protocol, ib_device, host or machine.address, str(num_bytes))
-    command = machine.start(*module, *arguments, environment=environment)
+    command = machine.start(*module, *arguments)
     try:
         answer = json.loads(command.read_line())
         assert isinstance(answer, dict)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hisparse_pd.ports import free_port
-from tests.rdma.command import TIMEOUT_SECS, Command, CommandError, start_command
+from tests.rdma.command import Command, CommandError, start_command
 from tests.rdma.image import REPO, BootImage, boot_image
 
 DEVICE = "rxe0"
@@ -55,27 +55,16 @@ class Machine:
     key: str
     process: subprocess.Popen[bytes]
 
-    def start(self, *command: str, environment: Mapping[str, str] | None = None) -> Command:
+    def start(self, *command: str) -> Command:
         """Run a command as root in the checkout's directory; the caller closes it."""
-        return start_command(
-            self.forwarded[AGENT_PORT],
-            self.key,
-            f"{self.name}: {shlex.join(command)}",
-            list(command),
-            environment or {},
-            REPO,
-        )
+        name = f"{self.name}: {shlex.join(command)}"
+        return start_command(self.forwarded[AGENT_PORT], self.key, name, list(command), REPO)
 
-    def run(
-        self,
-        *command: str,
-        environment: Mapping[str, str] | None = None,
-        timeout_secs: float = TIMEOUT_SECS,
-    ) -> Command:
+    def run(self, *command: str) -> Command:
         """Run a command to its end. Raises CommandError when it is not done in time or does not succeed."""
-        done = self.start(*command, environment=environment)
+        done = self.start(*command)
         try:
-            status = done.wait(timeout_secs)
+            status = done.wait()
         finally:
             done.close()
         if status != 0:
@@ -126,8 +115,8 @@ class Machine:
                 raise MachineError(f"{self.name}: {why}\n{self.console_tail()}") from error
             return
 
-    def console_tail(self, num_bytes: int = 4000) -> str:
-        return self.console.read_bytes()[-num_bytes:].decode(errors="replace")
+    def console_tail(self) -> str:
+        return self.console.read_bytes()[-4000:].decode(errors="replace")
 
 
 @contextlib.contextmanager

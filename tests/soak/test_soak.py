@@ -76,16 +76,8 @@ NODE_OPTIONS = [
 DECODE_OPTIONS = [
     *("--quarantine-secs", "5"),
     # Long hisparse requests may have two drafts verified, short and dense ones three.
-    *(
-        "--speculative-num-steps",
-        str(NUM_DRAFTS),
-        "--device-buffer-size",
-        "200",
-        "--host-pool-tokens",
-        str(HOST_POOL_TOKENS),
-        "--device-pool-tokens",
-        "3072",
-    ),
+    *("--speculative-num-steps", str(NUM_DRAFTS), "--device-buffer-size", "200"),
+    *("--host-pool-tokens", str(HOST_POOL_TOKENS), "--device-pool-tokens", "3072"),
     *("--max-running-requests", "16"),
 ]
 
@@ -179,15 +171,8 @@ def services(checkpoint: Path, directory: Path) -> Deployment:
     for node in (*prefill, *decode):
         node.module = "tests.faults.node"
     for node in prefill:
-        rates = FaultRates(
-            str(directory / "faults"),
-            dropped=0.01,
-            partial=0.01,
-            late=0.02,
-            slow=0.04,
-            twice=0.04,
-            shuffled=0.04,
-        )
+        often = {"slow": 0.04, "twice": 0.04, "shuffled": 0.04}
+        rates = FaultRates(str(directory / "faults"), dropped=0.01, partial=0.01, late=0.02, **often)
         node.env["TRANSPORT_FAULTS"] = rates.to_json()
     for node in decode:
         node.env["CANARY_REPORT"] = str(directory / f"{node.name}-canaries.json")
