@@ -26,7 +26,7 @@ def chat_model(served: Served, **options: Any) -> ChatOpenAI:
     )
 
 
-def writer(tiny: Served, use_responses_api: bool = False) -> ChatOpenAI:
+def writer(tiny: Served, use_responses_api: bool) -> ChatOpenAI:
     options: dict[str, Any] = {} if use_responses_api else {"seed": 7}
     return chat_model(
         tiny, temperature=1.0, max_tokens=MAX_TOKENS, use_responses_api=use_responses_api, **options

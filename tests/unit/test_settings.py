@@ -96,9 +96,10 @@ def test_rules_over_two_fields_are_checked_before_the_model_is_loaded(
         load_settings(PrefillSettings, {**MODEL, **options})
 
 
-def test_each_rank_has_its_control_port() -> None:
-    settings = load_settings(PrefillSettings, {**MODEL, "control_port": "8994", "dp_size": "4"})
-    assert settings.of_rank(3).control_port == 8997
+def test_each_rank_has_its_control_port_and_its_threads() -> None:
+    ranks = {**MODEL, "control_port": "8994", "dp_size": "4"}
+    assert load_settings(PrefillSettings, ranks).of_rank(3).control_port == 8997
+    assert load_settings(PrefillSettings, {**ranks, "num_threads": "5"}).of_rank(3).num_threads == 5
 
 
 @pytest.mark.parametrize(
