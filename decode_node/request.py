@@ -180,6 +180,12 @@ class Request:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
     @property
+    def first_resumed(self) -> int:
+        """The position from which on the prompt is the output so far of a request that goes on here. Where
+        these tokens are part of another one's prompt, their KV has other bits on a GPU."""
+        return self.num_prompt_tokens - self.sampling.num_resumed_tokens
+
+    @property
     def resumed_token_ids(self) -> NDArray[np.int32]:
         """The end of the prompt that is the output's beginning, where draws depend on it."""
         num_resumed = self.sampling.num_resumed_tokens
@@ -306,10 +312,12 @@ class Request:
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:
-        """Of the pages of its prompt that a held prefix may spare it. The last token is always computed."""
+        """Of the pages of its prompt that a held prefix may spare it. The last token is always computed, and
+        so are resumed ones."""
         if self.prompt_keys is None:
             return ()
-        return self.prompt_keys.keys[: (self.num_prompt_tokens - 1) // self.prompt_keys.page_size]
+        num_usable = min(self.first_resumed, self.num_prompt_tokens - 1)
+        return self.prompt_keys.keys[: num_usable // self.prompt_keys.page_size]
 
     def kept_keys(self, num_tokens: int) -> list[PageKey]:
         """Of the whole pages of its first ``num_tokens`` tokens."""

@@ -169,7 +169,8 @@ class RoomLife:
         if record is None:
             record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
         self.rooms.set_request(record, request, now_secs)
-        record.token_ids, record.digest, record.keys = token_ids, digest, keys
+        record.token_ids, record.digest = token_ids, digest
+        record.keys = keys[: record.first_resumed // self._limits.page_size]
         self._join(record, now_secs)
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
@@ -315,7 +316,7 @@ class RoomLife:
             sampling = None if record.request is None else record.request.sampling
             is_asked = sampling is None or not sampling.grammar or record.grammar is not None
             if sampling is not None and not is_asked and len(held) < MAX_WAITING_GRAMMARS:
-                begun = record.token_ids[record.num_prompt_tokens - sampling.num_resumed_tokens :].tolist()
+                begun = record.token_ids[record.first_resumed :].tolist()
                 record.grammar, record.grammar_asked_secs = grammars.ask(sampling.grammar, begun), now_secs
                 held.add(record.grammar)
             if record.grammar is None:

@@ -87,7 +87,8 @@ class RoomRecord:
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     digest: bytes = b""
     keys: tuple[PageKey, ...] = ()
-    """Of all whole pages of the prompt; empty when the prefix cache is off. Shared in a group."""
+    """Of the whole pages that other prompts may share; empty when the prefix cache is off. None has resumed
+    tokens: in a prompt of which they are not the output so far, the same tokens get other bits on a GPU."""
     grammar: Future[Grammar] | None = None
     """What its first token has to begin, compiled or about to be; None where that is anything, and
     until it is asked for: when the room could be admitted. At the room's end it is let go."""
@@ -142,6 +143,12 @@ class RoomRecord:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def first_resumed(self) -> int:
+        """The position from which on the prompt is the output so far of a request that goes on here."""
+        num_resumed = 0 if self.request is None else self.request.sampling.num_resumed_tokens
+        return self.num_prompt_tokens - num_resumed
 
     @property
     def is_prefill_only(self) -> bool:

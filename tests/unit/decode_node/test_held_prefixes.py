@@ -17,7 +17,7 @@ from hisparse_pd.engine.messages import FlushCache, pack_token_ids
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
-from hisparse_pd.vocabulary import HisparseFlag, Mode
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from tests.books import end, land, make_request
 from tests.identities import identity_of
 from tests.unit.decode_node.support import (
@@ -54,10 +54,11 @@ class Books:
         self.rooms = LiveRequests(Pools(totals, PAGE), quarantine_secs=5.0)
         self._num_rooms = 0
 
-    def land(self, prompt: Prompt, mode: Mode, num_slots: int = 0) -> Request:
+    def land(self, prompt: Prompt, mode: Mode, num_slots: int = 0, num_resumed: int = 0) -> Request:
         """With ``num_slots`` for KV, those that it shares included, and all that is held of its prompt."""
         self._num_rooms += 1
-        request = make_request(self._num_rooms, len(prompt), 6, prompt_keys=keys_of(prompt))
+        sampling = SamplingParams(6, num_resumed_tokens=num_resumed)
+        request = make_request(self._num_rooms, len(prompt), prompt_keys=keys_of(prompt), sampling=sampling)
         land(self.rooms, request, mode, num_slots or len(prompt) + 4)
         self.rooms.check_integrity()
         return request
@@ -89,6 +90,23 @@ def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int,
     following = books.land((*PROMPT, *[77] * num_output_tokens, 5), mode)
     assert following.held_prefix_tokens == num_held
     assert extents_to_slots(following.extents(PoolKind.INDEX))[:num_held].tolist() == slots
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("mode", list(Mode))
+def test_resumed_tokens_are_the_requests_own_until_it_ends(mode: Mode) -> None:
+    """What another has left of the same tokens may have been a prompt's."""
+    books = Books()
+    books.end(books.run(books.land((*PROMPT, *range(6)), mode)))
+    assert books.rooms.held.num_tokens == 16
+    resumed = books.land((*PROMPT, *range(6)), mode, 20, num_resumed=6)
+    assert resumed.held_prefix_tokens == 8, "of the ten before the first that is resumed"
+    landed = resumed.extents(PoolKind.INDEX)
+    books.run(resumed)
+    assert resumed.extents(PoolKind.INDEX) == landed
+    books.end(resumed)
+    assert books.rooms.held.num_tokens == 16
+    assert books.rooms.available == books.rooms.pools.totals
 
 
 @pytest.mark.I1

@@ -87,11 +87,12 @@ class Node:
             grace_secs=10.0,
         )
 
-    def arrive(self, room: int, peer: int, num_tokens: int, family: int = 0) -> None:
+    def arrive(self, room: int, peer: int, num_tokens: int, family: int = 0, num_resumed: int = 0) -> None:
         """Both halves. Prompts of a family begin alike."""
         tokens = (*[family or room] * (num_tokens - 1), room)
         whole = (Extent(0, num_tokens),)
-        request = Generate(f"r{room}", room, num_tokens, SamplingParams(1), "host", 1)
+        sampling = SamplingParams(1, num_resumed_tokens=num_resumed)
+        request = Generate(f"r{room}", room, num_tokens, sampling, "host", 1)
         self.life.accept(GenerateGroup((request,), ANY, pack_token_ids(tokens)), 0.0)
         self.life.bootstrap(
             self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, DIGEST, hisparse=True), 0.0
@@ -221,3 +222,17 @@ def test_the_rooms_of_a_group_share_one_prompt(node: Node) -> None:
     assert first.token_ids.tolist() == list(range(40))
     assert len(first.keys) == 2
     assert all(record.token_ids is first.token_ids and record.keys is first.keys for record in others)
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize(
+    ("num_resumed", "num_cached"), [((0, 0), 96), ((30, 0), 64), ((0, 30), 64), ((30, 30), 64), ((0, 99), 0)]
+)
+def test_pages_with_resumed_tokens_come_from_nobody_and_go_to_nobody(
+    node: Node, num_resumed: tuple[int, int], num_cached: int
+) -> None:
+    """What is before them is shared as ever. The two prompts differ in their last token."""
+    for room, resumed in enumerate(num_resumed, start=1):
+        node.arrive(room, 0, 100, family=7, num_resumed=resumed)
+        node.compute(room)
+    assert node.life.rooms.live(Room(2)).num_cached_tokens == num_cached
