@@ -66,8 +66,8 @@ class AttentionParts:
     """What the steps of a node share whose attention runs in parts."""
 
     def __init__(self, kernels: AttentionKernels, copies: MissCopies) -> None:
-        self._beside = attention_beside(kernels.attention, TAKEN_SMS)
-        self._alone = kernels.attention
+        self._beside = attention_beside(kernels.step_attention, TAKEN_SMS)
+        self._alone = kernels.step_attention
         self._copies = copies
 
     def of(self, requests: StepRequests) -> list[Part]:

@@ -206,7 +206,7 @@ class DeviceStep:
     def attend_at(self, layer: int, q: Tensor, device_slots: Tensor, scale: float) -> Tensor:
         """``attend`` to the layer's items at ``device_slots``, int32 [rows of q, n], -1 for none."""
         items = self._memory.k_dev[self._spec.kv_layer_of_layer[layer]]
-        return self._kernels.attention.attend(q, items, device_slots, scale)
+        return self._kernels.step_attention.attend(q, items, device_slots, scale)
 
     def _swap_in(self, layer: int, positions: Tensor) -> None:
         """Bring the layer's items of ``positions`` to ``_device_slots``."""

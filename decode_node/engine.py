@@ -132,7 +132,9 @@ class DecodeEngine:
             page_size=settings.page_size,
             max_new=settings.speculative_num_steps + 1,
         )
-        geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
+        geometry = spec.geometry(
+            settings.page_size, str(SamplingDefaults.of(settings)), settings.attention_split_tile_size
+        )
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
             self._transfer = TransferEngine(

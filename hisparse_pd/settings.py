@@ -190,6 +190,14 @@ class NodeSettings(_Settings, TransportSettings):
     attention_backend: AttentionBackend = Field(
         "auto", description="what computes the sparse attention; auto: the fastest that runs here"
     )
+    attention_split_tile_size: int | None = Field(
+        None,
+        ge=0,
+        le=65536,
+        description="positions of a split of a query's attention in decode steps on a GPU, the same on all "
+        "nodes: small ones are faster for few requests and slower for many; 0: no query is split; default: "
+        "512 with FlashMLA, 256 with Triton",
+    )
     dp_size: int = Field(
         1,
         ge=1,
@@ -469,14 +477,6 @@ class DecodeSettings(NodeSettings):
         description="hisparse requests in a batch from which on a GPU splits it in two, one of which copies "
         "misses while the other computes; 0: never; default: from where that is faster, which the node "
         "measures when it starts",
-    )
-    attention_split_tile_size: int | None = Field(
-        None,
-        ge=0,
-        le=65536,
-        description="positions of a split of a query's attention on a GPU, whatever the batch is: small ones "
-        "are faster for few requests and slower for many; 0: no query is split; default: 512 with FlashMLA, "
-        "256 with Triton",
     )
     speculative_num_steps: int = Field(
         0,

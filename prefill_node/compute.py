@@ -67,14 +67,19 @@ class PromptRunner:
         page_size: int,
         attention_backend: str = "auto",
         chunk_tokens: int = 1,
+        split_slots: int | None = None,
     ) -> None:
-        """``chunk_tokens``: in a forward at most. Raises AttentionBackendError."""
+        """``chunk_tokens``: in a forward at most. ``split_slots``: of decode steps, see
+        ``kernels.attention_backends.choose_backend``. Raises AttentionBackendError."""
         self._model = model
         self._memory = memory
         self._page_size = page_size
         most_rows = max(1, _SCRATCH_BYTES // (4 * model.spec.context_length))
         self.kernels = AttentionKernels.choose(
-            model, attention_backend, scratch_tokens=min(chunk_tokens, most_rows)
+            model,
+            attention_backend,
+            scratch_tokens=min(chunk_tokens, most_rows),
+            split_slots=split_slots,
         )
         self._short = ShortForwards(model, memory, page_size, self.kernels)
 
@@ -86,7 +91,12 @@ class PromptRunner:
         included; then the chunks count as not computed."""
         is_whole = [chunk.stop == record.num_prompt_tokens for record, chunk in batch]
         requests = [
-            PagedRequest(self._page_ids(record), chunk.start, chunk.stop - chunk.start)
+            PagedRequest(
+                self._page_ids(record),
+                chunk.start,
+                chunk.stop - chunk.start,
+                max(0, chunk.stop - max(chunk.start, record.first_resumed)),
+            )
             for record, chunk in batch
         ]
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
@@ -137,7 +147,7 @@ class PromptRunner:
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
         """Run forwards of many sizes up to ``most_tokens``, before anything is in ``memory``: kernels are
         compiled on their first launch, for tens of seconds. Other ranks run their own meanwhile. ``on_size``
-        is called before each forward."""
+        is called before the two of each size, one with resumed tokens."""
         ranks, device, vocab_size = self._model.ranks, self._model.device, self._model.spec.vocab_size
         powers = [1 << exponent for exponent in range(most_tokens.bit_length())]
         sizes = {most_tokens, *powers, *(power + 1 for power in powers)}
@@ -145,7 +155,9 @@ class PromptRunner:
             for size in sorted(size for size in sizes if size <= most_tokens):
                 on_size(size)
                 self._model.expect_tokens(size)
-                self.run([(self._warm_up_record(size), Chunk(Room(0), 0, size, admits=True))])
+                for num_resumed in (0, size - 1):
+                    record = self._warm_up_record(size, num_resumed)
+                    self.run([(record, Chunk(Room(0), 0, size, admits=True))])
             allowed_logits(
                 torch.zeros((1, vocab_size), device=device),
                 torch.full((1, -(-vocab_size // 32)), ALL_ALLOWED, dtype=torch.int32, device=device),
@@ -154,9 +166,9 @@ class PromptRunner:
         if ranks is None and device.type == "cuda":
             self._short.capture(most_tokens)
 
-    def _warm_up_record(self, num_tokens: int) -> RoomRecord:
+    def _warm_up_record(self, num_tokens: int, num_resumed: int) -> RoomRecord:
         """A prompt of zeros in the first pages, with logprobs of its own tokens and a drawn first one."""
-        sampling = SamplingParams(max_new_tokens=1, seed=0, num_logprobs=1)
+        sampling = SamplingParams(max_new_tokens=1, seed=0, num_logprobs=1, num_resumed_tokens=num_resumed)
         scores = WantedScores(1, 1) if num_tokens > 1 else None
         request = Generate("warm-up", 0, num_tokens, sampling, "", 0, scores=scores)
         record = RoomRecord(Room(0), RoomState.COMPUTING, 0.0, request)

@@ -123,7 +123,9 @@ class PrefillEngine:
         self._settings = settings
         self._spec = spec
         self._instance_id = secrets.token_hex(8)
-        self._geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
+        self._geometry = spec.geometry(
+            settings.page_size, str(SamplingDefaults.of(settings)), settings.attention_split_tile_size
+        )
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
@@ -165,6 +167,7 @@ class PrefillEngine:
             settings.page_size,
             settings.attention_backend,
             settings.chunked_prefill_size,
+            settings.attention_split_tile_size,
         )
 
         self._front = front

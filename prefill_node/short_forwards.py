@@ -68,13 +68,13 @@ class ShortForwards:
     @torch.inference_mode()
     def run(self, token_ids: Tensor, kv: PagedKv) -> tuple[Tensor, Tensor] | None:
         """What ``DsaModel.forward_with_hidden`` returns of ``kv.last_rows``, until the next call; ``kv`` gets
-        the hints. None: there are too many tokens or requests for any graph.
+        the hints. None: there are too many tokens or requests for any graph, or resumed tokens among them.
 
         Whom ``kv`` tells of each layer that is written, the caller has to tell of all.
         """
         num_tokens, num_requests = len(token_ids), len(kv.last_rows)
         size = next((size for size in self._captured if size >= num_tokens), None)
-        if size is None or num_requests > MOST_REQUESTS:
+        if size is None or num_requests > MOST_REQUESTS or kv.rows.has_resumed:
             return None
         captured = self._captured[size]
         captured.token_ids[:num_tokens] = token_ids

@@ -96,7 +96,8 @@ class Geometry(Struct, frozen=True, array_like=True):
     ``num_draft_layers``: layers behind them, each with an indexer, whose KV a decode node takes and
     a prefill node computes; one that takes none gets none. ``index_rotation``: by what indexer keys were
     rotated before they were rounded; "" for keys as the model has them. ``has_row_checks``: whether the node
-    takes, or computes, a check of each item; one that takes none gets none.
+    takes, or computes, a check of each item; one that takes none gets none. ``attention_split_tile_size``: as
+    the option of that name; None: the default.
     """
 
     model_fingerprint: Name
@@ -111,6 +112,7 @@ class Geometry(Struct, frozen=True, array_like=True):
     num_draft_layers: Annotated[int, Meta(ge=0, le=1)] = 0
     index_rotation: Name = ""
     has_row_checks: bool = False
+    attention_split_tile_size: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
 
     @property
     def num_kv_layers(self) -> int:

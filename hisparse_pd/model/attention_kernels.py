@@ -27,12 +27,16 @@ class AttentionKernels:
     kv_format: KvFormat
     index_format: IndexKeyFormat
     attention: AttentionBackend
+    """Of a prompt's queries, which are whole."""
+    step_attention: AttentionBackend
+    """Of the queries of decode steps, in splits: also where a prefill node computes again what steps had."""
     indexer_scratch: IndexerScratch | None = None
 
     @classmethod
     def reference(cls, spec: ModelSpec) -> AttentionKernels:
         """The torch reference, for any device."""
-        return cls(spec.item_format, spec.index_key_format, TorchAttention(spec.item_format))
+        attention = TorchAttention(spec.item_format)
+        return cls(spec.item_format, spec.index_key_format, attention, attention)
 
     @staticmethod
     def check(spec: ModelSpec, device: torch.device, backend: str) -> None:
@@ -51,15 +55,16 @@ class AttentionKernels:
 
     @classmethod
     def choose(
-        cls, model: DsaModel, backend: str, *, scratch_tokens: int, split_slots: int | None = 0
+        cls, model: DsaModel, backend: str, *, scratch_tokens: int, split_slots: int | None = None
     ) -> AttentionKernels:
         """For the model's device; ``scratch_tokens``: queries that the indexer scores at a time on a GPU;
-        ``split_slots``: see ``choose_backend``.
+        ``split_slots``: of steps, see ``choose_backend``.
 
         Raises AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
-        attention = _choose_attention(spec, device, backend, split_slots)
+        attention = _choose_attention(spec, device, backend)
+        step_attention = _choose_attention(spec, device, backend, split_slots)
         log.info(
             "kernels for %s items: %s",
             spec.kv_format,
@@ -73,18 +78,18 @@ class AttentionKernels:
         scratch = None
         if device.type == "cuda":
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
-        return cls(spec.item_format, spec.index_key_format, attention, scratch)
+        return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch)
 
     def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:
-        """The same for forwards that run beside each other in streams of their own.
+        """The same for steps that run beside each other in streams of their own.
 
-        ``taken_sms``: multiprocessors that something else than these forwards holds meanwhile.
+        ``taken_sms``: multiprocessors that something else than these steps holds meanwhile.
         """
         if self.indexer_scratch is None:
             return [self] * num_parts
-        attention = attention_beside(self.attention, taken_sms)
+        attention = attention_beside(self.step_attention, taken_sms)
         return [
-            replace(self, attention=attention, indexer_scratch=scratch)
+            replace(self, step_attention=attention, indexer_scratch=scratch)
             for scratch in self.indexer_scratch.split(num_parts)
         ]
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.spec import ModelSpec
+from kernels.attention import AttentionBackend
 from kernels.paged_indexer import paged_index_topk
 from kernels.row_check import store_row_checks
 from kernels.step_rows import slots_of
+
+QUERIES_AT_ONCE: Final = 128
+"""Queries of one call of attention in a forward with resumed tokens: each split of a query has a result of
+its own, which takes memory."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,9 @@ class PagedRequest:
     """Integer [>= pages of the whole length], in position order."""
     prefix_len: int
     num_new_tokens: int
+    num_resumed: int = 0
+    """The last of the new tokens, which steps of a decode node computed before: their queries are split as
+    they were there, so that their rows have the same bits."""
 
     @property
     def seq_len(self) -> int:
@@ -43,6 +52,12 @@ class PagedRows:
     """int32 [1]: tokens from there on are padding."""
     last_rows: Tensor
     """int64 [num_requests]: each request's last new token among the forward's tokens."""
+    is_resumed: Tensor
+    """bool [num_tokens], on the host, see ``PagedRequest.num_resumed``."""
+
+    @property
+    def has_resumed(self) -> bool:
+        return bool(self.is_resumed.any())
 
     @classmethod
     def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
@@ -75,6 +90,12 @@ class PagedRows:
             slots_of(page_table, page_size, request_of_token, positions[:, None].int())[:, 0].long(),
             torch.tensor([num_tokens], dtype=torch.int32, device=device),
             lengths.cumsum(0) - 1,
+            torch.cat(
+                [
+                    torch.arange(request.num_new_tokens) >= request.num_new_tokens - request.num_resumed
+                    for request in requests
+                ]
+            ),
         )
 
     @classmethod
@@ -90,10 +111,11 @@ class PagedRows:
             nothing + scratch_slot,
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(num_requests, dtype=torch.int64, device=device),
+            torch.zeros(num_tokens, dtype=torch.bool),
         )
 
     def hold(self, others: PagedRows, scratch_slot: int) -> None:
-        """Become ``others``, of which there are no more, and padding behind them."""
+        """Become ``others``, of which there are no more and none is resumed, and padding behind them."""
         num_requests, max_pages = others.page_table.shape
         num_tokens = len(others.positions)
         self.page_table[:num_requests, :max_pages] = others.page_table
@@ -140,6 +162,7 @@ class PagedKv:
         self._page_size = page_size
         self._on_written = on_written
         self._resolved: tuple[Tensor, Tensor] | None = None
+        self._pieces = _pieces(self.rows, self._kernels) if self.rows.has_resumed else []
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
 
@@ -197,4 +220,21 @@ class PagedKv:
             slots = slots_of(rows.page_table, self._page_size, rows.request_of_token, positions)
             self._resolved = (positions, slots)
         items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
-        return self._kernels.attention.attend(q, items, self._resolved[1], scale)
+        slots = self._resolved[1]
+        if not self._pieces:
+            return self._kernels.attention.attend(q, items, slots, scale)
+        out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
+        for tokens, attention in self._pieces:
+            out[tokens] = attention.attend(q[tokens], items, slots[tokens], scale)
+        return out
+
+
+def _pieces(rows: PagedRows, kernels: AttentionKernels) -> list[tuple[Tensor, AttentionBackend]]:
+    """A forward's tokens, int64 [up to QUERIES_AT_ONCE] a piece, and what computes the piece's attention."""
+    pieces = []
+    kinds = (~rows.is_resumed, kernels.attention), (rows.is_resumed, kernels.step_attention)
+    for is_kind, attention in kinds:
+        tokens = is_kind.nonzero().flatten().to(rows.positions.device)
+        for start in range(0, len(tokens), QUERIES_AT_ONCE):
+            pieces.append((tokens[start : start + QUERIES_AT_ONCE], attention))
+    return pieces

@@ -191,7 +191,9 @@ class ModelSpec:
         """What indexer keys in the pools are rotated by: "" or HADAMARD."""
         return HADAMARD if self.index_format == FP8_E4M3 else ""
 
-    def geometry(self, page_size: int, sampling_defaults: str = "") -> Geometry:
+    def geometry(
+        self, page_size: int, sampling_defaults: str = "", attention_split_tile_size: int | None = None
+    ) -> Geometry:
         """What a peer must agree on. Formats of indexer keys differ in their ``index_item_bytes``."""
         return Geometry(
             model_fingerprint=self.fingerprint,
@@ -206,6 +208,7 @@ class ModelSpec:
             num_draft_layers=self.num_draft_layers,
             index_rotation=self.index_rotation,
             has_row_checks=self.has_row_checks,
+            attention_split_tile_size=attention_split_tile_size,
         )
 
 

@@ -226,7 +226,7 @@ class Node:
             send=self.sent.append,
             contact_timeout_secs=1e9,
         )
-        kernels = AttentionKernels(spec.item_format, spec.index_key_format, self.model)
+        kernels = AttentionKernels(spec.item_format, spec.index_key_format, self.model, self.model)
         runner = DeviceRunner(
             self.model,  # type: ignore[arg-type]
             self.hot_buffers,

@@ -90,6 +90,7 @@ def test_registers_and_answers_heartbeats(engine: EngineThread, peer: DecodePeer
         ({"index_topk": 2048}, ["index_topk"]),
         ({"sampling_defaults": "temperature 0.6"}, ["sampling_defaults", "'temperature 0.6'"]),
         ({"index_rotation": "hadamard"}, ["index_rotation", "'hadamard'"]),
+        ({"attention_split_tile_size": 0}, ["attention_split_tile_size: the decode node has 0", "None"]),
         ({"transfer_protocol": "rdma"}, ["the decode node is on 'rdma', this prefill node on 'tcp'"]),
         *(
             ({"session": session}, [repr(session), "HOST:PORT"])

@@ -46,18 +46,21 @@ def test_it_runs_forwards_of_all_kinds_of_sizes_and_changes_no_answer(
 
     expected_id, expected_hint = first_token(runner())
     warm = runner()
-    sizes: list[int] = []
+    sizes: list[tuple[int, int]] = []
+    """Of forwards, and how many of their tokens are resumed."""
     run = warm.run
 
     def noted(batch: Sequence[tuple[RoomRecord, Chunk]], *more: Any) -> Any:
-        sizes.extend(chunk.stop - chunk.start for _, chunk in batch)
+        for record, chunk in batch:
+            sizes.append((chunk.stop - chunk.start, record.num_prompt_tokens - record.first_resumed))
         computed = run(batch, *more)
-        assert len(computed.scores) == (sizes[-1] > 1)
+        assert len(computed.scores) == (sizes[-1][0] > 1)
         return computed
 
     monkeypatch.setattr(warm, "run", noted)
     warm.warm_up(70)
-    assert sizes == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 70]
+    expected = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 70)
+    assert sizes == [(size, num_resumed) for size in expected for num_resumed in (0, size - 1)]
     monkeypatch.undo()
     found_id, found_hint = first_token(warm)
     assert found_id == expected_id

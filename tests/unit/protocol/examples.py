@@ -31,6 +31,7 @@ GEOMETRY = Geometry(
     sampling_defaults="top_p 0.9",
     index_rotation="hadamard",
     has_row_checks=True,
+    attention_split_tile_size=256,
 )
 BOOTSTRAP = Bootstrap(
     room=2**63 - 1,
@@ -57,10 +58,10 @@ TO_PREFILL = [
         ),
         "9801"
         "01a46e6f6465ae31302e302e302e323a3135303031"
-        "9ca26670a7666c6f6174333204"
+        "9da26670a7666c6f6174333204"
         "03ccc0cc804040"
         "a9746f705f7020302e39" + "00"
-        "a8686164616d617264" + "c3"
+        "a8686164616d617264" + "c3" + "cd0100"
         "9194a76b765f686f7374cd1000cd030001"
         "a472646d61"
         "92d92168697370617273652d70642d6c616e652d" + "3066" * 8 + "c420" + bytes(range(32)).hex(),
@@ -79,7 +80,7 @@ TO_DECODE = [
     (
         Registered(1, "inst", GEOMETRY, "shm", "same"),
         "960101a4696e7374"
-        "9ca26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e3900a8686164616d617264c3"
+        "9da26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e3900a8686164616d617264c3cd0100"
         "a373686da473616d65",
     ),
     (Refused("no", True), "9302a26e6fc3"),

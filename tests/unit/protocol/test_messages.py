@@ -56,13 +56,15 @@ def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
     assert decoded == msgspec.structs.replace(register, transfer_protocol="", lane=None)
 
 
-def test_nodes_that_know_of_no_lanes_no_drafts_no_rotation_and_no_row_checks_decode() -> None:
+def test_nodes_that_know_of_no_lanes_no_drafts_no_rotation_no_row_checks_and_no_splits_decode() -> None:
     """Golden bytes of before there were the fields."""
     register, _ = TO_PREFILL[0]
     decoded = messages.to_prefill_decoder.decode(msgspec.msgpack.encode(_fields(register)[:-1]))
     assert decoded == msgspec.structs.replace(register, lane=None)
     before = "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39"
-    geometry = msgspec.structs.replace(GEOMETRY, index_rotation="", has_row_checks=False)
+    geometry = msgspec.structs.replace(
+        GEOMETRY, index_rotation="", has_row_checks=False, attention_split_tile_size=None
+    )
     assert messages.to_decode_decoder.decode(bytes.fromhex(before)) == Registered(1, "inst", geometry)
 
 

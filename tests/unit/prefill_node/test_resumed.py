@@ -1,0 +1,129 @@
+"""A resumed prompt has the bits that the prompt's forward and the decode node's steps gave it.
+
+Attention of steps is rounded otherwise; that is a factor here, because a CPU has one way of summing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.vocabulary import SamplingParams
+from kernels.attention import TORCH, TorchAttention
+from kernels.kv_format import KvFormat
+from prefill_node.compute import Computed, PromptRunner
+from prefill_node.memory import PrefillMemory
+from prefill_node.rooms import RoomRecord, RoomState
+from prefill_node.scheduler import Chunk
+from protocol.messages import Room
+from tests.unit.prefill_node.support import checkpoint, prompt
+
+PAGE_SIZE = 16
+NUM_TOKENS, FIRST_RESUMED = 400, 60
+"""More are resumed than one call of attention takes."""
+
+
+@dataclass
+class StepAttention:
+    kv_format: KvFormat
+    reason: str = ""
+    name: str = TORCH
+
+    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+        return 1.01 * TorchAttention(self.kv_format).attend(q, layer_pool, device_slots, scale)
+
+
+class Node:
+    """Two prompts' pages, and forwards over them."""
+
+    def __init__(self, path: Path) -> None:
+        self.spec, self.model = checkpoint(path, 0)
+        self.pages_each = -(-NUM_TOKENS // PAGE_SIZE)
+        num_slots = 2 * self.pages_each * PAGE_SIZE
+        self.memory = PrefillMemory(self.spec, num_slots=num_slots, num_aux_slots=1, device="cpu")
+        self.prefill, self.steps = (PromptRunner(self.model, self.memory, PAGE_SIZE) for _ in range(2))
+        step_attention = StepAttention(self.spec.item_format)
+        self.prefill.kernels = replace(self.prefill.kernels, step_attention=step_attention)
+        self.steps.kernels = replace(self.steps.kernels, attention=step_attention)
+
+    def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[RoomRecord, Chunk]:
+        """Of the prompt of that number, which are of one length."""
+        sampling = SamplingParams(8, temperature=0.0, num_resumed_tokens=num_resumed)
+        record = RoomRecord(Room(number), RoomState.COMPUTING, 0.0)
+        record.request = Generate(f"r{number}", number, NUM_TOKENS, sampling, "", 0)
+        record.token_ids = np.array(prompt(number, NUM_TOKENS), np.int32)
+        record.page_ids = list(range(number * self.pages_each, (number + 1) * self.pages_each))
+        return record, Chunk(Room(number), start, stop, admits=start == 0)
+
+    def rows(self, number: int) -> tuple[Tensor, Tensor]:
+        """KV and indexer keys of a prompt."""
+        first = number * self.pages_each * PAGE_SIZE
+        pools = self.memory.kv, self.memory.index
+        kv, index_keys = (pool[:, first : first + NUM_TOKENS].clone() for pool in pools)
+        return kv, index_keys
+
+
+@pytest.fixture(scope="module")
+def node(tiny: Path) -> Node:
+    return Node(tiny)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
+    """What follows a prompt and the steps behind it, and their rows."""
+    node.prefill.run([node.part(0, 0, FIRST_RESUMED)])
+    for position in range(FIRST_RESUMED, NUM_TOKENS):
+        computed = node.steps.run([node.part(0, position, position + 1)])
+    return computed, node.rows(0)
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize(
+    "bounds",
+    [(0, 400), (0, 60, 400), (0, 61, 190, 399, 400), (0, 48, 112, 113, 400)],
+    ids=["one forward", "cut there", "few rows", "cut before"],
+)
+@pytest.mark.parametrize("has_neighbour", [False, True])
+def test_resumed_tokens_and_no_others_are_computed_as_in_steps(
+    node: Node,
+    undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
+    bounds: Sequence[int],
+    has_neighbour: bool,
+) -> None:
+    """In any forwards, beside a prompt of which nothing is resumed."""
+    node.prefill.run([node.part(1, 0, NUM_TOKENS)])
+    neighbour = node.rows(1)
+    node.memory.kv.zero_()
+    node.memory.index.zero_()
+    num_resumed = NUM_TOKENS - FIRST_RESUMED
+    for start, stop in pairwise(bounds):
+        batch = [node.part(0, start, stop, num_resumed)]
+        if has_neighbour:
+            batch.insert(start % 2, node.part(1, start, stop))
+        computed = node.prefill.run(batch)
+    expected, rows = undisturbed
+    first, expected_first = computed.first_tokens[Room(0)], expected.first_tokens[Room(0)]
+    assert first.token_id == expected_first.token_id
+    assert torch.equal(first.hint, expected_first.hint)
+    for found, wanted in zip(node.rows(0), rows, strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(node.rows(1), neighbour, strict=True):
+        assert not has_neighbour or torch.equal(found, wanted)
+
+
+def test_other_attention_gives_other_rows(
+    node: Node, undisturbed: tuple[Computed, tuple[Tensor, Tensor]]
+) -> None:
+    """Or the test above could not fail."""
+    node.prefill.run([node.part(0, 0, NUM_TOKENS)])
+    kv, _ = node.rows(0)
+    assert torch.equal(kv[:, :FIRST_RESUMED], undisturbed[1][0][:, :FIRST_RESUMED])
+    assert not torch.equal(kv[:, FIRST_RESUMED:], undisturbed[1][0][:, FIRST_RESUMED:])
