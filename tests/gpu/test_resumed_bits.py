@@ -1,0 +1,82 @@
+"""A prefill node gives resumed tokens the bits that a decode node's steps gave them, on a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from decode_node.memory import slots_tensor
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.paging.pools import PoolKind
+from hisparse_pd.vocabulary import Mode, SamplingParams
+from prefill_node.compute import PromptRunner
+from prefill_node.memory import PrefillMemory
+from prefill_node.rooms import RoomRecord, RoomState
+from prefill_node.scheduler import Chunk
+from protocol.messages import Room
+from tests.gpu.support import DEVICE, needs_gpu
+from tools.bench import decode_step
+from tools.bench.decode_step import PAGE_SIZE
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
+
+pytestmark = [*needs_gpu, pytest.mark.I5]
+
+SHAPE = SyntheticShape(3, 8, 2048, vocab_size=16384, context_length=8192, expert_size=512, jitter=0.5)
+PROMPT, NUM_STEPS = 4096, 150
+"""A query selects from more than it can, in several splits; more is resumed than one call attends to."""
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "backend"), [("bfloat16", "auto"), ("fp8_e4m3", "auto"), ("bfloat16", "triton")]
+)
+@torch.inference_mode()
+def test_a_resumed_prompts_rows_are_those_of_steps(tmp_path: Path, kv_format: str, backend: str) -> None:
+    """Whether or not the prompt's own last tokens are computed in the same forward."""
+    write_synthetic(tmp_path, SHAPE, 0, DEVICE, in_fp8=kv_format == "fp8_e4m3")
+    parser = argparse.ArgumentParser()
+    decode_step.add_node_options(parser)
+    arguments = parser.parse_args(["--kv-cache-dtype", kv_format, "--attention-backend", backend])
+    arguments.model_path, arguments.no_graphs = tmp_path, False
+    spec = decode_step.load_shared_spec(arguments, 0)
+    model = load_model(tmp_path, spec, DEVICE)
+    settings = decode_step.make_settings(arguments, 2)
+    prompt = decode_step.prefill(spec, model, settings, 2048, PROMPT, num_passes=1)
+
+    bench = decode_step.Bench(spec, model, settings, prompt, Mode.DENSE, NUM_STEPS, None)
+    try:
+        bench.run(NUM_STEPS)
+        request = bench.requests[0]
+        kv, index_keys = (
+            pool[:, slots_tensor(request.owned[kind])[PROMPT : PROMPT + NUM_STEPS].to(pool.device)].clone()
+            for pool, kind in ((bench.memory.k_dev, PoolKind.DEVICE), (bench.memory.index, PoolKind.INDEX))
+        )
+        output = list(request.output_token_ids)
+    finally:
+        bench.memory.close()
+
+    num_tokens = PROMPT + NUM_STEPS
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    memory = PrefillMemory(spec, num_slots=num_pages * PAGE_SIZE, num_aux_slots=1, device=DEVICE)
+    runner = PromptRunner(model, memory, PAGE_SIZE, backend, 1024)
+    sampling = SamplingParams(1, temperature=0.0, num_resumed_tokens=NUM_STEPS)
+    request_again = Generate("resumed", 1, num_tokens, sampling, "", 0)
+    record = RoomRecord(Room(1), RoomState.COMPUTING, 0.0, request_again)
+    tokens = [*decode_step.random_tokens(spec, PROMPT).tolist(), *output[:NUM_STEPS]]
+    record.token_ids, record.page_ids = np.array(tokens, np.int32), list(range(num_pages))
+    for start in (PROMPT, PROMPT - 70):
+        memory.kv.zero_()
+        memory.index.zero_()
+        memory.kv[:, :start], memory.index[:, :start] = prompt.kv[:, :start], prompt.index[:, :start]
+        computed = runner.run([(record, Chunk(Room(1), start, num_tokens, admits=True))])
+        resumed = slice(PROMPT, num_tokens)
+        same = (memory.kv[:, resumed] == kv).all(2)
+        assert same.all(), f"from {start}: equal KV by layer: {same.sum(1).tolist()} of {NUM_STEPS}"
+        same = (memory.index[:, resumed] == index_keys).all(2)
+        assert same.all(), f"from {start}: equal index keys by group: {same.sum(1).tolist()} of {NUM_STEPS}"
+        assert torch.equal(memory.kv[:, start:PROMPT], prompt.kv[:, start:])
+        assert computed.first_tokens[Room(1)].token_id == output[NUM_STEPS]
