@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +80,7 @@ class FakeNode:
                 await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
                 leaving.cancel()
                 if working.done():
-                    await (
-                        working
-                    )  # an exception after the start of an answer makes uvicorn cut the connection
+                    await working  # an exception behind the start of an answer makes uvicorn cut it off
                 else:
                     self.client_left.set()
                     working.cancel()
@@ -175,14 +173,35 @@ async def cuts_off(node: FakeNode, send: Send) -> None:
     raise CutConnection
 
 
+OK = says(b"{}")
+
+
 @dataclass
 class Cluster:
     prefill: list[FakeNode]
     decode: list[FakeNode]
     client: httpx.AsyncClient
 
+    @property
+    def nodes(self) -> list[FakeNode]:
+        return [*self.prefill, *self.decode]
+
     async def metrics(self) -> str:
         return (await self.client.get("/metrics")).text
+
+    async def until_counted(self, line: str) -> None:
+        """Until ``line`` is among the metrics."""
+
+        async def is_counted() -> bool:
+            return line in await self.metrics()
+
+        await eventually(is_counted)
+
+    async def until_health(self, status: int) -> None:
+        async def is_status() -> bool:
+            return (await self.client.get("/health")).status_code == status
+
+        await eventually(is_status)
 
 
 @asynccontextmanager
@@ -200,16 +219,13 @@ async def cluster(
     }
     for node in nodes[NodeKind.PREFILL]:
         node.loads = [0] * num_ranks
-    opened = []
+    all_nodes = [node for of_kind in nodes.values() for node in of_kind]
+    servers = [AsyncExitStack() for _ in all_nodes]
     try:
-        for node in [*nodes[NodeKind.PREFILL], *nodes[NodeKind.DECODE]]:
-            server = serving(node)
-            node.url = await server.__aenter__()
-            closing = _once(server.__aexit__)
-            node.close = closing
-            opened.append(closing)
-        fixed = {f"{name}_secs": 60.0 for name in ("health_interval", "request_timeout")}
-        fixed["resume_timeout_secs"] = 0.0
+        for node, server in zip(all_nodes, servers, strict=True):
+            node.url = await server.enter_async_context(serving(node))
+            node.close = server.aclose
+        fixed = {"health_interval_secs": 60.0, "request_timeout_secs": 60.0, "resume_timeout_secs": 0.0}
         router_settings = RouterSettings(
             prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
             decode=tuple(node.url for node in nodes[NodeKind.DECODE]),
@@ -221,19 +237,7 @@ async def cluster(
         ):
             yield Cluster(nodes[NodeKind.PREFILL], nodes[NodeKind.DECODE], client)
     finally:
-        await asyncio.gather(*(closing() for closing in opened))
-
-
-def _once(exit_server: Callable[[None, None, None], Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
-    done = False
-
-    async def close() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            await exit_server(None, None, None)
-
-    return close
+        await asyncio.gather(*(server.aclose() for server in servers))
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -15,8 +15,9 @@ from hisparse_pd.settings import RouterSettings
 from hisparse_pd.vocabulary import StartError
 from router.connect import NO_TLS, Call, tls_context
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
+from tests.waiting import WAIT_SECS
 
-WAIT_SECS = 60.0
+pytestmark = pytest.mark.anyio
 ANSWER = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nmore\r\n"
 
 
@@ -44,12 +45,16 @@ class Node:
             self.all_closed.set()
 
 
+def url_of(server: asyncio.Server, scheme: str = "http") -> str:
+    return f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 @asynccontextmanager
 async def node_and_url(tls: TlsFiles | None = None) -> AsyncIterator[tuple[Node, str]]:
     node = Node()
     server = await asyncio.start_server(node.serve, "127.0.0.1", 0, ssl=tls and tls.serving())
     async with server:
-        yield node, f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield node, url_of(server, "https" if tls else "http")
 
 
 async def chunks(
@@ -75,103 +80,85 @@ def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
 
 
 @pytest.mark.I8
-def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment(tls: TlsFiles | None) -> None:
+async def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment(tls: TlsFiles | None) -> None:
     """Also between a connection's making and its first byte, and again while it is being closed."""
-
-    async def main() -> None:
-        async with node_and_url(tls) as (node, url):
-            for num_steps in range(60):
-                for num_more in (0, 1, 3):
-                    asking = asyncio.create_task(ask(url, tls))
-                    for _ in range(num_steps):
-                        await asyncio.sleep(0)
-                    asking.cancel()
-                    for _ in range(num_more):
-                        await asyncio.sleep(0)
-                    asking.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await asking
-            whole = asyncio.create_task(ask(url, tls))
-            while not node.open:
-                await asyncio.sleep(0)
-            whole.cancel()
-            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
-            assert node.num_accepted > 60
-
-    asyncio.run(main())
+    async with node_and_url(tls) as (node, url):
+        for num_steps in range(60):
+            for num_more in (0, 1, 3):
+                asking = asyncio.create_task(ask(url, tls))
+                for _ in range(num_steps):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                for _ in range(num_more):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+        whole = asyncio.create_task(ask(url, tls))
+        while not node.open:
+            await asyncio.sleep(0)
+        whole.cancel()
+        await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
+        assert node.num_accepted > 60
 
 
 @pytest.mark.I8
-def test_what_nobody_reads_is_not_taken_in() -> None:
+async def test_what_nobody_reads_is_not_taken_in() -> None:
     """All of it comes as soon as somebody does, however much is here at once."""
     content = bytes(20 << 20)
+    has_sent = asyncio.Event()
 
-    async def main() -> None:
-        has_sent = asyncio.Event()
+    async def sends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+        await writer.drain()
+        has_sent.set()
+        writer.close()
 
-        async def sends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
-            await writer.drain()
-            has_sent.set()
-            writer.close()
-
-        async with await asyncio.start_server(sends, "127.0.0.1", 0) as server:
-            body = chunks(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            received = await anext(body)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(has_sent.wait(), 0.2)
-            async for chunk in body:
-                received += chunk
-            assert received == content
-
-    asyncio.run(main())
+    async with await asyncio.start_server(sends, "127.0.0.1", 0) as server:
+        body = chunks(url_of(server))
+        received = await anext(body)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(has_sent.wait(), 0.2)
+        async for chunk in body:
+            received += chunk
+        assert received == content
 
 
-def test_connections_end_with_their_answers(tls: TlsFiles | None) -> None:
-    async def main() -> None:
-        async with node_and_url(tls) as (node, url):
-            async with aclosing(chunks(url, tls)) as body:  # type: ignore[type-var]
-                assert await anext(body) == b"more"
-                assert len(node.open) == 1
-            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
-
-    asyncio.run(main())
+async def test_connections_end_with_their_answers(tls: TlsFiles | None) -> None:
+    async with node_and_url(tls) as (node, url):
+        async with aclosing(chunks(url, tls)) as body:  # type: ignore[type-var]
+            assert await anext(body) == b"more"
+            assert len(node.open) == 1
+        await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
 
 
 @needs_openssl
-def test_a_node_that_is_not_trusted_gets_nothing(tmp_path: Path) -> None:
+async def test_a_node_that_is_not_trusted_gets_nothing(tmp_path: Path) -> None:
     ours, others = make_tls_files(tmp_path / "ours"), make_tls_files(tmp_path / "others")
 
-    async def main() -> None:
-        async with node_and_url(ours) as (node, url):
-            for trusted in (others, None):
-                with pytest.raises(ssl.SSLCertVerificationError, match="CERTIFICATE_VERIFY_FAILED"):
-                    await ask(url, trusted)
-            assert node.num_accepted == 0
-
-    asyncio.run(main())
+    async with node_and_url(ours) as (node, url):
+        for trusted in (others, None):
+            with pytest.raises(ssl.SSLCertVerificationError, match="CERTIFICATE_VERIFY_FAILED"):
+                await ask(url, trusted)
+        assert node.num_accepted == 0
 
 
 @needs_openssl
-def test_a_node_that_never_agrees_on_tls_is_given_up(tmp_path: Path) -> None:
+async def test_a_node_that_never_agrees_on_tls_is_given_up(tmp_path: Path) -> None:
     tls = make_tls_files(tmp_path)
+    left = asyncio.Event()
 
-    async def main() -> None:
-        left = asyncio.Event()
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            pass
+        writer.close()
+        left.set()
 
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while await reader.read(1 << 16):
-                pass
-            writer.close()
-            left.set()
-
-        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-            with pytest.raises(TimeoutError):
-                await ask(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", tls, connect_secs=0.2)
-            await asyncio.wait_for(left.wait(), WAIT_SECS)
-
-    asyncio.run(main())
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        with pytest.raises(TimeoutError):
+            await ask(url_of(server, "https"), tls, connect_secs=0.2)
+        await asyncio.wait_for(left.wait(), WAIT_SECS)
 
 
 @needs_openssl
@@ -186,7 +173,7 @@ def test_which_nodes_are_trusted(tmp_path: Path) -> None:
             tls_context(secure.model_copy(update={"node_ca_file": path}))
 
 
-def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
+async def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, may_be_made = asyncio.Event(), asyncio.Event()
@@ -197,20 +184,17 @@ def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
         await may_be_made.wait()
         return await create_connection(loop, *given, **named)
 
-    async def main() -> None:
-        async with node_and_url() as (node, url):
-            monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", slow)
-            asking = asyncio.create_task(ask(url))
-            await begun.wait()
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            may_be_made.set()
-            while not node.num_accepted:
-                await asyncio.sleep(0)
-            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
-
-    asyncio.run(main())
+    async with node_and_url() as (node, url):
+        monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", slow)
+        asking = asyncio.create_task(ask(url))
+        await begun.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        may_be_made.set()
+        while not node.num_accepted:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
 
 
 CONTENT = b"data: 1\n\ndata: \r\n0\r\n\r\n2\n\n" * 3
@@ -234,19 +218,15 @@ async def body_of(*pieces: bytes) -> bytes:
         writer.close()
 
     async with await asyncio.start_server(says, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        return b"".join([chunk async for chunk in chunks(url)])
+        return b"".join([chunk async for chunk in chunks(url_of(server))])
 
 
 @pytest.mark.parametrize("answer", [OF_A_LENGTH, IN_CHUNKS + b"0 \t;a=b\r\nx-trailer: 1\r\n\r\n", TO_ITS_END])
-def test_a_body_may_be_cut_anywhere(answer: bytes) -> None:
+async def test_a_body_may_be_cut_anywhere(answer: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\n"
 
-    async def main() -> None:
-        assert await body_of(head + answer) == CONTENT
-        assert await body_of(head, *(answer[at : at + 1] for at in range(len(answer)))) == CONTENT
-
-    asyncio.run(main())
+    assert await body_of(head + answer) == CONTENT
+    assert await body_of(head, *(answer[at : at + 1] for at in range(len(answer)))) == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -263,6 +243,6 @@ def test_a_body_may_be_cut_anywhere(answer: bytes) -> None:
         ),
     ],
 )
-def test_a_body_that_is_broken_off_or_none_is_an_error(answer: bytes, expected: str) -> None:
+async def test_a_body_that_is_broken_off_or_none_is_an_error(answer: bytes, expected: str) -> None:
     with pytest.raises(ConnectionError, match=expected):
-        asyncio.run(body_of(b"HTTP/1.1 200 OK\r\n" + answer))
+        await body_of(b"HTTP/1.1 200 OK\r\n" + answer)

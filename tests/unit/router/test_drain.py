@@ -104,39 +104,28 @@ async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest() -> 
         assert await router.exit_status() == 0
 
 
-async def test_what_does_not_finish_in_time_ends_with_an_error() -> None:
+@pytest.mark.parametrize("timeout_secs", [0.2, WAIT_SECS], ids=["late", "second signal"])
+async def test_what_does_not_finish_in_time_or_is_hurried_ends_with_an_error(timeout_secs: float) -> None:
     """A stream in an event, a request without an answer yet with a 503."""
-    decode = at_first(in_two_steps, never)
-    async with router_process("--drain-timeout-secs", "0.2", decode=decode) as router:
+    options = ("--drain-timeout-secs", str(timeout_secs))
+    async with router_process(*options, decode=at_first(in_two_steps, never)) as router:
         async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
             chunks = answer.aiter_raw()
             await anext(chunks)
             asking = asyncio.create_task(router.client.post("/generate", json={"text": "a"}))
             await until(lambda: len(router.decode.requests) == 2, "the node has both requests")
             router.process.send_signal(signal.SIGTERM)
-            assert "the router is shutting down" in await error_event(chunks)
+            if timeout_secs == WAIT_SECS:
+                await router.until_draining()
+                router.process.send_signal(signal.SIGTERM)
+            event = b"".join([chunk async for chunk in chunks])
+            told = json.loads(event.removeprefix(b"data: "))
+            assert "the router is shutting down" in told["error"]["message"]
         refused = await asking
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert "the router is shutting down" in refused.json()["error"]["message"]
         await asyncio.wait_for(router.decode.client_left.wait(), WAIT_SECS)
         assert await router.exit_status() == 0
-
-
-async def test_a_second_signal_ends_what_is_in_flight() -> None:
-    async with router_process() as router:
-        async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
-            chunks = answer.aiter_raw()
-            await anext(chunks)
-            router.process.send_signal(signal.SIGTERM)
-            await router.until_draining()
-            router.process.send_signal(signal.SIGTERM)
-            assert "the router is shutting down" in await error_event(chunks)
-        assert await router.exit_status() == 0
-
-
-async def error_event(chunks: AsyncIterator[bytes]) -> str:
-    event = b"".join([chunk async for chunk in chunks])
-    return str(json.loads(event.removeprefix(b"data: "))["error"]["message"])
 
 
 # --- a node --------------------------------------------------------------------------------------------

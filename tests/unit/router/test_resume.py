@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.unit.router.cluster import (
     start,
     write,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -141,10 +141,7 @@ async def test_a_lost_node_has_the_stream_again_once_it_is_healthy() -> None:
     async with cluster(decode=at_first(dies, is_back), resume_timeout_secs=30) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
 
-        async def is_found_dead() -> bool:
-            return (await pair.client.get("/health")).status_code == 503
-
-        await eventually(is_found_dead)
+        await pair.until_health(503)
         pair.decode[0].healthy = True
         assert (await asking).text == SHOWN
         assert len(pair.decode[0].requests) == 2
@@ -211,17 +208,9 @@ async def test_a_client_that_leaves_while_its_stream_looks_for_a_node_is_forgott
         async with pair.client.stream("POST", PATH, json=BODY) as response:
             pieces = response.aiter_text()
             assert (await anext(pieces)).startswith('data: {"n": 1}')
-
-            async def is_asked_again() -> bool:
-                return len(pair.decode[0].requests) >= 3
-
-            await eventually(is_asked_again)
-
-        async def is_forgotten() -> bool:
-            metrics = await pair.metrics()
-            return "router_journal_bytes 0.0" in metrics and 'status="499"} 1.0' in metrics
-
-        await eventually(is_forgotten)
+            await until(lambda: len(pair.decode[0].requests) >= 3)
+        await pair.until_counted("router_journal_bytes 0.0")
+        await pair.until_counted('status="499"} 1.0')
 
 
 @pytest.mark.parametrize("journal_bytes", [6, 1100])
@@ -273,14 +262,14 @@ async def waits_in_the_middle(node: FakeNode, send: Send) -> None:
     await write(send, unit(2)[12:] + unit(3) + LAST, more=False)
 
 
-def has_node(pair: Cluster, *, healthy: int) -> Callable[[], Awaitable[bool]]:
-    """Whether the router knows so many healthy decode nodes."""
+async def until_healthy(pair: Cluster, *, num: int) -> None:
+    """Until the router knows so many healthy decode nodes."""
 
-    async def has() -> bool:
+    async def are_known() -> bool:
         told = (await pair.client.get("/health")).json()["nodes"]
-        return sum(node["healthy"] for node in told if node["kind"] == "decode") == healthy
+        return sum(node["healthy"] for node in told if node["kind"] == "decode") == num
 
-    return has
+    await eventually(are_known)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +283,11 @@ async def test_a_node_that_is_there_later_has_the_requests_of_one_that_leaves(
     async with cluster(decode=[first, then], resume_timeout_secs=30, health_interval_secs=0.05) as pair:
         old, new = pair.decode
         new.healthy = False
-        await eventually(has_node(pair, healthy=1))
+        await until_healthy(pair, num=1)
         asking = asyncio.create_task(pair.client.post(PATH, json=body))
-
-        async def is_asked() -> bool:
-            return bool(old.requests)
-
-        await eventually(is_asked)
+        await until(lambda: old.requests)
         old.healthy, old.trouble = False, b'{"status": "leaving"}'
-        await eventually(has_node(pair, healthy=0))
+        await until_healthy(pair, num=0)
         assert (asking.done(), old.client_left.is_set()) == (False, False)
         new.healthy = True
         assert (await asking).text == shown
@@ -332,7 +317,7 @@ async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
         text = await anext(pieces)
         old, new = pair.decode
         old.healthy, old.trouble = False, b'{"status": "leaving"}'
-        await eventually(has_node(pair, healthy=1))
+        await until_healthy(pair, num=1)
         old.release.set()
         text += "".join([piece async for piece in pieces])
         assert text == (SHOWN if first is waits_in_the_middle else "data: 1\n\ndata: 2\n\n")
@@ -376,10 +361,6 @@ async def test_a_router_that_shuts_down_looks_no_further() -> None:
     drain = Drain()
     async with cluster(decode=at_first(LOST, NOT_READY), drain=drain, resume_timeout_secs=60) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
-
-        async def is_asked() -> bool:
-            return len(pair.decode[0].requests) >= 1
-
-        await eventually(is_asked)
+        await until(lambda: pair.decode[0].requests)
         await drain.finish(0.5, lambda: False)
         assert "the router is shutting down" in (await asking).text

@@ -1,0 +1,202 @@
+"""What the router makes of a client's body: the prompts in it, whose the answer is, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hisparse_pd.api.bodies import Endpoint
+from hisparse_pd.http.http_errors import ApiError
+from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, RequestBody
+from tests.property.fuzzing import peak_bytes
+
+COMPLETIONS, CHAT, GENERATE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.GENERATE
+ALONE, PLAIN = "prefill_only", ""
+
+
+def parse(fields: dict[str, Any], endpoint: Endpoint = COMPLETIONS) -> RequestBody:
+    return RequestBody.parse(json.dumps(fields).encode(), endpoint)
+
+
+def test_values_keep_the_bytes_of_the_client_and_bootstrap_fields_are_the_routers() -> None:
+    values = b'"big": 123456789012345678901234567890, "f": 1.10, "e": 1E-2, '
+    values += b'"nested": {"x" : [1.0,null]}, "u": "\\u00e4"'
+    forged = b'"bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap_room": 8'
+    sent = RequestBody.parse(b'{"text": "a", %b, %b}' % (values, forged), GENERATE).with_bootstrap("h", 9, 7)
+    for value in (b"123456789012345678901234567890", b"1.10", b"1E-2", b'{"x" : [1.0,null]}', b'"\\u00e4"'):
+        assert b":" + value in sent
+    assert [sent.count(b"bootstrap_" + name) for name in (b"host", b"port", b"room")] == [1, 1, 1]
+    decoded = json.loads(sent)
+    ours = decoded["bootstrap_host"], decoded["bootstrap_port"], decoded["bootstrap_room"]
+    assert ours == ("h", 9, 7)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "num_prompts"),
+    [
+        (COMPLETIONS, {"prompt": "a"}, None),
+        (COMPLETIONS, {"prompt": ["a"]}, 1),
+        (COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2}, 3),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, None),
+        (COMPLETIONS, {"prompt": [[1, 2], [3]]}, 2),
+        (COMPLETIONS, {"prompt": []}, None),
+        (GENERATE, {"text": ["a", "b"]}, 2),
+        (GENERATE, {"input_ids": [[1], [2], [3]]}, 3),
+        (GENERATE, {"input_ids": [1, 2]}, None),
+        (CHAT, {"messages": [{"role": "user"}], "n": 4}, None),
+    ],
+)
+def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
+    endpoint: Endpoint, body: dict[str, Any], num_prompts: int | None
+) -> None:
+    sent = json.loads(parse(body, endpoint).with_bootstrap("h", 8998, 7))
+    host, port, room = (sent[f"bootstrap_{name}"] for name in ("host", "port", "room"))
+    if num_prompts is None:
+        assert (host, port, room) == ("h", 8998, 7)
+    else:
+        assert (host, port) == (["h"] * num_prompts, [8998] * num_prompts)
+        assert len(set(room)) == num_prompts
+        assert room[0] == 7
+    assert {name: sent[name] for name in body} == body
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "prompt"),
+    [
+        (Endpoint.MESSAGES, b'{"messages": [1], "system": "S", "tools": []}', b'"S"[1]'),
+        (GENERATE, b'{"text": null, "input_ids": [1, 2, 3]}', b"[1, 2, 3]"),
+        (COMPLETIONS, b'{"model": "tiny"}', b""),
+        (COMPLETIONS, b'{"prompt": "a", "extra_key": null}', b'"a"'),
+        (COMPLETIONS, b'{"prompt": "a", "extra_key": "k", "cache_salt": "s"}', b'"s""k""a"'),
+    ],
+)
+def test_prompts_are_told_apart_by_all_that_is_in_them(
+    endpoint: Endpoint, body: bytes, prompt: bytes
+) -> None:
+    """Behind the keys that isolate them."""
+    parsed = RequestBody.parse(body, endpoint)
+    assert bytes(parsed.prompt) == prompt
+    assert parsed.num_prompts is None
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"text"', b"null", b'{"a": NaN}', b'{"a": "\xff"}', b"[" * 100_000]
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError, match="body") as caught:
+        RequestBody.parse(body, COMPLETIONS)
+    assert caught.value.status == 400
+
+
+def test_half_of_a_surrogate_pair_is_named() -> None:
+    for body in (b'{"prompt": "\\ud83d"}', b'{"prompt": "\\ude00"}'):
+        with pytest.raises(ApiError, match="surrogate pair"):
+            RequestBody.parse(body, COMPLETIONS)
+
+
+@pytest.mark.I8
+def test_a_body_of_nothing_but_fields_is_refused_before_it_is_taken_apart() -> None:
+    large = {"prompt": "a" * MAX_OTHER_BYTES, "tools": [{"a": "b" * MAX_OTHER_BYTES}], "model": "m"}
+    assert parse(large).fields.keys() == large.keys()
+    with pytest.raises(ApiError, match=f"{MAX_OTHER_BYTES} are the most") as caught:
+        parse({"prompt": "a"} | {f"field {number}": 1 for number in range(1 << 17)})
+    assert caught.value.status == 400
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("prompt", ["a", [0]], ids=str)
+@pytest.mark.parametrize("num_prompts", [MAX_PROMPTS + 1, 1 << 20])
+def test_too_many_prompts_are_refused(prompt: object, num_prompts: int) -> None:
+    body = json.dumps({"prompt": [prompt] * num_prompts}).encode()
+
+    def refuse() -> None:
+        with pytest.raises(ApiError, match=f"at most {MAX_PROMPTS}") as caught:
+            RequestBody.parse(body, COMPLETIONS)
+        assert caught.value.status == 400
+
+    refuse()  # makes the decoder, once
+    assert peak_bytes(refuse) < len(body) + (4 << 20), "no object for each"
+
+
+# --- whose the answer is -----------------------------------------------------------------------------
+
+
+def scored(max_new_tokens: Any, **fields: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop": ["x"]}
+    return {"return_logprob": True, "logprob_start_len": 0, "sampling_params": params, **fields}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "told"),
+    [
+        (COMPLETIONS, {}, PLAIN),
+        (COMPLETIONS, {"max_tokens": 0}, ALONE),
+        (COMPLETIONS, {"max_tokens": 1}, PLAIN),
+        (COMPLETIONS, {"max_tokens": 10}, PLAIN),
+        (COMPLETIONS, {"max_tokens": 1, "echo": True}, PLAIN),
+        (COMPLETIONS, {"max_tokens": 1, "echo": True, "logprobs": 1}, ALONE),
+        (COMPLETIONS, {"max_tokens": 1, "echo": False, "logprobs": 1}, PLAIN),
+        (COMPLETIONS, {"max_tokens": 1, "prompt_logprobs": 0}, ALONE),
+        (COMPLETIONS, {"max_tokens": 0, "max_completion_tokens": 5, "prompt_logprobs": None}, PLAIN),
+        (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 0}, ALONE),
+        (COMPLETIONS, {"max_tokens": 0, "max_completion_tokens": None}, ALONE),
+        (COMPLETIONS, {"max_tokens": "0"}, PLAIN),
+        (COMPLETIONS, {"max_tokens": False}, PLAIN),
+        (CHAT, {"max_tokens": 0}, ALONE),
+        (CHAT, {"max_tokens": 1, "logprobs": True}, PLAIN),
+        (Endpoint.MESSAGES, {"max_tokens": 0, "prompt_logprobs": 3}, PLAIN),
+        (GENERATE, scored(0), ALONE),
+        (GENERATE, scored(1), ALONE),
+        (GENERATE, scored(1, return_logprob=False), PLAIN),
+        (GENERATE, scored(1, logprob_start_len=-1), PLAIN),
+        (GENERATE, {"sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 0}]}, ALONE),
+        (GENERATE, {"sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}, PLAIN),
+        (GENERATE, {"sampling_params": []}, PLAIN),
+        (GENERATE, {"sampling_params": [0]}, PLAIN),
+        (GENERATE, {"sampling_params": None}, PLAIN),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_nodes_are_told_whose_the_answer_is(
+    endpoint: Endpoint, fields: dict[str, Any], told: str, indent: int | None
+) -> None:
+    client = {"prompt": "a", ALONE: "mine", **fields}
+    body = RequestBody.parse(json.dumps(client, indent=indent).encode(), endpoint)
+    assert body.is_prefill_only == (told == ALONE)
+    sent = json.loads(body.with_bootstrap("h", 1, 7))
+    assert sent.get(ALONE) == (True if told else None)
+    assert {name: sent[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "asking", "said"),
+    [
+        (
+            COMPLETIONS,
+            {"max_tokens": 2, "echo": True, "logprobs": 0},
+            "echo",
+            "max_tokens is 2: set max_tokens",
+        ),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, "echo", "max_tokens is not given"),
+        (
+            CHAT,
+            {"max_tokens": 1, "max_completion_tokens": 9, "prompt_logprobs": 3},
+            "prompt_logprobs",
+            "max_completion_tokens is 9: set max_completion_tokens to 0 or 1",
+        ),
+        (GENERATE, scored(2), "logprob_start_len", "set sampling_params.max_new_tokens to 0 or 1"),
+        (GENERATE, scored("0"), "logprob_start_len", '"max_new_tokens": "0"'),
+    ],
+)
+def test_logprobs_of_the_prompt_beside_more_than_one_token_are_refused(
+    endpoint: Endpoint, fields: dict[str, Any], asking: str, said: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        RequestBody.parse(json.dumps({"prompt": "a", **fields}).encode(), endpoint)
+    assert (caught.value.status, caught.value.param) == (400, asking)
+    assert caught.value.message.startswith(f"{asking}: ")
+    for part in ("1 generated token at most", said, "a second request"):
+        assert part in caught.value.message

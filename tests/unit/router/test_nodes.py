@@ -1,0 +1,286 @@
+"""Which nodes and ranks serve next: by turns, by load, and by what each of them has of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hisparse_pd.settings import RouterPolicy
+from hisparse_pd.vocabulary import MAX_RANKS, StartError
+from router.errors import RouterError
+from router.health import HealthWatch
+from router.node_calls import NodeCalls
+from router.nodes import Node, NodeKind, NodePool, Pair
+from router.rooms import NUM_ROOMS, draw_room
+from tests.unit.router.cluster import OK, cluster, delivers
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+A, B, C, D, E = (bytes([letter]) * 2048 for letter in b"abcde")
+of_each_kind = pytest.mark.parametrize("kind", list(NodeKind))
+
+
+def pool_of(
+    num_prefill: int = 1, num_decode: int = 1, policy: RouterPolicy = "cache_aware", num_ranks: int = 1
+) -> NodePool:
+    """Healthy nodes; ``num_ranks``: of each."""
+    prefill = [Node.from_url(NodeKind.PREFILL, f"http://p:{i}") for i in range(1, num_prefill + 1)]
+    decode = [Node.from_url(NodeKind.DECODE, f"http://d:{i}") for i in range(1, num_decode + 1)]
+    pool = NodePool(prefill, decode, policy)
+    for node in pool.nodes:
+        pool.mark_healthy(node)
+        pool.report_load(node, [0] * num_ranks)
+    return pool
+
+
+def place(pair: Pair, num_ranks: int) -> tuple[str, int]:
+    return pair.prefill.url, pair.room % num_ranks
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("localhost:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:1?q"),
+        *("http://user:secret@a:1", "http://a b:1"),
+    ],
+)
+def test_a_bad_node_url_is_named(url: str) -> None:
+    with pytest.raises(StartError, match="decode node"):
+        Node.from_url(NodeKind.DECODE, url)
+
+
+def test_a_pool_without_a_decode_node_has_prefill_nodes() -> None:
+    pool = pool_of()
+    prefill, decode = pool.nodes
+    pool.mark_unhealthy(decode, "gone")
+    assert pool.pick(kinds=(NodeKind.PREFILL,)).prefill is prefill
+    assert pool.has((NodeKind.PREFILL,))
+    assert not pool.has(tuple(NodeKind))
+    with pytest.raises(RouterError, match="no healthy decode node"):
+        pool.pick()
+    with pytest.raises(RouterError, match="no healthy prefill node"):
+        pool.pick(pool.nodes, kinds=(NodeKind.PREFILL,))
+
+
+# --- turns and loads ---------------------------------------------------------------------------------
+
+
+async def test_round_robin_takes_turns() -> None:
+    async with cluster([delivers] * 2, [OK] * 3) as pair:
+        for _ in range(6):
+            await pair.client.post("/generate", json={})
+        assert [len(node.requests) for node in pair.nodes] == [3, 3, 2, 2, 2]
+
+
+def test_an_unhealthy_node_does_not_disturb_the_turns_of_the_others() -> None:
+    pool = pool_of(num_decode=3, policy="round_robin")
+    pool.mark_unhealthy(pool.of_kind(NodeKind.DECODE)[1], "gone")
+    assert [pool.pick().decode.url for _ in range(4)] == ["http://d:1", "http://d:3"] * 2
+
+
+async def test_least_loaded_looks_at_what_nodes_tell() -> None:
+    async with cluster(decode=[OK] * 2, policy="least_loaded", health_interval_secs=0.05) as pair:
+        node = pair.decode[0]
+        node.loads = [3]
+        node.asked.clear()
+        await until(lambda: len(node.asked) > 4)  # /health and /get_load, twice
+        for _ in range(4):
+            await pair.client.post("/generate", json={})
+        assert [len(node.requests) for node in pair.decode] == [0, 4]
+
+
+def test_least_loaded_counts_requests_in_flight_once() -> None:
+    pool = pool_of(num_decode=2, policy="least_loaded")
+    first = pool.pick().decode
+    with pool.working(first, 0):
+        pool.report_load(first, [1])  # the node's own count includes ours
+        assert first.ranks[0].num_foreign == 0
+        assert pool.pick().decode is not first
+    assert first.num_in_flight == 0
+
+
+@pytest.mark.parametrize(("policy", "is_asked"), [("round_robin", False), ("cache_aware", True)])
+async def test_loads_are_asked_for_when_the_policy_looks_at_them(policy: str, is_asked: bool) -> None:
+    async with cluster(policy=policy) as pair:
+        assert [("/get_load", None) in node.asked for node in pair.nodes] == [is_asked] * 2
+
+
+def load(num_reqs: int, **more: Any) -> dict[str, Any]:
+    return {"num_reqs": num_reqs, **more}
+
+
+@pytest.mark.parametrize(
+    ("said", "num_requests"),
+    [
+        ([load(3, dp_rank=0)], [3]),
+        ([load(3, dp_rank=1, num_tokens=7), load(4, dp_rank=0)], [4, 3]),
+        (load(3), [3]),
+        ([load(3), load(4)], [7]),
+        ([load(3, dp_rank=0), load(4, dp_rank=0)], [7]),
+        ([load(3, dp_rank=1), load(4, dp_rank=2)], [7]),
+        ([load(1, dp_rank=rank) for rank in range(MAX_RANKS + 1)], [MAX_RANKS + 1]),
+        ([], [0]),
+        ([load(3, dp_rank="x")], [0]),
+        ({"loads": 3}, [0]),
+    ],
+    ids=["one", "two", "no list", "no ranks", "twice", "a hole", "too many", "none", "no number", "no load"],
+)
+async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[int]) -> None:
+    """What makes no sense as ranks counts as one; what makes none at all was not said."""
+
+    class Calls(NodeCalls):
+        async def get(self, *asked: object) -> tuple[int, bytes]:
+            return 200, json.dumps(said).encode()
+
+    pool = pool_of()
+    await HealthWatch(pool, Calls(1.0, 1.0), 1.0, 1.0, with_load=True).check(pool.nodes[0])
+    assert [rank.num_foreign for rank in pool.nodes[0].ranks] == num_requests
+
+
+# --- what nodes have of a prompt ---------------------------------------------------------------------
+
+
+async def test_a_conversation_stays_at_its_rank_and_its_decode_node() -> None:
+    """Each turn has the ones before it; all share a system prompt of less than a block."""
+    async with cluster([delivers] * 2, [OK] * 2, num_ranks=4, policy="cache_aware") as pair:
+        talks = [[{"role": "system", "content": "Be kind."}] for _ in range(6)]
+        for turn in range(4):
+            for number, talk in enumerate(talks):
+                talk.append({"role": "user", "content": f"{number} asks {turn}: " + "please " * 100})
+                body = {"messages": talk, "model": "tiny"}
+                assert (await pair.client.post("/v1/chat/completions", json=body)).status_code == 200
+        for nodes, num_ranks, num_talks in ((pair.prefill, 4, 1), (pair.decode, 1, 3)):
+            heard: Counter[tuple[str, int, str]] = Counter()
+            for node in nodes:
+                for sent in map(node.body, range(len(node.requests))):
+                    rank = sent["bootstrap_room"] % num_ranks
+                    heard[node.url, rank, sent["messages"][1]["content"]] += 1
+            assert list(heard.values()) == [4] * 6, "each conversation has one place"
+            talks_of = Counter((url, rank) for url, rank, _ in heard)
+            assert max(talks_of.values()) == num_talks, "and the places have equally many"
+
+
+@of_each_kind
+def test_what_no_node_has_goes_by_load(kind: NodeKind) -> None:
+    pool = pool_of(2, 2)
+    first = getattr(pool.pick(prompt=A), kind)
+    with pool.working(first, 0):
+        for prompt in (B, b"short", b""):
+            assert getattr(pool.pick(prompt=prompt), kind) is not first
+
+
+@of_each_kind
+def test_a_busy_node_gives_up_what_it_has_cached(kind: NodeKind) -> None:
+    pool = pool_of(3, 3)
+    first = getattr(pool.pick(prompt=A), kind)
+    with ExitStack() as stack:
+        for _ in range(5):
+            assert getattr(pool.pick(prompt=A), kind) is first
+            stack.enter_context(pool.working(first, 0))
+        # 5 are 2.5 more than 1.25 times the mean of 6 on 3 nodes
+        other = getattr(pool.pick(prompt=A), kind)
+        assert other is not first
+    assert getattr(pool.pick(prompt=A), kind) is other
+
+
+@of_each_kind
+def test_a_node_that_failed_is_not_preferred(kind: NodeKind) -> None:
+    pool = pool_of(2, 2)
+    first = getattr(pool.pick(prompt=A), kind)
+    assert getattr(pool.pick(excluded={first}, prompt=A), kind) is not first
+    second = getattr(pool.pick(prompt=A), kind)
+    assert second is not first, "it was tried there last"
+    pool.mark_unhealthy(second, "gone")
+    assert getattr(pool.pick(prompt=A), kind) is first
+
+
+@of_each_kind
+def test_a_node_that_was_gone_has_nothing_cached(kind: NodeKind) -> None:
+    pool = pool_of(2, 2)
+    first = getattr(pool.pick(prompt=A), kind)
+    pool.mark_unhealthy(first, "gone")
+    pool.mark_healthy(first)
+    with pool.working(first, 0):
+        assert getattr(pool.pick(prompt=A), kind) is not first
+
+
+# --- ranks of prefill nodes --------------------------------------------------------------------------
+
+
+@given(num_ranks=st.integers(1, MAX_RANKS), data=st.data())
+def test_a_room_is_its_ranks_and_in_the_range_of_the_contract(num_ranks: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    room = draw_room(rank, num_ranks)
+    assert 0 <= room < NUM_ROOMS
+    assert room % num_ranks == rank
+
+
+async def test_the_first_prompt_of_a_list_goes_to_the_rank_that_has_it() -> None:
+    async with cluster(decode=OK, num_ranks=8, policy="cache_aware") as pair:
+        for _ in range(8):
+            prompts = [A.decode(), *map(str, range(20))]
+            await pair.client.post("/v1/completions", json={"prompt": prompts})
+        rooms = [pair.prefill[0].body(number)["bootstrap_room"] for number in range(8)]
+        assert len({first % 8 for first, *_ in rooms}) == 1
+        assert len({room % 8 for _, *others in rooms for room in others}) == 8, "the others spread"
+
+
+def test_what_no_rank_has_goes_in_turns() -> None:
+    pool = pool_of(2, num_ranks=2)
+    places = [place(pool.pick(prompt=prompt), 2) for prompt in (A, B, C, D)]
+    assert places == [("http://p:1", 0), ("http://p:2", 0), ("http://p:1", 1), ("http://p:2", 1)]
+    again = [place(pool.pick(prompt=prompt), 2) for prompt in (D, B, A, C)]
+    assert again == [places[number] for number in (3, 1, 0, 2)]
+
+
+def test_what_no_rank_has_goes_by_load() -> None:
+    """By our own requests, and by what the node says that it has beyond them."""
+    pool = pool_of(num_ranks=3)
+    (node,) = pool.of_kind(NodeKind.PREFILL)
+    rooms = [pool.pick(prompt=prompt).room for prompt in (A, B)]
+    assert [room % 3 for room in rooms] == [0, 1]
+    with pool.working(node, rooms[1]):
+        pool.report_load(node, [1, 1, 2])
+        assert [rank.num_foreign for rank in node.ranks] == [1, 0, 2]
+        assert [pool.pick(prompt=prompt).room % 3 for prompt in (C, D)] == [0, 1]  # 1, 1 and 2 to do
+    assert pool.pick(prompt=E).room % 3 == 1  # 1, 0 and 2 to do
+    assert node.num_in_flight == 0
+
+
+def test_a_busy_rank_gives_up_what_it_has_cached() -> None:
+    pool = pool_of(num_ranks=2)
+    (node,) = pool.of_kind(NodeKind.PREFILL)
+    assert pool.pick(prompt=A).room % 2 == 0
+    pool.report_load(node, [7, 0])
+    assert pool.pick(prompt=A).room % 2 == 1  # 7 are over 1.25 times the mean of 8 on 2 ranks, and 2
+    pool.report_load(node, [0, 0])
+    assert pool.pick(prompt=A).room % 2 == 1, "it has it now"
+
+
+def test_a_node_that_comes_back_with_other_ranks_has_nothing_cached() -> None:
+    pool = pool_of(2, num_ranks=2)
+    first, second = pool.of_kind(NodeKind.PREFILL)
+    assert pool.pick(prompt=A + B).prefill is first
+    with pool.working(first, 0):
+        pool.report_load(first, [0, 0, 0])
+        assert pool.pick(prompt=A).prefill is second
+        assert first.num_in_flight == 1
+    assert first.num_in_flight == 0
+    assert [rank.num_in_flight for rank in first.ranks] == [0, 0, 0]
+    assert pool.pick(prompt=A + B).prefill is second, "which has its beginning"
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+def test_other_policies_spread_rooms_over_the_ranks(policy: RouterPolicy) -> None:
+    pool = pool_of(policy=policy, num_ranks=4)
+    (node,) = pool.of_kind(NodeKind.PREFILL)
+    pool.report_load(node, [3, 0, 0, 0])
+    assert [rank.num_foreign for rank in node.ranks] == [3]
+    assert {pool.pick(prompt=A).room % 4 for _ in range(400)} == {0, 1, 2, 3}
