@@ -15,9 +15,9 @@ from hisparse_pd.http.listening import Listener
 from hisparse_pd.settings import DecodeSettings, RouterSettings
 from tests.tls_files import make_tls_files, needs_openssl
 from tests.unit.servers import serving
-from tests.waiting import WAIT_SECS
+from tests.waiting import WAIT_SECS, until
 
-pytestmark = needs_openssl
+pytestmark = [needs_openssl, pytest.mark.anyio]
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,16 +36,11 @@ async def presented(port: int) -> bytes:
     return shown
 
 
-async def until_presented(port: int, der: bytes) -> None:
-    async with asyncio.timeout(WAIT_SECS):
-        while await presented(port) != der:
-            await asyncio.sleep(0.05)
-
-
-def test_https_with_a_certificate_that_is_exchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_https_with_a_certificate_that_is_exchanged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     files = make_tls_files(tmp_path)
-
-    async def check(port: int) -> None:
+    async with serving(app, Certificate(files.cert, files.key)) as (_, port):
         url = f"https://127.0.0.1:{port}/"
         async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as old:
             assert (await old.get(url)).text == "https"
@@ -53,41 +48,18 @@ def test_https_with_a_certificate_that_is_exchanged(tmp_path: Path, caplog: pyte
                 await old.get(url.replace("https:", "http:"))
             other = make_tls_files(tmp_path / "other")
             other.key.replace(files.key)  # which does not fit
-            async with asyncio.timeout(WAIT_SECS):
-                while "stays as it was" not in caplog.text:
-                    await asyncio.sleep(0.05)
+            await until(lambda: "stays as it was" in caplog.text)
             assert str(files.cert) in caplog.text
             assert (await presented(port)) == files.der
             new_der = other.der
             other.cert.replace(files.cert)
-            await until_presented(port, new_der)
+            async with asyncio.timeout(WAIT_SECS):
+                while await presented(port) != new_der:
+                    await asyncio.sleep(0.05)
             assert (await old.get(url)).text == "https"  # on the connection that stood
         async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as new:
             assert (await new.get(url)).text == "https"
         assert caplog.text.count("stays as it was") == 1
-
-    async def main() -> None:
-        async with serving(app, Certificate(files.cert, files.key)) as (_, port):
-            await check(port)
-
-    asyncio.run(main())
-
-
-@pytest.mark.I8
-def test_a_client_that_never_agrees_on_tls_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hisparse_pd.http.handshakes.HANDSHAKE_SECS", 0.1)
-    files = make_tls_files(tmp_path)
-
-    async def main() -> None:
-        certificate = Certificate(files.cert, files.key)
-        async with serving(app, certificate) as (_, secure), serving(app) as (_, plain):
-            reader, writer = await asyncio.open_connection("127.0.0.1", secure)
-            assert await asyncio.wait_for(reader.read(), WAIT_SECS) == b""
-            writer.close()
-            async with httpx.AsyncClient(trust_env=False) as client:
-                assert (await client.get(f"http://127.0.0.1:{plain}/")).text == "http"
-
-    asyncio.run(main())
 
 
 def test_files_that_cannot_be_served_are_named_before_anything_listens(tmp_path: Path) -> None:
@@ -112,8 +84,7 @@ def test_a_key_and_its_certificate_may_be_in_one_file(tmp_path: Path) -> None:
 
 
 def test_a_key_alone_is_refused(tmp_path: Path) -> None:
-    nodes = {"prefill": (("http://p:1", None),), "decode": ("http://d:1",)}
-    with pytest.raises(ValueError, match="a key serves nothing without ssl_certfile"):
-        RouterSettings(ssl_keyfile=Path("k.pem"), **nodes)
-    with pytest.raises(ValueError, match="a key serves nothing without ssl_certfile"):
-        DecodeSettings(model_path=tmp_path, ssl_keyfile=Path("k.pem"))
+    of_router = {"prefill": (("http://p:1", None),), "decode": ("http://d:1",)}
+    for kind, given in ((RouterSettings, of_router), (DecodeSettings, {"model_path": tmp_path})):
+        with pytest.raises(ValueError, match="a key serves nothing without ssl_certfile"):
+            kind(ssl_keyfile=Path("k.pem"), **given)

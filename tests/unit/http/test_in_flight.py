@@ -1,35 +1,19 @@
-"""Several fronts of a node: what they share, and which of them hears what an engine says."""
+"""Several fronts of a node: what they count together, and when they serve."""
 
 from __future__ import annotations
 
 import multiprocessing
-from pathlib import Path
 
 import pytest
-import zmq
 
-from hisparse_pd.engine.messages import (
-    Abort,
-    EngineReady,
-    EngineStats,
-    FlushCache,
-    FromEngine,
-    GenerateGroup,
-    RequestFailed,
-    Shutdown,
-    Tokens,
-    front_of,
-    request_prefix,
-)
-from hisparse_pd.engine.sockets import EngineSocket, FrontSocket
+from hisparse_pd.engine.messages import EngineReady, EngineStats, GenerateGroup
 from hisparse_pd.http.board import Board
 from hisparse_pd.http.engine_link import EngineLink, QueueLimits, RankChoice, by_room, least_loaded
 from hisparse_pd.http.http_errors import QueueFull
 from hisparse_pd.http.in_flight import InFlight, make_board
-from protocol.polling import Poller
 from tests.unit.http.links import group_of, make_link, sent
+from tests.waiting import WAIT_SECS
 
-WAIT_SECS = 60.0
 STATS = EngineStats({}, {}, 0, 0, 0, 1)
 
 
@@ -111,101 +95,3 @@ def test_no_front_says_that_it_serves_before_all_do() -> None:
     links[0]._handle(links[0].ranks[0], STATS)
     links[0]._handle(links[0].ranks[0], STATS)
     assert cleaned_up == [1, 0], "each says so once"
-
-
-def test_a_request_id_names_its_front() -> None:
-    assert [front_of(request_prefix(front)) for front in (0, 1, 63, 255)] == [0, 1, 63, 255]
-    assert request_prefix(1) != request_prefix(1)
-
-
-class Sockets:
-    """An engine's socket and its fronts'."""
-
-    def __init__(self, directory: Path, num_fronts: int) -> None:
-        endpoints = [f"ipc://{directory}/{front}" for front in range(num_fronts)]
-        self.fronts = [FrontSocket(endpoint) for endpoint in endpoints]
-        self.engine = EngineSocket(endpoints)
-
-    def heard(self, front: int, num: int) -> list[FromEngine]:
-        """By a front."""
-        poller = Poller()
-        poller.register(self.fronts[front])
-        messages: list[FromEngine] = []
-        while len(messages) < num and poller.wait(WAIT_SECS):
-            messages += self.fronts[front].receive()
-        return messages
-
-    def close(self) -> None:
-        self.engine.close()
-        for front in self.fronts:
-            front.close()
-
-
-def test_what_is_about_a_request_goes_to_its_front_and_the_rest_to_all(tmp_path: Path) -> None:
-    sockets = Sockets(tmp_path, 3)
-    ids = [request_prefix(front) + "-0" for front in range(3)]
-    messages = [Tokens(ids[2], (1,)), RequestFailed(ids[0], 503, "full"), Tokens(ids[2], (2,))]
-    for message in messages:
-        sockets.engine.send(message)
-    sockets.engine.send(STATS)
-    assert sockets.heard(0, 2) == [messages[1], STATS]
-    assert sockets.heard(1, 1) == [STATS]
-    assert sockets.heard(2, 3) == [messages[0], messages[2], STATS]
-    sockets.close()
-
-
-def test_an_engine_hears_all_fronts_and_leaves_when_all_have_said_so(tmp_path: Path) -> None:
-    sockets = Sockets(tmp_path, 2)
-    poller = Poller()
-    for channel in sockets.engine.fronts:
-        poller.register(channel)
-    heard = []
-
-    def hear(num: int) -> None:
-        while len(heard) < num and poller.wait(WAIT_SECS):
-            heard.extend(sockets.engine.receive())
-
-    sockets.engine.send(STATS)
-    assert [sockets.heard(front, 1) for front in range(2)] == [[STATS], [STATS]], "they are connected"
-    assert sockets.fronts[0].send(Shutdown(0))
-    assert sockets.fronts[0].send(Shutdown(0))
-    assert sockets.fronts[1].send(FlushCache())
-    hear(1)
-    assert heard == [FlushCache()]
-    assert sockets.fronts[1].send(Abort("x"))
-    assert sockets.fronts[1].send(Shutdown(1))
-    hear(3)
-    assert heard == [FlushCache(), Abort("x"), Shutdown(1)]
-    sockets.close()
-
-
-class _Endless:
-    """A socket at which there is always one more message."""
-
-    num_received = 0
-
-    def __init__(self, frame: bytes) -> None:
-        self._frame = frame
-
-    def recv_multipart(self, flags: int) -> list[bytes]:
-        assert flags == zmq.NOBLOCK
-        self.num_received += 1
-        return [self._frame]
-
-
-@pytest.mark.I7
-@pytest.mark.I8
-def test_a_flood_of_one_front_is_not_all_that_an_engine_hears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hisparse_pd.engine import messages as engine_messages
-
-    sockets = Sockets(tmp_path, 2)
-    floods = [_Endless(engine_messages.encoder.encode(Abort("x"))) for _ in range(2)]
-    with monkeypatch.context() as patch:
-        for channel, flood in zip(sockets.engine.fronts, floods, strict=True):
-            patch.setattr(channel, "socket", flood)
-        for _ in range(4):
-            assert len(list(sockets.engine.receive())) == 256
-    assert [flood.num_received for flood in floods] == [512, 512]
-    sockets.close()

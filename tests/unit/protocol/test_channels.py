@@ -1,4 +1,4 @@
-"""The control and ipc channels over real ZMQ sockets."""
+"""The control channel over real ZMQ sockets."""
 
 import select
 import socket
@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 import zmq
 
-from hisparse_pd.engine import messages as engine_messages
-from hisparse_pd.engine.messages import Abort, EngineStats, Generate, GenerateGroup, RequestFailed
-from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone, FrontSocket
-from hisparse_pd.ports import free_port
-from hisparse_pd.vocabulary import SamplingParams
 from protocol import messages
 from protocol.access import PeerList
 from protocol.channels import (
@@ -30,11 +25,9 @@ from protocol.channels import (
 from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToPrefill
 from protocol.polling import Poller, Wakeup
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
-from tests.identities import ANY, DIGEST
-from tests.port_scan import VISITS, visit
-from tests.waiting import wait_until
-
-WAIT_SECS = 60.0
+from tests.identities import DIGEST
+from tests.unit.endless import Endless
+from tests.waiting import WAIT_SECS, wait_until
 
 
 def receive_one(channel: ControlServer | ControlClient) -> Any:
@@ -77,16 +70,6 @@ def make_client() -> Iterator[Callable[..., ControlClient]]:
 
 Make = Callable[..., ControlServer]
 MakeClient = Callable[..., ControlClient]
-
-
-def test_a_message_and_its_answer(make_server: Make, make_client: MakeClient) -> None:
-    server = make_server()
-    client = make_client(server)
-    assert client.send(Heartbeat(1))
-    peer, message = receive_one(server)
-    assert message == Heartbeat(1)
-    assert server.send(peer, HeartbeatAck(1, "inst"))
-    assert receive_one(client) == HeartbeatAck(1, "inst")
 
 
 @pytest.mark.I7
@@ -289,155 +272,9 @@ def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None) -> None:
         ControlKeys.load(path)
 
 
-def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
-    front = FrontSocket(f"ipc://{tmp_path}/ipc")
-    engine = EngineSocket([f"ipc://{tmp_path}/ipc"])
-    try:
-        assert front.socket.poll(WAIT_SECS * 1000, zmq.POLLOUT)
-        assert front.send(Abort("r1"))
-        poller = Poller()
-        poller.register(engine.fronts[0])
-        assert poller.wait(WAIT_SECS)
-        assert list(engine.receive()) == [Abort("r1")]
-        engine.send(RequestFailed("r1", 503, "full"))
-        poller.unregister(engine.fronts[0])
-        poller.register(front)
-        assert poller.wait(WAIT_SECS)
-        assert list(front.receive()) == [RequestFailed("r1", 503, "full")]
-    finally:
-        engine.close()
-        front.close()
-
-
-PATIENT = Heartbeats(30.0, 60.0)
-
-
-def _across(
-    front_keys: ControlKeys | None,
-    engine_keys: ControlKeys | None,
-    allowed: str = "127.0.0.1",
-    heartbeats: Heartbeats = PATIENT,
-) -> tuple[FrontSocket, EngineSocket]:
-    """A front and an engine on another machine."""
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    front = FrontSocket(endpoint, Crossing(front_keys, PeerList.parse([allowed]), heartbeats))
-    return front, EngineSocket([endpoint], Crossing(engine_keys, PeerList(), heartbeats))
-
-
-@pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
-def test_front_and_engine_on_two_machines_notice_each_others_end(keys: ControlKeys | None) -> None:
-    """Whatever has come before is still heard."""
-    front, engine = _across(keys, keys)
-    engine.send(RequestFailed("r1", 503, "full"))
-    assert front.socket.poll(WAIT_SECS * 1000)
-    assert list(front.receive()) == [RequestFailed("r1", 503, "full")]
-    assert not front.take_loss()
-    engine.close()
-    assert select.select([front.loss_fileno], [], [], WAIT_SECS)[0]
-    assert front.take_loss()
-    front.close()
-
-    front, engine = _across(keys, keys)
-    assert front.socket.poll(WAIT_SECS * 1000, zmq.POLLOUT)
-    assert front.send(Abort("r1"))
-    assert engine.fronts[0].socket.poll(WAIT_SECS * 1000)
-    front.close()
-    assert list(engine.receive()) == [Abort("r1")]
-
-    def listen() -> None:
-        while True:
-            assert list(engine.receive()) == []
-
-    with pytest.raises(FrontGone, match=r"the front at tcp://127\.0\.0\.1:\d+ is gone"):
-        listen()
-    engine.close()
-
-
-@pytest.mark.I7
-def test_an_engine_that_is_busy_is_not_lost_however_much_it_has_to_read() -> None:
-    front, engine = _across(None, None, heartbeats=Heartbeats.within(0.5, 1.0))
-    engine.send(RequestFailed("r1", 503, "full"))
-    assert front.socket.poll(WAIT_SECS * 1000)
-    assert len(list(front.receive())) == 1
-    aborts = [Abort(f"r{number}") for number in range(1000)]
-    for abort in aborts:
-        wait_until(lambda abort=abort: front.send(abort))
-    time.sleep(3.0)  # three times what would end a connection without signs of life
-    assert not front.take_loss()
-    assert not engine.fronts[0].is_lost
-    received: list[object] = []
-    wait_until(lambda: received.extend(engine.receive()) or len(received) == len(aborts))
-    assert received == aborts
-    engine.close()
-    front.close()
-
-
-@pytest.mark.I7
-@pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
-def test_who_never_was_an_engine_is_no_loss(keys: ControlKeys | None) -> None:
-    """Strangers come and go before an engine is there, and while it is: only its own end is its loss."""
-    front, engine = _across(keys, keys)
-    address = ("127.0.0.1", int(engine.fronts[0].endpoint.rsplit(":", 1)[1]))
-    for data in VISITS:
-        visit(address, data, reset=False)
-        assert list(front.receive()) == []
-    engine.send(RequestFailed("r1", 503, "full"))
-    assert front.socket.poll(WAIT_SECS * 1000)
-    assert list(front.receive()) == [RequestFailed("r1", 503, "full")]
-    for data in VISITS:
-        visit(address, data, reset=True)
-    assert not front.take_loss()
-    engine.send(RequestFailed("r2", 503, "full"))
-    assert front.socket.poll(WAIT_SECS * 1000)
-    assert list(front.receive()) == [RequestFailed("r2", 503, "full")]
-    assert not front.take_loss()
-    engine.close()
-    while not front.take_loss():
-        assert select.select([front.loss_fileno], [], [], WAIT_SECS)[0]
-    front.close()
-
-
-@pytest.mark.parametrize(
-    ("keys", "allowed"),
-    [(ControlKeys.generate(), "127.0.0.1"), (None, "192.0.2.0/24")],
-    ids=["key", "address"],
-)
-def test_nobody_else_is_connected_to_a_front(keys: ControlKeys | None, allowed: str) -> None:
-    front, stranger = _across(ControlKeys.generate() if keys else None, keys, allowed)
-    stranger.send(RequestFailed("r1", 503, "full"))
-    assert not front.socket.poll(200, zmq.POLLIN | zmq.POLLOUT)
-    stranger.close()
-    front.close()
-
-
-def test_a_taken_port_is_an_error_that_says_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot listen at tcp://127.0.0.1:{port} for engines"):
-            FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, PeerList(), PATIENT))
-
-
-def test_a_socket_path_that_is_too_long_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(OSError, match="set TMPDIR to a shorter path"):
-        FrontSocket(f"ipc:///tmp/{'x' * 100}/engine.ipc")
-
-
-class _Endless:
-    """A socket at which there is always one more message."""
-
-    def __init__(self, *frames: bytes) -> None:
-        self._frames = list(frames)
-        self.num_received = 0
-
-    def recv_multipart(self, flags: int) -> list[bytes]:
-        self.num_received += 1
-        return self._frames
-
-
 _BIG = Bootstrap(
     1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, DIGEST, hisparse=True
 )
-_SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for i in range(100))
 
 
 @pytest.mark.I7
@@ -447,72 +284,10 @@ def test_a_server_takes_in_a_burst_between_two_turns(
     make_server: Make, monkeypatch: pytest.MonkeyPatch, message: ToPrefill, most: int
 ) -> None:
     server = make_server()
-    endless = _Endless(b"peer", messages.encoder.encode(message))
+    endless = Endless(b"peer", messages.encoder.encode(message))
     with monkeypatch.context() as patch:
         patch.setattr(server, "socket", endless)
         assert len(list(server.receive())) == endless.num_received == most
-
-
-@pytest.mark.I7
-@pytest.mark.I8
-@pytest.mark.parametrize(
-    ("message", "most"),
-    [
-        (Abort("r"), 256),
-        (GenerateGroup(_SAMPLES[:1], ANY, b"\0" * (1 << 20)), 4),
-        (GenerateGroup(_SAMPLES, ANY), 3),
-    ],
-    ids=["messages", "bytes", "samples"],
-)
-def test_an_engine_takes_in_a_burst_of_its_fronts_messages_between_two_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: engine_messages.ToEngine, most: int
-) -> None:
-    engine = EngineSocket([f"ipc://{tmp_path}/ipc"])
-    endless = _Endless(engine_messages.encoder.encode(message))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.fronts[0], "socket", endless)
-        assert len(list(engine.receive())) == endless.num_received == most
-    engine.close()
-
-
-@pytest.mark.I7
-@pytest.mark.I8
-def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full:
-        num_free = 2
-
-        def __init__(self) -> None:
-            self.sent: list[bytes] = []
-
-        def send(self, frame: bytes, flags: int) -> None:
-            assert flags == zmq.NOBLOCK
-            if not self.num_free:
-                raise zmq.Again
-            self.num_free -= 1
-            self.sent.append(frame)
-
-        def recv_multipart(self, flags: int) -> list[bytes]:
-            raise zmq.Again
-
-    engine = EngineSocket([f"ipc://{tmp_path}/ipc"])
-    failures = [RequestFailed(f"r{i}", 503, "full") for i in range(10)]
-    stats = EngineStats({}, {}, 0, 0, 0, 1)
-    with monkeypatch.context() as patch:
-        full = Full()
-        patch.setattr(engine.fronts[0], "socket", full)
-        for failure in failures:
-            engine.send(failure)
-            engine.send(stats)
-        assert len(full.sent) == 2
-        assert len(engine.fronts[0].backlog) == 9, "statistics do not pile up"
-        full.num_free = 100
-        assert not list(engine.receive())
-        assert not engine.fronts[0].backlog
-    decoded = [engine_messages.from_engine_decoder.decode(frame) for frame in full.sent]
-    assert [message for message in decoded if message != stats] == failures
-    engine.close()
 
 
 def test_a_wakeup_ends_a_wait_and_is_cleared() -> None:
