@@ -336,11 +336,7 @@ async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -
 
     async with cluster(decode=[leaves, GOES_ON], resume_timeout_secs=30, journal_bytes=1100) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
-
-        async def is_dropped() -> bool:
-            return "router_dropped_journals_total 1.0" in await pair.metrics()
-
-        await eventually(is_dropped)
+        await pair.until_counted("router_dropped_journals_total 1.0")
         pair.decode[0].release.set()
         text = "".join(f'data: {{"n": {number}}}\n\n' for number in range(401))
         assert (await asking).text == text + "data: [DONE]\n\n"
