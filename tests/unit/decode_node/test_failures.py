@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import decode_node.engine
-import decode_node.scheduler
 from decode_node.prefill_peers import RoomMessage
 from decode_node.request import Request
 from decode_node.scheduler import Exchange, StepPlan

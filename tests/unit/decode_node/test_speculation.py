@@ -17,7 +17,7 @@ import torch
 from decode_node.memory import slots_tensor
 from decode_node.request import RequestState
 from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import HisparseFlag, Mode
+from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     MAX_DRAFTS,
     NUM_NEW,
@@ -293,22 +293,3 @@ def test_the_context_can_be_filled_to_its_end(
             node.failure_of(too_long, status=400, error=f"allowed are 1 to {context_length}")
         num_tokens = min(NUM_NEW, context_length + 1 - len(prompt))
         assert [answer.token_ids for answer in answers] == [expected[prompt][:num_tokens]] * 3
-
-
-@pytest.mark.I5
-def test_turns_of_a_conversation_behind_held_prefixes(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
-) -> None:
-    """What is held has no draft in it, though the last page had."""
-    holding = harness(checkpoint, tmp_path, page_size=4, disable_prefix_cache=False)
-    with closing(holding) as node, drafts(node, 3):
-        for said in range(0, NUM_NEW, 5):
-            answers = [
-                node.generate((*prompt, *expected[prompt][:said]), 5, by_turns(number))
-                for number, prompt in enumerate(PROMPTS[3:9])
-            ]
-            node.turn_until(lambda: all(answer.is_over for answer in answers))  # noqa: B023
-            for prompt, answer in zip(PROMPTS[3:9], answers, strict=True):
-                assert answer.token_ids == expected[prompt][said : said + 5]
-                if said and answer.stats.mode is Mode.HISPARSE:
-                    assert answer.stats.num_held_tokens > 0
