@@ -6,6 +6,9 @@ the device pool's may come from what the model leaves of the GPU.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from decode_node.attention_parts import NUM_PARTS
 from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
 from decode_node.scheduler import Limits
@@ -17,7 +20,8 @@ from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import StartError
 from kernels.gpu_sizes import check_swap_in_sizes
-from kernels.hot_state import WrongRowField
+from kernels.hot_state import HotBufferState
+from kernels.miss_plan import MissPlan
 
 DEFAULT_BUFFER = 4096
 """Entries of a hot buffer when no number is given, unless drafts need more: the published hit rates are of
@@ -156,23 +160,23 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     """Of ``HotBufferState`` and the miss plans. Only four page ids a page and row grow with the context."""
-    num_groups, num_rows = spec.num_hot_groups, settings.max_running_requests
-    num_new = settings.speculative_num_steps + 1
-    max_pages = -(-spec.context_length // settings.page_size)
-    capacity = max_hot_capacity(settings, spec)
-    lookup_to_hot = 4 * num_groups * (make_limits(settings, spec, 0).totals.lookup + 1)
-    hot_to_lookup_and_stamps = 2 * 4 * num_groups * capacity
-    hot_slots = 4 * capacity
-    page_tables = 4 * 4 * max_pages
-    counters, capacity_and_flags, step = 3 * 8, (2 + len(WrongRowField)) * 4, 4 * num_groups
-    tables = lookup_to_hot + num_rows * (
-        hot_to_lookup_and_stamps + hot_slots + page_tables + counters + capacity_and_flags + step
+    num_rows, meta = settings.max_running_requests, torch.device("meta")  # where tensors take no memory
+    state = HotBufferState.create(
+        spec.num_hot_groups,
+        num_rows,
+        spec.context_length,
+        max_hot_capacity(settings, spec),
+        settings.page_size,
+        make_limits(settings, spec, 0).totals.lookup,
+        meta,
     )
-    plans = [num_rows * num_new]
+    plan_sizes = [num_rows * (settings.speculative_num_steps + 1)]
     min_split = MIN_REQS if settings.micro_batch_min_bs is None else settings.micro_batch_min_bs
     if 0 < min_split <= num_rows:
-        plans += [-(-num_rows // NUM_PARTS)] * NUM_PARTS
-    return tables + sum(4 + (2 * 8 + 2 * 4) * spec.index_topk * room for room in plans)
+        plan_sizes += [-(-num_rows // NUM_PARTS)] * NUM_PARTS
+    plans = [MissPlan.create(num_reqs, spec.index_topk, meta) for num_reqs in plan_sizes]
+    values = [value for tables in (state, *plans) for value in vars(tables).values()]
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:

@@ -13,20 +13,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from torch import Tensor
 
 from decode_node import sizing
+from decode_node.attention_parts import MissCopies
+from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
-from decode_node.split_choice import MIN_REQS
 from hisparse_pd.memory.device import DeviceMemory, check_devices
-from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.model.spec import load_spec
 from hisparse_pd.model.token_counts import TokenCounts
 from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.vocabulary import CheckpointError, StartError
-from kernels.hot_state import HotBufferState
-from kernels.miss_plan import MissPlan
 from prefill_node import sizing as prefill_sizing
 from prefill_node.sizing import size_kv_pool
 from tests.unit.model.model_specs import make_spec
@@ -42,34 +40,6 @@ def decode(**changes: Any) -> DecodeSettings:
 
 def prefill(**changes: Any) -> PrefillSettings:
     return PrefillSettings(model_path=Path("/m"), **{"device": "cuda", "kv_pool_tokens": 0, **changes})
-
-
-def num_device_bytes(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts) -> int:
-    """What the node really allocates on a GPU for its pools and tables."""
-    memory = DecodeMemory(spec, dataclasses.replace(totals, host=1, aux=1), settings.page_size, GPU)
-    state = HotBufferState.create(
-        spec.num_index_layers,
-        settings.max_running_requests,
-        spec.context_length,
-        sizing.max_hot_capacity(settings, spec),
-        settings.page_size,
-        totals.lookup,
-        GPU,
-    )
-    num_rows = settings.max_running_requests
-    rooms = [num_rows]
-    min_split = MIN_REQS if settings.micro_batch_min_bs is None else settings.micro_batch_min_bs
-    if 0 < min_split <= num_rows:
-        rooms += [-(-num_rows // 2)] * 2  # as DeviceRunner makes them
-    miss_plans = [MissPlan.create(room, spec.index_topk, GPU) for room in rooms]
-    counts = TokenCounts.create(num_rows, spec.vocab_size, GPU)
-    tables = [
-        value
-        for owner in (state, counts, *miss_plans)
-        for field in dataclasses.fields(owner)
-        if isinstance(value := getattr(owner, field.name), Tensor)
-    ]
-    return memory.k_dev.nbytes + memory.index.nbytes + sum(table.nbytes for table in tables)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------
@@ -137,13 +107,34 @@ def test_what_is_allocated_is_what_was_counted(
     num_tokens = size_device_pool(settings, spec, memory)
     totals = make_limits(settings, spec, num_tokens).totals
     assert totals.device == num_tokens
-    taken = num_device_bytes(settings, spec, totals) + sizing.reserve_bytes(settings, spec)
+    pools = DecodeMemory(spec, dataclasses.replace(totals, host=1, aux=1), page_size, GPU)
+    taken = pools.k_dev.nbytes + pools.index.nbytes + sizing.reserve_bytes(settings, spec)
+    counts = TokenCounts.create(num_rows, spec.vocab_size, GPU)
+    taken += table_bytes(settings, spec) + sum(table.nbytes for table in vars(counts).values())
     page_bytes = page_size * (
         num_layers * spec.item_bytes + (spec.num_index_layers * spec.index_item_bytes if not index else 0)
     )
     slack = memory.budget(0.5) - taken
     # Less than a page is left; an index pool of a given size may end in a part of a page, which is not made.
     assert 0 <= slack < page_bytes + page_size * spec.num_index_layers * spec.index_item_bytes
+
+
+@pytest.mark.parametrize("min_split", [0, 2])
+def test_tables_are_counted_as_they_are_made(min_split: int) -> None:
+    spec = make_spec(num_layers=2, index_group_of_layer=(0, 0), context_length=1000, index_topk=16)
+    settings = decode(
+        max_running_requests=3,
+        device_buffer_size=64,
+        page_size=16,
+        host_pool_tokens=50,
+        micro_batch_min_bs=min_split,
+    )
+    memory = DecodeMemory(spec, SlotCounts(48, 16, 16, 96, 1, 1), 16, torch.device("cpu"))
+    hot = HotBuffers(spec, memory, num_rows=3, num_lookup_slots=96, max_capacity=64, page_size=16)
+    owners = [hot, hot.state, hot.miss_plan, *(MissCopies(hot, 3).miss_plans if min_split else ())]
+    values = [value for owner in owners for value in vars(owner).values()]
+    made = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    assert table_bytes(settings, spec) == made
 
 
 def test_a_long_context_costs_a_row_page_ids_only() -> None:
