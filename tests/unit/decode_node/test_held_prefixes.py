@@ -140,6 +140,7 @@ def test_a_prompt_is_not_shared_while_its_request_may_leave_its_pages() -> None:
     assert short.prefix is None
     assert books.rooms.held.num_tokens == 0
     assert short.may_leave_pages
+    assert books.run(books.land((7, *PROMPT), Mode.HISPARSE, 12)).prefix is not None, "it stays in its own"
     books.rooms.grow(short, SlotCounts(device=4, index=4))
     books.end(short)
     whole = books.run(books.land((*PROMPT, 3), Mode.DENSE, 16))

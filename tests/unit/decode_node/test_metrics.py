@@ -39,6 +39,8 @@ def _rooms() -> LiveRequests:
 
 def test_requests_are_told_apart_by_mode_and_by_what_they_asked_for() -> None:
     rooms = _rooms()
+    gauges = _stats(rooms).gauges
+    assert [gauges[f'running_reqs{{mode="{mode}"}}'] for mode in Mode] == [0, 0], "modes without any, too"
     _run(rooms, 1, Mode.HISPARSE)
     _run(rooms, 2, Mode.HISPARSE)
     _run(rooms, 3, Mode.DENSE)
