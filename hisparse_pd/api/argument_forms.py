@@ -82,34 +82,6 @@ class Steps:
             )
 
 
-class SchemaDocument:
-    """``root``: the schema of all parameters. What is found out is kept, with the schema that it is of."""
-
-    def __init__(self, root: Mapping[str, object], steps: Steps) -> None:
-        self.root = root
-        self.steps = steps
-        self._targets: dict[str, object] = {}
-        self._words: dict[int, tuple[object, frozenset[str]]] = {}
-
-    def at(self, reference: str) -> object:
-        """``#/$defs/name``; None where nothing is, as for other schemas than this one."""
-        if reference not in self._targets:
-            self.steps.spend(1 + len(reference) // 8)
-            found: object = self.root if reference.startswith("#") else None
-            for name in path_of(reference)[1:]:
-                found = found.get(name) if isinstance(found, dict) else None
-            self._targets[reference] = found
-        return self._targets[reference]
-
-    def words(self, schema: Mapping[str, object]) -> frozenset[str]:
-        """What a schema says of values."""
-        kept = self._words.get(id(schema))
-        if kept is None:
-            self.steps.spend(1 + len(schema) // 8)
-            kept = self._words[id(schema)] = schema, frozenset(schema.keys() - _ANNOTATIONS)
-        return kept[1]
-
-
 def path_of(reference: str) -> list[str]:
     """The names in it, the document's first."""
     return [part.replace("~1", "/").replace("~0", "~") for part in reference.split("/")]
@@ -162,25 +134,30 @@ class SchemaReader:
 
     def __init__(self, root: Mapping[str, object], steps: Steps, *, is_lenient: bool) -> None:
         """``is_lenient``: what bare strings cannot be held to is left out, and no form is ``whole``."""
-        self._document = SchemaDocument(root, steps)
+        self._root = root
+        self._steps = steps
         self._is_lenient = is_lenient
+        self._targets: dict[str, object] = {}
+        """By the reference to them."""
+        self._words: dict[int, tuple[object, frozenset[str]]] = {}
+        """With the schema that they are of."""
         self._forms: dict[int, tuple[object, Forms]] = {}
         """With the schema that they are of."""
 
     def target_of(self, schema: object) -> object:
         """What a schema refers to that says nothing else."""
         for _ in range(MAX_DEPTH):
-            self._document.steps.spend(1)
+            self._steps.spend(1)
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            if self._document.words(schema) != {"$ref"} and not self._is_lenient:
+            if self._words_of(schema) != {"$ref"} and not self._is_lenient:
                 return schema
             schema = self._at(schema["$ref"], is_definition=not self._is_lenient)
         raise NotWritable("refers to itself")
 
     def forms_of_parameter(self, name: str) -> list[Forms]:
         """Of all schemas that are said of one parameter."""
-        root = self._document.root
+        root = self._root
         found = list(self._said_of(name, root))
         if not found and "additionalProperties" in root:
             found = [root["additionalProperties"]]
@@ -210,15 +187,15 @@ class SchemaReader:
     def _forms_of(self, schema: object, depth: int) -> Forms:
         if schema is False:
             return Forms()
-        if schema is True or (isinstance(schema, dict) and not self._document.words(schema)):
+        if schema is True or (isinstance(schema, dict) and not self._words_of(schema)):
             return _anything()
         if not isinstance(schema, dict):
             raise NotWritable("is no JSON schema")
-        words = self._document.words(schema)
+        words = self._words_of(schema)
         if "const" in schema and (words <= {"const", "type"} or self._is_lenient):
             return _values([schema["const"]], schema)
         if isinstance(enum := schema.get("enum"), list) and (words <= {"enum", "type"} or self._is_lenient):
-            self._document.steps.spend(1 + len(enum) // _VALUES_A_STEP)
+            self._steps.spend(1 + len(enum) // _VALUES_A_STEP)
             return _values(enum, schema)
         for combiner in _COMBINERS:
             branches = listed(schema.get(combiner))
@@ -245,7 +222,7 @@ class SchemaReader:
         found: dict[str, dict[str, object]] = {}
         open_schemas: list[object] = [schema]
         while open_schemas:
-            self._document.steps.spend(1)
+            self._steps.spend(1)
             match open_schemas.pop():
                 case dict() as words:
                     open_schemas += words.values()
@@ -262,10 +239,28 @@ class SchemaReader:
     def _at(self, reference: object, *, is_definition: bool) -> object:
         """``is_definition``: ``#/$defs/name`` or ``#/definitions/name``, else whatever is in the document."""
         if isinstance(reference, str) and (not is_definition or _DEFINITION.fullmatch(reference)):
-            found = self._document.at(reference)
+            found = self._target(reference)
             if found is not None:
                 return found
         raise NotWritable(f"has the reference {reference!r}; only #/$defs/… and #/definitions/… are followed")
+
+    def _target(self, reference: str) -> object:
+        """``#/$defs/name``; None where nothing is, as for other schemas than this one."""
+        if reference not in self._targets:
+            self._steps.spend(1 + len(reference) // 8)
+            found: object = self._root if reference.startswith("#") else None
+            for name in path_of(reference)[1:]:
+                found = found.get(name) if isinstance(found, dict) else None
+            self._targets[reference] = found
+        return self._targets[reference]
+
+    def _words_of(self, schema: Mapping[str, object]) -> frozenset[str]:
+        """What a schema says of values."""
+        kept = self._words.get(id(schema))
+        if kept is None:
+            self._steps.spend(1 + len(schema) // 8)
+            kept = self._words[id(schema)] = schema, frozenset(schema.keys() - _ANNOTATIONS)
+        return kept[1]
 
     def _combined(
         self, schema: Mapping[str, object], combiner: str, branches: Sequence[object], depth: int
@@ -283,7 +278,7 @@ class SchemaReader:
         # What several branches refer to is written once, as oneOf has it only where the branches are none.
         distinct = of_branches if is_one_of else list({id(forms): forms for forms in of_branches}.values())
         num_parts = sum(len(forms.texts) + len(forms.strings) + len(forms.schemas) for forms in distinct)
-        self._document.steps.spend(num_parts)
+        self._steps.spend(num_parts)
         schemas = [each for forms in distinct for each in forms.schemas]
         if not is_one_of:
             schemas = list({id(schema): schema for schema in schemas}.values())
@@ -300,7 +295,7 @@ class SchemaReader:
         merged: dict[str, object] = {}
         for branch in map(self.target_of, branches):
             if isinstance(branch, dict):
-                self._document.steps.spend(1 + len(branch))
+                self._steps.spend(1 + len(branch))
                 merged |= branch
         return self.forms(merged, depth + 1)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -71,13 +71,14 @@ class SamplingDefaults:
             raise CheckpointError(
                 f"{path}: {error}; correct it, or start all nodes with --sampling-defaults openai"
             ) from error
-        return cls(
-            1.0 if given.temperature is None else given.temperature,
-            1.0 if given.top_p is None else given.top_p,
-            max(given.top_k or 0, 0),
-            given.min_p or 0.0,
-            1.0 if given.repetition_penalty is None else given.repetition_penalty,
-        )
+        return cls().changed_by(given)
+
+    def changed_by(self, given: Any) -> SamplingDefaults:
+        """What attributes of ``given`` say, of these where they are None. Its ``top_k`` may be -1."""
+        said = {name: value for name in asdict(self) if (value := getattr(given, name)) is not None}
+        if "top_k" in said:
+            said["top_k"] = max(said["top_k"], 0)
+        return replace(self, **said)
 
     def __str__(self) -> str:
         """What differs from OpenAI's, as nodes compare it; empty for no difference."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -167,23 +167,17 @@ def _options(
         raise InvalidField(
             minimum.name, min_new_tokens, f"must be at most {limit.name}, which is {limit.value}"
         )
-    temperature, top_p, top_k = drawing.temperature, drawing.top_p, drawing.top_k
-    min_p, repetition_penalty = drawing.min_p, drawing.repetition_penalty
     biases = [(token_id, bias) for token_id, bias in (drawing.logit_bias or {}).items() if bias]
     sampling = SamplingParams(
         max_new_tokens=0,
         min_new_tokens=min_new_tokens,
-        temperature=defaults.temperature if temperature is None else temperature,
-        top_p=defaults.top_p if top_p is None else top_p,
-        top_k=defaults.top_k if top_k is None else max(top_k, 0),
+        **asdict(defaults.changed_by(drawing)),
         seed=seed,
         ignore_eos=bool(drawing.ignore_eos),
         stop_token_ids=tuple(drawing.stop_token_ids or ()),
         num_logprobs=num_logprobs,
-        min_p=defaults.min_p if min_p is None else min_p,
         presence_penalty=drawing.presence_penalty or 0.0,
         frequency_penalty=drawing.frequency_penalty or 0.0,
-        repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
         logit_bias=pack_logit_bias(biases),
     )
     return SampleOptions(

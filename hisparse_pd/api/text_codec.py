@@ -70,13 +70,7 @@ class TextCodec:
         # Late, because it takes a second; and this class, because AutoTokenizer imports torch.
         from transformers import PreTrainedTokenizerFast
 
-        config_path = model_path / "config.json"
-        try:
-            config = json.loads(config_path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{config_path}: cannot be read ({error})") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{config_path}: expected a JSON object, got {type(config).__name__}")
+        config = _json_object(model_path / "config.json")
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
         except Exception as error:
@@ -230,18 +224,23 @@ class TextCodec:
             raise FieldRefused("messages", f"the model's chat template refuses them: {error}") from error
 
 
+def _json_object(path: Path) -> dict[str, Any]:
+    """What a file of the checkpoint says. Raises CheckpointError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
 def _first_token_id(model_path: Path, tokenizer: Any) -> int | None:
     """The BOS token's id if tokenizer_config.json has ``add_bos_token``, which transformers leaves to the
     post-processor of tokenizer.json; DeepSeek's have none. Raises CheckpointError.
     """
     path = model_path / "tokenizer_config.json"
-    if not path.exists():
-        return None
-    try:
-        adds_bos = json.loads(path.read_bytes()).get("add_bos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if adds_bos is not True:
+    if not path.exists() or _json_object(path).get("add_bos_token") is not True:
         return None
     bos_token_id: int | None = tokenizer.bos_token_id
     if bos_token_id is None:
