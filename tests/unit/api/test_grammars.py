@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonschema
@@ -47,8 +48,8 @@ TOKENS = {
 }
 MARKS = TOKENS | {
     ToolMarkup.DSML: (
-        *("<think>", "</think>", f"<{DSML}function_calls>", f"</{DSML}function_calls>"),
-        *(f"<{DSML}invoke", f"</{DSML}invoke>", f"<{DSML}parameter", f"</{DSML}parameter>"),
+        *("<think>", "</think>"),
+        *(f"<{end}{DSML}{name}" for end in ("", "/") for name in ("function_calls>", "invoke", "parameter")),
     )
 }
 """Made of these tokens, or spelled."""
@@ -207,22 +208,24 @@ def test_where_calls_are_free_text_may_come_before_them_or_alone(
 
 
 @pytest.mark.parametrize("markup", ToolMarkup)
-@pytest.mark.parametrize("constraint", [forced("get", at_most_one=True), free("get", at_most_one=True)])
-def test_one_call_of_the_named_tool_at_most(constraint: Constraint, markup: ToolMarkup) -> None:
-    walk = walk_of(write_grammar(constraint, chat_format(markup), tools=TOOLS), markup, None)
+@pytest.mark.parametrize("allow", [forced, free])
+def test_one_call_of_the_named_tool_at_most(allow: Callable[..., Constraint], markup: ToolMarkup) -> None:
+    grammar = write_grammar(allow("get", at_most_one=True), chat_format(markup), tools=TOOLS)
+    walk = walk_of(grammar, markup, None)
     for seed in range(12):
         _, _, calls = read(walk.answer(seed), markup)
         check_calls(calls, ("get",))
-        assert len(calls) == 1 or (
-            not calls and constraint.calls is not None and not constraint.calls.is_forced
-        )
+        assert len(calls) == 1 or (not calls and allow is free)
 
 
 def test_calls_as_models_write_them() -> None:
-    glm = write_grammar(forced("get_weather", "no_arguments"), chat_format(ToolMarkup.GLM), tools=TOOLS)
-    arguments = (
-        "<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>kind</arg_key>\n"
-        "<arg_value>3</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+    def grammar(markup: ToolMarkup, *names: str) -> str:
+        return write_grammar(forced(*names), chat_format(markup), tools=TOOLS)
+
+    glm = grammar(ToolMarkup.GLM, "get_weather", "no_arguments")
+    arguments = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in (("city", "Rome"), ("kind", "3"), ("days", "3"))
     )
     call = f"<tool_call>get_weather\n{arguments}</tool_call>"
     assert admits(glm, call)
@@ -231,7 +234,7 @@ def test_calls_as_models_write_them() -> None:
     assert not admits(glm, f"{call} And so.")
     assert not admits(glm, call.replace("get_weather", "weather"))
     assert not admits(glm, call.replace("<arg_value>3", "<arg_value>32"))
-    dsml = write_grammar(forced("get_weather", "no_arguments"), chat_format(ToolMarkup.DSML), tools=TOOLS)
+    dsml = grammar(ToolMarkup.DSML, "get_weather", "no_arguments")
     parameters = "".join(
         f'<{DSML}parameter name="{name}" string="{is_string}">{value}</{DSML}parameter>\n'
         for name, is_string, value in (
@@ -244,10 +247,9 @@ def test_calls_as_models_write_them() -> None:
     none = f'<{DSML}invoke name="no_arguments">\n\n</{DSML}invoke>\n'
     assert admits(dsml, f"\n\n<{DSML}function_calls>\n{invokes}{none}</{DSML}function_calls>")
     assert not admits(dsml, f"\n\n<{DSML}function_calls>\n</{DSML}function_calls>")
-    v31 = write_grammar(forced("set_all"), chat_format(ToolMarkup.DEEPSEEK_V31), tools=TOOLS)
     call = f'{V31.CALL}set_all{V31.SEPARATOR}{{"anything": [1], "number": 5.5}}{V31.END_OF_CALL}'
-    assert admits(v31, f"{V31.CALLS}{call}{call}{V31.END_OF_CALLS}")
-    mistral = write_grammar(forced("set_all"), chat_format(ToolMarkup.MISTRAL), tools=TOOLS)
+    assert admits(grammar(ToolMarkup.DEEPSEEK_V31, "set_all"), f"{V31.CALLS}{call}{call}{V31.END_OF_CALLS}")
+    mistral = grammar(ToolMarkup.MISTRAL, "set_all")
     call = '[TOOL_CALLS]set_all[ARGS]{"anything": [1], "number": 5.5}'
     assert admits(mistral, call + call)
     assert not admits(mistral, f"{call}[TOOL_CALLS]")
@@ -336,16 +338,10 @@ def test_white_space_in_json_is_bounded() -> None:
 
 def test_reasoning_that_is_content_has_no_calls_in_it() -> None:
     """Where reasoning is not told apart, what looks like a call in it would be one."""
-    name = f"{V31.CALL}no_arguments{V31.SEPARATOR}"
-    call = f"{V31.CALLS}{name}{{}}{V31.END_OF_CALL}{V31.END_OF_CALLS}"
+    call = CALLS[ToolMarkup.DEEPSEEK_V31]
+    asked = forced("no_arguments"), chat_format(ToolMarkup.DEEPSEEK_V31), ReasoningStart.BEGUN, TOOLS
     for separates in (True, False):
-        grammar = write_grammar(
-            forced("no_arguments"),
-            chat_format(ToolMarkup.DEEPSEEK_V31),
-            ReasoningStart.BEGUN,
-            TOOLS,
-            separates_reasoning=separates,
-        )
+        grammar = write_grammar(*asked, separates_reasoning=separates)
         assert admits(grammar, f"I think</think>{call}")
         assert admits(grammar, f"I think {call}</think>{call}") is separates
 
@@ -437,13 +433,19 @@ def test_forced_calls_need_a_known_markup_and_other_rules_do_without() -> None:
     assert admits(write_grammar(both, chat_format(None), tools=TOOLS), "a")
 
 
+def write_for(markup: ToolMarkup, parameters: Sequence[dict[str, Any]], *, strict: bool = False) -> str:
+    """The grammar of calls that are forced of tools with these parameters."""
+    tools = [tool(each, name=f"f{number}", strict=strict) for number, each in enumerate(parameters)]
+    names = (each["function"]["name"] for each in tools)
+    return write_grammar(forced(*names), chat_format(markup), tools=tools)
+
+
 @pytest.mark.I8
 @pytest.mark.parametrize("markup", ToolMarkup)
 def test_a_grammar_is_bounded(markup: ToolMarkup) -> None:
-    names = tuple(f"f{number}" for number in range(12))
-    tools = [tool(of_one({"enum": [name + "x" * 30_000]}), name=name) for name in names]
+    long = [of_one({"enum": [f"{number}" + "x" * 30_000]}) for number in range(12)]
     with pytest.raises(ApiError, match="tool_choice: makes a grammar of more than 262144 characters"):
-        write_grammar(forced(*names), chat_format(markup), tools=tools)
+        write_for(markup, long, strict=True)
 
 
 SCHEMA_WORDS = (
@@ -483,28 +485,24 @@ def test_a_schema_that_is_nested_as_deeply_as_a_body_may_be_is_written_or_refuse
     write_grammar(answers(FormatKind.JSON, schema_text("response_format", nested)), chat_format(markup))
 
 
-NUM_SHARING = 1500
 MULTIPLYING: dict[str, dict[str, Any]] = {
-    "a long list of many parameters": {
-        "properties": {f"p{number}": {"$ref": "#/$defs/x"} for number in range(NUM_SHARING)},
-        "$defs": {"x": {"enum": [str(number) for number in range(NUM_SHARING)]}},
-    },
+    "a long list of many parameters": {"enum": [str(number) for number in range(1500)]},
     "a fan of references for each": {
-        "properties": {f"p{number}": {"$ref": "#/$defs/x"} for number in range(NUM_SHARING)},
-        "$defs": {"x": {"anyOf": [{"type": "string", "pattern": f"^{i}{'a' * 60}$"} for i in range(500)]}},
+        "anyOf": [{"type": "string", "pattern": f"^{i}{'a' * 60}$"} for i in range(500)]
     },
 }
 
 
 @pytest.mark.I8
-@pytest.mark.parametrize("parameters", MULTIPLYING.values(), ids=MULTIPLYING)
+@pytest.mark.parametrize("shared", MULTIPLYING.values(), ids=MULTIPLYING)
 @pytest.mark.parametrize("markup", [ToolMarkup.GLM, ToolMarkup.DSML])
 def test_what_reading_schemas_takes_is_bounded_over_all_tools_of_a_request(
-    parameters: dict[str, Any], markup: ToolMarkup
+    shared: dict[str, Any], markup: ToolMarkup
 ) -> None:
-    tools = [tool({"type": "object", **parameters}, name=f"f{number}", strict=False) for number in range(4)]
+    properties = {f"p{number}": {"$ref": "#/$defs/x"} for number in range(1500)}
+    parameters = {"type": "object", "properties": properties, "$defs": {"x": shared}}
     with pytest.raises(ApiError, match=rf"^tool_choice: .* more than {MAX_STEPS} steps") as caught:
-        write_grammar(forced(*(f"f{number}" for number in range(4))), chat_format(markup), tools=tools)
+        write_for(markup, [parameters] * 4)
     assert caught.value.status == 400
 
 
@@ -513,14 +511,13 @@ def test_what_reading_schemas_takes_is_bounded_over_all_tools_of_a_request(
 def test_tools_of_many_parameters_take_a_fraction_of_the_steps(
     markup: ToolMarkup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four tools of 70 kB together."""
+    """Four tools of 70 kB each."""
     described = {"type": "string", "description": "what it is for", "enum": ["one", "two", "three"]}
     parameters = {"type": "object", "properties": {f"parameter_{i}": described for i in range(700)}}
     assert len(json.dumps(parameters)) > 70_000
     steps = Steps()
     monkeypatch.setattr("hisparse_pd.api.grammars.Steps", lambda: steps)
-    tools = [tool(parameters, name=f"f{number}") for number in range(4)]
-    write_grammar(forced(*(f"f{number}" for number in range(4))), chat_format(markup), tools=tools)
+    write_for(markup, [parameters] * 4)
     assert 0 < MAX_STEPS - steps.num_left < MAX_STEPS // 4
 
 

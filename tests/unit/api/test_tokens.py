@@ -47,7 +47,10 @@ async def test_a_text_in_tokens_and_back(tmp_path: Path, role: str) -> None:
         assert await node.metric('hisparse_pd:num_requests_total{endpoint="/detokenize",status="200"}') == 2
 
 
-CONTINUED = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+CONTINUED: dict[str, Any] = {
+    "messages": [*MESSAGES, {"role": "assistant", "content": "Well"}],
+    "continue_final_message": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -56,13 +59,7 @@ CONTINUED = [*MESSAGES, {"role": "assistant", "content": "Well"}]
         ({}, "[user]hi[assistant]"),
         ({"add_generation_prompt": False}, "[user]hi"),
         ({"add_special_tokens": True}, BOS + "[user]hi[assistant]"),
-        (
-            {
-                "messages": [*MESSAGES, {"role": "assistant", "content": "Well"}],
-                "continue_final_message": True,
-            },
-            "[user]hi[assistant]Well",
-        ),
+        (CONTINUED, "[user]hi[assistant]Well"),
     ],
 )
 async def test_a_chat_in_tokens(tmp_path: Path, options: dict[str, Any], text: str) -> None:
@@ -140,43 +137,38 @@ async def test_long_lists_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
         assert (await node.post("/detokenize", tokens=list(text.encode()))).json() == {"prompt": text}
 
 
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "exactly one of prompt and messages"),
+    ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "exactly one of prompt and messages"),
+    ("/tokenize", {"prompt": ["a"]}, "prompt: a list with 1 entries must be a string"),
+    ("/tokenize", {"prompt": ""}, 'prompt: "" must not be empty'),
+    ("/tokenize", {"prompt": "a" * 3000}, "the prompt has at least"),
+    ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs: 1 must be `bool | null`"),
+    ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+    (
+        "/tokenize",
+        {**CONTINUED, "add_generation_prompt": True},
+        "add_generation_prompt: true excludes continue_final_message",
+    ),
+    ("/detokenize", {}, "tokens: the field is needed"),
+    ("/detokenize", {"tokens": "a"}, 'tokens: "a" must be a list of token ids'),
+    ("/detokenize", {"tokens": [1, -1]}, "tokens[1]: -1 must be a token id"),
+    ("/detokenize", {"tokens": [1, 100000]}, "tokens[1]: 100000 is no token id"),
+    ("/detokenize", {"tokens": [1] * (CONTEXT_LENGTH + 1)}, f"a context has {CONTEXT_LENGTH}"),
+]
+
+
 @pytest.mark.I8
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("/tokenize", {}, "exactly one of prompt and messages"),
-        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "exactly one of prompt and messages"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt: a list with 1 entries must be a string"),
-        ("/tokenize", {"prompt": ""}, 'prompt: "" must not be empty'),
-        ("/tokenize", {"prompt": "a" * 3000}, "the prompt has at least"),
-        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs: 1 must be `bool | null`"),
-        ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
-        (
-            "/tokenize",
-            {
-                "messages": CONTINUED,
-                "continue_final_message": True,
-                "add_generation_prompt": True,
-            },
-            "add_generation_prompt: true excludes continue_final_message",
-        ),
-        ("/detokenize", {}, "tokens: the field is needed"),
-        ("/detokenize", {"tokens": "a"}, 'tokens: "a" must be a list of token ids'),
-        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]: -1 must be a token id"),
-        ("/detokenize", {"tokens": [1, 100000]}, "tokens[1]: 100000 is no token id"),
-        ("/detokenize", {"tokens": [1] * (CONTEXT_LENGTH + 1)}, f"a context has {CONTEXT_LENGTH}"),
-    ],
-)
-async def test_what_is_refused(tmp_path: Path, path: str, body: dict[str, Any], message: str) -> None:
+async def test_what_is_refused(tmp_path: Path) -> None:
     async with serving(say("x"), tmp_path) as node:
-        answer = await node.post(path, **body)
-        assert answer.status_code == 400
-        assert message in answer.json()["error"]["message"]
-
-
-async def test_another_model_is_unknown_and_a_node_that_loads_says_so(tmp_path: Path) -> None:
-    async with serving(say("x"), tmp_path) as node:
+        for path, body, message in REFUSED:
+            answer = await node.post(path, **body)
+            assert answer.status_code == 400, (path, body)
+            assert message in answer.json()["error"]["message"]
         for path in ("/tokenize", "/detokenize"):
             assert (await node.post(path, model="other", prompt="a", tokens=[1])).status_code == 404
+
+
+async def test_a_node_that_loads_says_so(tmp_path: Path) -> None:
     async with serving(say("x"), tmp_path, is_ready=False) as node:
         assert (await node.post("/tokenize", prompt="a")).status_code == 503
