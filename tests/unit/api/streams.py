@@ -24,7 +24,7 @@ _GROWS = {
 
 async def whole_and_streamed(node: Node, path: str, body: Json) -> tuple[Any, Any]:
     """Both answers without what is anew in each; of the whole one what a stream has too."""
-    whole = (await node.post(path, **body)).json()
+    whole = await node.answer(path, **body)
     if path in ("/v1/completions", "/v1/chat/completions"):
         body = {**body, "stream_options": {"include_usage": True}}
     text = (await node.post(path, **body, stream=True)).text

@@ -80,6 +80,12 @@ class Node:
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body)
 
+    async def answer(self, path: str, **body: Any) -> Any:
+        """What is answered, decoded."""
+        response = await self.post(path, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
     async def events(self, path: str, **body: Any) -> list[Any]:
         """The events of a stream, decoded, without [DONE]."""
         return decode_events((await self.post(path, stream=True, **body)).text)

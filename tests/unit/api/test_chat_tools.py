@@ -30,7 +30,7 @@ THINKING = {"chat_template_kwargs": {"thinking": True, "enable_thinking": True}}
 async def answered(node: Node, **changes: Any) -> tuple[Any, str]:
     """The message that is answered to a chat with tools, and why it ends."""
     body = {"messages": MESSAGES, "tools": TOOLS, **ROOM, **changes}
-    (choice,) = (await node.post("/v1/chat/completions", **body)).json()["choices"]
+    (choice,) = (await node.answer("/v1/chat/completions", **body))["choices"]
     return choice["message"], choice["finish_reason"]
 
 

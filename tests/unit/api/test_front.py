@@ -65,7 +65,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_completion(tmp_path: Path) -> None:
     async with serving(say("abcdefgh", mode=Mode.HISPARSE), tmp_path) as node:
-        answer = (await node.post("/v1/completions", **BODY, hisparse=True)).json()
+        answer = await node.answer("/v1/completions", **BODY, hisparse=True)
         assert answer["object"] == "text_completion"
         assert answer["model"] == "tiny"
         assert answer["choices"] == [
@@ -121,7 +121,7 @@ async def test_usage_in_every_chunk(tmp_path: Path) -> None:
 
 async def test_completion_logprobs(tmp_path: Path) -> None:
     async with serving(say("abcd", per_message=2), tmp_path) as node:
-        for choice in (await node.post("/v1/completions", **BODY, logprobs=2, n=2)).json()["choices"]:
+        for choice in (await node.answer("/v1/completions", **BODY, logprobs=2, n=2))["choices"]:
             whole = choice["logprobs"]
             assert whole["tokens"] == list("abcd")
             assert whole["token_logprobs"] == [-0.5] * 4
@@ -134,7 +134,7 @@ async def test_token_ids_of_prompts_and_answers(tmp_path: Path) -> None:
     said = list("a€b".encode())
     async with serving(say("a€b"), tmp_path) as node:
         body: dict[str, Any] = {**BODY, "prompt": ["ab", "c"], "n": 2, "return_token_ids": True}
-        choices = (await node.post("/v1/completions", **body)).json()["choices"]
+        choices = (await node.answer("/v1/completions", **body))["choices"]
         assert [choice["prompt_token_ids"] for choice in choices] == [[97, 98], [97, 98], [99], [99]]
         assert [choice["token_ids"] for choice in choices] == [said] * 4
         streamed = [chunk["choices"][0] for chunk in await node.events("/v1/completions", **BODY)]
@@ -142,10 +142,10 @@ async def test_token_ids_of_prompts_and_answers(tmp_path: Path) -> None:
         streamed = [c for e in await node.events("/v1/completions", **body) for c in e["choices"]]
         assert [choice["text"] for choice in streamed if choice["index"] == 0] == ["a", "", "", "€", "b"]
         chat: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 5, "n": 2, **ROOM}
-        whole = (await node.post("/v1/chat/completions", **chat, return_token_ids=True)).json()
+        whole = await node.answer("/v1/chat/completions", **chat, return_token_ids=True)
         assert whole["prompt_token_ids"] == TOKENIZER("[user]hi[assistant]").input_ids
         assert [choice["token_ids"] for choice in whole["choices"]] == [said] * 2
-        plain = (await node.post("/v1/chat/completions", **chat, return_token_ids=False)).json()
+        plain = await node.answer("/v1/chat/completions", **chat, return_token_ids=False)
         assert "prompt_token_ids" not in plain
         assert "token_ids" not in plain["choices"][0]
 
@@ -153,12 +153,12 @@ async def test_token_ids_of_prompts_and_answers(tmp_path: Path) -> None:
 async def test_chat(tmp_path: Path) -> None:
     async with serving(say("abcdef"), tmp_path, default_max_tokens=3) as node:
         body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, **ROOM}
-        answer = (await node.post("/v1/chat/completions", **body, metadata={"hisparse": "false"})).json()
+        answer = await node.answer("/v1/chat/completions", **body, metadata={"hisparse": "false"})
         assert answer["object"] == "chat.completion"
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": "abc", "refusal": None}
         assert answer["choices"][0]["finish_reason"] == "length"
         assert node.engine.generates[0].hisparse is HisparseFlag.FALSE
-        answer = (await node.post("/v1/chat/completions", **body, logprobs=True, top_logprobs=1)).json()
+        answer = await node.answer("/v1/chat/completions", **body, logprobs=True, top_logprobs=1)
         token = {"token": "a", "logprob": -0.5, "bytes": [97]}
         assert answer["choices"][0]["logprobs"]["content"][0] == token | {"top_logprobs": [token]}
 
@@ -166,7 +166,7 @@ async def test_chat(tmp_path: Path) -> None:
 async def test_n_and_several_prompts(tmp_path: Path) -> None:
     modes = itertools.cycle((Mode.HISPARSE, Mode.DENSE))
     async with serving(lambda generate: say("xyz", mode=next(modes))(generate), tmp_path) as node:
-        answer = (await node.post("/v1/completions", **{**BODY, "prompt": ["ab", "cd"]}, n=2, seed=1)).json()
+        answer = await node.answer("/v1/completions", **{**BODY, "prompt": ["ab", "cd"]}, n=2, seed=1)
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert [generate.sampling.seed for generate in node.engine.generates] == [1, 2, 1, 2]
         assert len({generate.room for generate in node.engine.generates}) == 4
@@ -190,14 +190,14 @@ async def test_stop_strings(tmp_path: Path, per_message: int) -> None:
 
     async with serving(script, tmp_path) as node:
         body = {**BODY, "max_tokens": 8, "stop": ["never", "de"]}
-        choice = (await node.post("/v1/completions", **body)).json()["choices"][0]
+        choice = (await node.answer("/v1/completions", **body))["choices"][0]
         assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == ("abc", "stop", "de")
         chunks = await node.events("/v1/completions", **body)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-        vllms = (await node.post("/v1/completions", **body, include_stop_str_in_output=True)).json()
+        vllms = await node.answer("/v1/completions", **body, include_stop_str_in_output=True)
         assert vllms["choices"][0]["text"] == "abcde"
-        kept = (await node.post("/v1/completions", **body, no_stop_trim=True)).json()
+        kept = await node.answer("/v1/completions", **body, no_stop_trim=True)
         assert kept["choices"][0]["text"] == "abcde"
         assert kept["usage"]["completion_tokens"] == 5
         assert kept["usage"]["hisparse"] == {"mode": "dense", "hits": 10, "misses": 4}
@@ -212,7 +212,7 @@ async def test_stop_strings(tmp_path: Path, per_message: int) -> None:
 async def test_a_stop_token_is_not_shown(tmp_path: Path, no_stop_trim: bool, text: str) -> None:
     stop = Tokens("", tuple(b"!"), (), FinishReason.STOP, ord("!"), RequestStats(Mode.DENSE))
     async with serving(plays(Tokens("", tuple(b"ok")), stop), tmp_path) as node:
-        answer = (await node.post("/v1/completions", **BODY, no_stop_trim=no_stop_trim)).json()
+        answer = await node.answer("/v1/completions", **BODY, no_stop_trim=no_stop_trim)
         assert answer["choices"][0]["text"] == text
         assert answer["choices"][0]["matched_stop"] == 33
         assert answer["usage"]["completion_tokens"] == 3
@@ -222,10 +222,10 @@ async def test_usage_says_what_became_of_drafts(tmp_path: Path) -> None:
     drafted = RequestStats(Mode.DENSE, num_drafted=7, num_accepted=3)
     said = Tokens("", tuple(b"ok"), (), FinishReason.LENGTH, None, drafted)
     async with serving(plays(said), tmp_path) as node:
-        answer = (await node.post("/v1/completions", **BODY, speculative=False)).json()
+        answer = await node.answer("/v1/completions", **BODY, speculative=False)
         drafts = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
         assert answer["usage"]["completion_tokens_details"] == drafts
-        meta = (await node.post("/generate", **NATIVE)).json()["meta_info"]
+        meta = (await node.answer("/generate", **NATIVE))["meta_info"]
         assert (meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (7, 3)
         assert [generate.is_speculative for generate in node.engine.generates] == [False, True]
 
@@ -234,7 +234,7 @@ async def test_eos_is_shown_only_on_request(tmp_path: Path) -> None:
     eos_id = TOKENIZER.convert_tokens_to_ids(EOS)
     async with serving(plays(Tokens("", (111, eos_id), (), FinishReason.STOP)), tmp_path) as node:
         for options, text in (({}, "o"), ({"skip_special_tokens": False}, f"o{EOS}")):
-            answer = (await node.post("/v1/completions", **BODY, **options)).json()
+            answer = await node.answer("/v1/completions", **BODY, **options)
             assert answer["choices"][0]["text"] == text
 
 
@@ -244,7 +244,7 @@ async def test_eos_is_shown_only_on_request(tmp_path: Path) -> None:
 async def test_generate(tmp_path: Path) -> None:
     async with serving(say("abc"), tmp_path) as node:
         body = NATIVE | {"rid": "mine", "return_logprob": True}
-        answer = (await node.post("/generate", **body)).json()
+        answer = await node.answer("/generate", **body)
         meta = answer["meta_info"]
         assert (answer["text"], answer["output_ids"]) == ("abc", list(b"abc"))
         assert meta.pop("e2e_latency") > 0
@@ -260,7 +260,7 @@ async def test_generate(tmp_path: Path) -> None:
             "output_token_logprobs": [[-0.5, 97, None], [-0.5, 98, None], [-0.5, 99, None]],
         }
         body |= {"top_logprobs_num": 2, "return_text_in_logprobs": True}
-        meta = (await node.post("/generate", **body)).json()["meta_info"]
+        meta = (await node.answer("/generate", **body))["meta_info"]
         assert meta["output_token_logprobs"] == [[-0.5, 97, "a"], [-0.5, 98, "b"], [-0.5, 99, "c"]]
         assert meta["output_top_logprobs"][0] == [[-0.5, 97, "a"], [-1.5, 98, "b"]]
 
@@ -281,10 +281,10 @@ async def test_generate_streams_cumulative_text(tmp_path: Path) -> None:
 async def test_generate_answers_a_list_with_a_list(tmp_path: Path) -> None:
     async with serving(say("abc"), tmp_path) as node:
         lists = {"bootstrap_host": ["h"] * 2, "bootstrap_port": [None] * 2, "bootstrap_room": [1, 2]}
-        answers = (await node.post("/generate", input_ids=[[1], [2, 3]], **lists)).json()
+        answers = await node.answer("/generate", input_ids=[[1], [2, 3]], **lists)
         assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 2]
         one = {"bootstrap_host": ["h"], "bootstrap_port": [None], "bootstrap_room": [1]}
-        assert len((await node.post("/generate", text=["a"], **one)).json()) == 1
+        assert len(await node.answer("/generate", text=["a"], **one)) == 1
         events = await node.events("/generate", text=["a", "b"], **lists)
         last = {event["index"]: event["text"] for event in events}
         assert last == {0: "abc", 1: "abc"}
@@ -301,7 +301,7 @@ async def test_prefill_answers_when_all_rooms_are_delivered(tmp_path: Path, stre
         answer = decode_events(response.text)[0] if stream else response.json()
         assert answer["meta_info"]["prompt_tokens"] == 5
         assert answer["meta_info"]["input_token_logprobs"] == []
-        answer = (await node.post("/v1/completions", **BODY, n=3)).json()
+        answer = await node.answer("/v1/completions", **BODY, n=3)
         assert [entry["meta_info"]["cached_tokens"] for entry in answer["prefill"]] == [3, 3, 3]
         assert len({generate.room for generate in node.engine.generates[1:]}) == 3
         for path, body in MINIMAL.items():

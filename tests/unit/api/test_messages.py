@@ -30,7 +30,7 @@ BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES
 
 async def test_a_whole_answer(tmp_path: Path) -> None:
     async with serving(say("abcdef"), tmp_path) as node:
-        answer = (await node.post(PATH, **{**BODY, "max_tokens": 3}, hisparse=True)).json()
+        answer = await node.answer(PATH, **{**BODY, "max_tokens": 3}, hisparse=True)
         (generate,) = node.engine.generates
         assert generate.hisparse is HisparseFlag.TRUE
         assert answer.pop("id").startswith("msg_")
@@ -57,7 +57,7 @@ async def test_a_whole_answer(tmp_path: Path) -> None:
 
 async def test_a_whole_answer_with_thinking_and_a_call(tmp_path: Path) -> None:
     async with serving(stops_after(f"<think>so</think>{CALL}"), tmp_path) as node:
-        answer = (await node.post(PATH, **BODY, tools=[TOOL])).json()
+        answer = await node.answer(PATH, **BODY, tools=[TOOL])
         call = answer["content"].pop()
         assert call.pop("id").startswith("toolu_")
         assert call == {"type": "tool_use", "name": "weather", "input": {"city": "7"}}

@@ -84,7 +84,7 @@ BY_ID = [None] + [
 async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
     async with serving(scores, tmp_path, role="prefill") as node:
         asked = ALONE | {"max_tokens": 0, "logprobs": 1, "prompt_logprobs": 1}
-        answer = (await node.post("/v1/completions", **asked)).json()
+        answer = await node.answer("/v1/completions", **asked)
         (choice,) = answer["choices"]
         assert choice == {
             "index": 0,
@@ -124,19 +124,19 @@ async def test_the_other_dialects_of_a_prefill_node_that_answers_alone(tmp_path:
     native = {**NATIVE, "return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": 1}
     native |= {"return_text_in_logprobs": True}
     async with serving(scores, tmp_path, role="prefill") as node:
-        of_chat = (await node.post("/v1/chat/completions", **chat, n=2)).json()["prompt_logprobs"]
+        of_chat = (await node.answer("/v1/chat/completions", **chat, n=2))["prompt_logprobs"]
         assert of_chat[0] is None
         ranks = [entry["rank"] for entries in of_chat[1:] for entry in entries.values()]
         assert ranks == list(range(1, len(of_chat)))
         twice = native | {"text": ["hello", "ab"], "bootstrap_room": [7, 8], "prefill_only": True}
-        first, second = (await node.post("/generate", **twice | {"sampling_params": ONE})).json()
+        first, second = await node.answer("/generate", **twice | {"sampling_params": ONE})
         meta = first["meta_info"]
         assert meta["input_token_logprobs"] == INPUT_LOGPROBS
         assert meta["input_top_logprobs"] == [None, [[-1.5, 97, "a"]], [[-2.0, 97, "a"]]]
         assert len(meta["output_token_logprobs"]) == 1
         assert second["meta_info"]["input_token_logprobs"] == []
         # SGLang's routers join what they find there themselves.
-        entry = (await node.post("/generate", **native)).json()
+        entry = await node.answer("/generate", **native)
         assert entry["meta_info"]["input_token_logprobs"] == INPUT_LOGPROBS
 
 
@@ -164,7 +164,7 @@ async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> Non
     """Other routers send it both nodes."""
     async with serving(say("AB"), tmp_path) as node:
         nothing = BODY | NOTHING | {"echo": True}
-        answer = (await node.post("/v1/completions", **nothing)).json()
+        answer = await node.answer("/v1/completions", **nothing)
         assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("hello", "length")
         assert answer["usage"]["completion_tokens"] == 0
         native = await node.post("/generate", **NATIVE | {"sampling_params": {"max_new_tokens": 0}})
@@ -187,7 +187,7 @@ async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:
 async def test_long_lists_are_written_in_pieces(tmp_path: Path) -> None:
     async with serving(scores, tmp_path, role="prefill") as node:
         asked = ALONE | NOTHING | {"prompt": "x" * 190, "prompt_logprobs": 20, "logprobs": 0}
-        (choice,) = (await node.post("/v1/completions", **asked)).json()["choices"]
+        (choice,) = (await node.answer("/v1/completions", **asked))["choices"]
         assert [entry["120"]["rank"] for entry in choice["prompt_logprobs"][1:]] == list(range(1, 190))
         assert len(choice["prompt_logprobs"][7]) == 21
         assert choice["logprobs"]["text_offset"] == list(range(190))

@@ -35,7 +35,7 @@ BODY: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 100
 async def test_a_whole_answer(tmp_path: Path) -> None:
     async with serving(say("abcdef"), tmp_path) as node:
         body = BODY | {"max_output_tokens": 3, "temperature": 0.5, "metadata": {"hisparse": "true"}}
-        answer = (await node.post(PATH, **body, instructions="S", reasoning={"effort": "low"})).json()
+        answer = await node.answer(PATH, **body, instructions="S", reasoning={"effort": "low"})
         assert answer.pop("id").startswith("resp_")
         assert isinstance(answer.pop("created_at"), int)
         (item,) = answer.pop("output")
@@ -236,7 +236,7 @@ async def test_a_custom_call_that_is_cut_off_has_what_was_written(tmp_path: Path
     text = call_of("apply_patch", "input", PATCH)
     async with serving(say(text), tmp_path) as node:
         body = BODY | {"max_output_tokens": len(text) - 40, "tools": [CUSTOM]}
-        answer = (await node.post(PATH, **body)).json()
+        answer = await node.answer(PATH, **body)
         (item,) = answer["output"]
         assert (item["status"], answer["status"]) == ("incomplete", "incomplete")
         assert PATCH.startswith(item["input"])

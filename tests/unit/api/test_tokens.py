@@ -30,7 +30,7 @@ def tokenizer_with_bos(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_text_in_tokens_and_back(tmp_path: Path, role: str) -> None:
     async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role) as node:
         text = "a page €"
-        answer = (await node.post("/tokenize", model="tiny", prompt=text, return_token_strs=True)).json()
+        answer = await node.answer("/tokenize", model="tiny", prompt=text, return_token_strs=True)
         token_ids = TOKENIZER(text).input_ids
         assert token_ids[0] == BOS_ID
         assert answer == {
@@ -39,11 +39,11 @@ async def test_a_text_in_tokens_and_back(tmp_path: Path, role: str) -> None:
             "tokens": token_ids,
             "token_strs": TOKENIZER.convert_ids_to_tokens(token_ids),
         }
-        bare = (await node.post("/tokenize", prompt=text, add_special_tokens=False)).json()
+        bare = await node.answer("/tokenize", prompt=text, add_special_tokens=False)
         assert (bare["tokens"], bare["token_strs"]) == (token_ids[1:], None)
         back = await node.post("/detokenize", model="tiny", tokens=[*token_ids, EOS_ID])
         assert back.json() == {"prompt": BOS + text + EOS}
-        assert (await node.post("/detokenize", tokens=[])).json() == {"prompt": ""}
+        assert await node.answer("/detokenize", tokens=[]) == {"prompt": ""}
         assert await node.metric('hisparse_pd:num_requests_total{endpoint="/detokenize",status="200"}') == 2
 
 
@@ -64,7 +64,7 @@ CONTINUED: dict[str, Any] = {
 )
 async def test_a_chat_in_tokens(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     async with serving(say("x"), tmp_path) as node:
-        tokens = (await node.post("/tokenize", **{"messages": MESSAGES, **options})).json()["tokens"]
+        tokens = (await node.answer("/tokenize", **{"messages": MESSAGES, **options}))["tokens"]
         assert TOKENIZER.decode(tokens) == text
 
 
@@ -88,11 +88,11 @@ async def test_texts_begin_with_the_bos_token_where_the_configuration_alone_says
     expected = [first + bare[0], [BOS_ID, *bare[1]], first + bare[2]]
     async with serving(say("x"), tmp_path) as node:
         for text, token_ids in zip(texts, expected, strict=True):
-            answer = (await node.post("/tokenize", prompt=text)).json()
+            answer = await node.answer("/tokenize", prompt=text)
             assert answer["tokens"] == token_ids
         unmarked = await node.post("/tokenize", prompt="hello", add_special_tokens=False)
         assert unmarked.json()["tokens"] == bare[0]
-        chat = (await node.post("/tokenize", messages=MESSAGES)).json()["tokens"]
+        chat = (await node.answer("/tokenize", messages=MESSAGES))["tokens"]
         assert TOKENIZER.decode(chat) == "[user]hi[assistant]"  # a template wrote it
         node.engine.received.clear()
         for text in texts:
@@ -131,10 +131,10 @@ async def test_long_lists_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("hisparse_pd.api.tokens._TOKENS_A_PIECE", 32)
     async with serving(say("x"), tmp_path) as node:
         text = "z" * (CONTEXT_LENGTH - 1)
-        answer = (await node.post("/tokenize", prompt=text, return_token_strs=True)).json()
+        answer = await node.answer("/tokenize", prompt=text, return_token_strs=True)
         assert answer["tokens"] == [BOS_ID, *text.encode()]
         assert answer["token_strs"] == [BOS, *text]
-        assert (await node.post("/detokenize", tokens=list(text.encode()))).json() == {"prompt": text}
+        assert await node.answer("/detokenize", tokens=list(text.encode())) == {"prompt": text}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
