@@ -24,7 +24,7 @@ from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
 from protocol.decoding import MAX_NESTING
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
-from tests.unit.api.support import MESSAGES, MINIMAL, ROOM, parse
+from tests.unit.api.support import MESSAGES, MINIMAL, parse
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 DECODE_LIMITS = Limits(CONTEXT_LENGTH, 200, 100, holds_output=True)
@@ -199,23 +199,18 @@ def test_derived_rooms_are_rooms(room: int, sample_index: int) -> None:
 
 
 def test_one_room_serves_all_samples() -> None:
-    expected = [7, derive_room(7, 1), derive_room(7, 2), derive_room(7, 3)]
-    assert rooms(completion(n=4)) == expected
-    assert rooms(completion(prompt=["a", "b"], n=2)) == expected
+    expected = [7, *(derive_room(7, index) for index in (1, 2, 3))]
+    assert rooms(completion(n=4)) == rooms(completion(prompt=["a", "b"], n=2)) == expected
 
 
 def test_a_list_of_rooms_has_one_a_prompt_or_one_a_sample() -> None:
-    lists = {"bootstrap_host": ["a", "b"], "bootstrap_port": [1, None], "bootstrap_room": [3, 4]}
+    lists = {"bootstrap_host": ["a", "[::1]"], "bootstrap_port": [1, None], "bootstrap_room": [3, 4]}
     request = completion(prompt=["x", "y"], n=2, **lists)
     assert rooms(request) == [3, derive_room(3, 1), 4, derive_room(4, 1)]
-    assert [meeting.bootstrap_host for meeting in request.rendezvous] == ["a", "a", "b", "b"]
+    assert [meeting.bootstrap_host for meeting in request.rendezvous] == ["a", "a", "::1", "::1"]
     assert [meeting.bootstrap_port for meeting in request.rendezvous] == [1, 1, 8998, 8998]
-    assert rooms(completion(prompt=["x"], **{**ROOM, "bootstrap_room": [3]})) == [3]
+    assert rooms(completion(prompt=["x"], bootstrap_room=[3])) == [3]
     assert rooms(chat(n=2, **lists)) == [3, 4]
-
-
-def test_ipv6_hosts_lose_their_brackets() -> None:
-    assert completion(bootstrap_host="[::1]").rendezvous[0].bootstrap_host == "::1"
 
 
 # --- the flag --------------------------------------------------------------------------------------
@@ -364,12 +359,24 @@ TYPED_COMPLETIONS: list[Case] = [
 TYPED_CHAT: list[Case] = [
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": "hi"}, "messages", '"hi" must be a list'),
-    ({"messages": ["hi"]}, "messages[0]", "must be an object"),
-    ({"messages": [{"role": "robot"}]}, "messages[0].role", '"robot" must be "assistant", "developer"'),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0].type",
-        '"image_url" must be "text"; other parts are not supported',
+    *(
+        ({"messages": [message]}, f"messages[0]{place}", said)
+        for message, place, said in (
+            ("hi", "", "must be an object"),
+            ({"role": "robot"}, ".role", '"robot" must be "assistant", "developer"'),
+            (
+                {"role": "user", "content": [{"type": "image_url"}]},
+                ".content[0].type",
+                '"image_url" must be "text"; other parts are not supported',
+            ),
+            (
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+                ".tool_calls[0].function.arguments",
+                "an object with 0 fields must be `str | null`",
+            ),
+            ({"role": "system", "content": "a", "response_format": {}}, ".response_format", "not supported"),
+            ({"role": "assistant", "function_call": {}}, ".function_call", "not supported"),
+        )
     ),
     ({"logprobs": 3}, "logprobs", "3 must be `bool | null`"),
     ({"top_logprobs": 21}, "top_logprobs", "21 must be `int` <= 20"),
@@ -378,29 +385,19 @@ TYPED_CHAT: list[Case] = [
     ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
     ({"echo": True}, "echo", "true is not supported"),
     ({"tools": {}}, "tools", "must be a list"),
-    ({"tools": ["x"]}, "tools[0]", "must be an object"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", 'must be "function"; other tools are'),
-    ({"tools": [{"type": "function"}]}, "tools[0].function", "the field is needed"),
-    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "the field is needed"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
-        "tools[0].function.parameters",
-        "a list with 0 entries must be a JSON schema",
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
-        "messages[0].tool_calls[0].function.arguments",
-        "an object with 0 fields must be `str | null`",
-    ),
-    (
-        {"messages": [{"role": "system", "content": "a", "response_format": {"type": "json_object"}}]},
-        "messages[0].response_format",
-        "not supported",
-    ),
-    (
-        {"messages": [{"role": "assistant", "function_call": {}}]},
-        "messages[0].function_call",
-        "not supported",
+    *(
+        ({"tools": [tool]}, f"tools[0]{place}", said)
+        for tool, place, said in (
+            ("x", "", "must be an object"),
+            ({"type": "web_search"}, ".type", 'must be "function"; other tools are'),
+            ({"type": "function"}, ".function", "the field is needed"),
+            ({"type": "function", "function": {}}, ".function.name", "the field is needed"),
+            (
+                {"type": "function", "function": {"name": "f", "parameters": []}},
+                ".function.parameters",
+                "a list with 0 entries must be a JSON schema",
+            ),
+        )
     ),
 ]
 TYPED_GENERATE: list[Case] = [
@@ -417,6 +414,7 @@ TYPED_GENERATE: list[Case] = [
     ({"custom_labels": {"hisparse": "maybe"}}, "custom_labels.hisparse", '"maybe" must be true'),
     ({"tools": [{}]}, "tools", "not supported"),
 ]
+OPENAIS = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 TYPED_CASES = [
     *(
         (endpoint, {field: value}, field, "not supported")
@@ -425,11 +423,11 @@ TYPED_CASES = [
     ),
     *(
         (endpoint, {field: beyond}, field, f"{beyond} must be")
-        for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
+        for endpoint in OPENAIS
         for field, (low, high) in BOUNDS.items()
         for beyond in (low - 1, high + 1)
     ),
-    *((endpoint, *case) for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) for case in TYPED),
+    *((endpoint, *case) for endpoint in OPENAIS for case in TYPED),
     *((Endpoint.COMPLETIONS, *case) for case in TYPED_COMPLETIONS),
     *((Endpoint.CHAT, *case) for case in TYPED_CHAT),
     *((Endpoint.GENERATE, *case) for case in TYPED_GENERATE),
@@ -443,8 +441,9 @@ EVERYWHERE: list[Case] = [
     ({"bootstrap_host": "user@127.0.0.1"}, "bootstrap_host", "must be a host name"),
     ({"bootstrap_host": "a\nb"}, "bootstrap_host", "must be a host name"),
 ]
+SCORES = "must be false where logprobs of the prompt"
 OPENAI: list[Case] = [
-    ({"prompt_logprobs": 0, "stream": True}, "stream", "true must be false where logprobs of the prompt"),
+    ({"prompt_logprobs": 0, "stream": True}, "stream", f"true {SCORES}"),
     ({"prefill_only": True, "max_tokens": 2}, "prefill_only", "needs max_tokens of 1 at most"),
     ({"prefill_only": True, "max_tokens": None}, "prefill_only", "needs max_tokens of 1 at most"),
     ({"max_tokens": 0, "min_tokens": 1}, "min_tokens", "1 must be at most max_tokens, which is 0"),
@@ -454,44 +453,38 @@ OPENAI: list[Case] = [
 COMPLETIONS: list[Case] = [
     ({"prompt": None}, "prompt", "is needed"),
     ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 samples"),
-    ({"echo": True, "logprobs": 0, "stream": True}, "stream", "must be false where logprobs of the prompt"),
+    ({"echo": True, "logprobs": 0, "stream": True}, "stream", SCORES),
     ({"prompt": ["a", "b"], "bootstrap_room": [1, 1]}, "bootstrap_room", "different room"),
 ]
+USERS_CALL = {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}
 CHAT: list[Case] = [
     ({"messages": None}, "messages", "at least one message"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string"),
     ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "must be a string"),
+    ({"messages": [USERS_CALL]}, "messages[0].tool_calls", "belong to a message of the assistant"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "must not set"),
     ({"continue_final_message": True}, "continue_final_message", "last message of the assistant"),
     ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    (
-        {"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]},
-        "messages[0].tool_calls",
-        "belong to a message of the assistant",
-    ),
 ]
+NONE_AND_ONE = [{"max_new_tokens": 0}, {"max_new_tokens": 1}]
 GENERATE: list[Case] = [
     ({"text": None}, "text", "exactly one of text and input_ids"),
     ({"input_ids": [1], "text": "a"}, "text", "exactly one of text and input_ids"),
     ({"sampling_params": [{}, {}]}, "sampling_params", "one entry a prompt, 1"),
     (
-        {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]},
+        {"text": ["a", "b"], "sampling_params": NONE_AND_ONE},
         "sampling_params",
-        "must have max_new_tokens 0 for all prompts or for none",
+        "0 for all prompts or for none",
     ),
-    (
-        {"return_logprob": True, "logprob_start_len": 0, "stream": True},
-        "stream",
-        "must be false where logprobs of the prompt",
-    ),
+    ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "stream", SCORES),
     ({"rid": ["a", "b"]}, "rid", "one string a prompt, 1"),
 ]
 CASES = [
     *TYPED_CASES,
     *((endpoint, *case) for endpoint in Endpoint for case in EVERYWHERE),
-    *((endpoint, *case) for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) for case in OPENAI),
+    *((endpoint, *case) for endpoint in OPENAIS for case in OPENAI),
     *((Endpoint.COMPLETIONS, *case) for case in COMPLETIONS),
     *((Endpoint.CHAT, *case) for case in CHAT),
     *((Endpoint.GENERATE, *case) for case in GENERATE),
