@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from hisparse_pd.api.argument_forms import NotWritable, SchemaReader, Steps, texts_of
-from hisparse_pd.api.chat_format import DSML, V31, ToolMarkup
+from hisparse_pd.api.chat_format import STRING_ATTRIBUTE, Markup, ToolMarkup
 from hisparse_pd.api.constraints import schema_text
 from hisparse_pd.api.lark import ANY, NEWLINE, Lark, json_value, literal, sequence
 from hisparse_pd.api.tool_schemas import ToolSchemas
@@ -45,11 +45,14 @@ class CallableTool:
 class CallWriter(ABC):
     """Writes the calls of one markup. They begin with ``opening``; ``gap`` may precede it."""
 
-    opening: str
     gap = ""
 
-    def __init__(self, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps) -> None:
+    def __init__(
+        self, markup: Markup, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps
+    ) -> None:
         """``tools``: all of the request; ``steps``: what reading their schemas is paid from."""
+        self.opening = markup.openings[-1]
+        self._markup = markup
         self._lark = lark
         self._steps = steps
         self._schemas = ToolSchemas(tools, steps)
@@ -154,22 +157,19 @@ _COMBINING = (
 class _Glm(_WithArguments):
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``, with line breaks."""
 
-    opening = "<tool_call>"
-    _END, _END_OF_VALUE = "</tool_call>", "</arg_value>"
-
     def _call(self, tool: CallableTool) -> str:
-        end = self._lark.mark(self._END)
+        end = self._lark.mark(self._markup.call_end)
         return sequence(literal(tool.name), f"{NEWLINE}?", *self._arguments(tool), end)
 
     def _argument(self, key: str, value: str) -> str:
-        mark = self._lark.mark
-        keyed = sequence(mark("<arg_key>"), key, mark("</arg_key>"), f"{NEWLINE}?", mark("<arg_value>"))
+        markup, mark = self._markup, self._lark.mark
+        keyed = sequence(mark(markup.key), key, mark(markup.end_of_key), f"{NEWLINE}?", mark(markup.value))
         return sequence(keyed, value, f"{NEWLINE}?")
 
     def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
         """Bare or JSON, as ``ToolSchemas.to_json`` will tell them apart."""
         forms = reader.forms(schema)
-        end = self._lark.mark(self._END_OF_VALUE)
+        end = self._lark.mark(self._markup.end_of_value)
         if forms.is_anything:
             return self._bare(ANY)
         if forms.whole is not None:
@@ -193,10 +193,10 @@ class _Glm(_WithArguments):
         return f"({' | '.join(written)})"
 
     def _bare(self, text: str) -> str:
-        return self._lark.until(self._END_OF_VALUE, text, (self._END,))
+        return self._lark.until(self._markup.end_of_value, text, (self._markup.call_end,))
 
     def _is_read_back(self, tool: str, name: str, text: str) -> bool:
-        if self._END in text or self._END_OF_VALUE in text:
+        if self._markup.call_end in text or self._markup.end_of_value in text:
             return False
         return bool(msgspec.json.decode(self._schemas.to_json(tool, name, text)) == text)
 
@@ -204,30 +204,22 @@ class _Glm(_WithArguments):
 class _Dsml(_WithArguments):
     """DeepSeek-V3.2's, in which each argument says whether it is a bare string."""
 
-    opening = f"<{DSML}function_calls>"
     gap = f"({NEWLINE} {NEWLINE})?"
 
     def _calls(self, call: str, at_most_one: bool) -> str:
         many = "" if at_most_one else "+"
-        return f"{NEWLINE} ({call} {NEWLINE}){many} {self._lark.mark(f'</{DSML}function_calls>')}"
+        return f"{NEWLINE} ({call} {NEWLINE}){many} {self._lark.mark(self._markup.closing)}"
 
     def _call(self, tool: CallableTool) -> str:
-        name = sequence(self._lark.mark(f"<{DSML}invoke"), literal(f' name="{tool.name}">\n'))
-        arguments = self._arguments(tool)
-        return sequence(name, *(arguments or [f"{NEWLINE}?"]), self._lark.mark(f"</{DSML}invoke>"))
+        markup, mark = self._markup, self._lark.mark
+        name = sequence(mark(markup.call), literal(f"{tool.name}{markup.end_of_name}\n"))
+        return sequence(name, *(self._arguments(tool) or [f"{NEWLINE}?"]), mark(markup.call_end))
 
     def _argument(self, key: str, value: str) -> str:
-        return sequence(
-            self._lark.mark(f"<{DSML}parameter"),
-            literal(' name="'),
-            key,
-            literal('" string="'),
-            value,
-            NEWLINE,
-        )
+        return sequence(self._lark.mark(self._markup.key), key, literal(STRING_ATTRIBUTE), value, NEWLINE)
 
     def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
-        end = f"</{DSML}parameter>"
+        end = self._markup.end_of_value
         forms = reader.forms(schema)
         written = []
         if bare := self._texts([text for text in forms.texts if end not in text], reader.regexes(forms)):
@@ -242,32 +234,26 @@ class _Dsml(_WithArguments):
 class _DeepSeekV31(CallWriter):
     """DeepSeek-V3.1's, in which the arguments are one JSON object."""
 
-    opening = V31.CALLS
-
     def _calls(self, call: str, at_most_one: bool) -> str:
-        return sequence(call if at_most_one else f"{call}+", self._lark.mark(V31.END_OF_CALLS))
+        return sequence(call if at_most_one else f"{call}+", self._lark.mark(self._markup.closing))
 
     def _call(self, tool: CallableTool) -> str:
-        mark = self._lark.mark
-        name = sequence(mark(V31.CALL), literal(tool.name), mark(V31.SEPARATOR))
-        return sequence(name, _json_arguments(tool), mark(V31.END_OF_CALL))
+        markup, mark = self._markup, self._lark.mark
+        name = sequence(mark(markup.call), literal(tool.name), mark(markup.end_of_name))
+        return sequence(name, _json_arguments(tool), mark(markup.call_end))
 
 
 class _Hermes(CallWriter):
     """``<tool_call>{"name": "...", "arguments": {...}}</tool_call>``, with line breaks."""
 
-    opening = "<tool_call>"
-
     def _call(self, tool: CallableTool) -> str:
         name = literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
-        end = self._lark.mark("</tool_call>")
+        end = self._lark.mark(self._markup.call_end)
         return sequence(f"{NEWLINE}?", name, _json_arguments(tool), literal("}"), f"{NEWLINE}?", end)
 
 
 class _Mistral(CallWriter):
     """``[TOOL_CALLS]name[ARGS]{...}``, the next call or the answer's end behind it."""
-
-    opening = "[TOOL_CALLS]"
 
     def _calls(self, call: str, at_most_one: bool) -> str:
         return call if at_most_one else f"{call} ({self._lark.mark(self.opening)} {call})*"
@@ -275,7 +261,7 @@ class _Mistral(CallWriter):
     def _call(self, tool: CallableTool) -> str:
         if "[" in tool.name:
             raise NotWritable("has a name that this model's calls cannot have")
-        return sequence(literal(tool.name), self._lark.mark("[ARGS]"), _json_arguments(tool))
+        return sequence(literal(tool.name), self._lark.mark(self._markup.end_of_name), _json_arguments(tool))
 
 
 def _json_arguments(tool: CallableTool) -> str:

@@ -71,8 +71,9 @@ def write_grammar(
             return lark.text(
                 sequence(_thoughts(lark, think, reasoning), f"({_answer(lark, answer, excluded)})")
             )
-        writer = CALL_WRITERS[chat_format.markup](lark, tools, Steps())
-        interrupts = MARKUPS[chat_format.markup].ends_reasoning
+        markup = MARKUPS[chat_format.markup]
+        writer = CALL_WRITERS[chat_format.markup](markup, lark, tools, Steps())
+        interrupts = markup.ends_reasoning
         reads_calls = interrupts or not separates_reasoning
         thoughts = _thoughts(lark, think, reasoning, [writer.opening] if reads_calls else ())
         parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
