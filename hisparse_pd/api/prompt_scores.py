@@ -102,37 +102,33 @@ def _write(
     first = 1
     """Of the piece, the first token that has a logprob."""
     for piece in _pieces(token_ids, rows, scores.num_top):
+        unknown, known = [None] * first, piece[first:]
         if options.num_prompt_logprobs is not None:
-            choice["prompt_logprobs"] += encoded([None] * first)
-            by_id = [_by_id(token_bytes, token, options.num_prompt_logprobs) for token in piece[first:]]
-            choice["prompt_logprobs"] += encoded(by_id)
+            by_id = [_by_id(token_bytes, token, options.num_prompt_logprobs) for token in known]
+            choice["prompt_logprobs"] += encoded([*unknown, *by_id])
         if offsets is not None:
             texts = [token_bytes.text(token.token_id) for token in piece]
             logprobs["tokens"] += encoded(texts)
             logprobs["text_offset"] += encoded([offsets.next(text) for text in texts])
-            for name in ("token_logprobs", "top_logprobs"):
-                logprobs[name] += encoded([None] * first)
-            logprobs["token_logprobs"] += encoded([finite(token.logprob) for token in piece[first:]])
+            logprobs["token_logprobs"] += encoded([*unknown, *(finite(token.logprob) for token in known)])
             likeliest = [
                 likeliest_by_text(token_bytes, token.token_id, token.logprob, token.top[:num_shown])
-                for token in piece[first:]
+                for token in known
             ]
-            logprobs["top_logprobs"] += encoded(likeliest)
+            logprobs["top_logprobs"] += encoded([*unknown, *likeliest])
         if options.logprob_start is not None:
             # SGLang has no logprob of the first token from where it starts, wherever that is.
             with_text = options.text_in_logprobs
-            shown = [sglang_token(token_bytes, token.token_id, None, with_text) for token in piece[:first]]
-            shown += [
-                sglang_token(token_bytes, token.token_id, token.logprob, with_text) for token in piece[first:]
-            ]
+            entries: list[tuple[int, float | None]] = [(token.token_id, None) for token in piece[:first]]
+            entries += [(token.token_id, token.logprob) for token in known]
+            shown = [sglang_token(token_bytes, *entry, with_text) for entry in entries]
             meta["input_token_logprobs"] += encoded(shown)
             if num_shown:
                 tops = [
                     [sglang_token(token_bytes, *entry, with_text) for entry in token.top[:num_shown]]
-                    for token in piece[first:]
+                    for token in known
                 ]
-                meta["input_top_logprobs"] += encoded([None] * first)
-                meta["input_top_logprobs"] += encoded(tops)
+                meta["input_top_logprobs"] += encoded([*unknown, *tops])
         first = 0
         yield True
 
