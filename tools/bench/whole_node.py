@@ -68,7 +68,7 @@ from tools.checkpoints.make_synthetic import write_published
 from tools.checkpoints.quantize_fp8 import QUANTIZATION
 
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}
-"""Tokens of a step by drafts, as docs/operations.md counts."""
+"""Tokens of a step by drafts, as docs/models.md counts."""
 MAIN_MEMORY_SHARE = 0.9
 GRACE_SECS = 5.0
 """That ranks have to end by themselves, before they are ended."""
@@ -105,7 +105,7 @@ def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.devic
 
 
 def as_accepted(row: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Tokens a second of a user, a GPU and the node, with as many accepted as docs/operations.md counts."""
+    """Tokens a second of a user, a GPU and the node, with as many accepted as docs/models.md counts."""
     accepted = ACCEPTED.get(row["num_drafts"])
     of_user = None if accepted is None else 1e3 * accepted / row["step_ms"]
     of_gpu = of_user and row["batch"] * of_user
