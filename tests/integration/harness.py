@@ -11,20 +11,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import httpx
+import openai
 
 from hisparse_pd.ports import free_port
 from router.supervisor import Health, ProgressTimeout, probe
 from tests import waiting
 from tests.integration.preloaded import NAME as PRELOADED
 from tests.integration.preloaded import ForkedService, Preloaded
+from tests.stream_events import events_in
 from tests.tls_files import TlsFiles
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -38,6 +41,7 @@ START_TIMEOUT_SECS = 90.0 if DEVICE == "cpu" else 240.0
 """Without progress of a node that loads, or compiles all kernels of its steps where there are none yet."""
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
 FORKED_MODULES = ("hisparse_pd", "tests.faults.node")
+NO_FAULTS: Mapping[str, str] = MappingProxyType({})
 FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
 wait_until = functools.partial(waiting.wait_until, poll_secs=0.05)
@@ -86,6 +90,10 @@ class Service:
                 env=environment,
                 start_new_session=True,
             )
+
+    def put_in(self, faults: Mapping[str, str]) -> None:
+        """From the next start on; none: the product as it is."""
+        self.module, self.env = ("tests.faults.node", dict(faults)) if faults else ("hisparse_pd", {})
 
     def is_healthy(self) -> bool:
         return self._health().is_healthy
@@ -212,6 +220,19 @@ def output_ids(url: str, **change: Any) -> list[int]:
     return found
 
 
+def openai_client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+def streamed(url: str, body: Mapping[str, Any]) -> list[Any]:
+    """The events of a streamed answer, decoded."""
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=REQUEST_TIMEOUT_SECS) as answer:
+        assert answer.status_code == 200, answer.read()
+        text = "".join(answer.iter_text())
+    assert text.endswith("data: [DONE]\n\n")
+    return events_in(text)
+
+
 def both_legs(prefill: Service, decode: Service, room: int, **change: Any) -> list[httpx.Response]:
     """What both nodes answer to one ``generate``, as a router sends it."""
     room_fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
@@ -334,11 +355,17 @@ def deployment(
     prefill_options: Sequence[str] = (),
     decode_options: Sequence[str] = (),
     router_options: Sequence[str] = (),
+    prefill_faults: Mapping[str, str] = NO_FAULTS,
+    decode_faults: Mapping[str, str] = NO_FAULTS,
 ) -> Iterator[Deployment]:
+    """``prefill_faults`` and ``decode_faults``: what ``tests.faults.node`` puts into the nodes."""
     prefill = [
         prefill_service(checkpoint, log_dir, f"prefill-{i}", prefill_options) for i in range(num_prefill)
     ]
     decode = [decode_service(checkpoint, log_dir, f"decode-{i}", decode_options) for i in range(num_decode)]
+    for nodes, faults in ((prefill, prefill_faults), (decode, decode_faults)):
+        for node in nodes:
+            node.put_in(faults)
     router = router_service(prefill, decode, log_dir, router_options)
     with running([*prefill, *decode, router]):
         yield Deployment(prefill, decode, router)

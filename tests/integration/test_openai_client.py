@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,14 +9,14 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.harness import Deployment
+from tests.integration.harness import Deployment, openai_client, streamed
 
 PROMPT = "The pages of the pool are sixty-four tokens long, and the last one is rarely full. " * 4
 
 
 @pytest.fixture(scope="module")
 def client(pair: Deployment) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+    with openai_client(pair.url) as made:
         yield made
 
 
@@ -136,10 +135,7 @@ def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
     assert whole["meta_info"]["completion_tokens"] == 9
     assert whole["meta_info"]["finish_reason"]["type"] == "length"
     assert whole["meta_info"]["hisparse"]["mode"] == "hisparse"
-    with httpx.stream("POST", f"{pair.url}/generate", json={**body, "stream": True}, timeout=60) as answer:
-        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["text"] == whole["text"]
+    assert streamed(f"{pair.url}/generate", body)[-1]["text"] == whole["text"]
 
 
 @pytest.mark.I6

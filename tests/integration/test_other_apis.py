@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.harness import Deployment
+from tests.integration.harness import Deployment, openai_client
 from tests.unit.api.support import named_events
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is a page?"}]
@@ -69,7 +69,7 @@ def test_responses_by_the_official_client(pair: Deployment, chat: dict[str, Any]
         "temperature": 0,
         "extra_body": {"ignore_eos": True, "hisparse": True},
     }
-    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+    with openai_client(pair.url) as client:
         whole = client.responses.create(**options)
         assert (whole.output_text, whole.status) == (text, "incomplete")
         assert whole.usage is not None

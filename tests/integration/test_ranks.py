@@ -8,8 +8,7 @@ import random
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.integration.harness import (
     DEVICE,
     FLAGS,
+    Deployment,
     Load,
     Service,
     at_once,
@@ -33,7 +33,6 @@ from tests.integration.harness import (
     is_empty,
     pool_usage,
     prefill_service,
-    router_service,
     running,
     wait_until,
 )
@@ -49,23 +48,17 @@ DECODE = ("--page-size", "16", "--device-buffer-size", "80", "--device-pool-toke
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Of two ranks each."""
+ROOMS = itertools.count(1)
 
-    prefill: Service
-    decode: Service
-    router: Service
-    rooms: Iterator[int]
 
-    def ask(self, prefill: Service, decode: Service, token_ids: list[int], flag: bool | str) -> list[int]:
-        """Through these two; as a router does."""
-        fields = {"input_ids": token_ids, "hisparse": flag, "params": {"max_new_tokens": NUM_NEW_TOKENS}}
-        delivery, answer = both_legs(prefill, decode, next(self.rooms), **fields)
-        assert answer.status_code == 200, answer.text
-        assert delivery.status_code == 200, delivery.text
-        found: list[int] = answer.json()["output_ids"]
-        return found
+def ask(prefill: Service, decode: Service, token_ids: list[int], flag: bool | str) -> list[int]:
+    """Through these two; as a router does."""
+    fields = {"input_ids": token_ids, "hisparse": flag, "params": {"max_new_tokens": NUM_NEW_TOKENS}}
+    delivery, answer = both_legs(prefill, decode, next(ROOMS), **fields)
+    assert answer.status_code == 200, answer.text
+    assert delivery.status_code == 200, delivery.text
+    found: list[int] = answer.json()["output_ids"]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,23 +74,25 @@ def checkpoint(checkpoint_of: Callable[[str], Path]) -> Path:
     return checkpoint_of("v32")
 
 
-@contextmanager
-def started(checkpoint: Path, directory: Path) -> Iterator[Nodes]:
-    prefill = prefill_service(checkpoint, directory, "prefill", [*PREFILL, *RANKS])
-    decode = decode_service(checkpoint, directory, "decode", [*DECODE, *RANKS])
-    router = router_service([prefill], [decode], directory, ["--policy", "cache_aware"])
-    with running([prefill, decode, router]):
-        yield Nodes(prefill, decode, router, itertools.count(1))
+def of_two_ranks(checkpoint: Path, directory: Path) -> AbstractContextManager[Deployment]:
+    """A prefill node and a decode node of two ranks each."""
+    return deployment(
+        checkpoint,
+        directory,
+        prefill_options=[*PREFILL, *RANKS],
+        decode_options=[*DECODE, *RANKS],
+        router_options=["--policy", "cache_aware"],
+    )
 
 
 @pytest.fixture(scope="module")
-def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    with started(checkpoint, tmp_path_factory.mktemp("ranks")) as nodes:
+def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with of_two_ranks(checkpoint, tmp_path_factory.mktemp("ranks")) as nodes:
         yield nodes
 
 
-def check_tokens(nodes: Nodes, pairs: Sequence[tuple[Service, Service]], checkpoint: Path) -> None:
-    """Of each pair, in all modes at once."""
+def check_tokens(pairs: Sequence[tuple[Service, Service]], checkpoint: Path) -> None:
+    """Of each pair of a prefill and a decode node, in all modes at once."""
     drawn = random.Random(11)
     prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
     with closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle:
@@ -107,7 +102,7 @@ def check_tokens(nodes: Nodes, pairs: Sequence[tuple[Service, Service]], checkpo
 
     def answer(job: tuple[int, int, bool | str]) -> list[int]:
         pair, number, flag = job
-        return nodes.ask(*pairs[pair], prompts[number], flag)
+        return ask(*pairs[pair], prompts[number], flag)
 
     answers = at_once(answer, jobs, NUM_CONCURRENT)
     wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[1]]]
@@ -116,9 +111,9 @@ def check_tokens(nodes: Nodes, pairs: Sequence[tuple[Service, Service]], checkpo
 
 @pytest.mark.I5
 @pytest.mark.timeout(600)
-def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> None:
-    check_tokens(nodes, [(nodes.prefill, nodes.decode)], checkpoint)
-    numbers = httpx.get(nodes.decode.url + "/metrics", timeout=10).text
+def test_tokens_are_the_oracles_on_any_ranks(nodes: Deployment, checkpoint: Path) -> None:
+    check_tokens([(nodes.prefill[0], nodes.decode[0])], checkpoint)
+    numbers = httpx.get(nodes.decode[0].url + "/metrics", timeout=10).text
     for rank in (0, 1):
         served = re.findall(
             rf'^hisparse_pd:requests_total{{dp_rank="{rank}",mode=".*"}} (.*)$', numbers, re.M
@@ -126,18 +121,18 @@ def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> 
         assert sum(map(float, served)) > 0, f"rank {rank} of the decode node served nobody"
 
 
-def check_other_numbers_of_ranks(nodes: Nodes, checkpoint: Path, directory: Path) -> None:
+def check_other_numbers_of_ranks(nodes: Deployment, checkpoint: Path, directory: Path) -> None:
     prefill = prefill_service(checkpoint, directory, "prefill-of-one", PREFILL)
     decode = decode_service(checkpoint, directory, "decode-of-one", DECODE)
     with running([prefill, decode]):
-        check_tokens(nodes, [(prefill, nodes.decode), (nodes.prefill, decode)], checkpoint)
+        check_tokens([(prefill, nodes.decode[0]), (nodes.prefill[0], decode)], checkpoint)
 
 
 @pytest.mark.I5
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tokens_are_the_oracles_where_nodes_have_other_numbers_of_ranks(
-    nodes: Nodes, checkpoint: Path, tmp_path: Path
+    nodes: Deployment, checkpoint: Path, tmp_path: Path
 ) -> None:
     check_other_numbers_of_ranks(nodes, checkpoint, tmp_path)
 
@@ -149,50 +144,50 @@ def test_tokens_of_another_model_are_the_oracles_on_any_ranks(
     checkpoint_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     checkpoint = checkpoint_of("mistral")
-    with started(checkpoint, tmp_path) as nodes:
-        check_tokens(nodes, [(nodes.prefill, nodes.decode)], checkpoint)
+    with of_two_ranks(checkpoint, tmp_path) as nodes:
+        check_tokens([(nodes.prefill[0], nodes.decode[0])], checkpoint)
         check_other_numbers_of_ranks(nodes, checkpoint, tmp_path)
 
 
 @pytest.mark.I5
-def test_one_rank_works_while_the_other_has_nothing(nodes: Nodes) -> None:
+def test_one_rank_works_while_the_other_has_nothing(nodes: Deployment) -> None:
     """And nothing is left in the pools of either."""
     token_ids = [32 + number % 90 for number in range(150)]
-    alone = [nodes.ask(nodes.prefill, nodes.decode, token_ids, flag) for flag in (True, False)]
+    alone = [ask(nodes.prefill[0], nodes.decode[0], token_ids, flag) for flag in (True, False)]
     assert alone[0] == alone[1]
-    for node in (nodes.prefill, nodes.decode):
-        httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
+    nodes.flush_prefix_caches()
+    for node in (*nodes.prefill, *nodes.decode):
         wait_until(lambda node=node: is_empty(node), f"{node.name} is empty")
 
 
 @pytest.mark.timeout(300)
-def test_what_a_node_says_of_its_ranks(nodes: Nodes) -> None:
-    for node in (nodes.prefill, nodes.decode):
+def test_what_a_node_says_of_its_ranks(nodes: Deployment) -> None:
+    for node in (*nodes.prefill, *nodes.decode):
         assert httpx.get(node.url + "/server_info").json()["dp_size"] == 2
         assert [load["dp_rank"] for load in httpx.get(node.url + "/get_load").json()] == [0, 1]
-    info = httpx.get(f"http://127.0.0.1:{nodes.prefill.bootstrap_port}/bootstrap").json()
+    info = httpx.get(f"http://127.0.0.1:{nodes.prefill[0].bootstrap_port}/bootstrap").json()
     ranks = info["ranks"]
     assert len({rank["instance_id"] for rank in ranks}) == len({rank["control_port"] for rank in ranks}) == 2
 
 
-def test_samples_of_one_prompt_go_to_all_ranks(nodes: Nodes) -> None:
+def test_samples_of_one_prompt_go_to_all_ranks(nodes: Deployment) -> None:
     params = {"max_new_tokens": 4, "n": 5}
-    answers = both_legs(nodes.prefill, nodes.decode, next(nodes.rooms), params=params)
+    answers = both_legs(nodes.prefill[0], nodes.decode[0], next(ROOMS), params=params)
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     assert len({tuple(sample["output_ids"]) for sample in answers[1].json()}) == 1
 
 
-def test_what_a_rank_has_cached_is_found_again(nodes: Nodes) -> None:
+def test_what_a_rank_has_cached_is_found_again(nodes: Deployment) -> None:
     prompts = [f"{number}: " + "all that was said so far, " * 24 for number in range(4)]
     for num_before in range(2):
         for prompt in prompts:
-            num_cached = generated(nodes.router.url, text=prompt)["meta_info"]["cached_tokens"]
+            num_cached = generated(nodes.url, text=prompt)["meta_info"]["cached_tokens"]
             assert (num_cached > 0) is (num_before > 0), (prompt, num_before)
 
 
-def test_each_rank_of_a_node_has_its_numbers(nodes: Nodes) -> None:
+def test_each_rank_of_a_node_has_its_numbers(nodes: Deployment) -> None:
     def loads() -> list[dict[str, Any]]:
-        found = httpx.get(f"{nodes.router.url}/status", timeout=10).json()["nodes"]
+        found = httpx.get(f"{nodes.url}/status", timeout=10).json()["nodes"]
         assert [node["load_trouble"] for node in found] == ["", ""]
         return [node["load"] for node in found]
 
@@ -232,12 +227,11 @@ def test_experts_in_fp8_are_those_of_the_weights_in_float32(tmp_path: Path) -> N
 @pytest.mark.timeout(600)
 def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(checkpoint: Path, tmp_path: Path) -> None:
     """Requests in flight end in an error, within the heartbeats; the peer goes on with the next run."""
-    prefill = prefill_service(checkpoint, tmp_path, "prefill", [*PREFILL, *RANKS, *HEARTBEATS])
-    decode = decode_service(checkpoint, tmp_path, "decode", [*DECODE, *RANKS, *HEARTBEATS])
-    router = router_service([prefill], [decode], tmp_path, ["--max-retries", "0"])
 
-    def lose_a_rank(lost: Service, peer: Service, number: signal.Signals, says: str) -> None:
-        with Load(router.url, num_clients=6, max_new_tokens=200) as load:
+    def lose_a_rank(
+        pair: Deployment, lost: Service, peer: Service, number: signal.Signals, says: str
+    ) -> None:
+        with Load(pair.url, num_clients=6, max_new_tokens=200) as load:
             load.wait_for_more(3)
             os.kill(engine_pids(lost)[1], number)
             assert lost.process is not None
@@ -250,13 +244,20 @@ def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(checkpoint: Pa
         lost.log_path.write_text("")
         lost.start()
         lost.wait_healthy()
-        wait_until(lambda: generate(router.url, params={"max_new_tokens": 4}).status_code == 200, "an answer")
-        httpx.post(prefill.url + "/flush_cache", timeout=10).raise_for_status()
-        wait_until(lambda: pool_usage(decode) == 0, "the decode node's pools are empty")
+        wait_until(lambda: generate(pair.url, params={"max_new_tokens": 4}).status_code == 200, "an answer")
+        pair.flush_prefix_caches()
+        wait_until(lambda: pool_usage(pair.decode[0]) == 0, "the decode node's pools are empty")
         assert peer.process is not None
         assert peer.process.poll() is None
 
-    with running([prefill, decode, router]):
-        assert generate(router.url, params={"max_new_tokens": 4}).status_code == 200
-        lose_a_rank(decode, prefill, signal.SIGKILL, "rank 1 exited with status -9")
-        lose_a_rank(prefill, decode, signal.SIGSTOP, "has died, or stands still")
+    with deployment(
+        checkpoint,
+        tmp_path,
+        prefill_options=[*PREFILL, *RANKS, *HEARTBEATS],
+        decode_options=[*DECODE, *RANKS, *HEARTBEATS],
+        router_options=["--max-retries", "0"],
+    ) as pair:
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        assert generate(pair.url, params={"max_new_tokens": 4}).status_code == 200
+        lose_a_rank(pair, decode, prefill, signal.SIGKILL, "rank 1 exited with status -9")
+        lose_a_rank(pair, prefill, decode, signal.SIGSTOP, "has died, or stands still")

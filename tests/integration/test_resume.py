@@ -1,6 +1,6 @@
 """Streams whose decode node is lost go on at the other one, and say what they would have said (I5).
 
-Losses are connections that are cut behind every twentieth line of the journal, and nodes that are killed,
+Losses are connections that are cut behind some lines of the journal, and nodes that are killed,
 stopped or told to leave. Steps verify drafts, so that a line may be of several tokens.
 """
 
@@ -29,6 +29,7 @@ from tests.integration.harness import (
     Service,
     at_once,
     decode_service,
+    deployment,
     engine_pids,
     is_idle,
     prefill_service,
@@ -43,11 +44,12 @@ pytestmark = pytest.mark.I5
 
 Json = dict[str, Any]
 LINES_BETWEEN_CUTS = 20
+"""A router gives a stream up that is cut four times."""
 NUM_AT_ONCE = 6
 ROUTER = ["--health-interval-secs", "0.5"]
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
 TEXT = "Once upon a time a node went away. " * 8
-MESSAGES = [{"role": "user", "content": TEXT}]
+NUM_NEW = 60
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "string", "minLength": 24, "maxLength": 32}, "b": {"enum": ["x", "yy"]}},
@@ -57,124 +59,81 @@ SCHEMA = {
 FUNCTION = {"name": "look", "parameters": SCHEMA}
 FREE = {"temperature": 0, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "ignore_eos": True}
-PENALIZED = SAMPLED | {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
-THINKING = {"chat_template_kwargs": {"thinking": True}}
+PENALTIES = {"frequency_penalty": 0.7, "presence_penalty": 0.3}
+PENALIZED = SAMPLED | PENALTIES | {"repetition_penalty": 1.2}
+REASONING = {"chat_template_kwargs": {"thinking": True}, "min_tokens": NUM_NEW - 5, "ignore_eos": False}
 USAGE = {"stream_options": {"include_usage": True}}
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
-RESPONSES, MESSAGES_PATH = "/v1/responses", "/v1/messages"
-CASES: dict[str, tuple[str, Json]] = {
-    "completions": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 60, **FREE, **USAGE}),
-    "completions-sampled-n2": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 40, "n": 2, **SAMPLED, **USAGE}),
-    "completions-penalized": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 60, **PENALIZED}),
-    "completions-logprobs": (COMPLETIONS, {"prompt": TEXT, "max_tokens": 60, "logprobs": 2, **FREE}),
-    "completions-echo-ids": (
-        COMPLETIONS,
-        {"prompt": TEXT, "max_tokens": 50, "echo": True, "return_token_ids": True, **SAMPLED},
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+Case = tuple[str, Json]
+
+
+def completions(**fields: Any) -> Case:
+    return COMPLETIONS, {"prompt": TEXT, "max_tokens": NUM_NEW, **fields}
+
+
+def chat(**fields: Any) -> Case:
+    return CHAT, {"messages": [{"role": "user", "content": TEXT}], "max_tokens": NUM_NEW, **fields}
+
+
+def generate(params: Json, **fields: Any) -> Case:
+    return GENERATE, {"text": TEXT, "sampling_params": {"max_new_tokens": NUM_NEW, **params}, **fields}
+
+
+def responses(**fields: Any) -> Case:
+    return RESPONSES, {"input": TEXT, "max_output_tokens": NUM_NEW, **fields}
+
+
+def messages(**fields: Any) -> Case:
+    return MESSAGES, chat(**fields)[1]
+
+
+CASES: dict[str, Case] = {
+    "completions": completions(**FREE, **USAGE),
+    "completions-sampled-n2": completions(max_tokens=40, n=2, **SAMPLED, **USAGE),
+    "completions-penalized": completions(**PENALIZED),
+    "completions-logprobs": completions(logprobs=2, **FREE),
+    "completions-echo-ids": completions(echo=True, return_token_ids=True, **SAMPLED),
+    "completions-schema": completions(max_tokens=70, json_schema=SCHEMA, hisparse=False, temperature=0),
+    "chat-hisparse": chat(hisparse=True, **FREE, **USAGE),
+    "chat-dense-sampled": chat(hisparse=False, **SAMPLED),
+    "chat-auto-n2": chat(max_tokens=40, n=2, hisparse="auto", logprobs=True, **PENALIZED),
+    "chat-reasoning-min-tokens": chat(**REASONING, temperature=1.5, seed=3),
+    "chat-forced-tool": chat(
+        max_tokens=180,
+        tools=[{"type": "function", "function": FUNCTION}],
+        tool_choice="required",
+        temperature=0.8,
+        seed=5,
     ),
-    "completions-schema": (
-        COMPLETIONS,
-        {"prompt": TEXT, "max_tokens": 70, "json_schema": SCHEMA, "hisparse": False, "temperature": 0},
+    "generate": generate(FREE),
+    "generate-logprobs": generate(
+        {"temperature": 0.7, "sampling_seed": 9}, return_logprob=True, top_logprobs_num=2
     ),
-    "chat-hisparse": (CHAT, {"messages": MESSAGES, "max_tokens": 60, "hisparse": True, **FREE, **USAGE}),
-    "chat-dense-sampled": (CHAT, {"messages": MESSAGES, "max_tokens": 60, "hisparse": False, **SAMPLED}),
-    "chat-auto-n2": (
-        CHAT,
-        {"messages": MESSAGES, "max_tokens": 40, "n": 2, "hisparse": "auto", "logprobs": True, **PENALIZED},
+    "generate-regex-list": generate({"regex": "([ab]{3}-){8}", "temperature": 0}, text=["one", TEXT]),
+    "generate-penalized-n2": generate(
+        {"max_new_tokens": 40, "min_new_tokens": 35, "n": 2, "temperature": 1.5, "sampling_seed": 4}
+        | PENALTIES,
+        hisparse="auto",
     ),
-    "chat-reasoning-min-tokens": (
-        CHAT,
-        {"messages": MESSAGES, "max_tokens": 60, "min_tokens": 55, **THINKING, "temperature": 1.5, "seed": 3},
+    "responses": responses(**SAMPLED),
+    "responses-penalized-reasoning": responses(**PENALIZED | REASONING),
+    "responses-forced-tool": responses(
+        max_output_tokens=180,
+        tools=[{"type": "function", **FUNCTION}],
+        tool_choice="required",
+        temperature=0.8,
+        seed=7,
     ),
-    "chat-forced-tool": (
-        CHAT,
-        {
-            "messages": MESSAGES,
-            "max_tokens": 180,
-            "tools": [{"type": "function", "function": FUNCTION}],
-            "tool_choice": "required",
-            "temperature": 0.8,
-            "seed": 5,
-        },
-    ),
-    "generate": (GENERATE, {"text": TEXT, "sampling_params": {"max_new_tokens": 60, **FREE}}),
-    "generate-logprobs": (
-        GENERATE,
-        {
-            "text": TEXT,
-            "return_logprob": True,
-            "top_logprobs_num": 2,
-            "sampling_params": {"max_new_tokens": 50, "temperature": 0.7, "sampling_seed": 9},
-        },
-    ),
-    "generate-regex-list": (
-        GENERATE,
-        {
-            "text": ["one", TEXT],
-            "sampling_params": {"regex": "([ab]{3}-){8}", "max_new_tokens": 60, "temperature": 0},
-        },
-    ),
-    "generate-penalized-n2": (
-        GENERATE,
-        {
-            "text": TEXT,
-            "hisparse": "auto",
-            "sampling_params": {
-                "max_new_tokens": 40,
-                "min_new_tokens": 35,
-                "n": 2,
-                "temperature": 1.5,
-                "sampling_seed": 4,
-                "frequency_penalty": 0.7,
-                "presence_penalty": 0.3,
-            },
-        },
-    ),
-    "responses": (RESPONSES, {"input": TEXT, "max_output_tokens": 60, **SAMPLED}),
-    "responses-penalized-reasoning": (
-        RESPONSES,
-        {
-            "input": TEXT,
-            "max_output_tokens": 60,
-            "min_tokens": 55,
-            **THINKING,
-            **PENALIZED,
-            "ignore_eos": False,
-        },
-    ),
-    "responses-forced-tool": (
-        RESPONSES,
-        {
-            "input": TEXT,
-            "max_output_tokens": 180,
-            "tools": [{"type": "function", **FUNCTION}],
-            "tool_choice": "required",
-            "temperature": 0.8,
-            "seed": 7,
-        },
-    ),
-    "messages": (MESSAGES_PATH, {"messages": MESSAGES, "max_tokens": 60, **FREE}),
-    "messages-penalized-reasoning": (
-        MESSAGES_PATH,
-        {
-            "messages": MESSAGES,
-            "max_tokens": 60,
-            "min_tokens": 55,
-            **THINKING,
-            **PENALIZED,
-            "ignore_eos": False,
-        },
-    ),
-    "messages-forced-tool": (
-        MESSAGES_PATH,
-        {
-            "messages": MESSAGES,
-            "max_tokens": 180,
-            "tools": [{"name": "look", "input_schema": SCHEMA}],
-            "tool_choice": {"type": "any"},
-            "temperature": 0.8,
-            "seed": 6,
-        },
+    "messages": messages(**FREE),
+    "messages-penalized-reasoning": messages(**PENALIZED | REASONING),
+    "messages-forced-tool": messages(
+        max_tokens=180,
+        tools=[{"name": "look", "input_schema": SCHEMA}],
+        tool_choice={"type": "any"},
+        temperature=0.8,
+        seed=6,
     ),
 }
 
@@ -307,21 +266,15 @@ def nearly(said: Any) -> Any:
     return pytest.approx(said, abs=1e-3) if isinstance(said, float) else said
 
 
-STOPPED: dict[str, Json] = {
-    COMPLETIONS: {"prompt": TEXT, "max_tokens": 60, **SAMPLED},
-    CHAT: {"messages": MESSAGES, "max_tokens": 60, **SAMPLED},
-    GENERATE: {
-        "text": TEXT,
-        "sampling_params": {
-            "max_new_tokens": 60,
-            "temperature": 0.9,
-            "sampling_seed": 11,
-            "ignore_eos": True,
-        },
-    },
-    RESPONSES: {"input": TEXT, "max_output_tokens": 60, **SAMPLED},
-    MESSAGES_PATH: {"messages": MESSAGES, "max_tokens": 60, **SAMPLED},
-}
+STOPPED: dict[str, Json] = dict(
+    (
+        completions(**SAMPLED),
+        chat(**SAMPLED),
+        generate({"temperature": 0.9, "sampling_seed": 11, "ignore_eos": True}),
+        responses(**SAMPLED),
+        messages(**SAMPLED),
+    )
+)
 
 
 def text_in(path: str, said: Any) -> str:
@@ -355,7 +308,7 @@ def test_stop_strings_may_lie_across_the_cut(cut: Cut) -> None:
         if path == GENERATE:
             body["sampling_params"] = body["sampling_params"] | {"stop": [stop]}
         else:
-            body["stop_sequences" if path == MESSAGES_PATH else "stop"] = [stop]
+            body["stop_sequences" if path == MESSAGES else "stop"] = [stop]
     undisturbed = at_once(said, STOPPED, NUM_AT_ONCE)
     expected = [text[: text.index(stop)] for text, stop in zip(texts, stops, strict=True)]
     assert list(map(text_in, STOPPED, undisturbed)) == expected
@@ -390,16 +343,15 @@ def test_journals_are_given_back(cut: Cut) -> None:
 LONG = ["completions", "completions-penalized", "chat-dense-sampled", "generate", "responses", "messages"]
 
 
-def long_body(name: str) -> tuple[str, Json]:
+def long_body(name: str) -> Case:
     path, body = CASES[name]
-    limit = {"max_tokens": 150, "max_output_tokens": 150} if path != GENERATE else {}
-    body = body | {key: value for key, value in limit.items() if key in body}
     if path == GENERATE:
-        body = body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 150}}
-    return path, body
+        return path, body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 150}}
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    return path, body | {limit: 150}
 
 
-WHOLE = {"text": TEXT, "sampling_params": {"max_new_tokens": 120, **FREE}}
+_, WHOLE = generate(FREE | {"max_new_tokens": 120})
 
 
 def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
@@ -536,13 +488,16 @@ def test_the_loss_of_a_rank_is_the_loss_of_its_node(
 ) -> None:
     """What all its ranks have goes on at the other node, as when a node of several ranks leaves."""
     checkpoint = drafting_checkpoint("v32")
-    prefill = [prefill_service(checkpoint, tmp_path, "prefill", HEARTBEATS)]
-    options = ["--dp-size", "2", "--device-buffer-size", "200", *HEARTBEATS]
-    decode = [decode_service(checkpoint, tmp_path, f"decode-{number}", options) for number in range(2)]
-    router = router_service(prefill, decode, tmp_path, ROUTER)
-    node = decode[0]
-    with running([*prefill, *decode, router]):
-        ranked = Cut(checkpoint, Deployment(prefill, decode, router), [])
+    with deployment(
+        checkpoint,
+        tmp_path,
+        num_decode=2,
+        prefill_options=HEARTBEATS,
+        decode_options=["--dp-size", "2", "--device-buffer-size", "200", *HEARTBEATS],
+        router_options=ROUTER,
+    ) as nodes:
+        ranked = Cut(checkpoint, nodes, [])
+        node = nodes.decode[0]
 
         def wait_for_exit(status: int) -> None:
             assert node.process is not None

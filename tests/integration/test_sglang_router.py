@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from hisparse_pd.ports import free_port
-from tests.integration.harness import Deployment, Service, running
+from tests.integration.harness import Deployment, Service, openai_client, running, streamed
 
 PROMPT = "Extents, not one integer a token, say where the bytes of a room are to land. " * 4
 CHAT = [{"role": "user", "content": PROMPT}]
@@ -82,13 +80,7 @@ def test_generate_with_input_ids_and_lists(router: Service) -> None:
 def test_streams(router: Service) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     whole = post(router, "/v1/completions", body)["choices"][0]["text"]
-    with httpx.stream(
-        "POST", f"{router.url}/v1/completions", json={**body, "stream": True}, timeout=60
-    ) as answer:
-        assert answer.status_code == 200
-        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
+    chunks = streamed(f"{router.url}/v1/completions", body)
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole
 
 
@@ -103,7 +95,7 @@ def test_a_client_error_reaches_the_client(router: Service) -> None:
 
 
 def test_openai_client_with_n(router: Service) -> None:
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+    with openai_client(router.url) as client:
         chat = client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "a page"}],

@@ -19,14 +19,12 @@ import pytest
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     FLAGS,
+    NO_FAULTS,
     Deployment,
     at_once,
-    decode_service,
+    deployment,
     generate,
     is_empty,
-    prefill_service,
-    router_service,
-    running,
     wait_until,
 )
 
@@ -51,24 +49,26 @@ def test_right_tokens_or_a_clear_error(
     # Prompts that share beginnings: the prefix cache is used as well.
     prompts = [[40 + (start + p) % 80 for p in range(length)] for length in LENGTHS for start in (0, 7)]
     expected = [ask(pair.url, prompt, MAX_NEW_TOKENS, True).json()["output_ids"] for prompt in prompts]
-    checkpoint = tiny_checkpoint("v32")
-    # Pools that are so small that freed slots are soon given out again.
-    quarantine = ["--quarantine-secs", "2"]
-    options = ["--host-pool-tokens", "1200", "--device-pool-tokens", "1024", *quarantine]
-    prefill = prefill_service(checkpoint, tmp_path, "prefill", ["--same-host-lane", "off"])
-    decode = decode_service(checkpoint, tmp_path, "decode", [*options, "--device-buffer-size", "128"])
-    router = router_service([prefill], [decode], tmp_path)
     faults = tmp_path / "faults"
     rates = FaultRates(report=str(faults), seed=5, late_secs=1.0, slow_secs=0.3, **RATES)
-    prefill.module = decode.module = "tests.faults.node"
-    prefill.env["TRANSPORT_FAULTS"] = rates.to_json()
-    decode.env["CANARY_REPORT"] = str(tmp_path / "canaries.json")
+    with deployment(
+        tiny_checkpoint("v32"),
+        tmp_path,
+        prefill_options=["--same-host-lane", "off"],
+        # Pools that are so small that freed slots are soon given out again.
+        decode_options=[
+            *("--host-pool-tokens", "1200", "--device-pool-tokens", "1024"),
+            *("--quarantine-secs", "2", "--device-buffer-size", "128"),
+        ],
+        prefill_faults={"TRANSPORT_FAULTS": rates.to_json()},
+        decode_faults={"CANARY_REPORT": str(tmp_path / "canaries.json")},
+    ) as faulty:
+        (prefill,), (decode,) = faulty.prefill, faulty.decode
 
-    def answer(number: int) -> httpx.Response:
-        num_new_tokens = 1 + number % MAX_NEW_TOKENS
-        return ask(router.url, prompts[number % len(prompts)], num_new_tokens, FLAGS[number % len(FLAGS)])
+        def answer(number: int) -> httpx.Response:
+            prompt, flag = prompts[number % len(prompts)], FLAGS[number % len(FLAGS)]
+            return ask(faulty.url, prompt, 1 + number % MAX_NEW_TOKENS, flag)
 
-    with running([prefill, decode, router]):
         answers = at_once(answer, range(NUM_REQUESTS), NUM_CLIENTS)
         wait_until(lambda: is_empty(decode), "the decode node's pools are whole")
         httpx.post(prefill.url + "/flush_cache", timeout=PATIENCE_SECS)
@@ -108,22 +108,27 @@ def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_ser
     """
     prompt = list(range(40, 110))
     expected = ask(pair.url, prompt, MAX_NEW_TOKENS, True).json()["output_ids"]
-    checkpoint = tiny_checkpoint("v32")
-    prefill = prefill_service(checkpoint, tmp_path, "prefill", ["--same-host-lane", lane])
-    decode = decode_service(checkpoint, tmp_path, "decode", ["--quarantine-secs", quarantine_secs])
-    router = router_service([prefill], [decode], tmp_path)
     faults = tmp_path / "faults"
-    prefill.module = "tests.faults.node"
-    prefill.env["TRANSPORT_FAULTS"] = FaultRates(str(faults), seed=1, slow=1.0, slow_secs=1e4).to_json()
-    fields: dict[str, Any] = {
-        "input_ids": prompt,
-        "params": {"max_new_tokens": MAX_NEW_TOKENS},
-        "hisparse": True,
-        "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": prefill.bootstrap_port,
-        "bootstrap_room": 7,
-    }
-    with running([prefill, decode, router]), ThreadPoolExecutor(2) as threads:
+    rates = FaultRates(str(faults), seed=1, slow=1.0, slow_secs=1e4)
+    with (
+        deployment(
+            tiny_checkpoint("v32"),
+            tmp_path,
+            prefill_options=["--same-host-lane", lane],
+            decode_options=["--quarantine-secs", quarantine_secs],
+            prefill_faults={"TRANSPORT_FAULTS": rates.to_json()},
+        ) as nodes,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        (prefill,), (decode,) = nodes.prefill, nodes.decode
+        fields: dict[str, Any] = {
+            "input_ids": prompt,
+            "params": {"max_new_tokens": MAX_NEW_TOKENS},
+            "hisparse": True,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": 7,
+        }
         legs = [threads.submit(generate, node.url, **fields) for node in (prefill, decode)]
         wait_until(faults.exists, "a write is under way")
         prefill.kill()
@@ -132,12 +137,12 @@ def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_ser
         assert answer.status_code == 502, answer.text
         assert f"127.0.0.1:{prefill.bootstrap_port}" in answer.json()["error"]["message"]
         wait_until(lambda: is_empty(decode), "the decode node's pools are whole")
-        prefill.module, prefill.env = "hisparse_pd", {}
+        prefill.put_in(NO_FAULTS)
         prefill.start()
         prefill.wait_healthy()
 
         def is_served() -> bool:
-            again = ask(router.url, prompt, MAX_NEW_TOKENS, True)
+            again = ask(nodes.url, prompt, MAX_NEW_TOKENS, True)
             return again.status_code == 200 and again.json()["output_ids"] == expected
 
         wait_until(is_served, "the node that came back serves, and right")

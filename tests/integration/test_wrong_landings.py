@@ -12,18 +12,7 @@ import httpx
 import pytest
 
 from tests.faults.rows import report_of
-from tests.integration.harness import (
-    DEVICE,
-    Service,
-    at_once,
-    decode_service,
-    generate,
-    is_idle,
-    prefill_service,
-    router_service,
-    running,
-    wait_until,
-)
+from tests.integration.harness import DEVICE, Deployment, at_once, deployment, generate, is_idle, wait_until
 from tests.integration.wrong_rows import assert_names_a_row, num_found, release_pages
 
 NUM_NEW = 24
@@ -33,16 +22,15 @@ Case = tuple[tuple[int, ...], bool]
 
 @dataclass
 class Nodes:
-    prefill: Service
-    decode: Service
-    router: Service
+    pair: Deployment
     order: Path
+    """File that says which rows are damaged."""
     expected: dict[tuple[int, ...], list[int]]
 
     def ask(self, case: Case) -> httpx.Response:
         prompt, hisparse = case
         params = {"max_new_tokens": NUM_NEW, "ignore_eos": True}
-        return generate(self.router.url, input_ids=prompt, hisparse=hisparse, params=params)
+        return generate(self.pair.url, input_ids=prompt, hisparse=hisparse, params=params)
 
     def ask_all(self) -> list[tuple[Case, httpx.Response]]:
         cases = [(prompt, hisparse) for prompt in self.expected for hisparse in MODES]
@@ -67,10 +55,6 @@ class Nodes:
         )
         return True
 
-    def flush(self) -> None:
-        for node in (self.prefill, self.decode):
-            httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
-
 
 @pytest.fixture(scope="module")
 def nodes(
@@ -84,16 +68,15 @@ def nodes(
     """
     directory = tmp_path_factory.mktemp("wrong-landings")
     checkpoint = (tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint)("v32")
-    prefill = prefill_service(checkpoint, directory, "prefill")
     options = ["--disable-prefix-cache", "--device-buffer-size", "70", "--host-pool-tokens", "6400"]
-    decode = decode_service(checkpoint, directory, "decode", options)
     order = directory / "order"
-    for node in (prefill, decode):
-        node.module, node.env = "tests.faults.node", {"ROW_FAULTS": str(order)}
+    faults = {"ROW_FAULTS": str(order)}
     numbers = random.Random(11)
     prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(4)]
-    started = Nodes(prefill, decode, router_service([prefill], [decode], directory), order, {})
-    with running([prefill, decode, started.router]):
+    with deployment(
+        checkpoint, directory, decode_options=options, prefill_faults=faults, decode_faults=faults
+    ) as pair:
+        started = Nodes(pair, order, {})
         for prompt in prompts:
             hisparse, dense = (started.ask((prompt, mode)).json()["output_ids"] for mode in MODES)
             assert hisparse == dense
@@ -120,9 +103,10 @@ def test_each_request_is_right_or_refused(nodes: Nodes, kind: str, share: float,
 
     Damage of its own cache, of memory that is nobody's, or that is none, is not noticed by anybody.
     """
+    (prefill,), (decode,) = nodes.pair.prefill, nodes.pair.decode
     if not is_cached:
-        nodes.flush()
-    before, num_damaged = num_found(nodes.prefill, nodes.decode), nodes.num_damaged(kind)
+        nodes.pair.flush_prefix_caches()
+    before, num_damaged = num_found(prefill, decode), nodes.num_damaged(kind)
     nodes.damage(kind, share)
     try:
         damaged = nodes.ask_all()
@@ -138,7 +122,7 @@ def test_each_request_is_right_or_refused(nodes: Nodes, kind: str, share: float,
 
     def found() -> float:
         """Metrics are some turns of the engines' loops behind their answers."""
-        return num_found(nodes.prefill, nodes.decode) - before
+        return num_found(prefill, decode) - before
 
     if kind in ("cached", "neighbours", "repeated"):
         assert num_right == len(damaged), [got.text for _, got in damaged]
@@ -147,7 +131,7 @@ def test_each_request_is_right_or_refused(nodes: Nodes, kind: str, share: float,
         assert found() == 0
     else:
         wait_until(lambda: found() >= fewest, f"{fewest} wrong rows in the metrics")
-    wait_until(lambda: is_idle(nodes.decode), "the decode node is idle")
-    for node in (nodes.prefill, nodes.decode):
+    wait_until(lambda: is_idle(decode), "the decode node is idle")
+    for node in (prefill, decode):
         release_pages(node)
     assert all(nodes.is_right(case, got) for case, got in nodes.ask_all())

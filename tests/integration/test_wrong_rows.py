@@ -13,16 +13,7 @@ import httpx
 import pytest
 
 from hisparse_pd.model.spec import load_spec
-from tests.integration.harness import (
-    decode_service,
-    engine_pids,
-    generate,
-    is_idle,
-    prefill_service,
-    router_service,
-    running,
-    wait_until,
-)
+from tests.integration.harness import deployment, engine_pids, generate, is_idle, wait_until
 from tests.integration.wrong_rows import HostPool, assert_names_a_row, num_found, release_pages
 
 HOST_POOL_TOKENS = 6400
@@ -56,16 +47,17 @@ def test_bits_that_flip_in_the_host_pool(
     checkpoint = (drafting_checkpoint if has_ranks else tied_checkpoint)("v32")
     spec = load_spec(checkpoint, num_draft_layers=int(has_ranks))
     ranks, drafts = (RANKS, DRAFTS) if has_ranks else ([], ["--device-buffer-size", "70"])
-    prefill = prefill_service(checkpoint, tmp_path, "prefill", ranks)
     options = ["--host-pool-tokens", str(HOST_POOL_TOKENS), *ranks, *drafts]
-    decode = decode_service(checkpoint, tmp_path, "decode", options)
-    router = router_service([prefill], [decode], tmp_path)
     numbers = random.Random(3)
     prompts = [[numbers.randrange(33, 120) for _ in range(300 + 40 * i)] for i in range(NUM_REQUESTS)]
-    with running([prefill, decode, router]), ThreadPoolExecutor(NUM_REQUESTS) as threads:
+    with (
+        deployment(checkpoint, tmp_path, prefill_options=ranks, decode_options=options) as pair,
+        ThreadPoolExecutor(NUM_REQUESTS) as threads,
+    ):
+        (decode,) = pair.decode
 
         def round_of(hisparse: bool) -> list[httpx.Response]:
-            return list(threads.map(lambda prompt: ask(router.url, prompt, hisparse), prompts))
+            return list(threads.map(lambda prompt: ask(pair.url, prompt, hisparse), prompts))
 
         expected = [got.json()["output_ids"] for got in round_of(False)]
         num_bytes = spec.num_kv_layers * HOST_POOL_TOKENS * spec.item_bytes
@@ -97,8 +89,7 @@ def test_bits_that_flip_in_the_host_pool(
         found = num_found(decode)
         assert httpx.get(decode.url + "/quarantine", timeout=10).json()["runs"] == []
         assert release_pages(decode) > 0
-        for node in (prefill, decode):
-            httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
+        pair.flush_prefix_caches()
         after = round_of(True)
     assert [got.json()["output_ids"] for got in clean] == expected
     num_wrong = 0
