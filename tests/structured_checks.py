@@ -127,21 +127,27 @@ def check_generate(served: Served) -> None:
     assert text_of(ebnf='root ::= "<" digit ">"\ndigit ::= [0-9]')[0] == "<"
 
 
-def check_tools(served: Served) -> None:
-    chat = served.openai.chat.completions
+def check_required_tool(served: Served) -> None:
     options = served.chat_options() | {"tools": TOOLS, "parallel_tool_calls": False}
-    required = chat.create(**options, tool_choice="required").choices[0]
+    required = served.openai.chat.completions.create(**options, tool_choice="required").choices[0]
     assert required.finish_reason == "tool_calls"
     assert not required.message.content
     (call,) = required.message.tool_calls
     MODELS[call.function.name].model_validate_json(call.function.arguments)
-    weather: Any = {"type": "function", "function": {"name": "Weather"}}
-    options = served.chat_options() | {"tools": TOOLS, "tool_choice": weather}
-    named = chat.parse(**options).choices[0]
+
+
+NAMED_TOOL: Any = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "Weather"}}}
+
+
+def check_named_tool(served: Served) -> None:
+    named = served.openai.chat.completions.parse(**served.chat_options(), **NAMED_TOOL).choices[0]
     (call,) = named.message.tool_calls or ()
     assert isinstance(call.function.parsed_arguments, Weather)
     assert named.finish_reason == "tool_calls"
-    with chat.stream(**options) as stream:
+
+
+def check_streamed_tool(served: Served) -> None:
+    with served.openai.chat.completions.stream(**served.chat_options(), **NAMED_TOOL) as stream:
         streamed = stream.get_final_completion().choices[0]
     (call,) = streamed.message.tool_calls or ()
     Weather.model_validate_json(call.function.arguments)
@@ -193,6 +199,7 @@ def _described(tool: Any) -> dict[str, Any]:
     return {field: function[field] for field in ("name", "parameters")}
 
 
-CHECKS: tuple[Callable[[Served], None], ...] = (
-    *(check_chats, check_completions, check_generate, check_tools, check_responses, check_messages),
+CHECKS_OF_CHATS: tuple[Callable[[Served], None], ...] = (
+    *(check_chats, check_required_tool, check_named_tool, check_streamed_tool),
 )
+CHECKS = (*CHECKS_OF_CHATS, check_completions, check_generate, check_responses, check_messages)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from tests.integration.harness import Deployment
-from tests.structured_checks import MESSAGES, Served, check_chats, check_tools
+from tests.integration.harness import Deployment, at_once, generated
+from tests.structured_checks import CHECKS_OF_CHATS, Served
 
 NO_WHITE_SPACE = {"logit_bias": {str(byte): -100 for byte in b" \t\n\r"}}
 """A model that knows nothing writes it by the dozen, wherever a form lets it."""
@@ -20,28 +20,21 @@ def served(pair: Deployment) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("check", [check_chats, check_tools])  # all run against an engine that plays a script
-def test_clients_get_what_they_asked_for(check: Callable[[Served], None], served: Served) -> None:
-    check(served)
+def test_clients_get_what_they_asked_for(served: Served) -> None:
+    """At once, so that they share steps; of all checks these, the others run against an engine that plays a
+    script."""
+    at_once(lambda check: check(served), CHECKS_OF_CHATS, len(CHECKS_OF_CHATS))
 
 
 def test_constrained_and_free_samples_share_a_batch(pair: Deployment) -> None:
     """A free answer is what it would be alone, at temperature 0, whatever runs beside it."""
-    with closing(Served(pair.url, {})) as served:
-        check_batch(served)
-
-
-def check_batch(served: Served) -> None:
-    shared = {"messages": MESSAGES, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    alone = served.post("/v1/chat/completions", **shared)
-    both = served.post(
-        "/generate",
+    free = {"max_new_tokens": 20, "temperature": 0}
+    alone = generated(pair.url, text="two", params=free)
+    constrained, beside = generated(
+        pair.url,
         text=["one", "two"],
-        sampling_params=[
-            {"regex": "[ab]{20}", "max_new_tokens": 30},
-            {"max_new_tokens": 20, "temperature": 0},
-        ],
+        sampling_params=[{"regex": "[ab]{20}", "max_new_tokens": 30}, free | {"ignore_eos": True}],
     )
-    assert set(both[0]["text"]) <= {"a", "b"}
-    assert len(both[0]["text"]) == 20
-    assert served.post("/v1/chat/completions", **shared)["choices"] == alone["choices"]
+    assert set(constrained["text"]) <= {"a", "b"}
+    assert len(constrained["text"]) == 20
+    assert beside["output_ids"] == alone["output_ids"]
