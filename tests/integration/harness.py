@@ -110,11 +110,19 @@ class Service:
             time.sleep(0.05)
 
     def _health(self) -> Health:
-        assert self.process is not None
-        if self.process.poll() is not None:
-            raise RuntimeError(f"{self.name} exited with {self.process.returncode}\n{self.log_tail()}")
+        if self.has_ended():
+            raise RuntimeError(f"{self.name} exited with {self.exit_status()}\n{self.log_tail()}")
         with httpx.Client(timeout=5, verify=True if self.tls is None else self.tls.trusting()) as client:
             return probe(client, self.url + self.health_path)
+
+    def exit_status(self, timeout_secs: float = waiting.WAIT_SECS) -> int:
+        """Of a service that ends by itself, or that was told to."""
+        assert self.process is not None
+        return self.process.wait(timeout_secs)
+
+    def has_ended(self) -> bool:
+        assert self.process is not None
+        return self.process.poll() is not None
 
     def signal_group(self, signal_number: int) -> None:
         """To the service's processes: front and engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -65,11 +66,6 @@ def started(services: list[Service]) -> Iterator[None]:
     finally:
         for service in reversed(services):
             service.kill()
-
-
-def ended(service: Service) -> int:
-    assert service.process is not None
-    return service.process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +134,7 @@ def test_a_port_scan_ends_nothing(nodes: tuple[Deployment, list[Service]]) -> No
     assert len(addresses) > 2 * len(services), addresses
     at_once(lambda address: scan([address]), addresses, 8)
     for service in services:
-        assert service.process is not None
-        assert service.process.poll() is None, f"{service.name} has ended:\n{service.log_tail()}"
+        assert not service.has_ended(), f"{service.name} has ended:\n{service.log_tail()}"
     pair.flush_prefix_caches()
     for _ in range(4):  # on both ranks
         assert output_ids(pair.url) == expected
@@ -154,7 +149,7 @@ def test_machines_leave_together(nodes: tuple[Deployment, list[Service]]) -> Non
     """One that is killed ends the node; a signal to all, as a cluster gives it, ends a node in order."""
     pair, (_, second_of_decode) = nodes
     second_of_decode.kill()
-    assert ended(pair.decode[0]) == 1, "a supervisor is to start it again"
+    assert pair.decode[0].exit_status() == 1, "a supervisor is to start it again"
     assert "rank 1, on another machine, is gone" in pair.decode[0].log_tail(20000)
     assert generate(pair.url, params={"max_new_tokens": 4}).status_code in (502, 503)
     for service in (second_of_decode, pair.decode[0]):
@@ -162,9 +157,8 @@ def test_machines_leave_together(nodes: tuple[Deployment, list[Service]]) -> Non
     pair.decode[0].wait_healthy()
     wait_until(lambda: generate(pair.url, params={"max_new_tokens": 4}).status_code == 200, "an answer")
     for service in (second_of_decode, pair.decode[0]):
-        assert service.process is not None
-        service.process.send_signal(signal.SIGTERM)
-    assert (ended(pair.decode[0]), ended(second_of_decode)) == (0, 0)
+        os.kill(service.pid, signal.SIGTERM)
+    assert (pair.decode[0].exit_status(), second_of_decode.exit_status()) == (0, 0)
 
 
 @pytest.mark.slow
@@ -174,7 +168,7 @@ def test_a_machine_goes_with_the_first_one(tied_checkpoint: Callable[[str], Path
     with started([first, second]):
         assert len(engine_pids(second)) == 1
         first.kill()
-        assert ended(second) == 1
+        assert second.exit_status() == 1
         assert "is gone" in second.log_tail(20000)
 
 
@@ -188,7 +182,7 @@ def test_machines_with_other_settings_do_not_start(
     try:
         first.start()
         second.start()
-        assert (ended(first), ended(second)) == (1, 1)
+        assert (first.exit_status(), second.exit_status()) == (1, 1)
         assert "max_running_requests is 77 on rank 1 and 64 on rank 0; start" in second.log_tail(20000)
     finally:
         first.kill()

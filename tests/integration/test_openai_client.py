@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.harness import Deployment, openai_client, streamed
+from tests.integration.harness import Deployment, generate, generate_body, openai_client, streamed
 
 PROMPT = "The pages of the pool are sixty-four tokens long, and the last one is rarely full. " * 4
 
@@ -20,9 +20,11 @@ def client(pair: Deployment) -> Iterator[openai.OpenAI]:
         yield made
 
 
+ASKED: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+
+
 def complete(client: openai.OpenAI, **options: Any) -> openai.types.Completion:
-    arguments = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **options}
-    completion = client.completions.create(**arguments)
+    completion = client.completions.create(**ASKED | options)
     assert isinstance(completion, openai.types.Completion)
     return completion
 
@@ -66,13 +68,7 @@ def test_streaming_gives_the_same_text(client: openai.OpenAI, hisparse: bool | s
     pieces = []
     usage = None
     stream = client.completions.create(
-        model="tiny",
-        prompt=PROMPT,
-        max_tokens=12,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=extra,
+        **ASKED, stream=True, stream_options={"include_usage": True}, extra_body=extra
     )
     for chunk in stream:
         usage = chunk.usage or usage
@@ -124,11 +120,7 @@ def test_several_prompts(client: openai.OpenAI) -> None:
 
 
 def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
-    body: dict[str, Any] = {
-        "text": PROMPT,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True},
-        "hisparse": True,
-    }
+    body = generate_body(text=PROMPT, params={"max_new_tokens": 9}, hisparse=True)
     whole = httpx.post(f"{pair.url}/generate", json=body, timeout=60).json()
     assert len(whole["output_ids"]) == 9
     assert whole["meta_info"]["prompt_tokens"] == len(PROMPT.encode())
@@ -143,12 +135,9 @@ def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
 def test_a_prompt_may_fill_the_context(pair: Deployment, hisparse: bool) -> None:
     """The one token after it takes no place; a second one, or a longer prompt, is refused."""
     for num_prompt_tokens, num_new_tokens, status in ((8192, 1, 200), (8192, 2, 400), (8193, 1, 400)):
-        body = {
-            "input_ids": [65 + number % 26 for number in range(num_prompt_tokens)],
-            "sampling_params": {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True},
-            "hisparse": hisparse,
-        }
-        answer = httpx.post(f"{pair.url}/generate", json=body, timeout=120)
+        prompt = [65 + number % 26 for number in range(num_prompt_tokens)]
+        params = {"max_new_tokens": num_new_tokens}
+        answer = generate(pair.url, input_ids=prompt, hisparse=hisparse, params=params)
         assert answer.status_code == status, answer.text
         if status == 200:
             assert len(answer.json()["output_ids"]) == 1

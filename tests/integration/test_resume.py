@@ -38,7 +38,6 @@ from tests.integration.harness import (
     wait_until,
 )
 from tests.stream_events import said_in
-from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.I5
 
@@ -389,8 +388,7 @@ def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) ->
 
         def leave() -> None:
             httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
-            assert node.process is not None
-            assert node.process.wait(WAIT_SECS) == 0
+            assert node.exit_status() == 0
 
         before = cut.num_resumes("moved")
         lose(cut, node, leave)
@@ -418,8 +416,7 @@ def test_a_node_that_is_started_later_has_the_streams_of_one_that_leaves(cut: Cu
         httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
         assert stream.said() == undisturbed
     assert cut.num_resumes("moved") == before + 1
-    assert node.process is not None
-    assert node.process.wait(WAIT_SECS) == 0
+    assert node.exit_status() == 0
     cut.start_again(node)
 
 
@@ -499,17 +496,13 @@ def test_the_loss_of_a_rank_is_the_loss_of_its_node(
         ranked = Cut(checkpoint, nodes, [])
         node = nodes.decode[0]
 
-        def wait_for_exit(status: int) -> None:
-            assert node.process is not None
-            assert node.process.wait(WAIT_SECS) == status
-
         def halt_a_rank() -> None:
             os.kill(engine_pids(node)[0], signal.SIGSTOP)
-            wait_for_exit(1)
+            assert node.exit_status() == 1
 
         def leave() -> None:
             httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
-            wait_for_exit(0)
+            assert node.exit_status() == 0
 
         for action, reason in ((halt_a_rank, "lost"), (leave, "moved")):
             before = ranked.num_resumes(reason)

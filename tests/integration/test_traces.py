@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import secrets
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.harness import Deployment, deployment, wait_until
+from tests.integration.harness import Deployment, Service, at_once, deployment, wait_until
 from tests.otlp_receiver import Receiver, Span, receiving
 
 ROUTER, PREFILL, DECODE = "hisparse-pd-router", "hisparse-pd-prefill", "hisparse-pd-decode"
@@ -25,7 +24,6 @@ PHASES = {
 }
 PROMPT = "Where does the time go, and who has to wait for whom? " * 12
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "hisparse": True}
-WAIT_SECS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +64,10 @@ class Given:
         }
 
 
+def post(url: str, given: Given, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=BODY | fields, headers=given.headers, timeout=60)
+
+
 def whole_trace(receiver: Receiver, trace_id: str, num_spans: int) -> list[Span]:
     wait_until(lambda: len(receiver.of_trace(trace_id)) >= num_spans, f"{num_spans} spans")
     return receiver.of_trace(trace_id)
@@ -83,9 +85,7 @@ def parts_of(spans: list[Span], service: str) -> list[Span]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_all_spans_of_a_request_are_one_trace(traced: Deployment, receiver: Receiver, stream: bool) -> None:
     given = Given()
-    response = httpx.post(
-        f"{traced.url}/v1/completions", json={**BODY, "stream": stream}, headers=given.headers, timeout=60
-    )
+    response = post(traced.url, given, stream=stream)
     assert response.status_code == 200
     assert "traceparent" not in response.headers
     spans = whole_trace(receiver, given.trace_id, 13)
@@ -119,7 +119,7 @@ def test_all_spans_of_a_request_are_one_trace(traced: Deployment, receiver: Rece
 def test_spans_say_what_they_are_about(traced: Deployment, receiver: Receiver) -> None:
     given = Given()
     traced.flush_prefix_caches()
-    answer = httpx.post(f"{traced.url}/v1/completions", json=BODY, headers=given.headers, timeout=60).json()
+    answer = post(traced.url, given).json()
     spans = whole_trace(receiver, given.trace_id, 13)
     num_prompt_tokens = answer["usage"]["prompt_tokens"]
     room = server_span(spans, ROUTER).attributes["hisparse_pd.room"]
@@ -148,26 +148,16 @@ def test_whether_a_trace_is_recorded_is_not_for_its_client_to_say(
 ) -> None:
     given = Given()
     given.headers["traceparent"] = f"00-{given.trace_id}-{given.span_id}-00"
-    httpx.post(
-        f"{traced.url}/v1/completions", json=BODY, headers=given.headers, timeout=60
-    ).raise_for_status()
+    post(traced.url, given).raise_for_status()
     whole_trace(receiver, given.trace_id, 13)
 
 
 def test_nodes_without_a_router_take_a_trace_too(traced: Deployment, receiver: Receiver) -> None:
     given = Given()
     (prefill,), (decode,) = traced.prefill, traced.decode
-    body = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 4711}
-
-    async def ask_both() -> list[int]:
-        async with httpx.AsyncClient(timeout=60) as client:
-            legs = (
-                client.post(f"{node.url}/v1/completions", json=BODY | body, headers=given.headers)
-                for node in (prefill, decode)
-            )
-            return [answer.status_code for answer in await asyncio.gather(*legs)]
-
-    assert asyncio.run(ask_both()) == [200, 200]
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 4711}
+    answers = at_once(lambda node: post(node.url, given, **room), (prefill, decode), 2)
+    assert [answer.status_code for answer in answers] == [200, 200]
     spans = whole_trace(receiver, given.trace_id, 12)
     for service in (PREFILL, DECODE):
         assert server_span(spans, service).parent_id == given.span_id
@@ -175,9 +165,7 @@ def test_nodes_without_a_router_take_a_trace_too(traced: Deployment, receiver: R
 
 def test_a_refused_request_is_no_error_of_the_service(traced: Deployment, receiver: Receiver) -> None:
     given = Given()
-    body = {**BODY, "temperature": -1}
-    answer = httpx.post(f"{traced.url}/v1/completions", json=body, headers=given.headers, timeout=60)
-    assert answer.status_code == 400
+    assert post(traced.url, given, temperature=-1).status_code == 400
     wait_until(
         lambda: any(span.service == ROUTER for span in receiver.of_trace(given.trace_id)),
         "the router's span",
@@ -191,7 +179,8 @@ def test_a_refused_request_is_no_error_of_the_service(traced: Deployment, receiv
 def test_without_the_option_no_process_imports_opentelemetry(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package of that name comes before the real one, and tells."""
+    """A package of that name comes before the real one, and tells, in processes that the command starts."""
+    monkeypatch.setattr(Service, "preloaded", None)
     told = tmp_path / "told"
     (tmp_path / "first" / "opentelemetry").mkdir(parents=True)
     (tmp_path / "first" / "opentelemetry" / "__init__.py").write_text(f"open({str(told)!r}, 'w').close()\n")
@@ -204,9 +193,10 @@ def test_without_the_option_no_process_imports_opentelemetry(
         tmp_path,
         decode_options=["--api-server-count", "2"],
     ) as started:
-        headers = {**Given().headers, "x-request-timing": "1"}
+        given = Given()
+        given.headers["x-request-timing"] = "1"
         for _ in range(2):
-            answer = httpx.post(f"{started.url}/v1/completions", json=BODY, headers=headers, timeout=60)
+            answer = post(started.url, given)
             assert "landing;dur=" in answer.headers["server-timing"]
             started.flush_prefix_caches()
     assert not told.exists()
@@ -227,20 +217,19 @@ BEFORE_THE_FIRST = ["tokenize", "queue", "landing", "prefill_queue", "prefill", 
 
 
 def test_an_answer_says_how_long_it_took_if_asked(traced: Deployment) -> None:
-    ask: dict[str, Any] = {"headers": {"x-request-timing": "1"}, "timeout": 60}
-    timing = timing_of(httpx.post(f"{traced.url}/v1/completions", json=BODY, **ask))
+    asking = Given()
+    asking.headers["x-request-timing"] = "1"
+    timing = timing_of(post(traced.url, asking))
     assert list(timing) == [*BEFORE_THE_FIRST, "first_step", "decode", "total"]
     assert timing["prefill_queue"] + timing["prefill"] + timing["transfer"] <= timing["landing"] + 1
     assert timing["tokenize"] + timing["queue"] + timing["landing"] <= timing["ttft"] + 1
     assert timing["ttft"] <= timing["total"]
-    streamed = httpx.post(f"{traced.url}/v1/completions", json={**BODY, "stream": True}, **ask)
-    assert set(BEFORE_THE_FIRST) <= set(timing_of(streamed))
-    unasked = httpx.post(f"{traced.url}/v1/completions", json=BODY, timeout=60)
-    assert "server-timing" not in unasked.headers
+    assert set(BEFORE_THE_FIRST) <= set(timing_of(post(traced.url, asking, stream=True)))
+    assert "server-timing" not in post(traced.url, Given()).headers
 
 
 def test_what_became_of_spans_is_counted(traced: Deployment) -> None:
-    httpx.post(f"{traced.url}/v1/completions", json=BODY, headers=Given().headers, timeout=60)
+    post(traced.url, Given())
     counters = ((traced.router, "router_trace_spans_total"), (traced.decode[0], "trace_spans_total"))
 
     def are_counted() -> bool:

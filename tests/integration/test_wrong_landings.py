@@ -76,7 +76,7 @@ def nodes(
     with deployment(
         checkpoint, directory, decode_options=options, prefill_faults=faults, decode_faults=faults
     ) as pair:
-        started = Nodes(pair, order, dict.fromkeys(prompts, []))
+        started = Nodes(pair, order, {prompt: [] for prompt in prompts})
         for (prompt, hisparse), got in started.ask_all():
             tokens = got.json()["output_ids"]
             assert hisparse or tokens == started.expected[prompt]
