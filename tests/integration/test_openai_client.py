@@ -85,10 +85,6 @@ def test_a_bias_forces_a_token_and_a_penalty_ends_its_repetition(client: openai.
     assert forced.choices[0].text == "M" * 12
     varied = complete(client, logit_bias={"77": 3, "78": 3}, frequency_penalty=2, presence_penalty=2)
     assert varied.choices[0].text.count("M") < 12
-    with pytest.raises(openai.BadRequestError, match=r"logit_bias: .* must be `float` <= 100"):
-        complete(client, logit_bias={"77": 101})
-    with pytest.raises(openai.BadRequestError, match=r"presence_penalty: 3 must be `float` <= 2"):
-        complete(client, presence_penalty=3)
 
 
 def test_logprobs(client: openai.OpenAI) -> None:

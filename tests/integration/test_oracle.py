@@ -214,7 +214,9 @@ def in_turn(shift: int) -> Callable[[int], bool | str]:
 def test_mixed_batches_of_16_in_every_mode(subject: Subject) -> None:
     """With drafts, how many of which a step verifies is the node's choice by its own clock, then without."""
     for shift in range(2):
-        check_pass(subject, in_turn(shift), BATCH, warm=shift > 0)
+        for answer in check_pass(subject, in_turn(shift), BATCH, warm=shift > 0):
+            of_drafts = answer["meta_info"]
+            assert of_drafts.get("spec_accept_token_num", 0) <= of_drafts.get("spec_draft_token_num", 0)
     counters = subject.pair.decode[0].metrics()
     accepted = counters["hisparse_pd:accepted_draft_tokens_total"]
     assert 0 < accepted < counters["hisparse_pd:drafted_tokens_total"]
