@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.harness import Deployment, Service, at_once, deployment, wait_until
+from tests.integration.harness import Deployment, deployment, wait_until
 from tests.otlp_receiver import Receiver, Span, receiving
 
 ROUTER, PREFILL, DECODE = "hisparse-pd-router", "hisparse-pd-prefill", "hisparse-pd-decode"
@@ -54,12 +51,12 @@ def traced(
 
 
 class Given:
-    """What a client that is traced itself sends along."""
+    """What a client that is traced itself sends along. ``flags``: "00" of one that records nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, flags: str = "01") -> None:
         self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)
         self.headers = {
-            "traceparent": f"00-{self.trace_id}-{self.span_id}-01",
+            "traceparent": f"00-{self.trace_id}-{self.span_id}-{flags}",
             "tracestate": "vendor=of-the-client",
         }
 
@@ -82,9 +79,12 @@ def parts_of(spans: list[Span], service: str) -> list[Span]:
     return [span for span in spans if span.service == service and not span.name.startswith("POST ")]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_all_spans_of_a_request_are_one_trace(traced: Deployment, receiver: Receiver, stream: bool) -> None:
-    given = Given()
+@pytest.mark.parametrize(("stream", "flags"), [(False, "01"), (True, "00")])
+def test_all_spans_of_a_request_are_one_trace(
+    traced: Deployment, receiver: Receiver, stream: bool, flags: str
+) -> None:
+    """Also where the client records nothing: whether a trace is recorded is not for it to say."""
+    given = Given(flags)
     response = post(traced.url, given, stream=stream)
     assert response.status_code == 200
     assert "traceparent" not in response.headers
@@ -143,65 +143,6 @@ def test_spans_say_what_they_are_about(traced: Deployment, receiver: Receiver) -
     assert prefill["hisparse_pd.transfer_bytes"] > 0
 
 
-def test_whether_a_trace_is_recorded_is_not_for_its_client_to_say(
-    traced: Deployment, receiver: Receiver
-) -> None:
-    given = Given()
-    given.headers["traceparent"] = f"00-{given.trace_id}-{given.span_id}-00"
-    post(traced.url, given).raise_for_status()
-    whole_trace(receiver, given.trace_id, 13)
-
-
-def test_nodes_without_a_router_take_a_trace_too(traced: Deployment, receiver: Receiver) -> None:
-    given = Given()
-    (prefill,), (decode,) = traced.prefill, traced.decode
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 4711}
-    answers = at_once(lambda node: post(node.url, given, **room), (prefill, decode), 2)
-    assert [answer.status_code for answer in answers] == [200, 200]
-    spans = whole_trace(receiver, given.trace_id, 12)
-    for service in (PREFILL, DECODE):
-        assert server_span(spans, service).parent_id == given.span_id
-
-
-def test_a_refused_request_is_no_error_of_the_service(traced: Deployment, receiver: Receiver) -> None:
-    given = Given()
-    assert post(traced.url, given, temperature=-1).status_code == 400
-    wait_until(
-        lambda: any(span.service == ROUTER for span in receiver.of_trace(given.trace_id)),
-        "the router's span",
-    )
-    root = server_span(receiver.of_trace(given.trace_id), ROUTER)
-    assert root.attributes["http.response.status_code"] == 400
-    assert root.error is None
-
-
-@pytest.mark.slow
-def test_without_the_option_no_process_imports_opentelemetry(
-    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A package of that name comes before the real one, and tells, in processes that the command starts."""
-    monkeypatch.setattr(Service, "preloaded", None)
-    told = tmp_path / "told"
-    (tmp_path / "first" / "opentelemetry").mkdir(parents=True)
-    (tmp_path / "first" / "opentelemetry" / "__init__.py").write_text(f"open({str(told)!r}, 'w').close()\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'first'}:{os.environ.get('PYTHONPATH', '')}")
-    subprocess.run([sys.executable, "-c", "import opentelemetry"], check=True, timeout=60)
-    assert told.exists()
-    told.unlink()
-    with deployment(
-        tiny_checkpoint("v32"),
-        tmp_path,
-        decode_options=["--api-server-count", "2"],
-    ) as started:
-        given = Given()
-        given.headers["x-request-timing"] = "1"
-        for _ in range(2):
-            answer = post(started.url, given)
-            assert "landing;dur=" in answer.headers["server-timing"]
-            started.flush_prefix_caches()
-    assert not told.exists()
-
-
 # --- server-timing ---------------------------------------------------------------------------------------
 
 
@@ -226,16 +167,3 @@ def test_an_answer_says_how_long_it_took_if_asked(traced: Deployment) -> None:
     assert timing["ttft"] <= timing["total"]
     assert set(BEFORE_THE_FIRST) <= set(timing_of(post(traced.url, asking, stream=True)))
     assert "server-timing" not in post(traced.url, Given()).headers
-
-
-def test_what_became_of_spans_is_counted(traced: Deployment) -> None:
-    post(traced.url, Given())
-    counters = ((traced.router, "router_trace_spans_total"), (traced.decode[0], "trace_spans_total"))
-
-    def are_counted() -> bool:
-        return all(
-            service.metrics().get(f'hisparse_pd:{name}{{outcome="exported"}}', 0) > 0
-            for service, name in counters
-        )
-
-    wait_until(are_counted, "exported spans are counted")
