@@ -28,6 +28,10 @@ def oracle(tiny_checkpoint: Callable[[str], Path]) -> Iterator[Oracle]:
         yield oracle
 
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+"""Graphs and micro-batches on the second one, without CUDA_VISIBLE_DEVICES."""
+
+
 @pytest.mark.parametrize(
     ("prefill_options", "decode_options"),
     [
@@ -51,6 +55,15 @@ def oracle(tiny_checkpoint: Callable[[str], Path]) -> Iterator[Oracle]:
             ("--mem-fraction-static", "0.6", "--device-pool-tokens", "0", "--index-pool-tokens", "65536"),
             id="pools-from-free-memory",
         ),
+        *(
+            pytest.param(
+                ("--device", f"cuda:{prefill}"),
+                ("--device", f"cuda:{decode}", "--micro-batch-min-bs", "2"),
+                id=f"gpu-{prefill}-to-gpu-{decode}",
+                marks=two_gpus,
+            )
+            for prefill, decode in ((0, 1), (1, 0), (1, 1))
+        ),
     ],
 )
 def test_tokens_with_options_of_a_gpu(
@@ -60,29 +73,14 @@ def test_tokens_with_options_of_a_gpu(
     prefill_options: tuple[str, ...],
     decode_options: tuple[str, ...],
 ) -> None:
-    check_tokens(tiny_checkpoint("v32"), tmp_path, prefill_options, decode_options, oracle.tokens)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
-@pytest.mark.parametrize(
-    ("prefill_device", "decode_device"),
-    [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:1", "cuda:1")],
-)
-def test_tokens_of_nodes_on_the_second_gpu(
-    tiny_checkpoint: Callable[[str], Path],
-    tmp_path: Path,
-    oracle: Oracle,
-    prefill_device: str,
-    decode_device: str,
-) -> None:
-    """With graphs and micro-batches, and no CUDA_VISIBLE_DEVICES."""
-    check_tokens(
+    with deployment(
         tiny_checkpoint("v32"),
         tmp_path,
-        ("--device", prefill_device),
-        ("--device", decode_device, "--micro-batch-min-bs", "2"),
-        oracle.tokens,
-    )
+        prefill_options=prefill_options,
+        decode_options=(*SMALL_BUFFER, *decode_options),
+    ) as pair:
+        for hisparse in (True, False):
+            assert generate(pair.url, PROMPTS, hisparse=hisparse) == oracle.tokens
 
 
 @pytest.mark.parametrize("index_format", ["fp8_e4m3", "bfloat16", "float32"])
@@ -99,20 +97,6 @@ def test_tokens_do_not_depend_on_the_mode_in_fp8(
     ) as pair:
         for prompt in PROMPTS:
             assert generate(pair.url, [prompt], hisparse=True) == generate(pair.url, [prompt], hisparse=False)
-
-
-def check_tokens(
-    checkpoint: Path,
-    log_dir: Path,
-    prefill_options: tuple[str, ...],
-    decode_options: tuple[str, ...],
-    expected: list[list[int]],
-) -> None:
-    with deployment(
-        checkpoint, log_dir, prefill_options=prefill_options, decode_options=(*SMALL_BUFFER, *decode_options)
-    ) as pair:
-        for hisparse in (True, False):
-            assert generate(pair.url, PROMPTS, hisparse=hisparse) == expected
 
 
 def generate(url: str, prompts: list[list[int]], *, hisparse: bool) -> list[list[int]]:
