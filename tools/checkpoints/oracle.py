@@ -7,7 +7,8 @@ part. Two things are not transformers' own: of equal scores the lowest positions
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,21 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
                 norm.variance_epsilon = model.config.rms_norm_eps
+    selecting = [each for each in model.modules() if type(each).__name__.endswith(("Indexer", "TopkRouter"))]
+    if not selecting:
+        raise ValueError(f"{type(model).__name__} has no indexer and no router: whose are its selections?")
+    for module in selecting:  # in these alone: the mode takes a third of the time of all other calls
+        module.forward = _lowest_first(module.forward)
     return model
+
+
+def _lowest_first(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def selecting(*args: Any, **kwargs: Any) -> Any:
+        with LowestFirst():
+            return forward(*args, **kwargs)
+
+    return selecting
 
 
 class LowestFirst(TorchFunctionMode):
@@ -88,7 +103,7 @@ def generate(
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         ending: dict[str, Any] = {"min_new_tokens": num_new_tokens, "eos_token_id": None}
-        with torch.no_grad(), LowestFirst():
+        with torch.no_grad():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -102,7 +117,7 @@ def generate(
 
 def prompt_logprobs(model: Any, prompt: Sequence[int]) -> Tensor:
     """float32 [len(prompt) - 1, vocab_size]: of every token behind each of the prompt's but the last."""
-    with torch.no_grad(), LowestFirst():
+    with torch.no_grad():
         logits: Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
     return torch.log_softmax(logits.float(), dim=-1)
 

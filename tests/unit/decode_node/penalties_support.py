@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.checkpoints.oracle import LowestFirst, load
+from tools.checkpoints.oracle import load
 
 
 class Penalties:
@@ -47,7 +47,7 @@ def penalized_tokens(
     texts = []
     for prompt, given, settings in starts:
         ids = torch.tensor([[*prompt, *given]])
-        with torch.no_grad(), LowestFirst():
+        with torch.no_grad():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
