@@ -103,7 +103,10 @@ class Preloaded:
         finally:
             os.close(writer)
         told = open(reader, "rb")  # noqa: SIM115, the service closes it
-        return ForkedService(int(told.readline()), told)
+        if not (pid := told.readline()):
+            told.close()
+            raise RuntimeError("the preloaded process has ended; its output says why")
+        return ForkedService(int(pid), told)
 
     def close(self) -> None:
         self._socket.close()
