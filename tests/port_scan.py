@@ -62,8 +62,9 @@ def visit(address: Address, data: bytes, *, reset: bool) -> None:
 
 
 def scan(addresses: Iterable[Address]) -> None:
-    """Every visit to every address, twice."""
-    for address in addresses:
+    """Every visit to every address, twice; to loopback where that is a wildcard."""
+    for host, port in addresses:
+        address = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host.removeprefix("::ffff:")), port
         for data in VISITS:
             visit(address, data, reset=False)
             visit(address, data, reset=True)
@@ -95,8 +96,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _address(digits: str) -> str:
-    """Of the kernel's tables; loopback for a wildcard."""
+    """Of the kernel's tables."""
     words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    text = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
-    return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(text, text.removeprefix("::ffff:"))
+    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
