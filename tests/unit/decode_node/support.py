@@ -401,6 +401,16 @@ class EngineHarness:
         self.tokens_of(answer)
         return answer
 
+    def entrust(
+        self, prompt: Prompt, num_new_tokens: int, hisparse: HisparseFlag = HisparseFlag.TRUE
+    ) -> Answer:
+        """A request of which the prefill node has the Bootstrap, and delivers nothing."""
+        self.double.delivers = False
+        num_before = len(self.double.bootstraps)
+        answer = self.generate(prompt, num_new_tokens, hisparse)
+        self.turn_until(lambda: len(self.double.bootstraps) > num_before)
+        return answer
+
     def failure_of(
         self, answer: Answer, *others: PrefillDouble, status: int | None = None, error: str = ""
     ) -> RequestFailed:

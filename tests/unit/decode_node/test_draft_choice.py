@@ -106,13 +106,6 @@ def test_what_a_batch_cannot_verify_is_not_chosen() -> None:
     assert choice.choose(4, 3) == 3, "it was not tried yet"
 
 
-def test_one_slow_step_changes_nothing() -> None:
-    choice = DraftChoice(1)
-    run(choice, 1, [1.0, 1.1], 1, 100)
-    choice.took(1, 1, 100.0)
-    assert choice.choose(1, 1) == 1
-
-
 def test_a_stall_and_the_short_turn_behind_it_decide_nothing() -> None:
     choice = DraftChoice(1)
     for secs in (2.0, 50.0, 0.01, 2.0, 2.0, 2.0):

@@ -15,6 +15,7 @@ import torch
 
 import decode_node.engine
 from decode_node.prefill_peers import RoomMessage
+from decode_node.quarantine import Quarantined
 from decode_node.request import Request
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
@@ -74,14 +75,13 @@ def _quarantined(node: EngineHarness) -> int:
     return node.engine.requests.pools.used(Stage.QUARANTINED)[PoolKind.HOST]
 
 
-def _land(node: EngineHarness) -> Answer:
-    """A hisparse request that has been entrusted to a prefill node which does not deliver."""
-    double = node.double
-    double.delivers = False
-    answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
-    already = len(double.bootstraps)
-    node.turn_until(lambda: len(double.bootstraps) > already)
-    return answer
+def _aborted(node: EngineHarness) -> Quarantined:
+    """A room whose client is gone, and of which its prefill node says nothing any more."""
+    node.double.answers_aborts = False
+    node.leave(node.entrust(PROMPT, 8))
+    node.turn_until(lambda: node.double.aborts)
+    (entry,) = node.engine.requests.quarantine
+    return entry
 
 
 def _completes(node: EngineHarness) -> None:
@@ -98,7 +98,7 @@ def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
     double.answers_aborts = False
-    aborted = _land(node)
+    aborted = node.entrust(PROMPT, 8)
     slots = landing_slots(double.bootstraps[0])
     node.leave(aborted)
     waiting = node.generate(PROMPT, 8, HisparseFlag.TRUE)
@@ -117,14 +117,10 @@ def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
 def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    double.answers_aborts = False
-    aborted = _land(node)
-    node.leave(aborted)
-    node.turn_until(lambda: double.aborts)
+    _aborted(node)
     assert _quarantined(node) > 0
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: _quarantined(node) == 0)
-    assert aborted.token_ids == []
 
 
 def _room_message(
@@ -143,7 +139,7 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
     node: EngineHarness, double: PrefillDouble, is_aborted: bool, is_quiet: bool, batch_failed: bool
 ) -> None:
     double.answers_aborts = False
-    answer = _land(node)
+    answer = node.entrust(PROMPT, 8)
     room, quarantine = Room(double.bootstraps[0].room), node.engine.requests.quarantine
     if is_aborted:
         node.leave(answer)
@@ -166,16 +162,12 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
 def test_only_the_rooms_own_peer_can_call_it_quiet(
     node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
 ) -> None:
-    double.answers_aborts = False
-    aborted = _land(node)
-    room, quarantine = Room(double.bootstraps[0].room), node.engine.requests.quarantine
-    node.leave(aborted)
-    node.turn_until(lambda: room in quarantine)
+    entry = _aborted(node)
+    room, quarantine = entry.room, node.engine.requests.quarantine
     with closing(PrefillDouble(checkpoint)) as stranger:
         _room_message(stranger, node, RoomQuiet(room, batch_failed=False))
     _room_message(double, node, RoomQuiet(room, batch_failed=False), "the run after, which never heard of it")
-    entry = quarantine.get(room)
-    assert entry is not None
+    assert quarantine.get(room) is entry
     assert entry.is_unacknowledged
     _room_message(double, node, RoomQuiet(room, batch_failed=False))
     assert room not in quarantine
@@ -191,7 +183,7 @@ def test_a_room_that_is_not_delivered_in_time_ends_with_504(
 ) -> None:
     node.engine.lifecycle.room_timeout_secs = 0.3
     double.answers_aborts = False
-    late = _land(node)
+    late = node.entrust(PROMPT, 8)
     node.failure_of(late, status=504, error=double.name)
     assert late.phases == ["queue", "landing"]
     node.turn_until(lambda: double.aborts)
@@ -204,7 +196,7 @@ def test_a_room_that_is_not_delivered_in_time_ends_with_504(
 @pytest.mark.I7
 def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: PrefillDouble) -> None:
     """Its rooms fail, their slots wait; once it answers again the abort is repeated and frees them."""
-    lost = _land(node)
+    lost = node.entrust(PROMPT, 8)
     double.is_hung = double.is_stopped = True
     node.failure_of(lost, status=502, error=double.name)
     node.turn_for(2 * QUARANTINE_SECS)
@@ -221,7 +213,7 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
 ) -> None:
     """The front takes an engine that sends no statistics for a hung one, and /health says so."""
     with closing(EngineHarness(checkpoint, tmp_path)) as node:
-        answer = _land(node)
+        answer = node.entrust(PROMPT, 8)
         node.double.close()
         node.failure_of(answer, status=502)
         waiting = node.generate(PROMPT, 8, HisparseFlag.TRUE)
@@ -236,7 +228,7 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
 
 @pytest.mark.I1
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
-    lost = _land(node)
+    lost = node.entrust(PROMPT, 8)
     double.start("another run of the same node")
     node.failure_of(lost, status=502, error="restarted")
     assert _quarantined(node) > 0, "bytes of the old run may still sit in the transport"
@@ -256,7 +248,7 @@ def test_running_requests_outlive_their_peer(node: EngineHarness, double: Prefil
 def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    answer = _land(node)
+    answer = node.entrust(PROMPT, 8)
     double.registered.clear()
     double.delivers = True
     node.tokens_of(answer)
@@ -286,7 +278,7 @@ def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, dou
 def test_an_error_of_the_prefill_node_is_passed_on_as_one(
     node: EngineHarness, double: PrefillDouble, status: int
 ) -> None:
-    failed = _land(node)
+    failed = node.entrust(PROMPT, 8)
     double.say(RoomFailed(double.bootstraps[0].room, status, "no", quiet=True, batch_failed=False))
     failure = node.failure_of(failed, status=status)
     assert failure.code == ("" if status == 400 else PREFILL_NODE_FAILED)
@@ -315,7 +307,7 @@ def test_a_peer_without_work_is_closed_and_found_again(
 
 
 def test_a_duplicate_room_is_refused_and_the_first_stands(node: EngineHarness, double: PrefillDouble) -> None:
-    first = _land(node)
+    first = node.entrust(PROMPT, 8)
     room = double.bootstraps[0].room
     second = node.generate(PROMPT, 8, room=room)
     node.failure_of(second, status=400, error=str(room))
@@ -422,7 +414,7 @@ def test_a_pause_of_this_node_ends_no_quarantine(
     with closing(harness):
         double = harness.double
         monkeypatch.setattr(decode_node.engine, "time", clock)
-        answer = _land(harness)
+        answer = harness.entrust(PROMPT, 8)
         double.say(RoomFailed(double.bootstraps[0].room, 502, "reset", quiet=True, batch_failed=True))
         harness.turn_until(lambda: answer.failure)
         assert _quarantined(harness)
@@ -494,7 +486,7 @@ def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: Prefil
 def test_messages_about_rooms_that_are_not_landing_are_counted(
     node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
 ) -> None:
-    answer = _land(node)
+    answer = node.entrust(PROMPT, 8)
     room = double.bootstraps[0].room
     with closing(PrefillDouble(checkpoint)) as stranger:
         other = node.generate(PROMPT[:10], 4, HisparseFlag.FALSE, double=stranger)
@@ -604,24 +596,16 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
 def test_a_run_that_answers_cannot_be_declared_dead(
     node: EngineHarness, double: PrefillDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
-    double.answers_aborts = False
-    node.leave(_land(node))
-    node.turn_until(lambda: double.aborts)
+    entry = _aborted(node)
     node.send(ReleaseQuarantine(double.instance_id))
     node.turn_until(lambda: "answers: nothing is released" in caplog.text)
-    (entry,) = node.engine.requests.quarantine
     assert entry.is_unacknowledged
 
 
-def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness, double: PrefillDouble) -> None:
-    double.answers_aborts = False
-    node.leave(_land(node))
-    node.turn_until(lambda: double.aborts)
-    rooms = node.engine.requests
+def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness) -> None:
+    entry, rooms = _aborted(node), node.engine.requests
     later = time.monotonic() + QUARANTINE_SECS
     assert rooms.trouble(later) == ""
-    pools = rooms.pools
-    (entry,) = rooms.quarantine
-    pools.grow(entry.holding, PoolKind.AUX, pools.free.aux)
+    rooms.pools.grow(entry.holding, PoolKind.AUX, rooms.pools.free.aux)
     assert rooms.trouble(time.monotonic() - 1.0) == "", "it may still say that the room is quiet"
     assert "all slots of the aux pool are kept" in rooms.trouble(later)

@@ -24,7 +24,7 @@ def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
     """Whose quarantine outlasts any test."""
     pools = {"host_pool_tokens": 1024, "device_pool_tokens": 1024}
     with closing(EngineHarness(checkpoint, tmp_path, **pools, quarantine_secs=80_000.0)) as node:
-        node.double.delivers = node.double.answers_aborts = False
+        node.double.answers_aborts = False
         yield node
 
 
@@ -36,8 +36,7 @@ def double(node: EngineHarness) -> PrefillDouble:
 def land(node: EngineHarness) -> tuple[Answer, Mapping]:
     """A request that a prefill node was entrusted with, and the memory that this one holds."""
     double = node.double
-    answer = node.generate(PROMPT, 4, HisparseFlag.TRUE)
-    node.turn_until(lambda: double.bootstraps)
+    answer = node.entrust(PROMPT, 4)
     (register,) = double.registered.values()
     assert register.lane is not None
     mapping = Mapping(register.lane, double.instance_id, "")
@@ -117,8 +116,7 @@ def test_the_lane_of_a_peer_is_shown(node: EngineHarness, double: PrefillDouble)
 
 def test_memory_stays_private_where_the_lane_is_off(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with closing(EngineHarness(checkpoint, tmp_path, same_host_lane="off")) as node:
-        node.generate(PROMPT, 4, HisparseFlag.TRUE)
-        node.turn_until(lambda: node.double.bootstraps)
+        node.entrust(PROMPT, 4)
         (register,) = node.double.registered.values()
         assert register.lane is None
         memory: DecodeMemory = node.engine._memory

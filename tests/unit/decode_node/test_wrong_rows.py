@@ -120,10 +120,7 @@ def flip(node: EngineHarness, pool: PoolKind, layer: int, slot: int, byte: int =
 
 def write_and_wait(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag) -> Answer:
     """A request whose KV has landed, of which the node has not been told."""
-    node.double.delivers = False
-    num_before = len(node.double.bootstraps)
-    answer = node.generate(prompt, num_new, flag)
-    node.turn_until(lambda: len(node.double.bootstraps) > num_before)
+    answer = node.entrust(prompt, num_new, flag)
     node.double.write(node.double.bootstraps[-1])
     node.double.delivers = True
     return answer
