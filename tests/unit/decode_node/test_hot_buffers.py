@@ -11,6 +11,7 @@ import torch
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
 from decode_node.request import Request
+from hisparse_pd.paging.extents import extents_to_pages
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.vocabulary import Mode
 from protocol.messages import Room
@@ -64,10 +65,8 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
     state, row = node.hot.state, request.req_row
     for group, hint in enumerate(hints):
         for entry, position in enumerate(hint.tolist()):
-            lookup_slot, device_slot = (
-                int(state.hot_to_lookup[group, row, entry]),
-                int(state.hot_slots[row, entry]),
-            )
+            lookup_slot = int(state.hot_to_lookup[group, row, entry])
+            device_slot = int(state.hot_slots[row, entry])
             page, offset = divmod(position, PAGE_SIZE)
             assert divmod(lookup_slot, PAGE_SIZE) == (int(state.lookup_pages[row, page]), offset)
             host_slot = int(state.host_pages[row, page]) * PAGE_SIZE + offset
@@ -176,11 +175,6 @@ def test_a_row_grows_in_its_own_pools(mode: Mode) -> None:
         tables.append((state.lookup_pages[row], PoolKind.LOOKUP, 9))
     node.hot.grow(request)
     for pages, kind, num_pages in tables:
-        slots = [
-            slot
-            for extent in request.owned[kind]
-            for slot in range(extent.start, extent.start + extent.length)
-        ]
-        assert pages[:num_pages].tolist() == [slot // PAGE_SIZE for slot in slots[::PAGE_SIZE]]
+        assert pages[:num_pages].tolist() == extents_to_pages(request.owned[kind], PAGE_SIZE)
     if mode is Mode.HISPARSE:
         check_consistency(state)

@@ -274,30 +274,6 @@ def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
 
 
 @pytest.mark.I7
-def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() -> None:
-    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, host=176)))
-    older, younger = node.arrive(TRUE, 20, max_new_tokens=101), node.arrive(TRUE, 20, max_new_tokens=101)
-    node.step()
-    assert older.owned_slots.host == younger.owned_slots.host == 48
-    while younger.has_slots_for_next:
-        node.run(older, 1)
-        node.run(younger, 1)
-        node.step()
-    held = younger.owned_slots
-    newcomer = node.arrive(TRUE, 1)
-    while older.has_next_step:
-        assert older.has_slots_for_next, "whoever is nearest to its end gets all that it needs"
-        node.run(older, 1)
-        node.step()
-        assert younger.owned_slots == held
-        assert newcomer.state is RequestState.WAITING, "its slots are wanted"
-    end(node.rooms, older)
-    node.step()
-    assert younger.has_slots_for_next
-    assert newcomer.state is RequestState.RUNNING
-
-
-@pytest.mark.I7
 def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
     """100 slots of the host are in the zone of a room whose prefill node may vanish, and for good."""
     node = Node(STEP_BY_STEP)
