@@ -98,10 +98,10 @@ class Limits:
         lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
         in_hot_buffer = lacks_host, 0, lacks_index, max(0, life - owned.lookup)
         if mode is Mode.HISPARSE:
-            return Claim(slots_of(owned), (in_hot_buffer,))
+            return Claim(slots_of(owned), (in_hot_buffer,), request.prefix)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0
         if num_shared_pages:
-            return Claim(slots_of(owned), (in_pages,))
+            return Claim(slots_of(owned), (in_pages,), request.prefix)
         lacks_hot_buffer = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
         host, _, index, lookup = in_hot_buffer
         return Claim(slots_of(owned), (in_pages, (host, lacks_hot_buffer, index, lookup)))
@@ -250,8 +250,7 @@ class _Planner:
 
     def _claim(self, request: Request) -> Claim:
         mode, owned = self._owned.get(request, (request.mode, request.owned_slots))
-        claim = self.limits.claim(request, mode, owned, request.num_shared_pages)
-        return claim._replace(prefix=request.prefix)
+        return self.limits.claim(request, mode, owned, request.num_shared_pages)
 
     def _grown(self, place: Place, reserve: Reserve) -> Claim:
         """Give a request more slots, or others. What it claims of everybody else stays the same."""

@@ -60,18 +60,14 @@ SlotsByKind = dict[PoolKind, tuple[Extent, ...]]
 
 def remote_slots(request: Request) -> SlotsByKind:
     """Behind what is held of its prompt."""
-    kv = PoolKind.HOST if request.mode is Mode.HISPARSE else PoolKind.DEVICE
-    behind = {
-        kind: slice_extents(request.extents(kind), request.held_prefix_tokens, request.num_prompt_tokens)
-        for kind in (kv, PoolKind.INDEX)
-    }
+    start, stop = request.held_prefix_tokens, request.num_prompt_tokens
+    behind = {kind: slice_extents(request.extents(kind), start, stop) for kind in request.kv_pools}
     return {**behind, PoolKind.AUX: request.owned[PoolKind.AUX]}
 
 
 def slots_of(request: Request) -> dict[PoolKind, list[int]]:
     """Of every position, in the pools that its KV and its indexer keys are in."""
-    kv = PoolKind.HOST if request.mode is Mode.HISPARSE else PoolKind.DEVICE
-    return {kind: extents_to_slots(request.extents(kind)).tolist() for kind in (kv, PoolKind.INDEX)}
+    return {kind: extents_to_slots(request.extents(kind)).tolist() for kind in request.kv_pools}
 
 
 class DecodeNodeMachine(RuleBasedStateMachine):
@@ -332,10 +328,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @invariant()
     def everybody_can_end(self) -> None:
         def claim(request: Request) -> Claim:
-            prefix = request.prefix
-            num_shared_pages = prefix.end_page if prefix else 0
-            claim = self.limits.claim(request, request.mode, request.owned_slots, num_shared_pages)
-            return claim._replace(prefix=prefix)
+            shared_pages = request.num_shared_pages
+            return self.limits.claim(request, request.mode, request.owned_slots, shared_pages)
 
         running = self.rooms.select(RequestState.RUNNING)
         ends = [
