@@ -24,10 +24,9 @@ import msgspec
 import zmq
 
 from protocol import messages
-from protocol.access import KeyFileError, PeerList, in_url
+from protocol.access import KeyFileError, PeerList, in_url, parse_address
 from protocol.decoding import TypedDecoder
 from protocol.messages import ToDecode, ToPrefill
-from protocol.names import is_address
 from protocol.polling import SEND_HWM, burst
 from protocol.seldom import Seldom
 from protocol.zap import DOMAIN, ZapHandler
@@ -253,7 +252,7 @@ class ControlClient(_Channel[ToDecode]):
     ) -> None:
         _, _, destination = endpoint.removeprefix("tcp://").rpartition(";")  # there may be a source before it
         host, _, _ = destination.rpartition(":")
-        if not is_address(host.strip("[]")):
+        if parse_address(host) is None:
             raise ControlAddressError(f"cannot connect to {endpoint!r}: a name stalls ZMQ; give an address")
         super().__init__(zmq.Context.instance(), zmq.DEALER, messages.to_decode_decoder, heartbeats)
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint)

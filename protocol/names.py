@@ -26,17 +26,12 @@ _free_threads = threading.BoundedSemaphore(_MAX_THREADS)
 """A name server that does not answer holds a thread for up to a minute, whoever waits for it."""
 
 
-def is_address(host: str) -> bool:
-    """Whether ``host`` needs no resolver."""
-    return parse_address(host) is not None
-
-
 def resolve(host: str, deadline: float) -> list[str]:
     """The addresses of ``host``, the first ones of many, best first; an address is its own.
 
     ``deadline``: of ``time.monotonic``. Raises OSError, also when the resolver has not answered by then.
     """
-    if is_address(host):
+    if parse_address(host) is not None:
         return [host]
     late = OSError("not resolved in time; look at this machine's name servers")
     if not _free_threads.acquire(timeout=max(0.0, deadline - time.monotonic())):

@@ -19,7 +19,7 @@ from hisparse_pd.api.raw_json import check_text, first_chars, not_json, split_li
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.http.off_loop import taking_interpreter
 from protocol.decoding import TypedDecoder
-from router.rooms import draw_room
+from router.nodes import draw_room
 
 MAX_PROMPTS = 4096
 """Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""
@@ -30,7 +30,6 @@ seconds to take apart."""
 
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 """Of a body whose nesting is known to be bounded."""
-
 
 _PROMPT_FIELDS = {
     Endpoint.COMPLETIONS: ("prompt",),

@@ -19,6 +19,7 @@ from router.nodes import LEAVING, Node, NodePool
 
 log = logging.getLogger(__name__)
 
+HEALTH_TIMEOUT_SECS = 5.0
 RECOVERY_INTERVAL_SECS = 1.0
 TIMEOUTS_BEFORE_UNHEALTHY = 2
 """One slow answer on a busy machine must not take the only node of its kind out."""
@@ -50,13 +51,12 @@ class HealthWatch:
         pool: NodePool,
         calls: NodeCalls,
         interval_secs: float,
-        timeout_secs: float,
+        *,
         with_load: bool,
     ) -> None:
         self._pool = pool
         self._calls = calls
         self._interval_secs = interval_secs
-        self._timeout_secs = timeout_secs
         self._with_load = with_load
         self._num_timeouts: dict[Node, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,11 +73,11 @@ class HealthWatch:
     async def check(self, node: Node) -> None:
         """One check of one node; its outcome goes to the pool."""
         try:
-            status, body = await self._calls.get(node, "/health", self._timeout_secs)
+            status, body = await self._calls.get(node, "/health", HEALTH_TIMEOUT_SECS)
         except TimeoutError:
             self._num_timeouts[node] = self._num_timeouts.get(node, 0) + 1
             if self._num_timeouts[node] >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
-                self._pool.mark_unhealthy(node, f"no answer to /health in {self._timeout_secs:g} s")
+                self._pool.mark_unhealthy(node, f"no answer to /health in {HEALTH_TIMEOUT_SECS:g} s")
             return
         except OSError as error:
             if (fault := local_fault(error)) is not None:
@@ -96,7 +96,7 @@ class HealthWatch:
 
     async def _ask_load(self, node: Node) -> None:
         try:
-            load = await self._calls.told(node, "/get_load", self._timeout_secs, _LOAD_DECODER)
+            load = await self._calls.told(node, "/get_load", HEALTH_TIMEOUT_SECS, _LOAD_DECODER)
         except NotTold as error:
             log.debug("%s told no load: %s", node.name, error)
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,16 +20,20 @@ from hisparse_pd.settings import RouterPolicy, RouterSettings
 from hisparse_pd.vocabulary import StartError
 from protocol.access import is_host
 from router.errors import RouterError
-from router.rooms import draw_room
 
 log = logging.getLogger(__name__)
 
+NUM_ROOMS = 1 << 63
 LOAD_SLACK = 2
 """Requests beyond that: where there are few, a short wait costs less than computing a long prompt again."""
 
-
 LEAVING = "it is shutting down"
 """The trouble of a node whose requests go on at another one of its kind, as soon as there is one."""
+
+
+def draw_room(rank: int = 0, num_ranks: int = 1) -> int:
+    """A random room of ``rank``, which is ``room % num_ranks``. All of them are equally likely."""
+    return secrets.randbelow(NUM_ROOMS // num_ranks) * num_ranks + rank
 
 
 class NodeKind(StrEnum):

@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING
 from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.api.frame import PING_SECS, PINGS
 from hisparse_pd.http.http_errors import ErrorShape
+from hisparse_pd.settings import RouterSettings
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
 from router.body import RequestBody
 from router.connect import Call, RawHeaders
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError, StreamEnded
 from router.journal import Journal, JournalBudget, Losses
+from router.metrics import RouterMetrics
 from router.node_calls import Answer, NodeCalls, headers_to_node
 from router.nodes import LEAVING, Node, NodeKind, NodePool, Pair
 
@@ -58,38 +60,32 @@ _PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE, _QUEUE_FULL))
 
 
 class Relay:
-    """Sends requests to pairs, up to ``max_retries`` times again.
+    """Sends requests to pairs, up to ``settings.max_retries`` times again.
 
-    ``on_retry`` is told each time which node failed with the request; None: one could not be reached.
-    ``check`` asks a node for its health and tells the pool.
-    ``passes_authorization``: the client's key is for the nodes, not for the router.
-    ``resume_timeout_secs``: a request whose decode node was lost looks for another pair for so long.
+    ``check`` asks a node for its health and tells the pool. A client's key is for the nodes where the router
+    has no keys of its own. A request whose decode node was lost looks for another pair for
+    ``settings.resume_timeout_secs``.
     """
 
     def __init__(
         self,
         pool: NodePool,
         calls: NodeCalls,
-        on_retry: Callable[[Node | None], None] = lambda blamed: None,
-        on_resume: Callable[[str, float], None] = lambda reason, secs: None,
-        *,
         check: Callable[[Node], Awaitable[None]],
-        max_retries: int = 1,
-        passes_authorization: bool = True,
-        resume_timeout_secs: float = 0.0,
-        journals: JournalBudget | None = None,
+        metrics: RouterMetrics,
+        journals: JournalBudget,
+        settings: RouterSettings,
     ) -> None:
         self.pool = pool
         self.calls = calls
-        self.on_retry = on_retry
-        self.on_resume = on_resume
         self.check = check
-        self.max_retries = max_retries
-        self.resume_timeout_secs = resume_timeout_secs
-        self.journals = journals or JournalBudget(0)
+        self.metrics = metrics
+        self.journals = journals
+        self.max_retries = settings.max_retries
+        self.resume_timeout_secs = settings.resume_timeout_secs
         self._passed_headers = (
             *_PASSED_HEADERS,
-            *((b"authorization", b"x-api-key") if passes_authorization else ()),
+            *((b"authorization", b"x-api-key") if settings.api_key_file is None else ()),
         )
 
     async def open(
@@ -313,7 +309,7 @@ class _Passage:
             raise error
         self._num_retries += 1
         log.warning("%s: %s; trying another pair", self._endpoint, error)
-        self._relay.on_retry(blamed)
+        self._relay.metrics.count_retry(blamed)
         if self._span is not None:
             self._span.event("retry", {"exception.message": str(error), **_names(pair)})
 
@@ -340,7 +336,7 @@ class _Passage:
         self._excluded = set()
         self._num_resumes += 1
         secs = asyncio.get_running_loop().time() - resume.began_at
-        self._relay.on_resume(resume.reason, secs)
+        self._relay.metrics.count_resume(resume.reason, secs)
         num_records = self._journal.num_records if self._journal is not None else 0
         log.warning(
             "%s: %s; it went on at %s behind %d records after %.3f s",

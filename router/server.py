@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT_SECS = 5.0
-
 RELAYED = (*Endpoint, *TokenPath)
 """What nodes answer, under the same paths."""
 
@@ -102,23 +100,9 @@ class _Router:
         self.metrics = RouterMetrics(self.pool, journals)
         calls = NodeCalls.of(settings)
         self._watch = HealthWatch(
-            self.pool,
-            calls,
-            interval_secs=settings.health_interval_secs,
-            timeout_secs=HEALTH_TIMEOUT_SECS,
-            with_load=settings.policy != "round_robin",
+            self.pool, calls, settings.health_interval_secs, with_load=settings.policy != "round_robin"
         )
-        self.relay = Relay(
-            self.pool,
-            calls,
-            on_retry=self.metrics.count_retry,
-            on_resume=self.metrics.count_resume,
-            check=self._watch.check,
-            max_retries=settings.max_retries,
-            passes_authorization=settings.api_key_file is None,
-            resume_timeout_secs=settings.resume_timeout_secs,
-            journals=journals,
-        )
+        self.relay = Relay(self.pool, calls, self._watch.check, self.metrics, journals, settings)
         self.tracer = open_tracer(
             settings.otlp_traces_endpoint,
             "hisparse-pd-router",

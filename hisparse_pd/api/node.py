@@ -22,14 +22,13 @@ from hisparse_pd.api.keys import load_api_keys
 from hisparse_pd.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.sockets import Crossing
-from hisparse_pd.http.board import Board
+from hisparse_pd.http.board import Board, make_board
 from hisparse_pd.http.certificates import Certificate
 from hisparse_pd.http.descriptors import raise_limit
 from hisparse_pd.http.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
 from hisparse_pd.http.follower import follow
 from hisparse_pd.http.front import EngineProcesses, EngineTarget, serve
 from hisparse_pd.http.fronts import Fronts, serve_further
-from hisparse_pd.http.in_flight import make_board
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.process import setup_logging

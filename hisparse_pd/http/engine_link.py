@@ -37,9 +37,8 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.sockets import Crossing
-from hisparse_pd.http.board import Board
+from hisparse_pd.http.board import Board, InFlight, make_board
 from hisparse_pd.http.http_errors import ApiError, NodeUnavailable, QueueFull
-from hisparse_pd.http.in_flight import InFlight, make_board
 from hisparse_pd.http.patience import Patience
 from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.http.rank_link import RankLink

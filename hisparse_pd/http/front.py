@@ -13,13 +13,13 @@ import logging
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.types import ASGIApp
 
-from hisparse_pd.engine.meeting import meeting_address
 from hisparse_pd.http.board import Word
 from hisparse_pd.http.children import Children
 from hisparse_pd.http.engine_link import EngineLink
@@ -32,13 +32,17 @@ from hisparse_pd.process import (
     environment_of_children,
     setup_logging,
 )
-from hisparse_pd.settings import NodeSettings
+from hisparse_pd.settings import STARTUP_TIMEOUT_SECS, NodeSettings
 from hisparse_pd.vocabulary import RankPlace, StartError
+from protocol.names import resolve
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
 EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
+
+_RESOLVE_SECS = 5.0
+_RESOLVE_AGAIN_SECS = 1.0
 
 
 class EngineProcesses(Children):
@@ -53,7 +57,7 @@ class EngineProcesses(Children):
         self._target: EngineTarget[Any] = target
         self._settings = settings
         self._name = name
-        self._first_machine = meeting_address(settings)
+        self._first_machine = _meeting_address(settings)
         self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
 
     def endpoints_of(self, front: int) -> list[str]:
@@ -99,6 +103,27 @@ class EngineProcesses(Children):
             self.end("terminate", "kill")
         finally:
             self.remove_directory()
+
+
+def _meeting_address(settings: NodeSettings) -> str:
+    """The address of the first machine, of a node of several; empty for a node of one.
+
+    A cluster may make a machine's name when it starts, so it is waited for. Raises StartError.
+    """
+    host, _ = settings.meeting
+    deadline = time.monotonic() + STARTUP_TIMEOUT_SECS
+    while host:
+        try:
+            return resolve(host, time.monotonic() + _RESOLVE_SECS)[0]
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise StartError(
+                    f"dist_init_addr {settings.dist_init_addr}: {host} has no address after "
+                    f"{STARTUP_TIMEOUT_SECS:g} s: {error}"
+                ) from error
+            log.info("%s has no address yet: %s", host, error)
+        time.sleep(_RESOLVE_AGAIN_SECS)
+    return ""
 
 
 async def serve(

@@ -6,15 +6,16 @@ Every name has the prefix ``hisparse_pd:``. The engine names its gauges and coun
 
 from __future__ import annotations
 
+import pickle
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hisparse_pd.engine.messages import EngineStats
-from hisparse_pd.http import metric_sums
 
 PREFIX = "hisparse_pd:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -128,11 +129,11 @@ class FrontMetrics:
 
     def pack(self) -> bytes:
         """This front's own, for those who render those of all."""
-        return metric_sums.pack(self.registry)
+        return pack(self.registry)
 
     def render(self, of_fronts: Sequence[bytes] = ()) -> bytes:
         """Prometheus text of the node, whose fronts these are, packed; of none, this front's own."""
-        return metric_sums.render(self._engine, of_fronts or (self.pack(),))
+        return render(self._engine, of_fronts or (self.pack(),))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -176,3 +177,47 @@ def split_labels(labelled_name: str) -> tuple[str, dict[str, str]]:
     if match is None:
         raise ValueError(f'metric {labelled_name!r}: expected name or name{{label="value"}}')
     return match[1], dict(_LABEL.findall(match[2] or ""))
+
+
+# --- of several processes ----------------------------------------------------------------------------
+
+
+def pack(registry: CollectorRegistry) -> bytes:
+    """The present numbers of one process, for another one of the same program."""
+    return pickle.dumps(list(registry.collect()))
+
+
+def render(of_all: Collector, packed: Sequence[bytes]) -> bytes:
+    """Prometheus text: ``of_all``, which is known here, and the sums of what is ``packed``."""
+    registry = CollectorRegistry()
+    registry.register(of_all)
+    registry.register(_Sums(packed))
+    return generate_latest(registry)
+
+
+class _Sums(Collector):
+    def __init__(self, packed: Sequence[bytes]) -> None:
+        self._packed = packed
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering is not to collect."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of all processes; a sample is their sum, ``_created`` the oldest one's."""
+        families: dict[str, Metric] = {}
+        values: defaultdict[str, defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = (
+            defaultdict(lambda: defaultdict(list))
+        )
+        for of_one in self._packed:
+            for family in pickle.loads(of_one):
+                families.setdefault(family.name, family)
+                for sample in family.samples:
+                    key = sample.name, tuple(sorted(sample.labels.items()))
+                    values[family.name][key].append(sample.value)
+        for name, family in families.items():
+            metric = Metric(name, family.documentation, family.type)
+            for (sample_name, labels), of_all in values[name].items():
+                of_created = sample_name.endswith("_created")
+                metric.add_sample(sample_name, dict(labels), min(of_all) if of_created else sum(of_all))
+            yield metric

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, FromEngine, ToEngine
 from hisparse_pd.engine.sockets import Crossing, FrontSocket
-from hisparse_pd.http.in_flight import InFlight
+from hisparse_pd.http.board import InFlight
 from hisparse_pd.settings import STARTUP_TIMEOUT_SECS
 
 _SENT_A_TURN = 8

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from hisparse_pd.http import fronts, metric_sums
+from hisparse_pd.http import fronts, metrics
 from hisparse_pd.http.board import MAX_METRICS_BYTES, Board, Word
 from hisparse_pd.http.connections import Connections
 from hisparse_pd.http.listening import Listener, _SharedSocket
@@ -89,8 +89,8 @@ class _Gauge:
 
 
 def test_counts_of_several_processes_are_added_up() -> None:
-    packed = [metric_sums.pack(counting(num, status)) for num, status in ((2, "200"), (3, "200"), (1, "500"))]
-    lines = metric_sums.render(_Gauge(), packed).decode().splitlines()  # type: ignore[arg-type]
+    packed = [metrics.pack(counting(num, status)) for num, status in ((2, "200"), (3, "200"), (1, "500"))]
+    lines = metrics.render(_Gauge(), packed).decode().splitlines()  # type: ignore[arg-type]
     assert {
         "running 7.0",
         'requests_total{status="200"} 5.0',
@@ -107,7 +107,7 @@ def test_counts_of_several_processes_are_added_up() -> None:
 def test_one_process_is_shown_as_the_library_shows_it() -> None:
     registry = counting(2, "200")
     shown = generate_latest(registry).decode().splitlines()
-    summed = metric_sums.render(_Gauge(), [metric_sums.pack(registry)]).decode().splitlines()  # type: ignore[arg-type]
+    summed = metrics.render(_Gauge(), [metrics.pack(registry)]).decode().splitlines()  # type: ignore[arg-type]
     assert [line for line in summed if "running" not in line] == shown
 
 

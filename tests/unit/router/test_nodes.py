@@ -16,8 +16,7 @@ from hisparse_pd.vocabulary import MAX_RANKS, StartError
 from router.errors import RouterError
 from router.health import HealthWatch
 from router.node_calls import NodeCalls
-from router.nodes import Node, NodeKind, NodePool, Pair
-from router.rooms import NUM_ROOMS, draw_room
+from router.nodes import NUM_ROOMS, Node, NodeKind, NodePool, Pair, draw_room
 from tests.unit.router.cluster import OK, cluster, delivers
 from tests.waiting import until
 
@@ -140,7 +139,7 @@ async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[in
             return 200, json.dumps(said).encode()
 
     pool = pool_of()
-    await HealthWatch(pool, Calls(1.0, 1.0), 1.0, 1.0, with_load=True).check(pool.nodes[0])
+    await HealthWatch(pool, Calls(1.0), 1.0, with_load=True).check(pool.nodes[0])
     assert [rank.num_foreign for rank in pool.nodes[0].ranks] == num_requests
 
 
