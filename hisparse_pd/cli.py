@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from hisparse_pd.bench.settings import ServingSettings
 from hisparse_pd.doctor.settings import DoctorSettings
 from hisparse_pd.ports import free_port, is_taken
+from hisparse_pd.process import occupy_standard_streams, setup_logging
 from hisparse_pd.settings import (
     STARTUP_TIMEOUT_SECS,
     DecodeSettings,
@@ -82,6 +83,7 @@ _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process exit status. Usage errors exit with status 2."""
+    occupy_standard_streams()
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _make_parser()
     namespace, unknown = parser.parse_known_args(words)
@@ -322,7 +324,6 @@ def _unknown_options(unknown: Sequence[str], parser: argparse.ArgumentParser) ->
 def _run_pair(
     pair: PairSettings, prefill: PrefillSettings, decode: DecodeSettings, router: RouterSettings
 ) -> int:
-    from hisparse_pd.process import setup_logging
     from router.supervisor import Child, Supervisor
 
     setup_logging(router.log_level, "pair")

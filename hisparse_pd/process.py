@@ -1,4 +1,6 @@
-"""What every process of a node does first: log in one format, and not outlive the process that started it."""
+"""What every process of a node does first: log in one format, into nothing else's descriptor, and not outlive
+the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,19 @@ BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
 GNU's OpenMP, which torch comes with, spins for some 10 ms, and takes a core from those that have work."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
+_STDERR = 2
 _PR_SET_PDEATHSIG = 1
 _LOG_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
+
+
+def occupy_standard_streams() -> None:
+    """Have something behind descriptors 0, 1 and 2, also in the processes that are started from here.
+
+    Where they are closed, the next socket or pool gets their numbers, and whatever a library prints.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def setup_logging(level: str, name: str) -> None:

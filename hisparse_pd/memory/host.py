@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -136,11 +137,16 @@ def allocate_host(
     try:
         pool, mapping = _map_shared(num_bytes) if shared else _map_private(num_bytes)
     except (OSError, OverflowError) as error:
+        bound = (
+            "the limits on a process's address space (ulimit -v) and on committed memory "
+            "(vm.overcommit_memory) bound it"
+        )
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            bound = "the limit on a process's descriptors (ulimit -n) bounds it"
         remedy = "; --same-host-lane off asks for private memory" if shared else ""
         raise HostMemoryError(
-            f"{name}: {num_bytes} bytes ({num_bytes / _GIB:.1f} GiB) cannot be mapped: {error}; the limits "
-            "on a process's address space (ulimit -v) and on committed memory (vm.overcommit_memory) bound it"
-            f"{remedy}"
+            f"{name}: {num_bytes} bytes ({num_bytes / _GIB:.1f} GiB) cannot be mapped: {error}; "
+            f"{bound}{remedy}"
         ) from error
     advise(mapping)
     addr = pool.tensor.data_ptr()

@@ -78,3 +78,20 @@ def test_logging_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+def test_closed_standard_streams_are_no_ones_file(tmp_path: Path) -> None:
+    """Of the process itself, and of one that it starts, which prints and is glad."""
+    code = """
+        import subprocess, sys
+        from hisparse_pd import cli
+
+        cli.main(["keygen", sys.argv[1] + "/key"])
+        with open(sys.argv[1] + "/found", "w") as file:
+            child = subprocess.run([sys.executable, "-c", "import os; os.write(1, b'x'); os.write(2, b'y')"])
+            file.write(f"{file.fileno() > 2} {child.returncode}")
+    """
+    closed = 'exec "$0" -c "$1" "$2" 0<&- 1>&- 2>&-'
+    arguments = [sys.executable, textwrap.dedent(code), str(tmp_path)]
+    assert subprocess.run(["sh", "-c", closed, *arguments], timeout=60).returncode == 0
+    assert (tmp_path / "found").read_text() == "True 0"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,15 @@ def test_small_memory_is_not_worth_threads() -> None:
 def test_impossible_sizes_are_refused(num_bytes: int, words: str) -> None:
     with pytest.raises(HostMemoryError, match=f"the pool: .*{words}"):
         allocate_host(num_bytes, pinned=False, touch=False, name="the pool")
+
+
+def test_too_few_descriptors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(HostMemoryError, match=r"the pool: .*ulimit -n"):
+        allocate_host(4096, pinned=False, touch=False, shared=True, name="the pool")
 
 
 # --- pinned -----------------------------------------------------------------------------------------------
