@@ -583,7 +583,8 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
             run = held[double.name]
             assert (run.instance_id, run.num_rooms, run.aux_slots) == (double.instance_id, 64, 64)
             assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 64, 0)
-            assert f"prefill node {double.name} (run {double.instance_id}) has not said" in caplog.text
+            said = f"prefill node {double.name} (run {double.instance_id}) has not said"
+            node.turn_until(lambda: said in caplog.text)  # noqa: B023
         node.send(ReleaseQuarantine(one.instance_id))
         node.turn_until(lambda: node.engine.requests.pools.used(Stage.QUARANTINED).aux == 64)
         node.send(ReleaseQuarantine(two.instance_id))
