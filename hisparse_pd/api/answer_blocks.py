@@ -58,11 +58,16 @@ class BlockList:
     def add(self, kind: BlockKind, text: str) -> None:
         """Reasoning or text goes to the open block if it is of this kind, else to a new one."""
         if text and (self._open is None or self._open.kind is not kind):
-            self._begin(kind)
+            self.begin(kind)
         self.grow(text)
 
-    def begin_call(self, name: str) -> None:
-        self._begin(BlockKind.CALL, name)
+    def begin(self, kind: BlockKind, name: str = "") -> None:
+        """Open a new block; ``name``: of a call's tool."""
+        self.close()
+        self._open = Block(len(self.blocks), self._num_of[kind], kind, name)
+        self._num_of[kind] += 1
+        self.blocks.append(self._open)
+        self._changes.append((Change.OPENED, self._open, []))
 
     def grow(self, text: str) -> None:
         """The open block goes on where it ended. Neighbours become one change."""
@@ -92,10 +97,3 @@ class BlockList:
         taken = [(change, block, "".join(pieces)) for change, block, pieces in self._changes]
         self._changes.clear()
         return taken
-
-    def _begin(self, kind: BlockKind, name: str = "") -> None:
-        self.close()
-        self._open = Block(len(self.blocks), self._num_of[kind], kind, name)
-        self._num_of[kind] += 1
-        self.blocks.append(self._open)
-        self._changes.append((Change.OPENED, self._open, []))

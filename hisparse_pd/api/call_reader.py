@@ -235,7 +235,7 @@ class CallReader:
         self.num_calls += 1
         self._call = _Call(name)
         self._unshown.clear()
-        self._blocks.begin_call(name)
+        self._blocks.begin(BlockKind.CALL, name)
         self._go(_At.BODY if self._markup.key else _At.JSON)
 
     def _end_call(self, text: str, mark: str) -> None:

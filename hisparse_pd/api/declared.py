@@ -222,9 +222,12 @@ def _explained(kind: Any, text: bytes | Raw, name: str, error: msgspec.Validatio
 
 
 def _bad_entry(kind: Any, value: Schema, error: msgspec.ValidationError) -> tuple[str, object] | None:
-    """The first entry for which msgspec says ``error``, where that is about one of an object's, unnamed."""
+    """The first entry for which msgspec says ``error``, where that is about a key or a value of an object
+    without declared fields: it names none."""
+    if "[...]" not in str(error) and "`key`" not in str(error):
+        return None
     for field, entries in value.items():
-        for entry in entries.items() if isinstance(entries, dict) and names_no_entry(error) else ():
+        for entry in entries.items() if isinstance(entries, dict) else ():
             try:
                 _decoder(kind).decode(msgspec.json.encode({field: dict([entry])}))
             except msgspec.ValidationError as found:
@@ -254,11 +257,6 @@ def steps_of(error: msgspec.ValidationError) -> list[str | int]:
     """The fields and indices that lead to what it is about."""
     where = str(error).rpartition(" - at ")[2] if " - at " in str(error) else ""
     return [int(index) if index else field for field, index in _STEP.findall(where)]
-
-
-def names_no_entry(error: msgspec.ValidationError) -> bool:
-    """Whether it is about a key or a value of an object without declared fields."""
-    return "[...]" in str(error) or "`key`" in str(error)
 
 
 def fault(

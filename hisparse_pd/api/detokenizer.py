@@ -40,7 +40,8 @@ class TokenBytes:
             return b""
         found = self._cache.get(token_id)
         if found is None:
-            found = self._cache[token_id] = self._look_up(token_id)
+            token = self._tokenizer.id_to_token(token_id)
+            found = self._cache[token_id] = b"" if token is None else self._to_bytes(token)
         return found
 
     def text(self, token_id: int) -> str:
@@ -51,10 +52,6 @@ class TokenBytes:
     def max_token_bytes(self) -> int:
         """Bytes of the longest token: no text has fewer tokens than its bytes divided by this."""
         return max((len(self._to_bytes(token)) for token in self._tokenizer.get_vocab()), default=1)
-
-    def _look_up(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        return b"" if token is None else self._to_bytes(token)
 
     def _to_bytes(self, token: str) -> bytes:
         try:

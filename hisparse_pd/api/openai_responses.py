@@ -47,6 +47,9 @@ _ITEMS: dict[str, type[Any]] = {
 
 _OF_ANSWERS = (parts.AnswerMessage, parts.FunctionCall, parts.CustomToolCall, parts.ReasoningItem)
 
+_INPUT = "input"
+"""The one argument of a custom tool, as the model knows it."""
+
 _ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
 
 Message = dict[str, object]
@@ -113,7 +116,7 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
                 arguments = written_arguments(f"{name}.arguments", item.arguments)
                 turn.call(shown_name(item.name, item.namespace), arguments, item.call_id)
             case parts.CustomToolCall():
-                turn.call(shown_name(item.name, item.namespace), custom_arguments(item.input), item.call_id)
+                turn.call(shown_name(item.name, item.namespace), {_INPUT: item.input}, item.call_id)
             case parts.ReasoningItem():
                 turn.reasoning += (part.text for part in item.content or ())
             case parts.AdditionalTools():
@@ -146,8 +149,6 @@ def _text_of(
 
 
 # --- tools ---------------------------------------------------------------------------------------------
-
-_INPUT = "input"
 
 
 class ResponseTools:
@@ -225,11 +226,6 @@ def called_tool(called: Mapping[str, CalledTool], name: str) -> CalledTool:
     """What the client calls the tool that the model called."""
     shown = find_tool(called, name)
     return CalledTool(name) if shown is None else called[shown]
-
-
-def custom_arguments(text: str) -> dict[str, object]:
-    """Those of an earlier call with ``text``."""
-    return {_INPUT: text}
 
 
 def custom_input(arguments: str) -> str:

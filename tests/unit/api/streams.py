@@ -138,7 +138,7 @@ def _response(events: Sequence[tuple[str, Json]]) -> Json:
             assert added["status"] == "in_progress"
         kinds[kind] = None
         if kind.endswith(".delta"):
-            assert event["item_id"] == added["id"]
+            assert (event["item_id"], "logprobs" in event) == (added["id"], kind.startswith("output_text"))
             grown += event["delta"]
         elif kind == "content_part.done":
             assert event["part"]["text"] == grown
