@@ -44,7 +44,6 @@ pytestmark = pytest.mark.I5
 Json = dict[str, Any]
 LINES_BETWEEN_CUTS = 20
 """A router gives a stream up that is cut four times."""
-NUM_AT_ONCE = 6
 ROUTER = ["--health-interval-secs", "0.5"]
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
 TEXT = "Once upon a time a node went away. " * 8
@@ -197,7 +196,7 @@ class Cut:
     @functools.cached_property
     def undisturbed(self) -> tuple[list[Any], list[int]]:
         """What the streams and whole answers say in the middle of which ``lose`` takes a node away."""
-        streams = at_once(lambda name: self.said(*long_body(name)), LONG, NUM_AT_ONCE)
+        streams = at_once(lambda name: self.said(*long_body(name)), LONG, len(LONG))
         whole = httpx.post(f"{self.nodes.url}/generate", json=WHOLE, timeout=60)
         return streams, whole.json()["output_ids"]
 
@@ -243,14 +242,14 @@ def cut(
 
 @pytest.mark.timeout(600)
 def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
-    """Several at a time, so that they share steps."""
+    """At once, so that they share steps."""
 
     def said(name: str) -> Any:
         return cut.said(*CASES[name], name)
 
-    undisturbed = at_once(said, CASES, NUM_AT_ONCE)
+    undisturbed = at_once(said, CASES, len(CASES))
     with cut.cutting():
-        found = at_once(said, CASES, NUM_AT_ONCE)
+        found = at_once(said, CASES, len(CASES))
     for name, one, other in zip(CASES, undisturbed, found, strict=True):
         assert other == (one if DEVICE == "cpu" else nearly(one)), name
     assert set(CASES) <= cut.cut_ids
@@ -301,18 +300,18 @@ def test_stop_strings_may_lie_across_the_cut(cut: Cut) -> None:
     def said(path: str) -> Any:
         return cut.said(path, bodies[path], f"stop{path}")
 
-    texts = list(map(text_in, STOPPED, at_once(said, STOPPED, NUM_AT_ONCE)))
+    texts = list(map(text_in, STOPPED, at_once(said, STOPPED, len(STOPPED))))
     stops = [text[2 * LINES_BETWEEN_CUTS :][:7] for text in texts]
     for (path, body), stop in zip(bodies.items(), stops, strict=True):
         if path == GENERATE:
             body["sampling_params"] = body["sampling_params"] | {"stop": [stop]}
         else:
             body["stop_sequences" if path == MESSAGES else "stop"] = [stop]
-    undisturbed = at_once(said, STOPPED, NUM_AT_ONCE)
+    undisturbed = at_once(said, STOPPED, len(STOPPED))
     expected = [text[: text.index(stop)] for text, stop in zip(texts, stops, strict=True)]
     assert list(map(text_in, STOPPED, undisturbed)) == expected
     with cut.cutting():
-        assert at_once(said, STOPPED, NUM_AT_ONCE) == undisturbed
+        assert at_once(said, STOPPED, len(STOPPED)) == undisturbed
     assert {f"stop{path}" for path in STOPPED} <= cut.cut_ids
 
 
@@ -360,7 +359,7 @@ def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
     answers: list[httpx.Response] = []
 
     def read_streams() -> None:
-        found.extend(at_once(lambda name: cut.said(*long_body(name)), LONG, NUM_AT_ONCE))
+        found.extend(at_once(lambda name: cut.said(*long_body(name)), LONG, len(LONG)))
 
     def ask_whole() -> None:
         answers.append(httpx.post(f"{cut.nodes.url}/generate", json=WHOLE, timeout=120))
