@@ -58,14 +58,14 @@ def test_answers_are_right_and_the_same_in_every_mode(
 def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(trained_pair: Deployment) -> None:
     asked = argparse.Namespace(
         url=f"{trained_pair.url}/v1",
-        requests=4,
+        requests=3,
         prompt_tokens=200,
-        output_tokens=16,
+        output_tokens=8,
         token_range=(3, 250),
         seed=0,
     )
     for row in same_tokens.measure(asked):
-        assert row["equal logprobs"] == row["answers"] == 4, row["question"]
+        assert row["equal logprobs"] == row["answers"] == 3, row["question"]
 
 
 @pytest.mark.slow
