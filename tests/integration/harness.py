@@ -30,7 +30,8 @@ from tests.integration.preloaded import ForkedService, Preloaded
 from tests.stream_events import events_in
 from tests.tls_files import TlsFiles
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 STOP_TIMEOUT_SECS = 20.0
 REQUEST_TIMEOUT_SECS = 200.0

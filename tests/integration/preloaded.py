@@ -26,8 +26,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import popen_spawn_posix, util
-from multiprocessing.context import reduction, set_spawning_popen
+from multiprocessing import popen_spawn_posix, reduction, util
+from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -137,8 +137,7 @@ def main() -> None:
             orders.close()
             serve(json.loads(order), *descriptors)
             return
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(*descriptors)
 
 
 def serve(order: dict[str, Any], log: int, told: int) -> None:
@@ -158,13 +157,14 @@ def serve(order: dict[str, Any], log: int, told: int) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(order["environment"])
-    popen_spawn_posix.Popen._launch = fork_instead_of_spawning  # type: ignore[method-assign]
+    spawning: Any = popen_spawn_posix.Popen
+    spawning._launch = fork_instead_of_spawning
     sys.argv = [NAME, *order["arguments"]]
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
 
-def fork_instead_of_spawning(popen: popen_spawn_posix.Popen, process: BaseProcess) -> None:
-    """In place of what starts an interpreter for a process of ``multiprocessing``."""
+def fork_instead_of_spawning(popen: Any, process: BaseProcess) -> None:
+    """In place of the method of ``Popen`` that starts an interpreter for a process of ``multiprocessing``."""
     pickled = io.BytesIO()
     set_spawning_popen(popen)
     try:
@@ -173,14 +173,20 @@ def fork_instead_of_spawning(popen: popen_spawn_posix.Popen, process: BaseProces
         set_spawning_popen(None)
     sentinel, end_of_child = os.pipe()  # each is readable when the process at the other end has ended
     sentinel_of_parent, end_of_parent = os.pipe()
-    util._flush_std_streams()
+    sys.stdout.flush()
+    sys.stderr.flush()
     popen.pid = os.fork()
     if popen.pid == 0:
         run_child(pickled.getvalue(), sentinel_of_parent, {*popen._fds, end_of_child, sentinel_of_parent})
     os.close(end_of_child)
     os.close(sentinel_of_parent)
     popen.sentinel = sentinel
-    popen.finalizer = util.Finalize(popen, util.close_fds, (sentinel, end_of_parent))
+    popen.finalizer = util.Finalize(popen, close_all, (sentinel, end_of_parent))
+
+
+def close_all(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def run_child(pickled: bytes, sentinel_of_parent: int, descriptors: set[int]) -> None:

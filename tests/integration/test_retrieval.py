@@ -38,7 +38,7 @@ def test_answers_are_right_and_the_same_in_every_mode(
         found for length, count in num_prompts.items() for found in retrievals(length, count)
     ]
     answers: dict[str, list[Response]] = {system: [] for system, _ in MODES}
-    for answer in ask_pair(trained_pair.url, prompts, MODES, lambda: None):
+    for answer in ask_pair(trained_pair.url, prompts, MODES, lambda: None, NUM_CLIENTS):
         assert not answer.error
         answers[answer.system].append(answer)
     for system, found in answers.items():
