@@ -146,12 +146,12 @@ def serve(order: dict[str, Any], log: int, told: int) -> None:
     pid = os.fork()
     if pid != 0:
         os.close(log)
-        os.write(told, f"{pid}\n".encode())
         _, status = os.waitpid(pid, 0)
         os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
-    os.close(told)
     os.setsid()
+    os.write(told, f"{os.getpid()}\n".encode())  # from here on its group can be killed
+    os.close(told)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
