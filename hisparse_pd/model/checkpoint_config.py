@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,8 @@ def index_groups_of(config: dict[str, Any], path: Path, num_layers: int) -> tupl
         raise CheckpointError(f"{where} has {unknown[0]!r}; expected 'full' or 'shared'")
     if types[0] != "full":
         raise CheckpointError(f"{where}: the first layer is 'shared'; it has no selection to share")
-    groups: list[int] = []
-    for kind in types:
-        last_group = groups[-1] if groups else -1
-        groups.append(last_group + (kind == "full"))
-    return tuple(groups)
+    num_indexers = accumulate(int(kind == "full") for kind in types)  # up to each layer
+    return tuple(number - 1 for number in num_indexers)
 
 
 def kv_source_layers_of(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:

@@ -42,7 +42,8 @@ class DsaModel:
         self._inv_freq = _inv_freq(self._rotary)
         self._softcap: float | None = getattr(hf_model.config, "final_logit_softcapping", None)
         self._norm = _Norm(hf_model.model.norm)
-        latent_eps = _latent_eps(spec, hf_model.config)
+        has_latent_eps = spec.family.has_configured_latent_eps
+        latent_eps = float(hf_model.config.rms_norm_eps) if has_latent_eps else None
         is_silu = hf_model.config.hidden_act == "silu"
         self._lm_head = hf_model.lm_head
         self._layers = [
@@ -199,10 +200,6 @@ def _inv_freq(rotary: Any) -> Tensor:
     """float32 [rope_dim / 2]; a checkpoint may have learned what they are to be multiplied by."""
     inv_freq: Tensor = rotary.inv_freq
     return inv_freq.float() * rotary.alpha.float().exp() if hasattr(rotary, "alpha") else inv_freq
-
-
-def _latent_eps(spec: ModelSpec, config: Any) -> float | None:
-    return float(config.rms_norm_eps) if spec.family.has_configured_latent_eps else None
 
 
 class _Norm:

@@ -23,6 +23,12 @@ class Family:
     stored_names: tuple[tuple[str, str], ...] = ()
     """Parts of the names of transformers' modules, and what a checkpoint says instead; in this order."""
 
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls a tensor of transformers' modules."""
+        for ours, theirs in self.stored_names:
+            name = name.replace(ours, theirs)
+        return name
+
 
 FAMILIES: Final = {
     "deepseek_v32": Family(),

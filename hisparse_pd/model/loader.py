@@ -222,7 +222,7 @@ class _Loader:
             parent, _, last = name.rpartition(".")
             if not isinstance(module, torch.nn.Linear) or last in NEVER_IN_FP8:
                 continue
-            stored = files.get(self._stored_name(f"{name}.weight"))
+            stored = files.get(self._spec.family.stored_name(f"{name}.weight"))
             is_fp8 = stored is not None and stored.dtype == FP8
             if self._spec.weights_are_dummy:
                 is_fp8 = last not in PUBLISHED_DENSE
@@ -245,14 +245,8 @@ class _Loader:
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
             for part, target in stored_parts(name, state[name]):
-                self._place(files, self._stored_name(part), target)
+                self._place(files, self._spec.family.stored_name(part), target)
         return state
-
-    def _stored_name(self, name: str) -> str:
-        """What the checkpoint calls a tensor of transformers' modules."""
-        for ours, theirs in self._spec.family.stored_names:
-            name = name.replace(ours, theirs)
-        return name
 
     def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
         """``target`` is to get the tensor, as the model computes with it."""
@@ -295,7 +289,7 @@ class _Loader:
         self, files: WeightFiles, name: str, matrices: ExpertMatrices, expert: int, number: int
     ) -> None:
         """A matrix is to come to where it belongs as it is, with its scales."""
-        name = self._stored_name(name)
+        name = self._spec.family.stored_name(name)
         target = matrices.values[expert, number]
         if self._spec.weights_are_dummy:
             self._draw_weight(name, target)

@@ -424,17 +424,11 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
             if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
                 weights[name] = weights[name] * draft_gain
     if variant == "mistral":
+        stored_name = FAMILIES["mistral_large4"].stored_name  # which transformers' loader knows, too
         weights = {
-            _mistral_name(name): value for name, value in weights.items() if "correction_bias" not in name
+            stored_name(name): value for name, value in weights.items() if "correction_bias" not in name
         }
     save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
-
-
-def _mistral_name(name: str) -> str:
-    """That of Mistral's own checkpoints, which transformers' loader knows, too."""
-    for ours, theirs in FAMILIES["mistral_large4"].stored_names:
-        name = name.replace(ours, theirs)
-    return name
 
 
 def _draft_layer(maker: _Maker, weights: dict[str, Array]) -> dict[str, Array]:

@@ -26,6 +26,7 @@ from kernels.latents import finish_latents
 from kernels.rope import rotate
 from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.unit.model.loading import load_ours
 from tests.unit.model.paged_model import PagedModel
 from tests.unit.model.rank_stand_in import RankStandIn
 from tools.checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VARIANTS, write_checkpoint
@@ -288,10 +289,9 @@ def test_layers_that_stay_in_fp8_round_and_no_more(
     monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: columns % 128 == 0)
     in_fp8, _ = write_fp8_checkpoint(tmp_path, variant)
     spec = load_spec(in_fp8, dtype="bfloat16")
-    cpu = torch.device("cpu")
     logits = []
     for keeps_fp8 in (False, True):
-        hf_model = loader._Loader(in_fp8, spec, cpu, None, keeps_fp8=keeps_fp8).load()
+        (hf_model,) = load_ours(in_fp8, spec, 1, keeps_fp8=keeps_fp8)
         tiny_model = DsaModel(spec, hf_model)
         assert isinstance(tiny_model._layers[0]._attention._o_proj, BlockLinear) == keeps_fp8
         token_ids, rows = torch.arange(65, 97), torch.arange(32)

@@ -18,12 +18,10 @@ from hisparse_pd.model.spec import DUMMY, load_spec
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import BLOCK
 from tests.checkpoint_edits import edit_config
+from tests.unit.model.loading import load_ours
 from tests.unit.model.paged_model import PagedModel
-from tests.unit.model.rank_stand_in import RankStandIn
 from tools.checkpoints.make_tiny import write_checkpoint
 from tools.checkpoints.quantize_fp8 import QUANTIZATION
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -37,9 +35,10 @@ def configuration(tmp_path: Path) -> Path:
     return directory
 
 
-def load(directory: Path, ranks: Any = None, *, keeps_fp8: bool = False) -> Any:
+def load(directory: Path, num_ranks: int = 1, *, keeps_fp8: bool = False) -> Any:
+    """The modules of the last rank."""
     spec = load_spec(directory, "bfloat16", load_format=DUMMY)
-    return loader._Loader(directory, spec, CPU, ranks, keeps_fp8=keeps_fp8).load()
+    return load_ours(directory, spec, num_ranks, keeps_fp8=keeps_fp8)[-1]
 
 
 def test_a_model_runs_from_its_configuration(configuration: Path) -> None:
@@ -77,7 +76,7 @@ def test_it_is_no_checkpoints_model(configuration: Path, tmp_path: Path) -> None
 
 def test_ranks_have_the_same_model(configuration: Path) -> None:
     edit_config(configuration, quantization_config=QUANTIZATION)
-    alone, second = load(configuration), load(configuration, RankStandIn(1, 2))
+    alone, second = load(configuration), load(configuration, num_ranks=2)
     of_alone, of_second = alone.state_dict(), second.state_dict()
     assert of_alone.keys() == of_second.keys()
     for name, tensor in of_second.items():

@@ -121,7 +121,7 @@ def test_what_stays_in_fp8(
     in_fp8, _ = checkpoints
     stored = load_file(in_fp8 / "model.safetensors")
     spec = load_spec(in_fp8, "bfloat16")
-    found = dict(loader._Loader(in_fp8, spec, CPU, None, keeps_fp8=True).load().state_dict())
+    found = load_ours(in_fp8, spec, 1, keeps_fp8=True)[0].state_dict()
     of_linears = {name for name, tensor in stored.items() if tensor.dtype == FP8 and ".experts." not in name}
     expected = {
         name for name in of_linears if "kv_b_proj" not in name and loader.takes_matrix(*stored[name].shape)
@@ -220,7 +220,7 @@ def test_activations_are_rounded_with_the_scales_of_the_configuration(
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32", draft_gain=1.0)
     edit_quantization(in_fp8, scale_fmt=scale_fmt)
     spec = load_spec(in_fp8, "bfloat16")
-    hf_model = loader._Loader(in_fp8, spec, CPU, None, keeps_fp8=True).load()
+    (hf_model,) = load_ours(in_fp8, spec, 1, keeps_fp8=True)
     DsaModel(spec, hf_model)
     modules = list(hf_model.modules())
     linears = [module for module in modules if isinstance(module, BlockLinear)]
