@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -140,21 +141,14 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
     name = f"peer {settings.peer}"
     host, port = settings.peer_address
     try:
-        client = DoctorClient(host, int(port), settings.peer_timeout_secs)
-        try:
+        with closing(DoctorClient(host, int(port), settings.peer_timeout_secs)) as client:
             allowed = PeerList.parse(settings.allowed_peers)
             is_asked_back = transport.protocol == "rdma"  # for the GID; over TCP nobody is
             with guarded_listeners(settings.reachable_host, allowed, has_peers=is_asked_back):
                 engine = TransferEngine(settings.reachable_host, transport)
-            try:
-                rates, lane = measure(
-                    *(client, engine, MESSAGE_BYTES, MEASURE_SECS),
-                    *(settings.device, settings.same_host_dir),
-                )
-            finally:
-                engine.close()
-        finally:
-            client.close()
+            here = (settings.device, settings.same_host_dir)
+            with closing(engine):
+                rates, lane = measure(client, engine, MESSAGE_BYTES, MEASURE_SECS, *here)
     except (DoctorError, TransferError) as error:
         return failed(name, error), []
     best = {kind: max(r.bytes_per_sec for r in rates if r.over == kind) for kind in {r.over for r in rates}}

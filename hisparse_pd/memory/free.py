@@ -23,7 +23,7 @@ class FreeMemory(NamedTuple):
 def free_memory(machine: Machine) -> FreeMemory | None:
     """None where the machine does not tell."""
     bounds = {
-        "the machine": _meminfo_bytes(machine, "MemAvailable"),
+        "the machine": _available_bytes(machine),
         "the control group (memory limit)": cgroup_available_bytes(machine),
     }
     known = [FreeMemory(free, where) for where, free in bounds.items() if free is not None]
@@ -59,8 +59,8 @@ def cgroup_available_bytes(machine: Machine) -> int | None:
     return min((free for free in left if free is not None), default=None)
 
 
-def _meminfo_bytes(machine: Machine, name: str) -> int | None:
-    match = re.search(rf"^{name}:\s+(\d+) kB", read_text(machine.proc / "meminfo"), re.MULTILINE)
+def _available_bytes(machine: Machine) -> int | None:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", read_text(machine.proc / "meminfo"), re.MULTILINE)
     return int(match[1]) << 10 if match else None
 
 

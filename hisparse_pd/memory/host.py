@@ -39,6 +39,7 @@ MAX_TOUCH_THREADS = 32
 MIN_TOUCH_BYTES = 64 << 20
 """Of one thread; less is not worth a thread."""
 
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _PORTABLE, _MAPPED = 1, 2
 """cudaHostRegisterPortable, cudaHostRegisterMapped"""
 _GIB = 1 << 30
@@ -135,7 +136,7 @@ def allocate_host(
         raise HostMemoryError(f"{name}: {num_bytes} bytes; expected at least 1")
     started = time.perf_counter()
     try:
-        pool, mapping = _map_shared(num_bytes) if shared else _map_private(num_bytes)
+        mapping, shared_fd = _map_shared(num_bytes) if shared else (_Mapping(-1, num_bytes, _PRIVATE), None)
     except (OSError, OverflowError) as error:
         bound = (
             "the limits on a process's address space (ulimit -v) and on committed memory "
@@ -148,6 +149,7 @@ def allocate_host(
             f"{name}: {num_bytes} bytes ({num_bytes / _GIB:.1f} GiB) cannot be mapped: {error}; "
             f"{bound}{remedy}"
         ) from error
+    pool = HostPool(mapping, num_bytes, shared_fd)
     advise(mapping)
     addr = pool.tensor.data_ptr()
     mapped = time.perf_counter()
@@ -168,13 +170,8 @@ def allocate_host(
     return pool
 
 
-def _map_private(num_bytes: int) -> tuple[HostPool, mmap.mmap]:
-    mapping = _Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return HostPool(mapping, num_bytes), mapping
-
-
-def _map_shared(num_bytes: int) -> tuple[HostPool, mmap.mmap]:
-    """Raises OSError, and OverflowError for what no file can be as long as."""
+def _map_shared(num_bytes: int) -> tuple[_Mapping, int]:
+    """A mapping and its memfd. Raises OSError, and OverflowError for what no file can be as long as."""
     fd = os.memfd_create("hisparse-pd pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
@@ -185,7 +182,7 @@ def _map_shared(num_bytes: int) -> tuple[HostPool, mmap.mmap]:
     except BaseException:
         os.close(fd)
         raise
-    return HostPool(mapping, num_bytes, fd), mapping
+    return mapping, fd
 
 
 def num_touch_threads(num_bytes: int, num_cores: int) -> int:
