@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,16 @@ def is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success
     except httpx.HTTPError:
         return False
+
+
+def wait_healthy(url: str, timeout_secs: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Whether the service gets healthy in time, and before ``is_over``."""
+    deadline = time.monotonic() + timeout_secs
+    while not is_healthy(url):
+        if is_over() or time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:

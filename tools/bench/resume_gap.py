@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from hisparse_pd.bench.facts import OUT, ROOT
-from hisparse_pd.bench.pair import is_healthy
+from hisparse_pd.bench.pair import is_healthy, wait_healthy
 from hisparse_pd.bench.report import make_console, table_of, write_report
 from hisparse_pd.ports import free_port
 from router.nodes import NodeKind
@@ -65,15 +65,11 @@ class Process:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def wait_healthy(self) -> None:
-        assert self.process is not None
-        deadline = time.monotonic() + START_TIMEOUT_SECS
-        while not is_healthy(self.url):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                tail = self.log.read_text(errors="replace")[-6000:]
-                raise SystemExit(
-                    f"{self.arguments[0]} does not serve within {START_TIMEOUT_SECS:g} s\n{tail}"
-                )
-            time.sleep(0.1)
+        process = self.process
+        assert process is not None
+        if not wait_healthy(self.url, START_TIMEOUT_SECS, lambda: process.poll() is not None):
+            tail = self.log.read_text(errors="replace")[-6000:]
+            raise SystemExit(f"{self.arguments[0]} does not serve within {START_TIMEOUT_SECS:g} s\n{tail}")
 
     def end(self, number: signal.Signals) -> None:
         """SIGKILL to all its processes, any other signal to the first one; returns when it has ended."""

@@ -36,7 +36,7 @@ from starlette.types import Receive, Scope, Send
 
 from decode_node.server import create_decode_app
 from hisparse_pd.bench.facts import OUT
-from hisparse_pd.bench.pair import is_healthy
+from hisparse_pd.bench.pair import wait_healthy
 from hisparse_pd.bench.report import make_console, table_of, write_report
 from hisparse_pd.engine.messages import (
     Abort,
@@ -289,11 +289,8 @@ def main() -> None:
 def measure(
     context: Any, options: argparse.Namespace, load: Load, processes: dict[str, SpawnProcess], port: int
 ) -> dict[str, Any]:
-    deadline = time.monotonic() + 120
-    while not is_healthy(f"http://127.0.0.1:{port}"):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"nobody serves at port {port} within 120 s")
-        time.sleep(0.1)
+    if not wait_healthy(f"http://127.0.0.1:{port}", 120):
+        raise SystemExit(f"nobody serves at port {port} within 120 s")
     results = context.Queue()
     bounds = np.linspace(0, load.num_streams, options.clients + 1).astype(int).tolist()
     clients = [
