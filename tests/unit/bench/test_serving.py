@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from starlette.requests import Request
 
 from hisparse_pd import cli
 from hisparse_pd.bench import serving, serving_load
@@ -31,9 +30,9 @@ from hisparse_pd.bench.serving_load import (
 )
 from hisparse_pd.bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
 from hisparse_pd.bench.settings import ServingSettings
-from tests.unit.router.cluster import answer, start, write
+from tests.unit.router.cluster import Behaviour, FakeNode, answer, says, start, write
 from tests.unit.router.cluster import serving as serving_app
-from tests.waiting import WAIT_SECS
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -51,42 +50,34 @@ WORKLOAD = workload_of()
 
 
 Send = Callable[[Any], Awaitable[None]]
-Behaviour = Callable[["Endpoint", Send], Awaitable[None]]
 
 
 @dataclass
-class Endpoint:
-    """Answers completions as ``behaviour`` says, and keeps what it was asked."""
+class Endpoint(FakeNode):
+    """A node that has counters, and counts how many requests it had at once."""
 
-    behaviour: Behaviour
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    num_inside: int = 0
-    most_inside: int = 0
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     metrics: list[str] = field(default_factory=list)
     """Answers of /metrics, in order."""
+    num_inside: int = 0
+    most_inside: int = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        assert scope["type"] == "http"
-        if scope["path"] == "/v1/models":
-            await answer(send, json.dumps({"data": [{"id": "tiny"}]}).encode())
-            return
         if scope["path"] == "/metrics":
             await answer(send, self.metrics.pop(0).encode(), content_type="text/plain")
             return
-        self.bodies.append(await Request(scope, receive).json())
         self.num_inside += 1
         self.most_inside = max(self.most_inside, self.num_inside)
-        async with self.changed:
-            self.changed.notify_all()
         try:
-            await self.behaviour(self, send)
+            await super().__call__(scope, receive, send)
         finally:
             self.num_inside -= 1
 
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(content) for _, _, content in self.requests]
+
     async def until_asked(self, num_requests: int) -> None:
-        async with asyncio.timeout(WAIT_SECS), self.changed:
-            await self.changed.wait_for(lambda: len(self.bodies) >= num_requests)
+        await until(lambda: len(self.requests) >= num_requests, f"{num_requests} requests")
 
 
 @asynccontextmanager
@@ -141,7 +132,7 @@ async def record_of(behaviour: Behaviour, timeout_secs: float = TIMEOUT_SECS) ->
 
 
 async def test_chunks_are_tokens_where_no_usage_comes() -> None:
-    record = await record_of(saying(event("a"), event("b"), event("c", "stop")))  # and no [DONE]
+    record = await record_of(says(event("a") + event("b") + event("c", "stop")))  # and no [DONE]
     assert (record.error_class, record.has_usage, record.num_output_tokens) == ("", False, 3)
 
 
@@ -150,13 +141,6 @@ async def never(endpoint: Endpoint, send: Send) -> None:
     await start(send)
     await write(send, event("a"))
     await asyncio.Event().wait()
-
-
-def saying(*content: bytes, status: int = 200) -> Behaviour:
-    async def behaviour(_: Endpoint, send: Send) -> None:
-        await answer(send, b"".join(content), status, "text/event-stream")
-
-    return behaviour
 
 
 async def dropping(_: Endpoint, send: Send) -> None:
@@ -168,15 +152,15 @@ async def dropping(_: Endpoint, send: Send) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "error_class", "words"),
     [
-        (saying(b'{"error": "full"}', status=503), "HTTP 503", "full"),
-        (saying(b"no route", status=404), "HTTP 404", "no route"),
-        (saying(event("a"), b'data: {"error": {"message": "peer died"}}\n\n'), "error event", "peer died"),
-        (saying(event("a")), "cut", "ended early, after 1 chunks"),
-        (saying(), "cut", "ended early, after 0 chunks"),
+        (says(b'{"error": "full"}', 503), "HTTP 503", "full"),
+        (says(b"no route", 404), "HTTP 404", "no route"),
+        (says(event("a") + b'data: {"error": {"message": "peer died"}}\n\n'), "error event", "peer died"),
+        (says(event("a")), "cut", "ended early, after 1 chunks"),
+        (says(b""), "cut", "ended early, after 0 chunks"),
         (dropping, "cut", "RemoteProtocolError"),
-        (saying(b"data: nonsense\n\n"), "malformed", "nonsense"),
-        (saying(b'data: {"choices": 3}\n\n'), "malformed", "choices"),
-        (saying(event("", "stop"), DONE), "empty", "no text"),
+        (says(b"data: nonsense\n\n"), "malformed", "nonsense"),
+        (says(b'data: {"choices": 3}\n\n'), "malformed", "choices"),
+        (says(event("", "stop") + DONE), "empty", "no text"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -252,7 +236,8 @@ async def test_a_duration_starts_no_more_when_it_is_over(monkeypatch: pytest.Mon
     async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
         records = await run_point(client, WORKLOAD, Point(concurrency=1, duration_secs=30))
         assert len(records) == len(endpoint.bodies) == 5
-        clock.now, endpoint.bodies = 0.0, []
+        clock.now = 0.0
+        endpoint.requests.clear()
         point = Point(request_rate=1000.0, duration_secs=0.004)
         monkeypatch.setattr(asyncio, "sleep", advancing(clock))
         due = np.cumsum(np.random.default_rng((0, 0, 1)).exponential(1 / 1000.0, 50))
@@ -283,9 +268,8 @@ async def test_bodies_ask_for_what_the_workload_says() -> None:
     assert len(set(prompts)) == 12  # no prefix cache helps
     assert all(len(prompt) == 6 and set(prompt) <= set(range(10, 20)) for prompt in prompts)
     assert [body.pop("max_tokens") for body in bodies] == [2, 4, 4] * 4
-    assert [body.pop("hisparse", "absent") for body in bodies] == [
-        *([True] * 3 + [False] * 3 + ["auto"] * 3 + ["absent"] * 3)
-    ]
+    flags = [body.pop("hisparse", "absent") for body in bodies]
+    assert flags == [True] * 3 + [False] * 3 + ["auto"] * 3 + ["absent"] * 3
     shared = {
         "model": "tiny",
         "temperature": 0.5,
@@ -409,9 +393,8 @@ def test_a_reader_is_told_what_distorts_the_figures() -> None:
     uncounted.has_usage = False
     busy = {**good, "client_cpu_share": 0.95}
     found = notes(report_of(short, summarize(point, [uncounted], None), busy))
-    assert [any(words in note for note in found) for words in ("shorter than 4", "no usage", "95%")] == [
-        True
-    ] * 3
+    for words in ("shorter than 4", "no usage", "95%"):
+        assert any(words in note for note in found)
 
 
 def test_tables_and_pictures_take_points_without_figures(tmp_path: Path) -> None:
@@ -518,9 +501,8 @@ async def test_main_stops_when_the_endpoint_or_its_metrics_are_not_there(
 
 def test_points_are_all_series_of_a_load_and_then_the_next_load() -> None:
     points = make_points(ServingSettings(concurrency=(1, 16), hisparse=("true", "none")))
-    assert [(p.concurrency, p.hisparse, p.num_requests) for p in points] == [
-        *((1, True, 8), (1, None, 8), (16, True, 64), (16, None, 64)),
-    ]
+    found = [(p.concurrency, p.hisparse, p.num_requests) for p in points]
+    assert found == [(1, True, 8), (1, None, 8), (16, True, 64), (16, None, 64)]
     assert [p.stream for p in points] == [0, 1, 2, 3]
     settings = ServingSettings(request_rate=(0.5,), duration_secs=60)
     assert make_points(settings) == [Point(None, None, 0.5, None, 60.0)]

@@ -107,9 +107,8 @@ def test_setup_asks_for_each_key_that_is_not_there(tmp_path: Path) -> None:
     assert {name for name, text in written.items() if text != "key --api\n"} == {"control.key"}
     assert (tmp_path / ".env").read_text() == (tmp_path / ".env.example").read_text()
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {
-        0o444
-    }  # for the containers' user
+    modes = {path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    assert modes == {0o444}, "for the containers' user"
     (tmp_path / ".env").write_text("IMAGE=mine\n")
     (directory / "control.key").unlink()
     (directory / "api.key").chmod(0o644)

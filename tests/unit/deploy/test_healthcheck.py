@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import http.server
+import asyncio
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
 from typing import Any
 
 import pytest
 
+from hisparse_pd.http.certificates import Certificate
 from tests.tls_files import make_tls_files, needs_openssl
+from tests.unit.router.cluster import answer
+from tests.unit.servers import serving
+
+pytestmark = pytest.mark.anyio
 
 HEALTHCHECK = Path(__file__).resolve().parents[3] / "deploy" / "healthcheck.py"
+HEALTHY = (200, {"status": "ok"})
 LOADING = (503, {"status": "loading", "reason": "the engine is loading: weights, 1 of 9 GB"})
 STALLED = (503, {"status": "unavailable", "reason": "loading has stood still for 301 s"})
 
@@ -22,75 +26,53 @@ STALLED = (503, {"status": "unavailable", "reason": "loading has stood still for
 class Service:
     """Gives one answer after the other, the last one again and again."""
 
-    def __init__(self) -> None:
-        self.answers: list[tuple[int, object]] = [(200, {"status": "ok"})]
+    def __init__(self, *answers: tuple[int, object]) -> None:
+        self._answers = answers
         self.num_asked = 0
-        service = self
 
-        class Health(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                status, body = service.answers[min(service.num_asked, len(service.answers) - 1)]
-                service.num_asked += 1
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = http.server.HTTPServer(("127.0.0.1", 0), Health)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/health"
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        status, body = self._answers[min(self.num_asked, len(self._answers) - 1)]
+        self.num_asked += 1
+        await answer(send, json.dumps(body).encode(), status)
 
 
-@pytest.fixture
-def service() -> Iterator[Service]:
-    service = Service()
-    thread = threading.Thread(target=service.server.serve_forever, args=(0.01,))
-    thread.start()
-    yield service
-    service.server.shutdown()
-    thread.join()
-    service.server.server_close()
-
-
-def check(url: str, monkeypatch: pytest.MonkeyPatch) -> int:
+async def check(url: str, monkeypatch: pytest.MonkeyPatch) -> int:
     command = run_path(str(HEALTHCHECK))
     command["main"].__globals__["INTERVAL_SECS"] = 0.0
     monkeypatch.setattr("sys.argv", ["healthcheck", url])
-    status: int = command["main"]()
+    status: int = await asyncio.to_thread(command["main"])
     return status
 
 
 @pytest.mark.parametrize(
     ("answers", "status"),
     [
-        ([(200, {"status": "ok"})], 0),
-        ([LOADING, LOADING, LOADING, (200, {"status": "ok"})], 0),
+        ([HEALTHY], 0),
+        ([LOADING, LOADING, LOADING, HEALTHY], 0),
         ([LOADING, LOADING, STALLED], 1),
         ([(503, {"status": "unavailable", "reason": "the engine has died"})], 1),
         ([(503, ["loading"])], 1),
     ],
 )
-def test_it_waits_while_a_node_loads_and_for_nothing_else(
-    service: Service, monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, object]], status: int
+async def test_it_waits_while_a_node_loads_and_for_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, object]], status: int
 ) -> None:
-    service.answers = answers
-    assert check(service.url, monkeypatch) == status
+    service = Service(*answers)
+    async with serving(service) as (_, port):
+        assert await check(f"http://127.0.0.1:{port}/health", monkeypatch) == status
     assert service.num_asked == len(answers)
 
 
 @needs_openssl
-def test_a_certificate_is_not_checked(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = make_tls_files(tmp_path / "tls").serving()
-    service.server.socket = context.wrap_socket(service.server.socket, server_side=True)
-    assert check(service.url.replace("http:", "https:"), monkeypatch) == 0
+async def test_a_certificate_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, files = Service(HEALTHY), make_tls_files(tmp_path / "tls")
+    async with serving(service, Certificate(files.cert, files.key)) as (_, port):
+        assert await check(f"https://127.0.0.1:{port}/health", monkeypatch) == 0
     assert service.num_asked == 1
 
 
-def test_a_service_that_does_not_answer_is_not_healthy(
-    service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_a_service_that_does_not_answer_is_not_healthy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check("http://127.0.0.1:1/health", monkeypatch) == 1
+    assert await check("http://127.0.0.1:1/health", monkeypatch) == 1
     assert "127.0.0.1:1" in capsys.readouterr().out

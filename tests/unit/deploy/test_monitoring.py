@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,9 @@ def test_the_dashboards_queries_are_promql(tmp_path: Path) -> None:
 
 def test_every_alert_is_tried_and_explained() -> None:
     tests = yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
-    fired = {
-        case["alertname"] for test in tests for case in test["alert_rule_test"] if case.get("exp_alerts")
-    }
-    quiet = {
-        case["alertname"] for test in tests for case in test["alert_rule_test"] if not case.get("exp_alerts")
-    }
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    fired = {case["alertname"] for case in cases if case.get("exp_alerts")}
+    quiet = {case["alertname"] for case in cases if not case.get("exp_alerts")}
     names = {rule["alert"] for rule in alert_rules()}
     assert fired == quiet == names
     headings = re.findall(r"^#+ (HisparsePd\w+)$", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE)
@@ -107,11 +105,8 @@ def test_the_dashboard_holds_together() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
+        columns, rows = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+        cells = set(product(columns, rows))
         assert cells.isdisjoint(taken), f"{panel['title']} lies on another panel"
         assert place["x"] + place["w"] <= WIDTH
         taken |= cells
