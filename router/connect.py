@@ -153,11 +153,6 @@ class Call(asyncio.Protocol):
             self._transport.pause_reading()
         self._wake()
 
-    def eof_received(self) -> None:
-        if self._body is None:
-            self._http.receive_data(b"")
-        self._wake()
-
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = error or EOFError("the connection is closed")
         self._wake()

@@ -10,6 +10,9 @@ MAX_DESCRIPTORS = 1 << 20
 MAX_CONNECTIONS = 8192
 """Of a server, however many descriptors there are: a silent one takes 6 kB of memory."""
 
+FEW_CONNECTIONS = 128
+"""Below that a server says, when it starts, that its limit of descriptors is too low."""
+
 MAX_ACCEPTED_AT_ONCE = 32
 """Connections that an event loop takes from the kernel in one turn."""
 

@@ -77,7 +77,13 @@ class Listener:
         connections = Connections(descriptors.max_connections(limit, num_descriptors_each, num_servers))
         if self._num_connections:
             self.socket = _SharedSocket(self.socket, connections, self._num_connections, process)
-        log.info("port %d: at most %d connections (%d descriptors)", self.port, connections.limit, limit)
+        is_low = connections.limit < descriptors.FEW_CONNECTIONS
+        log.log(
+            logging.WARNING if is_low else logging.INFO,
+            "port %d: at most %d connections (%d descriptors)%s",
+            *(self.port, connections.limit, limit),
+            ": raise the limit of descriptors (ulimit -n)" if is_low else "",
+        )
         protocol: Any = functools.partial(Connection, connections)
         handshakes: Handshakes | None = None
         if self._certificate is not None:

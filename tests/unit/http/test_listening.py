@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 
 import pytest
+from starlette.applications import Starlette
 
 from hisparse_pd import ports
+from hisparse_pd.http import descriptors
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.ports import free_port
 
@@ -35,3 +37,15 @@ def test_a_taken_address_is_named() -> None:
         pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}: Address already"),
     ):
         Listener("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(("num_descriptors", "level"), [(300, "WARNING"), (4096, "INFO")])
+def test_a_low_limit_of_descriptors_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_descriptors: int, level: str
+) -> None:
+    monkeypatch.setattr(descriptors, "limit", lambda: num_descriptors)
+    listener = Listener("127.0.0.1", 0)
+    with caplog.at_level("INFO"), listener.socket:
+        listener.server(Starlette())
+    (record,) = caplog.records
+    assert (record.levelname, "ulimit -n" in record.getMessage()) == (level, level == "WARNING")

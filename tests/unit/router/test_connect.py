@@ -229,6 +229,12 @@ async def test_a_body_may_be_cut_anywhere(answer: bytes) -> None:
     assert await body_of(head, *(answer[at : at + 1] for at in range(len(answer)))) == CONTENT
 
 
+async def test_an_answer_without_a_head_is_an_error() -> None:
+    for said in (b"", b"HTTP/1.1 200"):
+        with pytest.raises(ConnectionError, match="the connection is closed"):
+            await body_of(said)
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
