@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.http.http_errors import ApiError, ErrorShape, cut
 
 MODELS_PATH = "/v1/models"
 MODEL_PATH = "/v1/models/{model:path}"
@@ -31,7 +31,7 @@ def show_models(request: Request, models: Sequence[Mapping[str, object]]) -> Res
     served = ", ".join(repr(model["id"]) for model in shown)
     error = ApiError(
         404,
-        f"model: {name!r} does not exist here; served are {served}",
+        f"model: {cut(name)!r} does not exist here; served are {served}",
         param="model",
         code="model_not_found",
     )

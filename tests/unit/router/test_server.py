@@ -170,6 +170,7 @@ async def test_what_cannot_be_relayed_is_answered_in_json() -> None:
         assert "/v1/completions" in error_of(wrong_method)
         for long in (
             await pair.client.get("/" + "x" * 60_000),
+            await pair.client.get("/v1/models/" + "x" * 60_000),
             await pair.client.request("X" * 60_000, "/v1/completions"),
         ):
             assert len(error_of(long)) < 300
