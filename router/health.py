@@ -31,7 +31,9 @@ _TROUBLES = {"loading": LOADING, "leaving": LEAVING}
 
 
 class _Health(msgspec.Struct):
-    status: str
+    status: str = ""
+    role: str = ""
+    """The kind of a healthy node; empty where its release does not say it."""
 
 
 class _Load(msgspec.Struct):
@@ -86,9 +88,12 @@ class HealthWatch:
                 self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
             return
         self._num_timeouts[node] = 0
+        told = _told(body)
         if not 200 <= status < 300:
-            trouble = _TROUBLES.get(_status_in(body), f"/health answered {status}")
-            self._pool.mark_unhealthy(node, trouble)
+            self._pool.mark_unhealthy(node, _TROUBLES.get(told.status, f"/health answered {status}"))
+            return
+        if told.role not in ("", node.kind):
+            self._pool.mark_unhealthy(node, f"it is a {told.role} node: name it with --{told.role}")
             return
         self._pool.mark_healthy(node)
         if self._with_load:
@@ -117,8 +122,8 @@ def _by_rank(loads: Sequence[_Load]) -> list[int]:
     return [sum(load.num_reqs for load in loads)]
 
 
-def _status_in(body: bytes) -> str:
+def _told(body: bytes) -> _Health:
     try:
-        return _HEALTH_DECODER.decode(body).status
+        return _HEALTH_DECODER.decode(body)
     except msgspec.MsgspecError:
-        return ""
+        return _Health()

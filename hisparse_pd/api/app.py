@@ -214,7 +214,7 @@ async def _about_tokens(front: Front, path: TokenPath, body: bytes, arrived_at: 
 async def _health(front: Front, request: Request) -> Response:
     trouble = front.link.trouble()
     if trouble is None:
-        return json_response({"status": "ok"})
+        return json_response({"status": "ok", "role": front.role})
     is_leaving = front.link.state is LinkState.STOPPING
     body: dict[str, object] = {"status": "leaving" if is_leaving else "unavailable", "reason": trouble}
     loading = front.link.loading

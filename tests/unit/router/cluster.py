@@ -40,6 +40,8 @@ class FakeNode:
     loads: list[int] = field(default_factory=lambda: [0])
     """Of its ranks."""
     healthy: bool = True
+    health: bytes = b""
+    """Body of its /health while it is healthy."""
     trouble: bytes = b""
     """Body of its /health while it is not healthy."""
     requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
@@ -59,7 +61,7 @@ class FakeNode:
             self.asked.append((scope["path"], Request(scope).headers.get("authorization")))
         match scope["path"]:
             case "/health":
-                await (answer(send, b"", 200) if self.healthy else answer(send, self.trouble, 503))
+                await (answer(send, self.health, 200) if self.healthy else answer(send, self.trouble, 503))
             case "/get_load" | "/v1/models" | "/server_info" | "/model_info" | "/tokenizer_info" if (
                 self.says is not None
             ):

@@ -399,3 +399,18 @@ async def test_a_node_that_refuses_what_needs_no_pair_has_the_word() -> None:
         response = await pair.client.post("/tokenize", json={})
         assert response.status_code == 503
         assert "no healthy node" in error_of(response)
+
+
+async def test_a_node_of_the_other_kind_gets_no_requests() -> None:
+    """Its answers would look like answers."""
+    async with cluster(decode=says(b"{}"), health_interval_secs=0.05) as pair:
+        for node, kind in ((pair.prefill[0], b"prefill"), (pair.decode[0], b"decode")):
+            node.health = b'{"status": "ok", "role": "%s"}' % kind
+        assert (await pair.client.post("/generate", json={})).status_code == 200
+        pair.decode[0].health = pair.prefill[0].health
+        async with asyncio.timeout(WAIT_SECS):
+            while (await pair.client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.02)
+        refused = await pair.client.post("/generate", json={})
+        assert "it is a prefill node: name it with --prefill" in error_of(refused)
+        assert len(pair.decode[0].requests) == 1
