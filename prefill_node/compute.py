@@ -89,18 +89,9 @@ class PromptRunner:
         """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called while it
         computes, layer after layer. Raises whatever the model or ``on_written`` raises, out of memory
         included; then the chunks count as not computed."""
-        is_whole = [chunk.stop == record.num_prompt_tokens for record, chunk in batch]
-        requests = [
-            PagedRequest(
-                self._page_ids(record),
-                chunk.start,
-                chunk.stop - chunk.start,
-                max(0, chunk.stop - max(chunk.start, record.first_resumed)),
-            )
-            for record, chunk in batch
-        ]
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
         pools = memory.kv, memory.index, self._page_size
+        requests = [self._paged(record, chunk) for record, chunk in batch]
         kv = PagedKv(self._model.spec, *pools, requests, hook, self.kernels, memory.row_checks)
         token_ids = torch.cat(
             [
@@ -108,11 +99,12 @@ class PromptRunner:
                 for record, chunk in batch
             ]
         ).to(self._model.device)
-        whole_requests = torch.tensor(
-            [number for number, whole in enumerate(is_whole) if whole], dtype=torch.int64
-        ).to(self._model.device)
+        whole = [
+            number for number, (record, chunk) in enumerate(batch) if chunk.stop == record.num_prompt_tokens
+        ]
+        records = [batch[number][0] for number in whole]
+        whole_requests = torch.tensor(whole, dtype=torch.int64).to(self._model.device)
         logit_rows = kv.last_rows[whole_requests]
-        scored = _scored_rows(batch)
         if (short := self._short.run(token_ids, kv)) is not None:
             logits, hidden = short[0][whole_requests], short[1]
             if hook is not None:
@@ -120,28 +112,25 @@ class PromptRunner:
                     hook(layer)
         else:
             logits, hidden = self._model.forward_with_hidden(token_ids, kv.positions, kv, logit_rows)
-        whole = [(record, kv.hints[number]) for number, (record, _) in enumerate(batch) if is_whole[number]]
         tokens, logprobs = sample(
             logits,
-            [_sampling(record) for record, _ in whole],
-            [0] * len(whole),
+            [record.sampling for record in records],
+            [0] * len(records),
             self._model.spec.eos_token_ids,
-            counts=_counts([record for record, _ in whole], logits),
-            masks=_first_masks([record for record, _ in whole], self._model.spec.vocab_size, logits.device),
+            counts=_counts(records, logits),
+            masks=_first_masks(records, self._model.spec.vocab_size, logits.device),
         )
-        rows: ScoredRows | None = None
-        if scored:
-            rows = self._score(hidden, scored)
+        scores = self._score(hidden, _scored_rows(batch))
         if self._model.spec.num_draft_layers:
             next_ids = _next_tokens(batch, tokens).to(self._model.device)
             self._model.draft(next_ids, hidden, kv.positions, kv, logit_rows[:0])
         self._wait()
         return Computed(
             {
-                record.room: FirstToken(token_id, logprob, hint)
-                for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
+                record.room: FirstToken(token_id, logprob, kv.hints[number])
+                for number, record, token_id, logprob in zip(whole, records, tokens, logprobs, strict=True)
             },
-            [] if rows is None else _packed(rows, scored),
+            scores,
         )
 
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
@@ -176,13 +165,16 @@ class PromptRunner:
         record.page_ids = list(range(-(-num_tokens // self._page_size)))
         return record
 
-    def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows:
+    def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> list[PromptScores]:
         """All rows together: the LM head is read once a slice, however short the prompts are."""
+        if not scored:
+            return []
         device = hidden.device
         rows = torch.cat([torch.arange(part.start, part.stop) for part in scored]).to(device)
         behind = torch.from_numpy(np.concatenate([part.token_ids for part in scored])).to(device)
         num_top = max(part.num_top for part in scored)
-        return score_rows(self._model.logits, hidden[rows], behind, num_top, self._model.spec.vocab_size)
+        vocab_size = self._model.spec.vocab_size
+        return _packed(score_rows(self._model.logits, hidden[rows], behind, num_top, vocab_size), scored)
 
     def run_of_others(self) -> None:
         """A forward that other ranks of the node make, with no token of this one."""
@@ -196,8 +188,10 @@ class PromptRunner:
             with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
                 torch.cuda.synchronize(self._model.device)
 
-    def _page_ids(self, record: RoomRecord) -> Tensor:
-        return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+    def _paged(self, record: RoomRecord, chunk: Chunk) -> PagedRequest:
+        page_ids = torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+        num_resumed = max(0, chunk.stop - max(chunk.start, record.first_resumed))
+        return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_resumed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +260,7 @@ def _first_masks(records: Sequence[RoomRecord], vocab_size: int, device: torch.d
     masks = np.full((len(records), -(-vocab_size // 32)), ALL_ALLOWED, dtype=np.int32)
     for mask, record in zip(masks, records, strict=True):
         if record.grammar is not None:
-            mask[:] = record.grammar.result().first_mask(ignore_eos=_sampling(record).ignore_eos)
+            mask[:] = record.grammar.result().first_mask(ignore_eos=record.sampling.ignore_eos)
     return torch.from_numpy(masks).to(device)
 
 
@@ -286,20 +280,14 @@ def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callabl
     return written
 
 
-def _sampling(record: RoomRecord) -> SamplingParams:
-    if record.request is None:
-        raise ValueError(f"room {record.room} has no request to sample for")
-    return record.request.sampling
-
-
 def _counts(whole: Sequence[RoomRecord], logits: Tensor) -> CountedRows | None:
     """Counts of the prompts' tokens, for those first tokens that depend on more than logits [num_whole,
     vocab]; None where none does."""
-    changing = [record for record in whole if _sampling(record).changes_logits]
+    changing = [record for record in whole if record.sampling.changes_logits]
     if not changing:
         return None
     table = TokenCounts.create(len(changing), logits.shape[1], logits.device)
     row_of = {record.room: row for row, record in enumerate(changing)}
     for record in changing:
-        table.start(row_of[record.room], _sampling(record), record.token_ids)
+        table.start(row_of[record.room], record.sampling, record.token_ids)
     return CountedRows(table, [row_of.get(record.room, 0) for record in whole])

@@ -304,7 +304,7 @@ class RoomLife:
     def _has_grammar(self, record: RoomRecord) -> bool:
         """Whether its first token can be held to what is asked for."""
         if record.grammar is None:
-            return record.request is None or not record.request.sampling.grammar
+            return not record.sampling.grammar
         # One that came to nothing after ``follow_grammars`` would end the whole batch.
         return record.grammar.done() and record.grammar.exception() is None
 
@@ -313,11 +313,10 @@ class RoomLife:
         cannot be followed here, or was not compiled in time."""
         held = {record.grammar for record in self.waiting() if record.grammar is not None}
         for record in self.waiting():
-            sampling = None if record.request is None else record.request.sampling
-            is_asked = sampling is None or not sampling.grammar or record.grammar is not None
-            if sampling is not None and not is_asked and len(held) < MAX_WAITING_GRAMMARS:
+            grammar = record.sampling.grammar
+            if grammar and record.grammar is None and len(held) < MAX_WAITING_GRAMMARS:
                 begun = record.token_ids[record.first_resumed :].tolist()
-                record.grammar, record.grammar_asked_secs = grammars.ask(sampling.grammar, begun), now_secs
+                record.grammar, record.grammar_asked_secs = grammars.ask(grammar, begun), now_secs
                 held.add(record.grammar)
             if record.grammar is None:
                 continue

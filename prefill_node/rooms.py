@@ -22,6 +22,7 @@ from hisparse_pd.grammar.token_trie import Grammar
 from hisparse_pd.paging.pools import Holding, PoolKind
 from hisparse_pd.paging.prefix_tree import Prefix
 from hisparse_pd.paging.prompt_keys import PageKey
+from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.registrations import Peer
 from protocol.messages import Bootstrap, Room, RoomDone
 
@@ -145,10 +146,16 @@ class RoomRecord:
         return len(self.token_ids)
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Its request's. Raises ValueError while there is none: in WAITING_REQUEST."""
+        if self.request is None:
+            raise ValueError(f"room {self.room} has no request to sample for")
+        return self.request.sampling
+
+    @property
     def first_resumed(self) -> int:
         """The position from which on the prompt is the output so far of a request that goes on here."""
-        num_resumed = 0 if self.request is None else self.request.sampling.num_resumed_tokens
-        return self.num_prompt_tokens - num_resumed
+        return self.num_prompt_tokens - self.sampling.num_resumed_tokens
 
     @property
     def is_prefill_only(self) -> bool:

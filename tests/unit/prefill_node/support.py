@@ -568,10 +568,17 @@ def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.T
     return computed.first_token, computed.hint
 
 
+def all_delivered(engine: EngineThread, peer: DecodePeer, num_rooms: int = 1) -> dict[int, RoomDone]:
+    """Wait until so many rooms are, of which nothing else is told."""
+    for _ in range(num_rooms):
+        engine.expect(PrefillFinished)
+    return {done.room: done for done in (peer.expect(RoomDone) for _ in range(num_rooms))}
+
+
 def deliver(
     engine: EngineThread, peer: DecodePeer, room: int, tokens: Sequence[int], **landing: Any
 ) -> RoomDone:
-    """One request through; checks what arrived."""
+    """One request through; checks what was sent, and what arrived."""
     bootstrap = peer.bootstrap(room, len(tokens), **landing)
     request_id = engine.generate(room, tokens)
     done = peer.expect(RoomDone)
@@ -579,6 +586,9 @@ def deliver(
     assert (done.room, finished.request_id) == (room, request_id)
     assert (finished.num_prompt_tokens, finished.transfer_bytes) == (len(tokens), done.num_bytes)
     assert finished.num_cached_tokens == done.num_cached_tokens
+    per_token = sum(len(pool) * pool.shape[2] for pool in (peer.kv_host, peer.index, peer.row_checks))
+    num_sent = len(tokens) - bootstrap.num_held_tokens
+    assert done.num_bytes == num_sent * per_token + peer.layout.slot_bytes
     secs = {phase.name: phase.secs for phase in finished.phases}
     assert tuple(secs) == PREFILL_PHASES
     assert done.times is not None

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 import torch
 
-from hisparse_pd.engine.messages import FlushCache, PrefillFinished
-from protocol.messages import Extent, Geometry, Refused, RegionKind, RoomDone
+from hisparse_pd.engine.messages import FlushCache
+from protocol.messages import Extent, Geometry, Refused, RegionKind
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
+    all_delivered,
     computed_alone,
     decode_peer,
     deliver,
@@ -128,9 +129,7 @@ def test_prompts_of_one_forward_get_their_own_next_tokens(
     }
     for number, tokens in prompts.items():
         engine.generate(number, tokens)
-    for number in prompts:
-        peer.expect(RoomDone, lambda done, number=number: done.room == number)
-        engine.expect(PrefillFinished)
+    assert all_delivered(engine, peer, len(prompts)).keys() == prompts.keys()
     for place, (number, tokens) in enumerate(prompts.items()):
         alone, (kv, index) = computed_alone(engine, tokens), landed(peer, len(tokens), 208 * place)
         assert torch.equal(kv, alone.kv)

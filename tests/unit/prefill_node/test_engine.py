@@ -14,13 +14,12 @@ from hisparse_pd.engine.messages import (
     FlushCache,
     Generate,
     GenerateGroup,
-    PrefillFinished,
     RequestFailed,
     pack_token_ids,
 )
 from hisparse_pd.paging.prompt_keys import root_of
 from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
-from protocol.messages import ROW_CHECK_BYTES, AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
 from tests.identities import ANY, identity_of
 from tests.unit.prefill_node.support import (
     GREEDY,
@@ -28,6 +27,7 @@ from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
     StuckTransport,
+    all_delivered,
     deliver,
     next_room,
     prompt,
@@ -43,12 +43,7 @@ from tests.unit.prefill_node.support import (
 def test_delivers_prompts_of_every_shape(
     engine: EngineThread, peer: DecodePeer, room: int, num_tokens: int
 ) -> None:
-    done = deliver(engine, peer, room, prompt(num_tokens, num_tokens))
-    spec = engine.spec
-    per_token = spec.num_layers * (spec.item_bytes + ROW_CHECK_BYTES)
-    per_token += spec.num_index_layers * spec.index_item_bytes
-    assert done.num_bytes == num_tokens * per_token + peer.layout.slot_bytes
-    assert done.num_cached_tokens == 0
+    assert deliver(engine, peer, room, prompt(num_tokens, num_tokens)).num_cached_tokens == 0
     chunks = engine.computed[room]
     assert chunks[0][0] == 0
     assert chunks[-1][1] == num_tokens
@@ -83,16 +78,9 @@ def test_what_the_decode_node_holds_is_computed_and_not_sent(
         "num_held_tokens": num_held,
         "hisparse": hisparse,
     }
-    spec = engine.spec
-    per_token = spec.num_layers * (spec.item_bytes + ROW_CHECK_BYTES)
-    per_token += spec.num_index_layers * spec.index_item_bytes
     for each, num_cached in ((room, 0), (next_room(), 96)):
         peer.forget()
-        done = deliver(engine, peer, each, tokens, **landing)
-        assert (done.num_bytes, done.num_cached_tokens) == (
-            rest * per_token + peer.layout.slot_bytes,
-            num_cached,
-        )
+        assert deliver(engine, peer, each, tokens, **landing).num_cached_tokens == num_cached
         landed = (peer.kv_host if hisparse else peer.kv_device).any(dim=-1).any(dim=0)
         assert landed.nonzero().flatten().tolist() == list(range(100, 100 + rest))
         assert peer.index.any(dim=-1).any(dim=0).sum() == rest
@@ -109,8 +97,7 @@ def test_a_prefix_is_cached_for_requests_with_its_isolation_key_only(
         room = next_room()
         bootstrap = peer.bootstrap(room, len(tokens), digest=identity.digest)
         engine.generate(room, tokens, identity=identity)
-        engine.expect(PrefillFinished)
-        done = peer.expect(RoomDone)
+        done = all_delivered(engine, peer)[room]
         peer.assert_has(bootstrap)
         return done.num_cached_tokens
 
@@ -146,10 +133,8 @@ def test_equal_prompts_at_once_are_computed_once(engine: EngineThread, peer: Dec
         peer.bootstrap(room, 40, kv=(Extent(100 * number, 40),), aux_slot=number)
         engine.generate(room, tokens)
     is_complete.set()
-    done = {message.room: message for message in (peer.expect(RoomDone) for _ in rooms)}
+    done = all_delivered(engine, peer, len(rooms))
     assert sorted(message.num_cached_tokens for message in done.values()) == [0, 32, 32]
-    for _ in rooms:
-        engine.expect(PrefillFinished)
 
 
 def test_many_prompts_share_forwards_and_a_pool_for_few(engine: EngineThread, peer: DecodePeer) -> None:
@@ -162,9 +147,7 @@ def test_many_prompts_share_forwards_and_a_pool_for_few(engine: EngineThread, pe
         )
     for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
         engine.generate(room, prompt(100 + number, size))
-    for _ in rooms:
-        peer.expect(RoomDone)
-        engine.expect(PrefillFinished)
+    all_delivered(engine, peer, len(rooms))
     for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
         first_token, _ = reference(engine, prompt(100 + number, size))
         assert peer.aux_record(bootstraps[room]).first_token == first_token
@@ -195,9 +178,7 @@ def test_first_tokens_are_drawn_with_penalties_and_biases_beside_plain_ones(
     ]
     for room, tokens, setting in zip(rooms, prompts, settings, strict=True):
         engine.generate(room, tokens, SamplingParams(4, temperature=0.0, **setting))
-    for _ in rooms:
-        peer.expect(RoomDone)
-        engine.expect(PrefillFinished)
+    all_delivered(engine, peer, len(rooms))
     first = [peer.aux_record(bootstrap).first_token for bootstrap in bootstraps]
     assert first[0] != likeliest[0]
     assert first[1] == likeliest[1], "there is no output yet"
@@ -209,8 +190,7 @@ def test_first_tokens_are_drawn_with_penalties_and_biases_beside_plain_ones(
 def test_logprobs_travel_in_the_aux_record(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     bootstrap = peer.bootstrap(room, 20)
     engine.generate(room, prompt(7, 20), SamplingParams(4, temperature=0.0, num_logprobs=3))
-    peer.expect(RoomDone)
-    engine.expect(PrefillFinished)
+    all_delivered(engine, peer)
     record = peer.aux_record(bootstrap)
     assert record.logprob is not None
     assert record.logprob.token_id == record.first_token == record.logprob.top[0][0]
@@ -350,7 +330,6 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
     assert (failed.request_id, failed.status) == ("another", 400)
     assert "in use" in failed.error
     peer.bootstrap(room, 3)
-    peer.expect(RoomDone)
-    engine.expect(PrefillFinished)
+    all_delivered(engine, peer)
     engine.generate(room, [5, 6, 7])
     assert "served before" in engine.expect(RequestFailed).error

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from hisparse_pd.engine.messages import Abort, PrefillFinished, RequestFailed
+from hisparse_pd.engine.messages import Abort, RequestFailed
 from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.grammar.token_trie import Grammar
 from hisparse_pd.vocabulary import SamplingParams
@@ -18,6 +18,7 @@ from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
+    all_delivered,
     next_room,
     prompt,
     reference,
@@ -44,9 +45,7 @@ def test_the_first_token_is_one_that_its_grammar_begins_with(engine: EngineThrea
     for room, regex in zip(rooms, first, strict=True):
         grammar = f"start: /{regex}/" if regex else ""
         engine.generate(room, tokens, SamplingParams(4, temperature=0.0, num_logprobs=1, grammar=grammar))
-    for _ in rooms:
-        peer.expect(RoomDone)
-        engine.expect(PrefillFinished)
+    all_delivered(engine, peer, len(rooms))
     records = [peer.aux_record(bootstrap) for bootstrap in bootstraps]
     assert chr(records[0].first_token) in "XYZ"
     assert chr(records[1].first_token) in "0123456789"

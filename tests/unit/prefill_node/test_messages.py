@@ -45,7 +45,7 @@ from transfer.lane import Lane, Lanes
 
 
 @pytest.fixture
-def peer(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
+def stranger(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
     """The module's decode node on a fresh connection, not registered. Afterwards the engine must serve on."""
     node.reconnect()
     node.forget()
@@ -61,15 +61,21 @@ def peer(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
     engine.assert_whole()
 
 
+@pytest.fixture
+def peer(stranger: DecodePeer) -> DecodePeer:
+    stranger.register()
+    return stranger
+
+
 # --- registration ---------------------------------------------------------------------------------------
 
 
-def test_registers_and_answers_heartbeats(engine: EngineThread, peer: DecodePeer) -> None:
-    registered = peer.register()
+def test_registers_and_answers_heartbeats(engine: EngineThread, stranger: DecodePeer) -> None:
+    registered = stranger.register()
     assert registered.protocol_version == PROTOCOL_VERSION
     assert registered.instance_id == engine.ready.instance_id
     assert registered.geometry == msgspec.msgpack.decode(engine.ready.geometry, type=Geometry)
-    acknowledged = peer.heartbeat(seq=7)
+    acknowledged = stranger.heartbeat(seq=7)
     assert (acknowledged.seq, acknowledged.instance_id) == (7, engine.ready.instance_id)
     gauges = engine.next_stats().gauges
     assert gauges["num_registered_peers"] == 1
@@ -116,34 +122,34 @@ def test_a_node_that_does_not_fit_is_refused_with_both_values(
 
 
 def test_who_is_refused_is_not_registered_and_one_line_of_the_log(
-    engine: EngineThread, peer: DecodePeer, caplog: pytest.LogCaptureFixture
+    engine: EngineThread, stranger: DecodePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(20):
-        peer.client.send(peer.registration(protocol_version=99))
-        refused = peer.expect(Refused)
+        stranger.client.send(stranger.registration(protocol_version=99))
+        refused = stranger.expect(Refused)
         assert refused.permanent
         assert "99" in refused.error
     assert caplog.text.count("refused decode node") == 1
-    peer.client.send(Heartbeat(1))
-    assert not peer.expect(Refused).permanent
+    stranger.client.send(Heartbeat(1))
+    assert not stranger.expect(Refused).permanent
 
 
 def test_without_a_network_a_decode_node_that_shares_nothing_is_refused(
-    monkeypatch: pytest.MonkeyPatch, engine: EngineThread, peer: DecodePeer
+    monkeypatch: pytest.MonkeyPatch, engine: EngineThread, stranger: DecodePeer
 ) -> None:
     def over_network(lanes: Lanes, reason: str) -> Lane:
         return Lane("tcp", reason, refusal=f"{reason}; no Mooncake")
 
     monkeypatch.setattr(Lanes, "_over_network", over_network)
     before = engine.num_dropped("refused")
-    peer.client.send(peer.registration(node_id="apart", session="127.0.0.1:19"))
-    refused = peer.expect(Refused)
+    stranger.client.send(stranger.registration(node_id="apart", session="127.0.0.1:19"))
+    refused = stranger.expect(Refused)
     assert refused.permanent
     assert refused.error == "the decode node offers no shared memory; no Mooncake"
-    peer.client.send(Heartbeat(1))
-    assert not peer.expect(Refused).permanent
+    stranger.client.send(Heartbeat(1))
+    assert not stranger.expect(Refused).permanent
     assert engine.num_dropped("refused") == before + 1
-    peer.register()
+    stranger.register()
 
 
 def test_regions_must_be_whole(peer: DecodePeer) -> None:
@@ -173,32 +179,32 @@ def test_regions_must_be_whole(peer: DecodePeer) -> None:
     assert "row_checks is missing" in str(table.why_refused(without))
 
 
-def test_row_checks_go_to_who_verifies_rows(engine: EngineThread, peer: DecodePeer) -> None:
+def test_row_checks_go_to_who_verifies_rows(engine: EngineThread, stranger: DecodePeer) -> None:
     """Who does not gets everything else; a prefill node without refuses one that verifies."""
-    host, device, index, _, aux = peer.regions
-    unverified = msgspec.structs.replace(peer.geometry, has_row_checks=False)
-    peer.register(geometry=unverified, regions=(host, device, index, aux))
+    host, device, index, _, aux = stranger.regions
+    unverified = msgspec.structs.replace(stranger.geometry, has_row_checks=False)
+    stranger.register(geometry=unverified, regions=(host, device, index, aux))
     room = next_room()
-    peer.bootstrap(room, 20)
+    stranger.bootstrap(room, 20)
     engine.generate(room, range(5, 25))
-    peer.expect(RoomDone)
-    assert not peer.row_checks.any()
-    assert peer.kv_host[:, :20].any(dim=-1).all()
-    error = str(Registrations(unverified, "tcp").why_refused(peer.registration()))
+    stranger.expect(RoomDone)
+    assert not stranger.row_checks.any()
+    assert stranger.kv_host[:, :20].any(dim=-1).all()
+    error = str(Registrations(unverified, "tcp").why_refused(stranger.registration()))
     assert "verifies rows by checks that this prefill node does not compute" in error
     assert "--no-verify-rows" in error
-    assert Registrations(peer.geometry, "tcp").why_refused(peer.registration()) is None
+    assert Registrations(stranger.geometry, "tcp").why_refused(stranger.registration()) is None
 
 
-def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, peer: DecodePeer) -> None:
-    peer.register(geometry=msgspec.structs.replace(peer.geometry, page_size=64))
+def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, stranger: DecodePeer) -> None:
+    stranger.register(geometry=msgspec.structs.replace(stranger.geometry, page_size=64))
     sparse, dense = next_room(), next_room()
-    bootstrap = peer.bootstrap(sparse, 20)
+    bootstrap = stranger.bootstrap(sparse, 20)
     engine.generate(sparse, range(5, 25))
-    peer.expect(RoomDone)
-    peer.assert_has(bootstrap)
-    peer.bootstrap(dense, 20, hisparse=False)
-    failed = peer.expect(RoomFailed)
+    stranger.expect(RoomDone)
+    stranger.assert_has(bootstrap)
+    stranger.bootstrap(dense, 20, hisparse=False)
+    failed = stranger.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet) == (dense, 400, True)
     assert "64" in failed.error
     assert "16" in failed.error
@@ -207,7 +213,7 @@ def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, pee
 # --- rooms ----------------------------------------------------------------------------------------------
 
 
-def test_before_register_everything_is_refused(engine: EngineThread, peer: DecodePeer) -> None:
+def test_before_register_everything_is_refused(engine: EngineThread, stranger: DecodePeer) -> None:
     before = engine.num_dropped("unregistered")
     room = next_room()
     messages = (
@@ -216,8 +222,8 @@ def test_before_register_everything_is_refused(engine: EngineThread, peer: Decod
         Heartbeat(1),
     )
     for message in messages:
-        peer.client.send(message)
-        refused = peer.expect(Refused)
+        stranger.client.send(message)
+        refused = stranger.expect(Refused)
         assert not refused.permanent
         assert type(message).__name__ in refused.error
     assert engine.num_dropped("unregistered") == before + 3
@@ -225,7 +231,6 @@ def test_before_register_everything_is_refused(engine: EngineThread, peer: Decod
 
 
 def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: DecodePeer) -> None:
-    peer.register()
     before = engine.num_dropped("malformed")
     valid = encoder.encode(Bootstrap(1, 1, (Extent(0, 1),), (Extent(0, 1),), 0, DIGEST, hisparse=True))
     for frame in (b"", valid[:-3], encoder.encode([3, -1, 1, [], [], 0])):
@@ -238,7 +243,6 @@ def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: 
 
 @pytest.mark.I7
 def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread, peer: DecodePeer) -> None:
-    peer.register()
     before = engine.num_dropped("duplicate")
     room = next_room()
     first = peer.bootstrap(room, 20)
@@ -254,7 +258,6 @@ def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread
 def test_messages_about_rooms_that_are_over_or_unknown_are_answered(
     engine: EngineThread, peer: DecodePeer
 ) -> None:
-    peer.register()
     before = engine.num_dropped("late")
     room = next_room()
     peer.bootstrap(room, 20)
@@ -275,7 +278,6 @@ def test_messages_about_rooms_that_are_over_or_unknown_are_answered(
 def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
     engine: EngineThread, peer: DecodePeer
 ) -> None:
-    peer.register()
     room = next_room()
     request_id = engine.generate(room, range(5, 25))
     wait_for(lambda: len(engine.life.rooms) == 1, "the request's own way to the engine")
@@ -287,7 +289,6 @@ def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
 
 @pytest.mark.I7
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
-    peer.register()
     room = next_room()
     peer.bootstrap(room, 20)
     peer.heartbeat()
@@ -324,7 +325,6 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
 def test_a_landing_zone_outside_the_regions_is_refused(
     engine: EngineThread, peer: DecodePeer, landing: dict[str, Any], error: str
 ) -> None:
-    peer.register()
     room = next_room()
     peer.bootstrap(room, 20, **landing)
     failed = peer.expect(RoomFailed)
@@ -336,10 +336,12 @@ def test_a_landing_zone_outside_the_regions_is_refused(
     assert error in told.error
 
 
-def test_a_region_that_was_not_registered_is_refused(engine: EngineThread, peer: DecodePeer) -> None:
-    peer.register(regions=tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE))
-    peer.bootstrap(next_room(), 20, hisparse=False)
-    assert "has not registered a region kv_device" in peer.expect(RoomFailed).error
+def test_a_region_that_was_not_registered_is_refused(engine: EngineThread, stranger: DecodePeer) -> None:
+    stranger.register(
+        regions=tuple(region for region in stranger.regions if region.kind is not RegionKind.KV_DEVICE)
+    )
+    stranger.bootstrap(next_room(), 20, hisparse=False)
+    assert "has not registered a region kv_device" in stranger.expect(RoomFailed).error
 
 
 @pytest.mark.I5
@@ -361,7 +363,6 @@ def test_another_prompt_is_refused_with_both_digests(
     bootstrap_first: bool,
 ) -> None:
     """Nothing of it is computed, sent or cached."""
-    peer.register()
     room, ours = next_room(), identity_of(range(60, 80))
     if bootstrap_first:
         peer.bootstrap(room, num_tokens, digest=identity.digest)
@@ -385,7 +386,6 @@ def test_another_prompt_is_refused_with_both_digests(
 
 
 def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:
-    peer.register()
     room = next_room()
     bootstrap = peer.bootstrap(room, 20)
     peer.heartbeat()
@@ -402,7 +402,6 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
     engine: EngineThread, peer: DecodePeer, is_at_its_session: bool
 ) -> None:
     """Whatever its name: a session with other memory is another process."""
-    peer.register()
     room = next_room()
     peer.bootstrap(room, 20)
     peer.heartbeat()
@@ -479,7 +478,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(
         wait_for(lambda: "and 1 rooms of it: it was silent" in caplog.text, "the loss to be logged")
 
 
-def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
+def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path) -> None:
     with engine_thread(tiny, tmp_path / "front") as stopping:
         stopping.generate(next_room(), range(5, 25))
         stopping.send(Shutdown())
