@@ -138,3 +138,11 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+def info_metric(name: str, **labels: str) -> str:
+    """Name and labels of a gauge that is always 1, and whose labels tell something."""
+    # What would end a label or a line of Prometheus' text is no part of any label but by accident.
+    harmless = str.maketrans('"{}\n\\', "'()  ")
+    told = ",".join(f'{label}="{value.translate(harmless)}"' for label, value in labels.items())
+    return f"{name}{{{told}}}"

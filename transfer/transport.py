@@ -17,6 +17,7 @@ from typing import Literal
 
 from hisparse_pd.memory.machine import Fault, Machine, gpu_direct_fault, memlock_fault
 from hisparse_pd.settings import TransportSettings
+from hisparse_pd.vocabulary import info_metric
 from protocol.access import parse_address
 from protocol.names import resolve
 from transfer.errors import TransferSetupError
@@ -51,11 +52,8 @@ class Transport:
 
     @property
     def info_metric(self) -> str:
-        """Name and labels of a gauge that is always 1."""
-        # What would end a label or a line of Prometheus' text is no part of any reason but by accident.
-        reason = self.reason.translate(str.maketrans('"{}\n\\', "'()  "))
         devices = ",".join(self.devices)
-        return f'transfer_info{{protocol="{self.protocol}",devices="{devices}",reason="{reason}"}}'
+        return info_metric("transfer_info", protocol=self.protocol, devices=devices, reason=self.reason)
 
 
 TCP = Transport("tcp", reason="asked for")

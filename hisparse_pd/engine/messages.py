@@ -17,7 +17,7 @@ from msgspec.msgpack import Encoder
 from hisparse_pd.engine.phases import Phase
 from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.paging.prompt_keys import PromptIdentity
-from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
+from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob, info_metric
 from protocol.decoding import TypedDecoder
 from protocol.messages import PrefillTimes
 
@@ -293,10 +293,7 @@ class PeerLane(Struct, frozen=True):
 
     @property
     def info_metric(self) -> str:
-        """Name and labels of a gauge that is always 1."""
-        # What would end a label or a line of Prometheus' text is no part of any reason but by accident.
-        reason = self.reason.translate(str.maketrans('"{}\n\\', "'()  "))
-        return f'lane_info{{peer="{self.peer}",lane="{self.lane}",reason="{reason}"}}'
+        return info_metric("lane_info", peer=self.peer, lane=self.lane, reason=self.reason)
 
 
 class EngineStats(Struct, frozen=True, tag="stats"):
