@@ -4,13 +4,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from protocol import messages
-from protocol.messages import (
-    Bootstrap,
-    Registered,
-    RoomDone,
-)
+from protocol.messages import Bootstrap, Registered, RoomDone
 from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 
 
@@ -43,51 +40,47 @@ def test_hisparse_stands_last_in_the_bootstrap_message() -> None:
     assert _fields(BOOTSTRAP)[-3:] == [1, 64, True]
 
 
-def test_a_bootstrap_that_does_not_say_is_dense() -> None:
-    shortened = msgspec.msgpack.encode(_fields(BOOTSTRAP)[:-1])
-    decoded = messages.to_prefill_decoder.decode(shortened)
-    assert decoded == msgspec.structs.replace(BOOTSTRAP, hisparse=False)
+REGISTER, _ = TO_PREFILL[0]
+OLD_GEOMETRY = replace(GEOMETRY, index_rotation="", has_row_checks=False, attention_split_tile_size=None)
 
 
-def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
-    register, _ = TO_PREFILL[0]
-    shortened = msgspec.msgpack.encode(_fields(register)[:-2])
-    decoded = messages.to_prefill_decoder.decode(shortened)
-    assert decoded == msgspec.structs.replace(register, transfer_protocol="", lane=None)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (_fields(BOOTSTRAP)[:-1], replace(BOOTSTRAP, hisparse=False)),
+        ([*_fields(BOOTSTRAP), {"a": "later"}], BOOTSTRAP),
+        (_fields(REGISTER)[:-1], replace(REGISTER, lane=None)),
+        (_fields(REGISTER)[:-2], replace(REGISTER, lane=None, transfer_protocol="")),
+    ],
+    ids=["dense", "further field", "no lane", "no transport"],
+)
+def test_a_message_with_fewer_or_further_fields_decodes(fields: list[Any], expected: Any) -> None:
+    assert messages.to_prefill_decoder.decode(msgspec.msgpack.encode(fields)) == expected
 
 
-def test_nodes_that_know_of_no_lanes_no_drafts_no_rotation_no_row_checks_and_no_splits_decode() -> None:
-    """Golden bytes of before there were the fields."""
-    register, _ = TO_PREFILL[0]
-    decoded = messages.to_prefill_decoder.decode(msgspec.msgpack.encode(_fields(register)[:-1]))
-    assert decoded == msgspec.structs.replace(register, lane=None)
-    before = "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39"
-    geometry = msgspec.structs.replace(
-        GEOMETRY, index_rotation="", has_row_checks=False, attention_split_tile_size=None
-    )
-    assert messages.to_decode_decoder.decode(bytes.fromhex(before)) == Registered(1, "inst", geometry)
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (
+            "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39",
+            Registered(1, "inst", OLD_GEOMETRY),
+        ),
+        ("950403cd100040cb3fe0000000000000", RoomDone(3, 4096, 64, 0.5, times=None)),
+    ],
+    ids=["no lanes, drafts, rotation, row checks or splits", "no times"],
+)
+def test_golden_bytes_of_before_there_were_the_fields_decode(before: str, expected: Any) -> None:
+    assert messages.to_decode_decoder.decode(bytes.fromhex(before)) == expected
 
 
 @pytest.mark.parametrize(
     "socket", ["", "/run/x.sock", "hisparse-pd-lane-../x", "hisparse-pd-lane-" + "0" * 17]
 )
 def test_a_lane_names_a_socket_of_ours_and_no_path(socket: str) -> None:
-    register, _ = TO_PREFILL[0]
-    fields = _fields(register)
+    fields = _fields(REGISTER)
     fields[-1] = [socket, bytes(32)]
     with pytest.raises(msgspec.MsgspecError):
         messages.to_prefill_decoder.decode(msgspec.msgpack.encode(fields))
-
-
-def test_a_delivery_that_does_not_tell_of_its_times_decodes() -> None:
-    """Golden bytes of before there was the field."""
-    decoded = messages.to_decode_decoder.decode(bytes.fromhex("950403cd100040cb3fe0000000000000"))
-    assert decoded == RoomDone(3, 4096, 64, 0.5, times=None)
-
-
-def test_bootstrap_with_a_further_field_decodes() -> None:
-    lengthened = msgspec.msgpack.encode([*_fields(BOOTSTRAP), {"a": "later"}])
-    assert messages.to_prefill_decoder.decode(lengthened) == BOOTSTRAP
 
 
 @pytest.mark.parametrize(

@@ -56,29 +56,21 @@ def test_one_flipped_bit_anywhere_is_found() -> None:
             LAYOUT.unpack(slot, ROOM)
 
 
-def test_an_empty_slot_is_no_record() -> None:
-    with pytest.raises(AuxMismatch, match="no aux record of room 7"):
-        LAYOUT.unpack(bytes(LAYOUT.slot_bytes), 7)
-
-
-def test_the_record_of_the_slots_previous_room_is_refused() -> None:
-    with pytest.raises(AuxMismatch, match="room 6 where that of room 7 is due"):
-        LAYOUT.unpack(packed(room=6), 7)
-
-
-def test_a_record_of_another_geometry_is_refused() -> None:
+def test_nothing_but_the_rooms_own_record_is_accepted() -> None:
+    """Not what is empty or cleared, the record of the previous room, nor one of another geometry."""
+    cleared = packed()
+    LAYOUT.clear(cleared)
     wider = AuxLayout(num_index_groups=3, index_topk=9, max_logprobs=4)
-    slot = np.zeros(wider.slot_bytes, np.uint8)
-    wider.pack_into(slot, ROOM, 1)
-    with pytest.raises(AuxMismatch, match="damaged"):
-        LAYOUT.unpack(slot, ROOM)
-
-
-def test_a_cleared_slot_holds_no_record() -> None:
-    slot = packed()
-    LAYOUT.clear(slot)
-    with pytest.raises(AuxMismatch, match="no aux record"):
-        LAYOUT.unpack(slot, ROOM)
+    of_wider = np.zeros(wider.slot_bytes, np.uint8)
+    wider.pack_into(of_wider, 7, 1)
+    for slot, why in (
+        (bytes(LAYOUT.slot_bytes), "no aux record of room 7"),
+        (cleared, "no aux record of room 7"),
+        (packed(room=6), "room 6 where that of room 7 is due"),
+        (of_wider, "damaged"),
+    ):
+        with pytest.raises(AuxMismatch, match=why):
+            LAYOUT.unpack(slot, 7)
 
 
 @pytest.mark.parametrize(

@@ -122,17 +122,6 @@ def test_a_wrong_plan_fails_and_writes_nothing(pair: Pair) -> None:
     assert pair.network.sent == []
 
 
-def test_a_write_that_is_to_stop_stops_between_its_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer.lane_memory, "PART_BYTES", 1000)
-    pair.register()
-    answers = iter(["", "", "the room was cancelled"])
-    base = pair.regions[0][0]
-    with pytest.raises(TransferError, match="stopped after 2000 bytes: the room was cancelled"):
-        pair.lanes.write(SESSION, ([pair.network.addr], [base], [5000]), stop=lambda: next(answers))
-    assert np.array_equal(pair.memory[0][:2000], pair.network.source[:2000])
-    assert not pair.memory[0][2000:].any()
-
-
 def test_what_is_not_shared_goes_over_the_network() -> None:
     with pair_of(covers_all=False) as pair:
         assert pair.register() == Lane("shm", "both see the same memory; the rest of it over tcp")
@@ -165,17 +154,15 @@ def test_without_a_network_all_memory_must_be_shared() -> None:
         assert lane.refusal == "the decode node offers no shared memory; no Mooncake"
 
 
-def test_the_network_is_taken_for_a_node_of_another_machine(pair: Pair) -> None:
-    elsewhere = LaneOffer(f"{SOCKET_PREFIX}{'0' * 16}", bytes(32))
-    lane = pair.register(elsewhere)
-    assert lane.kind == "tcp"
-    assert f"{SOCKET_PREFIX}{'0' * 16} is not among this machine's abstract names" in lane.reason
-
-
-def test_who_does_not_know_the_token_gets_nothing(pair: Pair) -> None:
-    lane = pair.register(LaneOffer(pair.host.offer.socket, bytes(32)))
-    assert lane.kind == "tcp"
-    assert "the token is not that of this decode node's registrations" in lane.reason
+def test_the_network_is_taken_for_a_node_of_another_machine_or_without_the_token(pair: Pair) -> None:
+    elsewhere = f"{SOCKET_PREFIX}{'0' * 16}"
+    for socket_name, why in (
+        (elsewhere, f"{elsewhere} is not among this machine's abstract names"),
+        (pair.host.offer.socket, "the token is not that of this decode node's registrations"),
+    ):
+        lane = pair.register(LaneOffer(socket_name, bytes(32)))
+        assert lane.kind == "tcp"
+        assert why in lane.reason
 
 
 @contextmanager

@@ -18,12 +18,12 @@ import torch
 
 from protocol.messages import Room
 from tests.unit.transfer.peer import Peer
+from tests.waiting import WAIT_SECS, wait_until
 from transfer.engine import TransferEngine, TransferError
 from transfer.plan import Descriptors, Writes
 from transfer.sender import Completion, Sender, WriteBatch
 
 PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
-PATIENCE_SECS = 60.0
 
 
 class ScriptedWriter:
@@ -45,7 +45,7 @@ class ScriptedWriter:
         gate = self.stuck.get(session)
         self.started.release()
         if gate is not None:
-            assert gate.wait(PATIENCE_SECS)
+            assert gate.wait(WAIT_SECS)
         if addr in self.bad:
             raise TransferError(f"cannot write {addr}", may_still_land=addr not in self.refused)
         if stop is not None and (reason := stop()):
@@ -58,7 +58,7 @@ class ScriptedWriter:
         return self.stuck[session]
 
     def wait_for_start(self) -> None:
-        assert self.started.acquire(timeout=PATIENCE_SECS)
+        assert self.started.acquire(timeout=WAIT_SECS)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def sender(writer: ScriptedWriter) -> Iterator[Sender]:
     yield sender
     for event in writer.stuck.values():
         event.set()
-    assert sender.close(PATIENCE_SECS)
+    assert sender.close(WAIT_SECS)
 
 
 def ranges(addrs: Sequence[int], lengths: Sequence[int]) -> Descriptors:
@@ -86,10 +86,7 @@ def batch(room: int, addr: int, timeout_secs: float = 60.0) -> WriteBatch:
 
 def collect(sender: Sender, num_completions: int) -> list[Completion]:
     completions: list[Completion] = []
-    give_up = time.monotonic() + PATIENCE_SECS
-    while len(completions) < num_completions and time.monotonic() < give_up:
-        completions += sender.poll()
-        time.sleep(0.001)
+    wait_until(lambda: completions.extend(sender.poll()) or len(completions) >= num_completions)
     assert len(completions) == num_completions
     return completions
 
@@ -101,7 +98,7 @@ def test_a_completion_says_what_was_written(sender: Sender) -> None:
     assert (completion.room, completion.tag) == (7, ("kv", 3))
     assert (completion.ok, completion.error, completion.may_still_land) == (True, "", False)
     assert completion.num_bytes == 30
-    assert 0 <= completion.secs < PATIENCE_SECS
+    assert 0 <= completion.secs < WAIT_SECS
     assert sender.poll() == []
 
 
@@ -208,12 +205,12 @@ def test_a_batch_waits_for_its_source_bytes(sender: Sender, writer: ScriptedWrit
 
         def synchronize(self) -> None:
             is_asked.set()
-            assert is_there.wait(PATIENCE_SECS)
+            assert is_there.wait(WAIT_SECS)
 
     sender.submit(PEER, replace(batch(1, 1), ready=Event()))
     sender.submit(PEER, batch(1, 2))
     sender.submit(OTHER_PEER, batch(2, 9))
-    assert is_asked.wait(PATIENCE_SECS)
+    assert is_asked.wait(WAIT_SECS)
     assert collect(sender, 1)[0].room == 2
     assert writer.written == [(OTHER_PEER, 9)]
     is_there.set()
@@ -241,9 +238,9 @@ def test_every_completion_wakes_the_loop(writer: ScriptedWriter) -> None:
     sender = Sender(writer, wakeups.release)
     for addr in (1, 2):
         sender.submit(PEER, batch(1, addr))
-        assert wakeups.acquire(timeout=PATIENCE_SECS)
+        assert wakeups.acquire(timeout=WAIT_SECS)
         assert len(sender.poll()) == 1
-    assert sender.close(PATIENCE_SECS)
+    assert sender.close(WAIT_SECS)
 
 
 @pytest.mark.I8
@@ -253,11 +250,8 @@ def test_an_idle_peers_thread_ends_and_comes_back(writer: ScriptedWriter) -> Non
     for addr in (1, 2):
         sender.submit(PEER, batch(addr, addr))
         assert collect(sender, 1)[0].ok
-        give_up = time.monotonic() + PATIENCE_SECS
-        while any(thread.name == name for thread in threading.enumerate()) and time.monotonic() < give_up:
-            time.sleep(0.005)
-        assert all(thread.name != name for thread in threading.enumerate())
-    assert sender.close(PATIENCE_SECS)
+        wait_until(lambda: all(thread.name != name for thread in threading.enumerate()), "the thread ends")
+    assert sender.close(WAIT_SECS)
 
 
 def test_close_fails_what_waits_and_does_not_wait_for_ever(writer: ScriptedWriter) -> None:
@@ -271,7 +265,7 @@ def test_close_fails_what_waits_and_does_not_wait_for_ever(writer: ScriptedWrite
     with pytest.raises(ValueError, match="room 1: the sender is closed"):
         sender.submit(PEER, batch(1, 3))
     gate.set()
-    assert sender.close(PATIENCE_SECS)
+    assert sender.close(WAIT_SECS)
     assert len(sender.poll()) == 1
 
 
@@ -322,4 +316,4 @@ def test_a_stopped_peer_fails_alone_and_is_served_again(engine: TransferEngine) 
         submit(stopped.session, stopped.base_addr, 4)
         assert collect(sender, 1)[0].ok
         assert stopped.read(0, 1000) == memory[:1000].numpy().tobytes()
-    assert sender.close(PATIENCE_SECS)
+    assert sender.close(WAIT_SECS)
