@@ -408,9 +408,7 @@ async def test_a_node_of_the_other_kind_gets_no_requests() -> None:
             node.health = b'{"status": "ok", "role": "%s"}' % kind
         assert (await pair.client.post("/generate", json={})).status_code == 200
         pair.decode[0].health = pair.prefill[0].health
-        async with asyncio.timeout(WAIT_SECS):
-            while (await pair.client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.02)
+        await pair.until_health(503)
         refused = await pair.client.post("/generate", json={})
         assert "it is a prefill node: name it with --prefill" in error_of(refused)
         assert len(pair.decode[0].requests) == 1
