@@ -8,23 +8,20 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind
 from hisparse_pd.api.grammar_checks import MAX_WAITING, GrammarChecks
 from hisparse_pd.api.requests import Limits, plan_samples
-from hisparse_pd.api.sampling_options import SampleOptions
-from hisparse_pd.api.schemas import parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.grammar.checker import Verdict
 from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES
 from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.vocabulary import SamplingParams
+from tests.unit.api.support import parse
 from tools.checkpoints.make_tiny import write_checkpoint
 
 pytestmark = pytest.mark.I8
@@ -123,11 +120,8 @@ def test_a_helper_that_died_is_replaced(checks: GrammarChecks) -> None:
 
 
 def test_a_checkpoint_without_a_usable_tokenizer_takes_no_grammars(tmp_path: Path) -> None:
-    checks = GrammarChecks(tmp_path / "tokenizer.json", 262, 258)
-    try:
+    with closing(GrammarChecks(tmp_path / "tokenizer.json", 262, 258)) as checks:
         assert "cannot be used" in refusal(checks, 'start: "a"').message
-    finally:
-        checks.close()
 
 
 def test_others_are_served_while_checks_wait_and_only_so_many_wait(checks: GrammarChecks) -> None:
@@ -154,19 +148,12 @@ def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path
     limits = Limits(8192, 8192, 8192, holds_output=True)
 
     def plan(grammar: str) -> Any:
-        constraint = Constraint(AnswerFormat("ebnf", FormatKind.LARK, grammar))
-        body = b'{"text": "hello", "bootstrap_host": "h", "bootstrap_room": 1}'
-        request = parse_request(Endpoint.GENERATE, body, "m")
-        request = replace(
-            request, options=(SampleOptions(SamplingParams(0), max_new_tokens=5, constraint=constraint),)
-        )
+        request = parse(Endpoint.GENERATE, sampling_params={"ebnf": grammar, "max_new_tokens": 5})
         return asyncio.run(plan_samples(request, codec, limits))
 
-    try:
+    assert codec._grammar_checks is not None
+    with closing(codec._grammar_checks):
         (sample,) = plan('start: "a"')
         assert 'start: "a"' in sample.generate.sampling.grammar
         with pytest.raises(ApiError, match=r"ebnf: the grammar is not usable"):
             plan("start: ((")
-    finally:
-        assert codec._grammar_checks is not None
-        codec._grammar_checks.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -109,8 +110,7 @@ def test_only_what_the_grammar_did_is_certain(what: str, verdict: str) -> None:
 
 
 def test_a_grammar_is_compiled_once_and_kept_while_it_is_asked_for() -> None:
-    compiler = Compiler(trie, lambda: None)
-    try:
+    with closing(Compiler(trie, lambda: None)) as compiler:
         first = compiler.ask('start: "a"')
         assert isinstance(first.result(WAIT_SECS), Grammar)
         for number in range(MAX_KEPT - 1):  # one after another: two that compile at once end in either order
@@ -120,8 +120,6 @@ def test_a_grammar_is_compiled_once_and_kept_while_it_is_asked_for() -> None:
         assert compiler.ask('start: "a"') is first
         assert compiler._kept.keys().isdisjoint(['start: "0"'])
         assert len(compiler._kept) == MAX_KEPT
-    finally:
-        compiler.close()
 
 
 def test_who_asks_does_not_wait_and_is_told() -> None:
@@ -144,28 +142,25 @@ def test_who_asks_does_not_wait_and_is_told() -> None:
         compiler.close()
 
 
-def test_without_a_tokenizer_every_grammar_is_an_error(tmp_path: Any) -> None:
-    compiler = Compiler(lambda: TokenTrie.load(tmp_path, 300, [1]), lambda: None)
-    try:
-        with pytest.raises(GrammarError, match=r"tokenizer\.json: cannot be read"):
-            compiler.ask('start: "a"').result(WAIT_SECS)
-    finally:
-        compiler.close()
-
-
 class _Panic(BaseException):
     """As Rust's come to Python: no Exception."""
 
 
-def test_whatever_ends_a_compilation_is_an_error_of_its_grammar() -> None:
+def panics() -> TokenTrie:
+    raise _Panic("index out of bounds")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (lambda: TokenTrie.load(Path("nowhere"), 300, [1]), r"tokenizer\.json: cannot be read"),
+        (panics, "_Panic: index out of bounds"),
+    ],
+    ids=["no tokenizer", "a panic"],
+)
+def test_whatever_ends_a_compilation_is_an_error_of_its_grammar(
+    load: Callable[[], TokenTrie], reason: str
+) -> None:
     """An engine looks at the result in its loop, and expects nothing else."""
-
-    def panics() -> TokenTrie:
-        raise _Panic("index out of bounds")
-
-    compiler = Compiler(panics, lambda: None)
-    try:
-        with pytest.raises(GrammarError, match="_Panic: index out of bounds"):
-            compiler.ask('start: "a"').result(WAIT_SECS)
-    finally:
-        compiler.close()
+    with closing(Compiler(load, lambda: None)) as compiler, pytest.raises(GrammarError, match=reason):
+        compiler.ask('start: "a"').result(WAIT_SECS)

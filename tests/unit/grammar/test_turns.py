@@ -63,13 +63,12 @@ def test_what_nobody_wants_any_more_is_not_begun() -> None:
 
 
 def test_what_is_raised_is_raised_to_who_asked() -> None:
-    turns = Turns(1, "tried")
-    try:
+    may_go_on = Event()
+    may_go_on.set()
+    with one_thread(may_go_on) as turns:
         with pytest.raises(ZeroDivisionError):
             turns.submit(1, lambda: 1 / 0).result(WAIT_SECS)
         assert turns.submit(1, str, 7).result(WAIT_SECS) == "7"
-    finally:
-        turns.close(wait=True)
 
 
 def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
