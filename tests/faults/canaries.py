@@ -20,7 +20,7 @@ from torch import Tensor
 
 import decode_node.engine
 from decode_node.memory import DecodeMemory
-from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.extents import extents_to_slots, slice_extents, total_length
 from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from protocol.messages import Extent, Room
 
@@ -123,14 +123,25 @@ class CanaryPools(Pools):
     def give_up(self, holding: Holding, kinds: Iterable[PoolKind]) -> None:
         freed: dict[PoolKind, tuple[Extent, ...]] = {kind: holding[kind] for kind in kinds}
         super().give_up(holding, tuple(freed))
-        if self.canaries is not None:
-            for kind, extents in freed.items():
-                self.canaries.fill(kind, extents_to_slots(extents))
+        self._fill(freed)
+
+    def trim(self, holding: Holding, num_slots: int) -> None:
+        freed = {
+            kind: slice_extents(extents, num_slots, total_length(extents))
+            for kind, extents in holding.extents.items()
+        }
+        super().trim(holding, num_slots)
+        self._fill(freed)
 
     def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
         super().check_integrity(expected)
         if self.canaries is not None and self.canaries.is_due():
             self.canaries.sweep({kind: free_slots(self, kind) for kind in PoolKind})
+
+    def _fill(self, freed: Mapping[PoolKind, tuple[Extent, ...]]) -> None:
+        if self.canaries is not None:
+            for kind, extents in freed.items():
+                self.canaries.fill(kind, extents_to_slots(extents))
 
     def _verify(self, kind: PoolKind, slots: SlotArray, when: str) -> None:
         if self.canaries is not None:
