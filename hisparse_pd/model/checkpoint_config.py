@@ -26,6 +26,7 @@ UE8M0 = "ue8m0"
 """A ``scale_fmt``: scales have an exponent and no more, so they are powers of two."""
 _PARTS = ("text_config", "vision_config")
 _SAMPLE_BYTES = 64 << 10
+_CHANGING_ROPE_TYPES = ("dynamic", "longrope")
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 
 
@@ -56,6 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
         text_config = resolved.get_text_config().to_dict()
     except Exception as error:
         raise CheckpointError(f"{config_file}: transformers refuses it: {str(error) or error!r}") from error
+    _check_rope(text_config.get("rope_parameters"), config_file)
     # A model that also sees images has what is of the text in a part of its own.
     of_text = {key: value for key, value in text_config.items() if value is not None}
     of_all = {key: value for key, value in resolved.to_dict().items() if key not in _PARTS}
@@ -70,6 +72,17 @@ def _check_num_layers(config: dict[str, Any], config_file: Path) -> None:
             raise CheckpointError(
                 f"{config_file}: num_hidden_layers is {num_layers}; {MAX_LAYERS} are the most"
             )
+
+
+def _check_rope(parameters: object, config_file: Path) -> None:
+    """Angles must follow the position alone (I5). Raises CheckpointError."""
+    kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+    if kind in _CHANGING_ROPE_TYPES:
+        raise CheckpointError(
+            f"{config_file}: rope_type is {kind!r}, whose angles follow the longest request of a batch, so "
+            "that a request's tokens would depend on others; supported are those that follow the position "
+            "alone, such as 'default' and 'yarn'"
+        )
 
 
 def _check_quantization(config: dict[str, Any], config_file: Path) -> None:

@@ -23,8 +23,6 @@ from kernels.fp8_rows import Activations, Rounding
 from kernels.norms import NormGate, add_norm
 from kernels.row_math import softcap
 
-_CHANGING_ANGLES = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies follow the length."""
 _NO_DRAFT_LAYER = "this node runs no draft layer: num_draft_layers of its model is 0"
 
 
@@ -186,7 +184,7 @@ class DsaModel:
 
     def _places(self, hidden: Tensor, positions: Tensor) -> Places:
         rotary = self._rotary
-        if hidden.is_cuda and rotary.rope_type not in _CHANGING_ANGLES:
+        if hidden.is_cuda:
             from kernels.triton_rope import angles
 
             return Places(positions, angles(positions, self._inv_freq, rotary.attention_scaling))

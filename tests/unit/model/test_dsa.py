@@ -417,6 +417,10 @@ def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
         ({"indexer_types": ["full"]}, "has 1 entries; expected one of each of 4 layers"),
         ({"model_type": []}, r"model_type is \[\]; supported are"),
         ({"text_config": 5}, "transformers refuses it: .*'int' object"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type is 'dynamic', whose angles follow the longest request of a batch",
+        ),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; 4096 are the most"),
         ({"text_config": {"num_hidden_layers": 4097}}, "num_hidden_layers is 4097; 4096 are the most"),
