@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from msgspec import Raw
 
 from hisparse_pd.api.frame import PINGS
-from hisparse_pd.http.journal_lines import MARK, MOVED, OVER
+from hisparse_pd.http.journal_lines import LEAVING, MARK, OVER
 from hisparse_pd.settings import MAX_BODY_BYTES
 
 MAX_LOSSES = 3
@@ -124,8 +124,8 @@ class Leg:
         self._journal = journal
         self.unshown = b""
         """What came behind the last line: of a node that ended the stream by itself, why."""
-        self.is_moved = False
-        """The node leaves."""
+        self.is_leaving = False
+        """The node is about to end, as it said itself."""
 
     def feed(self, chunk: bytes) -> bytes:
         """What the client may have now, of this chunk and of those before."""
@@ -135,22 +135,30 @@ class Leg:
         data = self.unshown + chunk if self.unshown else chunk
         shown = b""
         start = 0
-        while (mark := data.find(_LINE, start)) >= 0 and (end := data.find(b"\n\n", mark + 1)) >= 0:
-            content = data[mark + len(_LINE) : end]
-            if content == MOVED:
-                self.is_moved = True
-                self.unshown = data[start : mark + 1]
-                return shown
-            shown = shown + data[start : mark + 1] if shown else data[start : mark + 1]
+        while (mark := _next_line(data, start)) >= 0 and (end := data.find(b"\n\n", mark)) >= 0:
+            content = data[mark + len(MARK) : end]
+            shown = shown + data[start:mark] if shown else data[start:mark]
             start = end + 2
             if content == OVER:
                 journal.is_over = True
                 break
-            journal.add(content)
+            if content == LEAVING:
+                self.is_leaving = True
+            else:
+                journal.add(content)
         self.unshown = data[start:]
         if self.unshown and self.unshown in _PINGS:
             shown, self.unshown = shown + self.unshown, b""
         return shown
+
+
+def _next_line(data: bytes, start: int) -> int:
+    """Where the next line of the journal begins, between ``start``, where an event or a line begins, and the
+    end; -1: nowhere."""
+    if data.startswith(MARK, start):
+        return start
+    before = data.find(_LINE, start)
+    return before + 1 if before >= 0 else -1
 
 
 @dataclass

@@ -208,7 +208,10 @@ class _Passage:
             except NodeFailed as failed:
                 chunk, error = b"", failed
             if chunk:
-                if shown := journal.leg.feed(chunk):
+                shown = journal.leg.feed(chunk)
+                if journal.leg.is_leaving and self._exchange is not None and self._exchange.pair.decode:
+                    self._pool.mark_unhealthy(self._exchange.pair.decode, LEAVING)  # moves what may move
+                if shown:
                     return shown
             elif journal.is_over:
                 return b""
@@ -221,7 +224,7 @@ class _Passage:
         if error is None:
             error = StreamEnded(leg.unshown)
         assert self._exchange is not None
-        pair, is_moved = self._exchange.pair, leg.is_moved or self._exchange.is_moved
+        pair, is_moved = self._exchange.pair, leg.is_leaving or self._exchange.is_moved
         error.node_headers = pair.headers
         await self._close_exchange()
         self._note_lost(error, pair, is_moved=is_moved)
@@ -270,8 +273,8 @@ class _Passage:
             self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_names(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None and pair.decode is not None:
-            # A stream is taken away from a node that leaves (_may_move): only then is it known whether there
-            # was room for all of its journal. Without, it stays.
+            # A stream is taken away from a node that leaves (_Exchange._move): only then is it known whether
+            # there was room for all of its journal. Without, it stays.
             may_move = not self._body.is_streamed and self._pool.has((NodeKind.DECODE,), (pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)

@@ -18,8 +18,7 @@ from hisparse_pd.api.journal import Journal
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.responses_answers import Responses
 from hisparse_pd.http.http_errors import ApiError, ErrorShape, RequestFailedError
-from hisparse_pd.http.journal_lines import MOVED, OVER, journal_line
-from hisparse_pd.vocabulary import MOVED as MOVED_CODE
+from hisparse_pd.http.journal_lines import LEAVING, OVER, journal_line
 from hisparse_pd.vocabulary import TokenLogprob
 
 Deltas = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
@@ -44,7 +43,7 @@ def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[byte
     """Server-sent events; in units with lines between them where a router keeps a journal."""
     outputs, dialect = _outputs(front, work), _dialect(front, work)
     if (journal := work.request.journal) is not None:
-        return _journaled(work, journal, dialect, outputs, deltas_of)
+        return _journaled(front, work, journal, dialect, outputs, deltas_of)
     return _plain(dialect, outputs, deltas_of)
 
 
@@ -66,11 +65,17 @@ async def _plain(
 
 
 async def _journaled(
-    work: Work, journal: Journal, dialect: Dialect, outputs: Sequence[SampleOutput], deltas_of: Deltas
+    front: Front,
+    work: Work,
+    journal: Journal,
+    dialect: Dialect,
+    outputs: Sequence[SampleOutput],
+    deltas_of: Deltas,
 ) -> AsyncGenerator[bytes, None]:
     """The same, from behind what the journal has.
 
-    An error for which the answer may go on at another node ends the stream without its last line.
+    An error for which the answer may go on at another node ends the stream without its last line. Behind the
+    first unit after the node has begun to leave stands a line that says so.
     """
     for number, record in enumerate(journal.records, 1):
         output = outputs[record.sample]
@@ -78,22 +83,21 @@ async def _journaled(
         if number % _RECORDS_BETWEEN_YIELDS == 0:
             await asyncio.sleep(0)
     records = _Records(outputs)
-    has_begun = False
+    has_begun = has_said_leaving = False
     try:
         async with aclosing(deltas_of(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
                 if unit := records.unit(output, delta, b"".join(dialect.pieces(output, delta))):
                     has_begun = True
+                    if front.link.is_leaving and not has_said_leaving:
+                        has_said_leaving = True
+                        unit += journal_line(LEAVING)
                     yield unit
     except ApiError as error:
         if not has_begun:
             raise
-        line = b""
-        if error.code == MOVED_CODE:
-            line = journal_line(MOVED)
-        elif error.status < 500:
-            line = journal_line(OVER)
+        line = journal_line(OVER) if error.status < 500 else b""
         yield (dialect.failed(error) or error.event(ErrorShape.of_path(work.request.endpoint))) + line
         return
     yield b"".join(dialect.last_pieces(outputs)) + journal_line(OVER)

@@ -32,7 +32,7 @@ from hisparse_pd.api.schemas import ApiRequest, parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.api.timing import Timeline
 from hisparse_pd.api.tokens import answer_about_tokens
-from hisparse_pd.http.engine_link import EngineLink, LinkState
+from hisparse_pd.http.engine_link import EngineLink
 from hisparse_pd.http.http_errors import ApiError, ErrorShape, cut
 from hisparse_pd.http.journal_lines import JOURNAL_HEADER
 from hisparse_pd.http.metrics import CONTENT_TYPE, FrontMetrics
@@ -215,7 +215,7 @@ async def _health(front: Front, request: Request) -> Response:
     trouble = front.link.trouble()
     if trouble is None:
         return json_response({"status": "ok", "role": front.role})
-    is_leaving = front.link.state is LinkState.STOPPING
+    is_leaving = front.link.is_leaving
     body: dict[str, object] = {"status": "leaving" if is_leaving else "unavailable", "reason": trouble}
     loading = front.link.loading
     if front.link.is_loading and front.link.stall() is None:

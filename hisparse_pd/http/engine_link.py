@@ -341,6 +341,11 @@ class EngineLink:
                 f"would exceed {self.limits.max_prompt_tokens}; try again later"
             )
 
+    @property
+    def is_leaving(self) -> bool:
+        """Nothing new is taken, and what is in flight goes on."""
+        return self.state is LinkState.STOPPING
+
     def require_serving(self) -> EngineReady:
         """What the ready engine said. Raises NodeUnavailable."""
         ready = self.ready

@@ -14,8 +14,9 @@ MARK = b":journal "
 
 OVER = b"over"
 """The stream is complete, or ended by an error that every node would give."""
-MOVED = b"moved"
-"""The node leaves; the event before says so to a client for whom nobody goes on."""
+LEAVING = b"leaving"
+"""The node takes nothing new. The stream goes on here unless the router takes it to another node. This line
+stands behind another one, with no event between them."""
 
 
 def journal_line(content: bytes) -> bytes:

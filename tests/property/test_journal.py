@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hisparse_pd.api.frame import PINGS
-from hisparse_pd.http.journal_lines import MARK, MOVED, OVER, journal_line
+from hisparse_pd.http.journal_lines import LEAVING, MARK, OVER, journal_line
 from router.journal import MAX_LOSSES, Journal, JournalBudget, Leg, Losses
 
 EVENTS = [
@@ -20,7 +20,6 @@ EVENTS = [
     b"data: [DONE]\n\n",
 ]
 """Of an undisturbed stream, by unit; text that looks like a line is none."""
-FAREWELL = b'data: {"error": {"code": "moved"}}\n\n'
 
 
 def said(first: int) -> bytes:
@@ -69,14 +68,15 @@ class Streams(RuleBasedStateMachine):
         assert records == [[0, [number]] for number in range(self.journal.num_records)]
         self.unsaid = said(len(records))
 
-    @rule()
-    def it_leaves(self) -> None:
+    @rule(data=st.data())
+    def it_says_that_it_leaves(self, data: st.DataObject) -> None:
+        """Behind any line, in pieces; the stream goes on."""
         if self.journal.is_over or self.journal.leg.unshown:
             return
-        leg = self.journal.leg
-        assert leg.feed(FAREWELL + journal_line(MOVED)) == b""
-        assert (leg.is_moved, leg.unshown) == (True, FAREWELL)
-        self.it_is_lost()
+        leg, line = self.journal.leg, journal_line(LEAVING)
+        cut = data.draw(st.integers(0, len(line)))
+        assert leg.feed(line[:cut]) + leg.feed(line[cut:]) == b""
+        assert (leg.is_leaving, leg.unshown) == (True, b"")
 
     @precondition(lambda self: self.old)
     @rule(data=st.data())
@@ -108,11 +108,11 @@ def test_a_stream_for_which_there_is_no_room_is_shown_all_the_same() -> None:
     assert not Journal(500, budget).is_kept
 
 
-@pytest.mark.parametrize("word", [b"", b"over", b"moved", b"[0,[1]]"])
+@pytest.mark.parametrize("word", [b"", b"over", b"leaving", b"[0,[1]]"])
 def test_a_line_that_has_not_ended_shows_nothing(word: bytes) -> None:
     journal = Journal(0, JournalBudget(1000))
     assert journal.leg.feed(EVENTS[0] + MARK + word + b"\n") == b""
-    assert (journal.num_records, journal.is_over, journal.leg.is_moved) == (0, False, False)
+    assert (journal.num_records, journal.is_over, journal.leg.is_leaving) == (0, False, False)
 
 
 def test_a_request_that_nodes_die_of_goes_to_no_third() -> None:

@@ -37,7 +37,7 @@ def units(text: str) -> list[tuple[str, Any]]:
     found, events = [], parts[0]
     for part in parts[1:]:
         line, _, rest = part.partition("\n\n")
-        found.append((events, line if line in ("over", "moved") else json.loads(line)))
+        found.append((events, line if line in ("over", "leaving") else json.loads(line)))
         events = rest
     assert events == ""
     return found
@@ -133,8 +133,8 @@ async def test_both_nodes_have_the_same_prompt_of_each_sample(tmp_path: Path) ->
     assert prompts == [[*b"xy", 97], [*b"xy", 98, 99], [*b"xy"]]
 
 
-async def test_what_may_move_ends_as_soon_as_the_node_leaves(tmp_path: Path) -> None:
-    may_go_on, num_begun = threading.Event(), 0
+async def test_a_node_that_leaves_says_so_in_streams_and_ends_what_may_begin_anew(tmp_path: Path) -> None:
+    may_go_on, has_begun = threading.Event(), asyncio.Event()
 
     def pauses(generate: Generate) -> Iterator[object]:
         for message in say("abcde")(generate):
@@ -142,29 +142,30 @@ async def test_what_may_move_ends_as_soon_as_the_node_leaves(tmp_path: Path) -> 
             while not may_go_on.is_set():
                 yield 0.005
 
-    async def ask(node: Node, **journal: Any) -> str:
-        nonlocal num_begun
-        body = {**NATIVE, "stream": True, "journal": HEAD | journal}
+    async def ask(node: Node) -> str:
+        body = {**NATIVE, "stream": True, "journal": HEAD}
         async with node.client.stream("POST", "/generate", json=body) as answer:
             chunks = answer.aiter_text()
             text = await anext(chunks)
-            num_begun += 1
+            has_begun.set()
             return text + "".join([chunk async for chunk in chunks])
 
     whole = {**NATIVE, "journal": HEAD | {"may_move": True}, "journal_records": []}
     async with serving(pauses, tmp_path) as node:
-        moving, staying = (asyncio.create_task(ask(node, may_move=flag)) for flag in (True, False))
+        streaming = asyncio.create_task(ask(node))
         begins_anew = asyncio.create_task(node.post("/generate", **whole))
-        await until(lambda: num_begun == 2 and len(node.engine.generates) == 3, "all three have begun")
+        await has_begun.wait()
+        await until(lambda: len(node.engine.generates) == 2, "both have begun")
         node.link.stop_accepting()
         assert (await node.client.get("/health")).json()["status"] == "leaving"
-        events, line = units(await moving)[-1]
-        assert line == "moved"
-        assert json.loads(events.removeprefix("data: "))["error"]["code"] == "moved"
         answer = await begins_anew
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "moved")
         may_go_on.set()
-        assert units(await staying)[-1] == ("data: [DONE]\n\n", "over")
+        text = await streaming
+        assert text.count(":journal leaving\n\n") == 1
+        lines = units(text)
+        assert ("", "leaving") in lines[1:]
+        assert lines[-1] == ("data: [DONE]\n\n", "over")
         refused = await node.post("/generate", **NATIVE)
         assert refused.status_code == 503
 

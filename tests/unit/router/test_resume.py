@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from hisparse_pd.http.journal_lines import MOVED, OVER, journal_line
-from hisparse_pd.vocabulary import ENGINE_LOST
-from hisparse_pd.vocabulary import MOVED as MOVED_CODE
+from hisparse_pd.http.journal_lines import LEAVING, OVER, journal_line
+from hisparse_pd.vocabulary import ENGINE_LOST, MOVED
 from router.drain import Drain
 from tests.unit.router.cluster import (
     Behaviour,
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.anyio
 
 PATH = "/v1/completions"
 BODY = {"prompt": "a", "stream": True}
-FAREWELL = b'data: {"error": {"message": "bye", "code": "moved"}}\n\n'
 
 
 def error_body(code: str) -> bytes:
@@ -68,7 +66,14 @@ def journals_of(pair: Cluster) -> list[dict[str, Any]]:
     return sorted(bodies, key=lambda body: int(body["journal"]["num_resumes"]))
 
 
-@pytest.mark.parametrize("first", [LOST, journaled(unit(1), FAREWELL + journal_line(MOVED))])
+async def leaves_behind_one(node: FakeNode, send: Send) -> None:
+    """And would go on, if it were not taken away."""
+    await start(send, x_hisparse_pd_journal="1")
+    await write(send, unit(1) + journal_line(LEAVING))
+    await node.client_left.wait()
+
+
+@pytest.mark.parametrize("first", [LOST, leaves_behind_one])
 async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
     async with cluster(decode=[first, GOES_ON], resume_timeout_secs=30) as pair:
         forged = {"journal": {"id": "x"}, "journal_records": [[[0, [9]]]]}
@@ -237,7 +242,7 @@ WHOLE_ANSWER = says(b'{"ok": true}')
         (journaled(cut=True), "lost"),
         (says(b"{}", 500), "lost"),
         (says(error_body(ENGINE_LOST), 503), "lost"),
-        (says(error_body(MOVED_CODE), 503), "moved"),
+        (says(error_body(MOVED), 503), "moved"),
     ],
 )
 async def test_a_whole_answer_begins_anew(first: Behaviour, reason: str) -> None:
@@ -325,14 +330,14 @@ async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
 
 
 async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -> None:
-    """It was not known when the node was asked, which ends what it was told may move."""
+    """That it would was not known when the node was asked."""
 
     async def leaves(node: FakeNode, send: Send) -> None:
         await start(send, x_hisparse_pd_journal="1")
         await write(send, b"".join(map(unit, range(400))))
         await node.release.wait()
-        may_move = node.body()["journal"]["may_move"]
-        await write(send, FAREWELL + journal_line(MOVED) if may_move else unit(400) + LAST, more=False)
+        assert node.body()["journal"]["may_move"] is False
+        await write(send, journal_line(LEAVING) + unit(400) + LAST, more=False)
 
     async with cluster(decode=[leaves, GOES_ON], resume_timeout_secs=30, journal_bytes=1100) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
