@@ -263,6 +263,17 @@ def test_a_busy_rank_gives_up_what_it_has_cached() -> None:
     assert pool.pick(prompt=A).room % 2 == 1, "it has it now"
 
 
+def test_a_retry_gets_a_room_of_the_other_node() -> None:
+    pool = pool_of(num_prefill=2, num_ranks=4)
+    for prompt in (A, B, C):
+        pool.pick(prompt=prompt)
+    first = pool.pick(prompt=C)
+    again = pool.pick(excluded={first.prefill}, prompt=C)
+    assert again.prefill is not first.prefill
+    assert again.room != first.room
+    assert place(pool.pick(prompt=C), 4) == place(again, 4), "it was tried there last"
+
+
 def test_a_node_that_comes_back_with_other_ranks_has_nothing_cached() -> None:
     pool = pool_of(2, num_ranks=2)
     first, second = pool.of_kind(NodeKind.PREFILL)

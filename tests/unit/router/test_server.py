@@ -37,6 +37,9 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
+NOTHING = {"prompt": "ab", "max_tokens": 0}
+"""What a prefill node answers alone."""
+
 
 # --- requests and answers ----------------------------------------------------------------------------
 
@@ -57,14 +60,14 @@ async def test_both_nodes_get_the_same_body_with_the_bootstrap_fields(path: str)
 
 async def test_a_prefill_node_answers_alone() -> None:
     async with cluster(says(b'{"done": 1.0}'), never) as pair:
-        body = {"prompt": "ab", "max_tokens": 0}
-        response = await pair.client.post("/v1/completions", json=body, headers={"x-request-id": "r"})
+        headers = {"x-request-id": "r"}
+        response = await pair.client.post("/v1/completions", json=NOTHING, headers=headers)
         assert response.content == b'{"done": 1.0}'
         assert response.headers["x-hisparse-pd-prefill"] == pair.prefill[0].url
         assert "x-hisparse-pd-decode" not in response.headers
         assert not pair.decode[0].requests
-        (_, headers, _), sent = pair.prefill[0].requests[0], pair.prefill[0].body()
-        assert headers["x-request-id"] == "r"
+        (_, passed, _), sent = pair.prefill[0].requests[0], pair.prefill[0].body()
+        assert passed["x-request-id"] == "r"
         assert sent["prefill_only"] is True
         assert (sent["bootstrap_port"], type(sent["bootstrap_room"])) == (7000, int)
 
@@ -154,6 +157,15 @@ async def test_a_client_that_leaves_closes_both_legs(has_begun: bool) -> None:
             await asyncio.wait_for(node.client_left.wait(), WAIT_SECS)
             await pair.until_counted(f'router_inflight_requests{{kind="{kind}",node="{node.url}"}} 0.0')
         await pair.until_counted('router_requests_total{endpoint="/generate",status="499"} 1.0')
+
+
+async def test_a_client_that_leaves_ends_what_is_the_prefill_nodes_alone() -> None:
+    async with cluster(prefill=never, decode=never) as pair:
+        asking = asyncio.create_task(pair.client.post("/v1/completions", json=NOTHING))
+        await until(lambda: pair.prefill[0].requests)
+        asking.cancel()
+        await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
+        assert pair.decode[0].requests == []
 
 
 # --- what never reaches a node -----------------------------------------------------------------------
