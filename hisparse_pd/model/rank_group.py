@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch import Tensor
 from hisparse_pd.model.rank_bells import RankBells
 from hisparse_pd.vocabulary import RankPlace, StartError
 from protocol.names import interface_of, own_address_towards
+
+_LAST_WORDS_SECS = 10.0
 
 
 class RankGroupError(StartError):
@@ -91,6 +93,11 @@ class RankGroup:
             self._store.set(keys[self.rank], word)
             self._store.wait(list(keys.values()), timedelta(seconds=self._start_secs))
             return {rank: self._store.get(key).decode() for rank, key in keys.items()}
+        except dist.DistNetworkError as error:
+            raise RankGroupError(
+                f"rank {self.rank} has {what}, and rank 0 of this node, where ranks meet, has ended before "
+                "all have; see its log"
+            ) from error
         except RuntimeError as error:
             raise RankGroupError(
                 f"rank {self.rank} has {what}, and another rank of this node has not "
@@ -100,14 +107,23 @@ class RankGroup:
     def check_same(self, mine: Mapping[str, object]) -> None:
         """Raises RankGroupError where another rank has other values of these settings."""
         words = self.meet("been configured", json.dumps(mine, sort_keys=True))
+        self._store.set(f"compared {self.rank}", "")
         of_all = {rank: json.loads(word) for rank, word in words.items()}
         for rank, theirs in of_all.items():
             for name, value in of_all[self.rank].items():
                 if theirs.get(name) != value:
+                    self._wait_for_readers()
                     raise RankGroupError(
                         f"{name} is {value!r} on rank {self.rank} and {theirs.get(name)!r} on rank {rank}; "
                         "start the node with the same settings and the same release on all machines"
                     )
+
+    def _wait_for_readers(self) -> None:
+        """Rank 0 is about to end, and the others' words with it: until all ranks have read them."""
+        if self.rank == 0:
+            others = [f"compared {rank}" for rank in range(1, self.size)]
+            with suppress(RuntimeError):  # the error that this rank ends with says more
+                self._store.wait(others, timedelta(seconds=_LAST_WORDS_SECS))
 
     def share_of(self, num_experts: int) -> range:
         """The experts of this rank."""

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hisparse_pd.model.rank_group import RankGroup, RankGroupError
+from hisparse_pd.ports import free_port
 from hisparse_pd.vocabulary import RankPlace
 
 REPO = Path(__file__).parents[3]
@@ -161,3 +164,17 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     place = RankPlace(1, 2, str(tmp_path / "meeting"))
     with pytest.raises(RankGroupError, match=r"rank 1 has started, and another rank .* has not 0\.1 s later"):
         RankGroup(place, torch.device("cpu"), agree_secs=60.0, forward_secs=60.0, start_secs=0.1)
+
+
+def test_a_rank_whose_meeting_place_ends_says_so() -> None:
+    """With rank 0, that is, and long before the time for a start is up."""
+    port = free_port()
+    meeting = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    place = RankPlace(1, 2, meeting_host="127.0.0.1", meeting_port=port)
+    times = {"agree_secs": 60.0, "forward_secs": 60.0, "start_secs": 600.0}
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(RankGroup, place, torch.device("cpu"), **times)
+        meeting.get("started 1")
+        del meeting
+        with pytest.raises(RankGroupError, match=r"rank 0 .*, where ranks meet, has ended before all have"):
+            starting.result(60)
