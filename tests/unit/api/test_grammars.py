@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse_pd.api.argument_forms import MAX_STEPS, Steps
+from hisparse_pd.api.call_rules import CallRule
 from hisparse_pd.api.chat_format import (
     DSML,
     MARKUPS,
@@ -25,7 +26,7 @@ from hisparse_pd.api.chat_format import (
     ToolMarkup,
 )
 from hisparse_pd.api.chat_message import MessageParser
-from hisparse_pd.api.constraints import AnswerFormat, CallRule, Constraint, FormatKind, schema_text
+from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
 from hisparse_pd.api.grammars import write_grammar
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.http.http_errors import ApiError

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.constraints import CallRule, Constraint
+from hisparse_pd.api.call_rules import CallRule
+from hisparse_pd.api.constraints import Constraint
 from hisparse_pd.engine.messages import RequestFailed, Tokens
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
