@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from hisparse_pd.bench.settings import ServingSettings
 from hisparse_pd.doctor.settings import DoctorSettings
 from hisparse_pd.ports import free_port, is_taken
-from hisparse_pd.process import occupy_standard_streams, setup_logging
+from hisparse_pd.process import occupy_standard_streams, say, setup_logging
 from hisparse_pd.settings import (
     STARTUP_TIMEOUT_SECS,
     DecodeSettings,
@@ -349,13 +349,7 @@ def _run_pair(
     ]
 
     def announce() -> None:
-        words = f"hisparse-pd serves {prefill.model_name} at {_node_url(router)}/v1"
-        try:
-            print(words, flush=True)
-        except OSError as error:  # nobody reads it, or its disk is full: no reason to stop serving
-            log.warning("standard output takes nothing: %s; %s", error.strerror, words)
-            with open(os.devnull, "wb") as nowhere:  # else what it still holds is an error at the exit
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        say(f"hisparse-pd serves {prefill.model_name} at {_node_url(router)}/v1")
 
     return Supervisor(children, STARTUP_TIMEOUT_SECS).run(announce)
 
@@ -375,7 +369,7 @@ def _keygen(path: Path, *, for_api: bool) -> int:
         raise SettingsError(f"{path}: {error.strerror}; an existing key is never overwritten") from error
     with os.fdopen(descriptor, "wb") as file:
         file.write(key + b"\n")
-    print(f"wrote {path}; {use}")
+    say(f"wrote {path}; {use}")
     return 0
 
 

@@ -14,12 +14,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+log = logging.getLogger(__name__)
+
 BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
 """For engines on a CPU, of which several may share its cores. Between two parallel regions each thread of
 GNU's OpenMP, which torch comes with, spins for some 10 ms, and takes a core from those that have work."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 _STDERR = 2
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _LOG_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
 
@@ -42,6 +45,16 @@ def setup_logging(level: str, name: str) -> None:
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
+def say(words: str) -> None:
+    """On standard output; in the log where that takes nothing: nobody reads it, or its disk is full."""
+    try:
+        print(words, flush=True)
+    except OSError as error:
+        log.error("standard output takes nothing: %s; %s", error.strerror, words)
+        with open(os.devnull, "wb") as nowhere:  # else what it still holds is an error at the exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 def chooses_its_waiting() -> bool:
     """Whether the environment says already how OpenMP's threads wait."""
     return any(name in os.environ for name in _WAITING)
@@ -62,8 +75,15 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def stop_signals() -> list[signal.Signals]:
+    """What ends a service in order: also that its terminal is gone, unless it was started to outlive that
+    (``nohup``)."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _STOP_SIGNALS if not (is_deaf and number is signal.SIGHUP)]
+
+
 def die_with_parent() -> None:
-    """Make a child started by ``multiprocessing`` end with its parent, and leave Ctrl-C to the parent.
+    """Make a child started by ``multiprocessing`` end with its parent, and leave signals to the parent.
 
     The kernel kills this process when the parent's starting thread ends, however it ends. A parent that died
     before the call is noticed here. Does nothing in a process that ``multiprocessing`` did not start.
@@ -75,7 +95,8 @@ def die_with_parent() -> None:
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in _STOP_SIGNALS:  # terminals and supervisors send them to all processes of a service
+            signal.signal(number, signal.SIG_IGN)
     if not parent_is_alive():
         raise SystemExit("the process that started this one is gone")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 
 from hisparse_pd.http import descriptors
 from hisparse_pd.http.certificates import Certificate
 from hisparse_pd.http.listening import HttpServer, Listener
-from hisparse_pd.process import setup_logging
+from hisparse_pd.process import setup_logging, stop_signals
 from hisparse_pd.settings import RouterSettings
 from hisparse_pd.vocabulary import StartError
 from router.drain import Drain
@@ -50,7 +49,7 @@ async def _serve(server: HttpServer, listener: Listener, drain: Drain, drain_tim
     """Until a signal; then requests in flight may finish. A second signal ends the wait."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     log.info("serving on %s://%s:%d", listener.scheme, *listener.socket.getsockname()[:2])
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))

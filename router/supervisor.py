@@ -20,13 +20,14 @@ from types import FrameType
 
 import httpx
 
+from hisparse_pd.process import stop_signals
+
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_SECS = 0.1
 PROBE_TIMEOUT_SECS = 2.0
 STOP_TIMEOUT_SECS = 20.0
 _PR_SET_PDEATHSIG = 1
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ServiceError(Exception):
@@ -74,7 +75,7 @@ class Supervisor:
 
     def run(self, on_healthy: Callable[[], None]) -> int:
         """Until a signal (exit status 0) or the death of a child (1). Call it from the main thread."""
-        for number in _STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         status = 0
         try:

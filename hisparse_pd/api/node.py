@@ -31,7 +31,7 @@ from hisparse_pd.http.front import EngineProcesses, EngineTarget, serve
 from hisparse_pd.http.fronts import Fronts, serve_further
 from hisparse_pd.http.listening import Listener
 from hisparse_pd.http.metrics import FrontMetrics
-from hisparse_pd.process import setup_logging
+from hisparse_pd.process import setup_logging, stop_signals
 from hisparse_pd.settings import NodeSettings
 from hisparse_pd.traces import open_tracer
 from hisparse_pd.vocabulary import CheckpointError, StartError
@@ -151,7 +151,7 @@ def run_front(
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
     endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
     fronts = Fronts(board, metrics)
-    for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
+    for number in stop_signals():  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
         engines.start()
@@ -171,7 +171,7 @@ def run_front(
     finally:
         for listener in listeners:
             listener.socket.close()
-        fronts.end("kill")  # they ignore the signals that are for the first process
+        fronts.kill()
         engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -50,6 +51,7 @@ from hisparse_pd.doctor.lane import check_lane, check_shared_pages
 from hisparse_pd.doctor.settings import DoctorSettings
 from hisparse_pd.http import descriptors
 from hisparse_pd.memory.machine import Machine, show_bytes
+from hisparse_pd.process import say
 from protocol.access import PeerList
 from transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
 from transfer.lane_host import LaneHost
@@ -100,9 +102,11 @@ def run(settings: DoctorSettings, *, as_json: bool) -> int:
         return run_server(settings, as_json=as_json)
     report = examine(settings, Machine())
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2))
+        say(json.dumps(report.to_dict(), indent=2))
     else:
-        print_report(report, Console())
+        text = StringIO()
+        print_report(report, Console(file=text, force_terminal=sys.stdout.isatty()))
+        say(text.getvalue().rstrip())
     return 0 if report.is_ok else 1
 
 
@@ -197,14 +201,13 @@ def _announce(settings: DoctorSettings, port: int, engine: TransferEngine, *, as
         "num_bytes": BUFFER_BYTES,
     }
     if as_json:
-        print(json.dumps(facts), flush=True)
+        say(json.dumps(facts))
         return
-    print(
+    say(
         f"serving {show_bytes(BUFFER_BYTES)} on {settings.device} over {engine.transport.protocol} for "
         f"{SERVE_SECS:g} s; measure from another machine, one at a time, with\n"
         f"    hisparse-pd doctor --transfer-protocol {engine.transport.protocol} "
-        f"--advertise-host ITS_ADDRESS --peer {settings.reachable_host}:{port}",
-        flush=True,
+        f"--advertise-host ITS_ADDRESS --peer {settings.reachable_host}:{port}"
     )
 
 

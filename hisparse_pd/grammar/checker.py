@@ -49,7 +49,8 @@ class Verdict(NamedTuple):
 def main(argv: list[str]) -> int:
     tokenizer_json, vocab_size, eos_token_id = argv
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they are for the front
+        signal.signal(number, signal.SIG_IGN)
     trie: TokenTrie | None = None
     verdict = Verdict("")
     try:

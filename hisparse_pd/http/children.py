@@ -43,13 +43,12 @@ class Children:
         """Until all have ended, or are overdue, when one has or they were told to."""
         _join(self.processes)
 
-    def end(self, *ways: str) -> None:
-        """End whoever is left, in one of these ways of a process after the other."""
-        for way in ways:
-            for process in (alive := [process for process in self.processes if process.is_alive()]):
-                log.info("%s still runs: %s", process.name, way)
-                getattr(process, way)()
-            _join(alive)
+    def kill(self) -> None:
+        """Whoever is left: they ignore the signals that are for the first process."""
+        for process in (alive := [process for process in self.processes if process.is_alive()]):
+            log.info("%s still runs: kill", process.name)
+            process.kill()
+        _join(alive)
 
 
 def _join(processes: Iterable[BaseProcess]) -> None:

@@ -13,7 +13,7 @@ from contextlib import closing
 from multiprocessing.connection import wait
 
 from hisparse_pd.http.front import EngineProcesses, EngineTarget, S
-from hisparse_pd.process import setup_logging
+from hisparse_pd.process import setup_logging, stop_signals
 from hisparse_pd.vocabulary import StartError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
     with closing(told), closing(teller):
         teller.setblocking(False)
         signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, lambda *_: None)
         try:
             engines = EngineProcesses(target, settings, f"{role}-engine")

@@ -11,7 +11,6 @@ import asyncio
 import gc
 import logging
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from hisparse_pd.process import (
     die_with_parent,
     environment_of_children,
     setup_logging,
+    stop_signals,
 )
 from hisparse_pd.settings import STARTUP_TIMEOUT_SECS, NodeSettings
 from hisparse_pd.vocabulary import RankPlace, StartError
@@ -100,7 +100,7 @@ class EngineProcesses(Children):
         try:
             if graceful:
                 self.wait()
-            self.end("terminate", "kill")
+            self.kill()
         finally:
             self.remove_directory()
 
@@ -141,7 +141,7 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     for sentinel in (*engines.sentinels, *fronts.sentinels):
         loop.add_reader(sentinel, _note_exit, loop, sentinel, link.lost)

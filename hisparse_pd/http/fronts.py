@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable
 
@@ -104,5 +103,4 @@ async def serve_further(
 
 def _run(target: Callable[..., None], number: int, *arguments: object) -> None:
     die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a supervisor may send it to all processes of the service
     target(number, *arguments)

@@ -229,17 +229,28 @@ def test_a_signal_stops_all_children_and_exits_with_0(
     assert not any(is_running(pid) for pid in pids(parent))
 
 
-def test_a_pair_serves_on_whatever_becomes_of_its_output(tmp_path: Path) -> None:
-    """All of a pair but its services, which are healthy at once."""
-    script = tmp_path / "pair.py"
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("pair --model-path m", "hisparse-pd serves m at http://127.0.0.1:"),
+        ("keygen {tmp_path}/a.key", "wrote "),
+        ("doctor --json", '{\n  "ok": '),
+        ("doctor", "check "),
+    ],
+)
+def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, command: str, words: str) -> None:
+    """All of a pair but its services, which are healthy at once; of the doctor, its words."""
+    script = tmp_path / "command.py"
     script.write_text(
-        "import sys\nfrom hisparse_pd import cli\nfrom router import supervisor\n"
+        "import sys\nfrom hisparse_pd import cli\nfrom hisparse_pd.doctor import command\n"
+        "from router import supervisor\n"
         "supervisor.Supervisor.run = lambda self, on_healthy: on_healthy() or 0\n"
-        "sys.exit(cli.main(['pair', '--model-path', 'm']))\n"
+        "command.examine = lambda *_: command.Report((), None)\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, str(script)],
+            [sys.executable, str(script), *command.format(tmp_path=tmp_path).split()],
             cwd=REPO,
             env={**os.environ, "PYTHONPATH": str(REPO)},
             stdout=full,
@@ -247,7 +258,7 @@ def test_a_pair_serves_on_whatever_becomes_of_its_output(tmp_path: Path) -> None
             text=True,
             timeout=120,
         )
-    assert "No space left on device; hisparse-pd serves m at http://127.0.0.1:" in done.stderr
+    assert f"No space left on device; {words}" in done.stderr
     assert (done.returncode, "Traceback" in done.stderr, "Exception" in done.stderr) == (0, False, False)
 
 

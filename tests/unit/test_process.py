@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hisparse_pd.process import die_with_parent, parent_is_alive, setup_logging
+from hisparse_pd.process import die_with_parent, parent_is_alive, setup_logging, stop_signals
 from tests.waiting import wait_until
 
 PARENT = """
@@ -63,6 +63,16 @@ def test_a_process_that_nobody_spawned_is_left_alone() -> None:
     die_with_parent()
     assert parent_is_alive()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_nohup_outlives_its_terminal(handler: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        assert (signal.SIGHUP in stop_signals()) is (handler is signal.SIG_DFL)
+        assert {signal.SIGTERM, signal.SIGINT} <= set(stop_signals())
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_logging_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:

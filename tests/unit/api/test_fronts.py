@@ -89,7 +89,9 @@ def node(tmp_path: Path, num_fronts: int = 2, drain_timeout_secs: float = WAIT_S
         httpx.Client(
             base_url=f"http://127.0.0.1:{port}", timeout=WAIT_SECS, trust_env=False, limits=limits
         ) as client,
-        subprocess.Popen(command, cwd=REPO, env={**os.environ, "TMPDIR": scratch}) as process,
+        subprocess.Popen(
+            command, cwd=REPO, env={**os.environ, "TMPDIR": scratch}, process_group=0
+        ) as process,
     ):
         started = NodeProcess(process, client, Path(scratch), num_fronts)
         try:
@@ -139,12 +141,13 @@ def test_fronts_serve_as_one_until_sigterm_lets_them_finish(tmp_path: Path) -> N
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_front_alone_lets_them_finish_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_front_alone_lets_them_finish_too(tmp_path: Path, number: signal.Signals) -> None:
     with node(tmp_path, num_fronts=1) as one:
         children = one.children()
         assert list(children.values()) == ["engine"]
         with one.streams(1) as streams:
-            one.process.send_signal(signal.SIGTERM)
+            os.killpg(one.process.pid, number)  # as a terminal, or systemd, says it to all processes
             one.until("/health", "shutting down")
             (tmp_path / "go_on").touch()
             assert list(streams[0])[-1] == "data: [DONE]"

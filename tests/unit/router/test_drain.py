@@ -87,12 +87,13 @@ async def router_process(
                 await process.wait()
 
 
-async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest(number: signal.Signals) -> None:
     async with router_process() as router:
         async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
             chunks = answer.aiter_raw()
             assert await anext(chunks) == b"data: 1\n\n"
-            router.process.send_signal(signal.SIGTERM)
+            router.process.send_signal(number)
             await router.until_draining()
             assert (await router.client.get("/health")).status_code == 503
             late = await router.client.post("/generate", json={"text": "b"})
