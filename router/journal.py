@@ -144,7 +144,7 @@ class Leg:
                 break
             if content == LEAVING:
                 self.is_leaving = True
-            else:
+            elif content.startswith(b"["):  # a record; what else there may be, this release does not know
                 journal.add(content)
         self.unshown = data[start:]
         if self.unshown and self.unshown in _PINGS:

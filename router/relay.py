@@ -208,9 +208,12 @@ class _Passage:
             except NodeFailed as failed:
                 chunk, error = b"", failed
             if chunk:
+                was_leaving = journal.leg.is_leaving
                 shown = journal.leg.feed(chunk)
-                if journal.leg.is_leaving and self._exchange is not None and self._exchange.pair.decode:
-                    self._pool.mark_unhealthy(self._exchange.pair.decode, LEAVING)  # moves what may move
+                begins_to_leave = journal.leg.is_leaving and not was_leaving
+                if begins_to_leave and self._exchange is not None and self._exchange.pair.decode:
+                    # Moves what may move. Once: the node may be back before all that it said is read.
+                    self._pool.mark_unhealthy(self._exchange.pair.decode, LEAVING)
                 if shown:
                     return shown
             elif journal.is_over:

@@ -115,6 +115,12 @@ def test_a_line_that_has_not_ended_shows_nothing(word: bytes) -> None:
     assert (journal.num_records, journal.is_over, journal.leg.is_leaving) == (0, False, False)
 
 
+def test_a_word_of_a_later_release_is_passed_over() -> None:
+    journal = Journal(0, JournalBudget(1 << 20))
+    assert journal.leg.feed(EVENTS[0] + journal_line(b"[0,[1]]") + journal_line(b"later")) == EVENTS[0]
+    assert json.loads(bytes(journal.fields(may_move=False, num_resumes=1)["journal_records"])) == [[[0, [1]]]]
+
+
 def test_a_request_that_nodes_die_of_goes_to_no_third() -> None:
     assert Losses().add("a", 0) == ""
     in_a_row = Losses()

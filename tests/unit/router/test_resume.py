@@ -329,6 +329,29 @@ async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
         assert new.requests == []
 
 
+async def test_a_node_that_is_back_stays_in_service_while_the_last_of_its_run_is_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By a client that is slow, of a stream that cannot go on elsewhere."""
+
+    async def leaves(node: FakeNode, send: Send) -> None:
+        await start(send, x_hisparse_pd_journal="1")
+        await write(send, unit(1) + journal_line(LEAVING))
+        await node.release.wait()
+        await write(send, unit(2) + unit(3) + LAST, more=False)
+
+    async with (
+        cluster(decode=[leaves], health_interval_secs=0.05) as pair,
+        pair.client.stream("POST", PATH, json=BODY) as response,
+    ):
+        pieces = response.aiter_text()
+        text = await anext(pieces)
+        await until_healthy(pair, num=1)
+        pair.decode[0].release.set()
+        assert text + "".join([piece async for piece in pieces]) == SHOWN
+    assert caplog.text.count("is unhealthy: it is shutting down") == 1
+
+
 async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -> None:
     """That it would was not known when the node was asked."""
 
