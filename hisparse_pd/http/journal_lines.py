@@ -1,7 +1,8 @@
 """What a decode node says between the events of a stream to a router that keeps its journal.
 
 Each line is a comment of server-sent events, which the router takes out. It ends a unit: the events between
-two lines were made of the tokens that the second one names, and are shown once that is there.
+two lines were made of the tokens that the second one names, and are shown once that is there. A line with
+another word stands behind a unit, and a router that does not know it passes over it.
 """
 
 from __future__ import annotations
