@@ -108,9 +108,11 @@ def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
 
 def weight_files(path: Path) -> list[Path]:
     """The files of a checkpoint's weights. Raises CheckpointError when some are missing."""
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     if not files:
-        raise CheckpointError(f"model_path {path}: there is no *.safetensors file in it")
+        raise CheckpointError(
+            f"model_path {path}: there is no *.safetensors file in it; a link whose target is gone is none"
+        )
     index_file = path / "model.safetensors.index.json"
     if index_file.exists():
         try:
@@ -192,9 +194,10 @@ def eos_token_ids_of(config: dict[str, Any], path: Path) -> tuple[int, ...]:
             eos = json.loads(generation_file.read_bytes()).get("eos_token_id", eos)
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{generation_file}: cannot be read: {error}") from error
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    if not all(type(token) is int and 0 <= token < config["vocab_size"] for token in ids):
+        raise CheckpointError(f"model_path {path}: eos_token_id is {eos!r}; expected ids of the vocabulary")
+    return tuple(ids)
 
 
 def compute_dtype_of(config: dict[str, Any], dtype: str, device: str) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -433,6 +434,14 @@ def test_bad_configurations_are_named(tmp_path: Path, changes: dict[str, object]
         load_spec(tmp_path)
 
 
+@pytest.mark.parametrize("eos", ["</s>", [EOS_ID, 10**6], {}, -1])
+def test_ending_tokens_are_of_the_vocabulary(tmp_path: Path, eos: object) -> None:
+    write_checkpoint(tmp_path, "v32")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(CheckpointError, match=f"eos_token_id is {re.escape(repr(eos))}; expected ids of"):
+        load_spec(tmp_path)
+
+
 def test_index_keys_in_fp8_need_a_power_of_two(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "v32")
     edit_config(tmp_path, index_head_dim=48)
@@ -456,5 +465,6 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1 weight files are missing, first model-1\.safetensors"):
         load_spec(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"there is no \*\.safetensors"):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(CheckpointError, match=r"there is no \*\.safetensors file in it; a link whose target"):
         load_spec(tmp_path)
