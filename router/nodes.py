@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -137,11 +138,12 @@ class NodePool:
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
         """Raises StartError."""
-        return cls(
-            [Node.from_url(NodeKind.PREFILL, url, port) for url, port in settings.prefill],
-            [Node.from_url(NodeKind.DECODE, url) for url in settings.decode],
-            settings.policy,
-        )
+        prefill = [Node.from_url(NodeKind.PREFILL, url, port) for url, port in settings.prefill]
+        decode = [Node.from_url(NodeKind.DECODE, url) for url in settings.decode]
+        for name, times in Counter(node.name for node in (*prefill, *decode)).items():
+            if times > 1:  # as the other node, to which what it has goes on when it leaves
+                raise StartError(f"{name} is given {times} times; give it once")
+        return cls(prefill, decode, settings.policy)
 
     def of_kind(self, kind: NodeKind) -> list[Node]:
         return [node for node in self.nodes if node.kind is kind]

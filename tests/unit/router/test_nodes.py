@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse_pd.settings import RouterPolicy
+from hisparse_pd.settings import RouterPolicy, RouterSettings
 from hisparse_pd.vocabulary import MAX_RANKS, StartError
 from router.errors import RouterError
 from router.health import HealthWatch
@@ -53,6 +53,13 @@ def place(pair: Pair, num_ranks: int) -> tuple[str, int]:
 def test_a_bad_node_url_is_named(url: str) -> None:
     with pytest.raises(StartError, match="decode node"):
         Node.from_url(NodeKind.DECODE, url)
+
+
+def test_a_node_is_given_once() -> None:
+    urls = ("http://d:1", "http://d:2", "http://d:1/")
+    settings = RouterSettings(prefill=(("http://p:1", None),), decode=urls)
+    with pytest.raises(StartError, match=r"decode node http://d:1 is given 2 times; give it once"):
+        NodePool.from_settings(settings)
 
 
 def test_a_pool_without_a_decode_node_has_prefill_nodes() -> None:
