@@ -42,15 +42,15 @@ from tests.stream_events import said_in
 pytestmark = pytest.mark.I5
 
 Json = dict[str, Any]
-LINES_BETWEEN_CUTS = 20
+LINES_BETWEEN_CUTS = 10
 """A router gives a stream up that is cut four times."""
 ROUTER = ["--health-interval-secs", "0.5"]
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
 TEXT = "Once upon a time a node went away. " * 8
-NUM_NEW = 60
+NUM_NEW = 30
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "string", "minLength": 24, "maxLength": 32}, "b": {"enum": ["x", "yy"]}},
+    "properties": {"a": {"type": "string", "minLength": 6, "maxLength": 9}, "b": {"enum": ["x", "yy"]}},
     "required": ["a", "b"],
     "additionalProperties": False,
 }
@@ -89,14 +89,14 @@ def messages(**fields: Any) -> Case:
 
 CASES: dict[str, Case] = {
     "completions": completions(**FREE, **USAGE),
-    "completions-sampled-n2": completions(max_tokens=40, n=2, **SAMPLED, **USAGE),
+    "completions-sampled-n2": completions(max_tokens=20, n=2, **SAMPLED, **USAGE),
     "completions-penalized": completions(**PENALIZED),
     "completions-logprobs": completions(logprobs=2, **FREE),
     "completions-echo-ids": completions(echo=True, return_token_ids=True, **SAMPLED),
-    "completions-schema": completions(max_tokens=70, json_schema=SCHEMA, hisparse=False, temperature=0),
+    "completions-schema": completions(max_tokens=30, json_schema=SCHEMA, hisparse=False, temperature=0),
     "chat-hisparse": chat(hisparse=True, **FREE, **USAGE),
     "chat-dense-sampled": chat(hisparse=False, **SAMPLED),
-    "chat-auto-n2": chat(max_tokens=40, n=2, hisparse="auto", logprobs=True, **PENALIZED),
+    "chat-auto-n2": chat(max_tokens=20, n=2, hisparse="auto", logprobs=True, **PENALIZED),
     "chat-reasoning-min-tokens": chat(**REASONING, temperature=1.5, seed=3),
     "chat-forced-tool": chat(
         max_tokens=180,
@@ -109,9 +109,9 @@ CASES: dict[str, Case] = {
     "generate-logprobs": generate(
         {"temperature": 0.7, "sampling_seed": 9}, return_logprob=True, top_logprobs_num=2
     ),
-    "generate-regex-list": generate({"regex": "([ab]{3}-){8}", "temperature": 0}, text=["one", TEXT]),
+    "generate-regex-list": generate({"regex": "([ab]{3}-){4}", "temperature": 0}, text=["one", TEXT]),
     "generate-penalized-n2": generate(
-        {"max_new_tokens": 40, "min_new_tokens": 35, "n": 2, "temperature": 1.5, "sampling_seed": 4}
+        {"max_new_tokens": 18, "min_new_tokens": 15, "n": 2, "temperature": 1.5, "sampling_seed": 4}
         | PENALTIES,
         hisparse="auto",
     ),
@@ -344,12 +344,12 @@ LONG = ["completions", "completions-penalized", "chat-dense-sampled", "generate"
 def long_body(name: str) -> Case:
     path, body = CASES[name]
     if path == GENERATE:
-        return path, body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 150}}
+        return path, body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 70}}
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    return path, body | {limit: 150}
+    return path, body | {limit: 70}
 
 
-_, WHOLE = generate(FREE | {"max_new_tokens": 120})
+_, WHOLE = generate(FREE | {"max_new_tokens": 60})
 
 
 def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
@@ -377,7 +377,7 @@ def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
 
 ENDLESS = CASES["completions-penalized"][1] | {"max_tokens": 7000}
 """It takes longer than anything that a test does meanwhile."""
-MANY_TOKENS = CASES["completions-penalized"][1] | {"max_tokens": 800}
+MANY_TOKENS = CASES["completions-penalized"][1] | {"max_tokens": 250}
 
 
 def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) -> None:
