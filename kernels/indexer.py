@@ -13,7 +13,7 @@ from kernels.checks import check_at_least, check_tensor
 from kernels.row_math import sum_heads
 from kernels.selection import select_topk
 
-_BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20
 """Per-head scores that one block of queries holds at a time: small enough to stay in a CPU's cache."""
 
 
@@ -54,7 +54,7 @@ def index_topk(
         return select_topk(weights.new_empty((num_tokens, seq_len)), num_seen, top_k)
     selected = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     all_keys = keys.float()
-    block = max(1, _BLOCK_BYTES // (4 * num_heads * seq_len))
+    block = max(1, BLOCK_BYTES // (4 * num_heads * seq_len))
     for start in range(0, num_tokens, block):
         some = slice(start, start + block)
         scores = index_logits(q_index[some], weights[some], all_keys)
@@ -66,8 +66,12 @@ def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """float32 [num_tokens, seq_len] from [num_tokens, heads, dim], [num_tokens, heads] and float32 [seq_len,
     dim].
     """
-    per_head = torch.matmul(q_index.float(), keys.t()).mul_(q_index.shape[2] ** -0.5).relu_()
-    return sum_heads(weights, per_head)
+    return weigh(torch.matmul(q_index.float(), keys.t()), weights, q_index.shape[2])
+
+
+def weigh(products: Tensor, weights: Tensor, head_dim: int) -> Tensor:
+    """``index_logits`` from the products, float32 [num_tokens, heads, seq_len], which are overwritten."""
+    return sum_heads(weights, products.mul_(head_dim**-0.5).relu_())
 
 
 def gather_pages(pool: Tensor, page_ids: Tensor, page_size: int, num_tokens: int) -> Tensor:
@@ -80,9 +84,10 @@ def gather_pages(pool: Tensor, page_ids: Tensor, page_size: int, num_tokens: int
     num_pages = -(-num_tokens // page_size)
     check_at_least("page_ids length", page_ids.shape[0], num_pages)
     page_ids = page_ids[:num_pages]
-    if page_ids.device.type == "cpu" and num_pages and bool((page_ids.diff() == 1).all()):
-        start = int(page_ids[0]) * page_size
-        return pool[start : start + num_tokens]
+    if page_ids.device.type == "cpu" and num_pages:
+        first, *others = page_ids.tolist()
+        if others == list(range(first + 1, first + num_pages)):
+            return pool[first * page_size : first * page_size + num_tokens]
     num_whole_pages = pool.shape[0] // page_size
     pages = pool[: num_whole_pages * page_size].view(num_whole_pages, page_size, pool.shape[1])
     return pages.index_select(0, page_ids).view(-1, pool.shape[1])[:num_tokens]

@@ -11,14 +11,15 @@ keys in fp8 differ: their own scale (never negative) comes after the sum over he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
-from kernels.indexer import gather_pages, index_topk
+from kernels.indexer import BLOCK_BYTES, gather_pages, index_topk, weigh
 from kernels.kv_format import FORMAT_NAMES, FP8_E4M3, IndexKeyFormat
-from kernels.selection import ABSENT
+from kernels.selection import ABSENT, select_topk
 
 MAX_TOP_K = 4096
 MAX_HEADS = 128
@@ -188,27 +189,31 @@ def paged_index_topk_reference(
 ) -> Tensor:
     """As ``paged_index_topk``, in plain torch on any device; reads rows and positions on the host.
 
-    One matrix product a row, as transformers has it, and on a CPU the fastest.
+    One matrix product a row, as transformers has it, and on a CPU the fastest. Queries that have few scores,
+    as those of a step, choose together.
     """
-    num_tokens, _, head_dim = q_index.shape
+    num_tokens, num_heads, head_dim = q_index.shape
     num_rows, max_pages = page_table.shape
-    device = q_index.device
-    out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=device)
-    tokens_of_row: dict[int, list[int]] = {}
-    rows = req_rows.tolist()
-    for token in range(min(int(num_real), num_tokens)):
-        tokens_of_row.setdefault(rows[token], []).append(token)
-    for row, row_tokens in tokens_of_row.items():
-        if not 0 <= row < num_rows:
-            continue
-        tokens = torch.tensor(row_tokens, device=device)
-        num_seen = (query_positions[tokens] + 1).clamp(0, max_pages * page_size)
-        seq_len = int(num_seen.max())
-        if seq_len == 0:
+    num_seen = (query_positions + 1).clamp_(0, max_pages * page_size)
+    num_seen[int(num_real) :] = 0
+    num_seen.masked_fill_((req_rows < 0) | (req_rows >= num_rows), 0)
+    rows, nums_seen = req_rows.tolist(), num_seen.tolist()
+    out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=q_index.device)
+    longest = max(nums_seen)
+    is_small = 4 * num_tokens * num_heads * longest <= BLOCK_BYTES
+    products = weights.new_zeros((num_tokens, num_heads, longest)) if is_small else None
+    for row, run in groupby(range(num_tokens), key=rows.__getitem__):
+        tokens = list(run)
+        some = slice(tokens[0], tokens[-1] + 1)
+        seq_len = max(nums_seen[some])
+        if seq_len <= (0 if products is None else top_k):
             continue
         keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)
-        out[tokens] = index_topk(q_index[tokens], weights[tokens], keys, num_seen - 1, top_k)
-    return out
+        if products is None:
+            out[some] = index_topk(q_index[some], weights[some], keys, num_seen[some] - 1, top_k)
+        else:
+            products[some, :, :seq_len] = torch.matmul(q_index[some].float(), keys.float().t())
+    return out if products is None else select_topk(weigh(products, weights, head_dim), num_seen, top_k)
 
 
 def gather_keys(

@@ -119,7 +119,8 @@ def test_scores_are_tied_at_the_boundary(
         chosen = torch.nn.functional.pad(chosen, (0, top_k - chosen.shape[1]), value=-1)
         return chosen.masked_fill(chosen >= num_seen[:, None], -1)
 
-    monkeypatch.setattr("kernels.indexer.select_topk", highest_first)
+    for module in ("indexer", "paged_indexer"):
+        monkeypatch.setattr(f"kernels.{module}.select_topk", highest_first)
     pool = Pool(checkpoint, 64)
     logits, _ = pool.extend([(pool.pages(prompt), 0, prompt) for prompt in PROMPTS])
     _, logprobs = sample(logits, [GREEDY] * len(PROMPTS), [0] * len(PROMPTS), ())
