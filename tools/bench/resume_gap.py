@@ -7,9 +7,7 @@ One prefill node, two decode nodes and a router on this machine; nodes may share
 first go on undisturbed, three times. In each round after that the same ones are asked for again, and once
 all are in the middle one decode node gets SIGKILL, or SIGTERM, by turns, and is started again for the next
 round. A gap is the longest time between two pieces of a stream, of which the second came after the signal;
-the streams of the other node say how much of it is the load's. On CPUs each answer is the undisturbed one.
-On a GPU not even two undisturbed ones need be equal: prompts that are computed together are rounded
-together.
+the streams of the other node say how much of it is the load's. Each answer is the undisturbed one.
 """
 
 from __future__ import annotations
