@@ -74,6 +74,7 @@ class Walk:
         self._marks = tuple(marks)
         self._ids = token_ids(tokens)
         self._parts = re.compile("|".join((*map(re.escape, tokens), ".")), re.DOTALL)
+        self.encode = cache(self._encode)
         self.over = tokenizer(tuple(tokens), are_special=are_special)
         self._start = matcher(grammar, self.over)
 
@@ -110,7 +111,7 @@ class Walk:
                 return word
         raise AssertionError(f"nothing can follow {text!r}")
 
-    def encode(self, piece: str) -> list[int]:
+    def _encode(self, piece: str) -> list[int]:
         parts = self._parts.findall(piece)
         return [i for part in parts for i in ([self._ids[part]] if part in self._ids else part.encode())]
 

@@ -443,17 +443,17 @@ def glm_calls(num_calls: int) -> str:
 @pytest.mark.parametrize(
     ("text", "markup"),
     [
-        pytest.param(" \n" * 20_000, GLM, id="white space that reasoning may follow"),
-        pytest.param("<think>" * 5_000, GLM, id="openings of reasoning"),
-        pytest.param(glm_call("a", " " * 20_000 + "[" * 20_000), GLM, id="a value that may be JSON"),
-        pytest.param(glm_call("a", "1").replace("</t", "x" * 40_000 + "</t"), GLM, id="a fault"),
-        pytest.param("a < b </thin " * 4_000, GLM, id="content"),
-        pytest.param(glm_calls(2_000), GLM, id="many calls"),
-        pytest.param(glm_calls(1) + " x" * 20_000, GLM, id="content behind a call"),
-        pytest.param("<tool_call>" + "x<" * 20_000, GLM, id="a call without its end"),
-        pytest.param(f"<tool_call>{BROKEN_GLM[:9_000]}</tool_call>" * 5, GLM, id="broken calls"),
-        pytest.param("</tool_call>" * 4_000, GLM, id="ends without calls"),
-        pytest.param(dsml_call(parameter("a", "\n" * 40_000, "true")), DSML, id="a long value"),
+        pytest.param(" \n" * 2_500, GLM, id="white space that reasoning may follow"),
+        pytest.param("<think>" * 700, GLM, id="openings of reasoning"),
+        pytest.param(glm_call("a", " " * 2_500 + "[" * 2_500), GLM, id="a value that may be JSON"),
+        pytest.param(glm_call("a", "1").replace("</t", "x" * 5_000 + "</t"), GLM, id="a fault"),
+        pytest.param("a < b </thin " * 500, GLM, id="content"),
+        pytest.param(glm_calls(250), GLM, id="many calls"),
+        pytest.param(glm_calls(1) + " x" * 2_500, GLM, id="content behind a call"),
+        pytest.param("<tool_call>" + "x<" * 2_500, GLM, id="a call without its end"),
+        pytest.param(f"<tool_call>{BROKEN_GLM[:1_200]}</tool_call>" * 5, GLM, id="broken calls"),
+        pytest.param("</tool_call>" * 500, GLM, id="ends without calls"),
+        pytest.param(dsml_call(parameter("a", "\n" * 5_000, "true")), DSML, id="a long value"),
     ],
 )
 def test_each_character_is_searched_once(

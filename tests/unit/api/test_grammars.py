@@ -178,7 +178,7 @@ def test_forced_calls_are_read_back_and_validate(
 ) -> None:
     written = chat_format(markup, has_tokens=are_special is not None)
     walk = walk_of(write_grammar(forced(*NAMES), written, start, TOOLS), markup, are_special)
-    for seed in range(4):
+    for seed in range(2):
         text = walk.answer(seed)
         _, content, calls = read(text, markup, in_reasoning=start is ReasoningStart.BEGUN)
         assert (content, bool(calls)) == ("", True), text
@@ -195,7 +195,7 @@ def test_where_calls_are_free_text_may_come_before_them_or_alone(
     grammar = write_grammar(free(*NAMES, at_most_one=True), written, start, TOOLS)
     walk = walk_of(grammar, markup, are_special)
     opening = MARKUPS[markup].openings[-1]
-    for seed in range(4):
+    for seed in range(2):
         text = walk.answer(seed, end_chance=0)  # so with its call
         _, content, calls = read(text, markup, in_reasoning=start is ReasoningStart.BEGUN)
         assert opening not in content
