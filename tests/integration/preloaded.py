@@ -7,7 +7,7 @@ its engines and further fronts, is forked as well, and gets what a spawned child
 process, no other descriptor, and no signal handler.
 
 Forks share what differs between two interpreters, such as the seed of hashes. Therefore ``test_failures``
-starts its nodes by the command.
+starts one node of each kind by the command.
 """
 
 from __future__ import annotations

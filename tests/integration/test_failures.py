@@ -43,19 +43,14 @@ DECODE = ["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS]
 ROUTER = ["--health-interval-secs", "0.5"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def by_the_command() -> Iterator[None]:
-    """The services of this module are processes as operators start them, not forks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Service, "preloaded", None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def nodes(
-    by_the_command: None, tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """Two with one, quick to notice what is away; the first one's lane is shared memory, the other's TCP."""
+    """Two with one, quick to notice what is away; the first one's lane is shared memory, the other's TCP.
+
+    One of each kind and the router are processes as operators start them, not forks.
+    """
     checkpoint, directory = tiny_checkpoint("v32"), tmp_path_factory.mktemp("nodes")
     prefill = [
         prefill_service(checkpoint, directory, f"prefill-{lane}", [*HEARTBEATS, "--same-host-lane", lane])
@@ -63,6 +58,8 @@ def nodes(
     ]
     decode = [decode_service(checkpoint, directory, "decode", DECODE)]
     router = router_service(prefill, decode, directory, ROUTER)
+    for service in (prefill[0], *decode, router):
+        service.preloaded = None  # type: ignore[misc]
     with running([*prefill, *decode, router]):
         yield Deployment(prefill, decode, router)
 

@@ -20,7 +20,7 @@ from tools.bench.accuracy import NUM_CLIENTS, ask_pair
 from tools.bench.accuracy_report import Response
 from tools.bench.retrieval import Retrieval, retrievals
 
-SAMPLE = {512: 4, 2048: 2}
+SAMPLE = {512: 4, 1024: 2}
 FULL = {2048: 2, 8000: 4}
 """Number of prompts by length. Each asks for several answers; most of the time goes to the longest."""
 SHARE_RIGHT = 0.96
@@ -59,14 +59,14 @@ def test_answers_are_right_and_the_same_in_every_mode(
 def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(trained_pair: Deployment) -> None:
     asked = argparse.Namespace(
         url=f"{trained_pair.url}/v1",
-        requests=3,
+        requests=2,
         prompt_tokens=200,
         output_tokens=8,
         token_range=(3, 250),
         seed=0,
     )
     for row in same_tokens.measure(asked):
-        assert row["equal logprobs"] == row["answers"] == 3, row["question"]
+        assert row["equal logprobs"] == row["answers"] == 2, row["question"]
 
 
 @pytest.mark.slow

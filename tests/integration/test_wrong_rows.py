@@ -18,7 +18,7 @@ from tests.integration.wrong_rows import HostPool, assert_names_a_row, num_found
 
 HOST_POOL_TOKENS = 6400
 NUM_REQUESTS = 6
-NUM_NEW = 32
+NUM_NEW = 16
 NUM_FLIPS = 20_000
 RANKS = ["--dp-size", "2"]
 DRAFTS = ["--speculative-num-steps", "3", "--device-buffer-size", "260"]
