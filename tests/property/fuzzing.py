@@ -2,7 +2,7 @@
 
 Encodings are damaged from a seed, a batch in each example; a failure names its input. Values that have a type
 are built by Hypothesis, which shrinks what fails; that costs it some milliseconds each. The default run makes
-2000 of the first kind and 100 of the second for each decoder, always the same ones. FUZZ_INPUTS in the
+1000 of the first kind and 50 of the second for each decoder, always the same ones. FUZZ_INPUTS in the
 environment (``make fuzz``) sets the number of the first kind, twenty times that of the second, and all are
 new in every run.
 """
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 T = TypeVar("T")
 
-DEFAULT_INPUTS = 2000
+DEFAULT_INPUTS = 1000
 BATCH = 100
 _ASKED = os.environ.get("FUZZ_INPUTS")
 _NUM_INPUTS = int(_ASKED or DEFAULT_INPUTS)

@@ -219,7 +219,7 @@ class HeldMachine(RuleBasedStateMachine):
 TestHeld = HeldMachine.TestCase
 TestHeld.settings = settings(
     derandomize=True,
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )

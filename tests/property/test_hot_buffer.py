@@ -435,7 +435,7 @@ def test_any_history(item_bytes: int, max_new: int) -> None:
     Machine.item_bytes, Machine.max_new = item_bytes, max_new
     case = Machine.TestCase
     case.settings = settings(
-        max_examples=25,
+        max_examples=15,
         stateful_step_count=30,
         derandomize=True,
         suppress_health_check=list(HealthCheck),

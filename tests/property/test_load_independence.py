@@ -132,7 +132,7 @@ def test_scores_are_tied_at_the_boundary(
     assert max(moved) > 100 * LOGPROB_TOLERANCE
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_prefill_in_any_chunks_pages_company_and_cache(
     checkpoint: Checkpoint, expected: dict[Prompt, Expected], data: st.DataObject

@@ -91,7 +91,7 @@ class PoolsMachine(RuleBasedStateMachine):
 TestPools = PoolsMachine.TestCase
 TestPools.settings = settings(
     derandomize=True,
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow],
 )

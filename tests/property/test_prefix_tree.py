@@ -177,5 +177,5 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             )
 
 
-PrefixTreeMachine.TestCase.settings = settings(derandomize=True, max_examples=100, stateful_step_count=30)
+PrefixTreeMachine.TestCase.settings = settings(derandomize=True, max_examples=60, stateful_step_count=30)
 TestPrefixTreeMachine = PrefixTreeMachine.TestCase

@@ -266,7 +266,7 @@ class SendQueueMachine(RuleBasedStateMachine):
         assert self.queue._rooms == self.queue._peers == {}
 
 
-SendQueueMachine.TestCase.settings = settings(derandomize=True, max_examples=200, stateful_step_count=60)
+SendQueueMachine.TestCase.settings = settings(derandomize=True, max_examples=100, stateful_step_count=60)
 TestSendQueue = SendQueueMachine.TestCase
 
 
