@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MAX_KEY_FILE_BYTES = 4096
+"""That are read: whatever the file is, a device or weights."""
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _FAREWELL_MILLISECS = 1_000
 """The last answers, which say that the node is shutting down, may still leave."""
@@ -59,7 +61,8 @@ class ControlKeys:
     def load(cls, path: Path) -> ControlKeys:
         """Read the secret key from ``path``. Raises ControlKeyError."""
         try:
-            secret = path.read_bytes().strip()
+            with path.open("rb") as file:
+                secret = file.read(_MAX_KEY_FILE_BYTES).strip()
             if not _Z85_KEY.fullmatch(secret):  # ZMQ makes a key of anything that has the length
                 raise ValueError(f"it holds {len(secret)} bytes that are no such key")
             return cls(secret, zmq.curve_public(secret))

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512
 MAX_KEYS = 64
+_MAX_FILE_BYTES = 1 << 20
+"""Whatever the file is, a device or weights; it is read under load."""
 
 _KEY = re.compile(r"[!-~]+")
 _SCHEME = b"bearer "
@@ -109,9 +111,15 @@ def load_api_keys(path: Path | None) -> ApiKeys | None:
 
 def _read(path: Path) -> tuple[bytes, ...]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        lines = content.decode().splitlines()
     except (OSError, UnicodeError) as error:
         raise KeyFileError(f"API key file {path}: {_reason(error)}") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise KeyFileError(
+            f"API key file {path}: more than {_MAX_FILE_BYTES} bytes; name the file of the keys"
+        )
     keys: list[bytes] = []
     for number, line in enumerate(lines, start=1):
         key = line.strip()

@@ -51,6 +51,7 @@ def test_without_a_file_there_are_no_keys() -> None:
         ("schl\u00fcssel-der-nicht-ascii-ist\n".encode(), ["line 1"]),
         (b"x" * 513, ["line 1"]),
         (b"\xff" * 32, ["UTF-8"]),
+        (b"# comment\n" * 200_000, ["more than 1048576 bytes"]),
         (b"".join(b"key-number-%08d\n" % number for number in range(MAX_KEYS + 1)), [f"{MAX_KEYS + 1} keys"]),
     ],
 )

@@ -261,14 +261,23 @@ def test_a_key_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [None, b"", b"not a key", b"x" * 41, b"x" * 39 + b"~", b"x" * 39 + b"\xa4", b"x" * 20 + b"\0" * 20],
+    ("content", "why"),
+    [
+        (None, "No such file"),
+        (b"", "it holds 0 bytes"),
+        (b"not a key", "it holds 9 bytes"),
+        (b"x" * 41, "it holds 41 bytes"),
+        (b"x" * 39 + b"~", "it holds 40 bytes"),
+        (b"x" * 39 + b"\xa4", "it holds 40 bytes"),
+        (b"x" * 20 + b"\0" * 20, "it holds 40 bytes"),
+        (b"x" * 5000, "it holds 4096 bytes"),  # no more of it is read
+    ],
 )
-def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None, why: str) -> None:
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ControlKeyError, match="control_key_file"):
+    with pytest.raises(ControlKeyError, match=f"control_key_file .*{why}"):
         ControlKeys.load(path)
 
 
