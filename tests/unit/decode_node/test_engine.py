@@ -20,7 +20,7 @@ from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.unit.decode_node.speculation_support import exchange_in_every_step
 from tests.unit.decode_node.support import TIMES, Checkpoint, EngineHarness, Prompt, random_prompt
 
-NUM_NEW = 20
+NUM_NEW = 14
 HOT_BUFFER = 128
 TOP_K = 64
 NODE = {"device_buffer_size": HOT_BUFFER}
