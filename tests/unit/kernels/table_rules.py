@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kernels.hot_state import ABSENT, HotBufferState, ring_entries
+from kernels.reference import Table
 
 
 def check_consistency(
@@ -19,45 +18,45 @@ def check_consistency(
     Synchronises with the device. Raises RuntimeError with group, row, hot_index and both values.
     """
     capacities = state.capacity.tolist()
-    lookup_pages = state.lookup_pages.cpu()
-    owned = lookup_pages[state.capacity.cpu() > 0]
-    page_ids = owned[owned != ABSENT].sort().values
+    lookup_pages = state.lookup_pages.cpu().numpy()
+    owned = lookup_pages[np.array(capacities) > 0]
+    page_ids = np.sort(owned[owned != ABSENT])
     is_again = page_ids[1:] == page_ids[:-1]
     if is_again.any():
         raise RuntimeError(f"lookup page {int(page_ids[1:][is_again][0])} is in more than one place")
-    if not torch.equal(lookup_pages == ABSENT, state.host_pages.cpu() == ABSENT):
+    if not np.array_equal(lookup_pages == ABSENT, state.host_pages.cpu().numpy() == ABSENT):
         raise RuntimeError("a page has a host page and no lookup page, or the other way round")
     for group in range(state.num_groups):
-        forward, backward = state.lookup_to_hot[group].cpu(), state.hot_to_lookup[group].cpu()
-        num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
-        is_empty = ((backward == ABSENT) & (state.stamps[group].cpu() == ABSENT)).all(1).tolist()
+        tables = (state.lookup_to_hot, state.hot_to_lookup, state.stamps, state.step)
+        forward, backward, stamps, steps = (table[group].cpu().numpy() for table in tables)
+        num_hot, num_used = np.count_nonzero(forward != ABSENT), np.count_nonzero(backward != ABSENT)
+        is_empty = ((backward == ABSENT) & (stamps == ABSENT)).all(1)
         for row, capacity in enumerate(capacities):
             seq_len = (seq_lens or {}).get(row, 0)
             if is_empty[row] and seq_len == 0:
                 continue
             newest = range(max(0, seq_len - (num_new or {}).get(row, 1)), seq_len)
-            _check_row(state, group, row, capacity, forward, lookup_pages[row], newest)
+            where, of_row = f"group {group}, row {row}", (backward[row], stamps[row], int(steps[row]))
+            _check_row(state, where, capacity, forward, *of_row, lookup_pages[row], newest)
         if num_hot != num_used:
             raise RuntimeError(f"group {group}: {num_hot} hot lookup slots, {num_used} used entries")
 
 
 def _check_row(
     state: HotBufferState,
-    group: int,
-    row: int,
+    where: str,
     capacity: int,
-    forward: Tensor,
-    lookup_pages: Tensor,
+    forward: Table,
+    backward: Table,
+    stamps: Table,
+    step: int,
+    lookup_pages: Table,
     newest: range,
 ) -> None:
-    where = f"group {group}, row {row}"
-    backward = state.hot_to_lookup[group, row].cpu()
-    stamps = state.stamps[group, row].cpu()
-    step = int(state.step[group, row])
-    entries = torch.nonzero(backward != ABSENT).flatten()
-    if entries.numel() and int(entries[-1]) >= capacity:
+    entries = np.flatnonzero(backward != ABSENT)
+    if len(entries) and int(entries[-1]) >= capacity:
         raise RuntimeError(f"{where}: hot_index {int(entries[-1])} in use, capacity is {capacity}")
-    lookup_slots = backward[entries].long()
+    lookup_slots = backward[entries].astype(np.int64)
     is_lost = forward[lookup_slots] != entries
     if is_lost.any():
         lookup_slot, entry = int(lookup_slots[is_lost][0]), int(entries[is_lost][0])
@@ -69,8 +68,8 @@ def _check_row(
     if not is_of_row.any(1).all():
         stray = int(lookup_slots[~is_of_row.any(1)][0])
         raise RuntimeError(f"{where}: lookup slot {stray} is in none of its pages")
-    mismatched = torch.nonzero((stamps == ABSENT) != (backward == ABSENT)).flatten()
-    if mismatched.numel():
+    mismatched = np.flatnonzero((stamps == ABSENT) != (backward == ABSENT))
+    if len(mismatched):
         entry = int(mismatched[0])
         raise RuntimeError(
             f"{where}: hot_index {entry} has stamp {int(stamps[entry])} "
@@ -80,7 +79,7 @@ def _check_row(
         raise RuntimeError(f"{where}: stamp {int(stamps.max())} after step {step}")
     if not newest or step == 0 or capacity == 0:
         return
-    positions = is_of_row.int().argmax(1) * state.page_size + lookup_slots % state.page_size
+    positions = is_of_row.argmax(1) * state.page_size + lookup_slots % state.page_size
     if newest.start + state.max_new <= capacity:
         is_moved = entries != positions
         if is_moved.any():
