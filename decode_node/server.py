@@ -75,8 +75,10 @@ def create_decode_app(front: Front) -> Starlette:
 
 
 async def _drain(front: Front, request: Request) -> Response:
-    """As SIGTERM to the node: its first front, of which the others are children, gets one."""
-    os.kill(os.getpid() if front.link.front == 0 else os.getppid(), signal.SIGTERM)
+    """As SIGTERM to the node: its first front, of which the others are children, gets one. Asked for again it
+    is no second one, which would end the wait for requests in flight."""
+    if not front.link.is_leaving:
+        os.kill(os.getpid() if front.link.front == 0 else os.getppid(), signal.SIGTERM)
     return json_response({"status": "the node takes nothing new, and ends"})
 
 

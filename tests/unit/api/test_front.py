@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -389,6 +390,22 @@ async def test_pages_in_browsers_may_not_do_what_operators_do(
         picture = await node.client.get("/flush_cache")  # as a page asks for one
         assert picture.status_code == 405
         assert (await node.client.post("/v1/completions", json=BODY, headers=from_page)).status_code == 200
+
+
+async def test_a_drain_that_is_asked_for_again_is_no_second_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def kill(pid: int, number: int) -> None:
+        sent.append(number)
+        node.link.stop_accepting()
+
+    monkeypatch.setattr(os, "kill", kill)
+    async with serving(say("hello"), tmp_path) as node:
+        for _ in range(2):
+            assert (await node.client.post("/drain")).status_code == 200
+    assert sent == [signal.SIGTERM]
 
 
 @pytest.mark.I7
