@@ -11,7 +11,6 @@ import pytest
 
 from tests.integration.harness import DEVICE, Deployment, Service, deployment
 from tests.integration.preloaded import Preloaded
-from tools.bench.retrieval import RETRIEVAL_MODEL
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -50,6 +49,8 @@ def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploymen
     """Of the trained model: hot buffers in which a long request has one draft, a device pool that gives
     auto a choice.
     """
+    from tools.bench.retrieval import RETRIEVAL_MODEL  # and torch, which pytest's controller does not need
+
     with deployment(
         RETRIEVAL_MODEL,
         tmp_path_factory.mktemp("trained"),

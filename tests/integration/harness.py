@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import httpx
-import openai
 
 from hisparse_pd.ports import free_port
 from router.supervisor import Health, ProgressTimeout, probe
@@ -229,7 +228,10 @@ def output_ids(url: str, **change: Any) -> list[int]:
     return found
 
 
-def openai_client(url: str) -> openai.OpenAI:
+def openai_client(url: str) -> Any:
+    """Of openai.OpenAI, which is imported here: every process of a test run imports this module."""
+    import openai
+
     return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 
