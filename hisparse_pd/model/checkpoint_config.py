@@ -39,7 +39,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(config_file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"model_path {path}: there is no config.json in it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{config_file}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_file}: expected a JSON object, got {type(config).__name__}")
@@ -58,6 +58,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(f"{config_file}: transformers refuses it: {str(error) or error!r}") from error
     _check_rope(text_config.get("rope_parameters"), config_file)
+    _check_experts(text_config, config_file)
     # A model that also sees images has what is of the text in a part of its own.
     of_text = {key: value for key, value in text_config.items() if value is not None}
     of_all = {key: value for key, value in resolved.to_dict().items() if key not in _PARTS}
@@ -83,6 +84,19 @@ def _check_rope(parameters: object, config_file: Path) -> None:
             "that a request's tokens would depend on others; supported are those that follow the position "
             "alone, such as 'default' and 'yarn'"
         )
+
+
+def _check_experts(config: dict[str, Any], config_file: Path) -> None:
+    """A token gets as many as it shall. Raises CheckpointError."""
+    num_experts, num_chosen = config.get("n_routed_experts"), config.get("num_experts_per_tok")
+    num_groups, num_chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1
+    if isinstance(num_experts, int) and isinstance(num_chosen, int):
+        most = num_experts * min(num_chosen_groups, num_groups) // num_groups
+        if not 0 < num_chosen <= most:
+            raise CheckpointError(
+                f"{config_file}: num_experts_per_tok is {num_chosen}; a token chooses among {most}: "
+                f"n_routed_experts {num_experts}, {num_chosen_groups} of {num_groups} groups"
+            )
 
 
 def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
@@ -173,6 +187,10 @@ def num_draft_layers_of(
     if wanted == 0:
         return 0
     declared = config.get("num_nextn_predict_layers") or 0
+    if not isinstance(declared, int):
+        raise CheckpointError(
+            f"model_path {path}: num_nextn_predict_layers is {declared!r}; expected a number"
+        )
     name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
     is_there = declared > 0 and (
         files is None or any(f'"{name}"'.encode() in _header(file) for file in files)

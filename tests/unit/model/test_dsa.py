@@ -425,12 +425,20 @@ def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; 4096 are the most"),
         ({"text_config": {"num_hidden_layers": 4097}}, "num_hidden_layers is 4097; 4096 are the most"),
+        ({"num_experts_per_tok": 1000}, "num_experts_per_tok is 1000; a token chooses among"),
+        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers is 'one'; expected a number"),
     ],
 )
 def test_bad_configurations_are_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     write_checkpoint(tmp_path, "glm")
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
+        load_spec(tmp_path)
+
+
+def test_a_configuration_of_many_levels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: .*recursion"):
         load_spec(tmp_path)
 
 
