@@ -27,10 +27,13 @@ PARAMETERS = {
     "Requests": cuda._REQUESTS,
     "Plan": cuda._PLAN,
 }
-VARIANTS = [(1, True, 64, 1), (2, True, 1, 1), (4, False, 48, 2), (2, True, 64, 8), (32, True, 64, 8)]
+VARIANTS = [
+    *((1, True, 64, 1), (2, True, 1, 1), (4, False, 48, 2), (2, True, 64, 8)),
+    *((8, False, 48, 2), (32, True, 64, 8)),
+]
 """Positions of a thread, only wide items, page size, new positions at most."""
 SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))
-"""Of the default run: each architecture once, and each variant but the last, which takes the longest."""
+"""Of the default run: each architecture once, with another variant. The last two take the longest."""
 
 
 def layout_checks(parameters: dict[str, np.dtype[Any]]) -> str:
