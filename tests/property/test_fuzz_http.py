@@ -236,9 +236,13 @@ def test_the_corpus_is_valid(endpoint: Endpoint) -> None:
 @given(seed=seeds)
 @fuzz_batches
 def test_a_body_costs_no_more_memory_than_its_size_explains(endpoint: Endpoint, seed: int) -> None:
+    def parse(body: bytes) -> object:
+        return outcome(lambda: parse_request(endpoint, body, "tiny"), ApiError)
+
     def check(body: bytes) -> None:
-        peak = peak_bytes(lambda: outcome(lambda: parse_request(endpoint, body, "tiny"), ApiError))
-        assert peak < 500_000 + 100 * len(body)
+        bound = 500_000 + 100 * len(body)
+        # What another thread of this process allocates meanwhile counts as well; it does not do so each time.
+        assert any(peak_bytes(lambda: parse(body)) < bound for _ in range(3)), bound
 
     batch(seed, make_body(endpoint), check, count=BATCH // 10)
 
