@@ -206,6 +206,7 @@ def paged_index_topk_reference(
         tokens = list(run)
         some = slice(tokens[0], tokens[-1] + 1)
         seq_len = max(nums_seen[some])
+        # Of no more than top_k positions all are chosen, whatever their scores.
         if seq_len <= (0 if products is None else top_k):
             continue
         keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)

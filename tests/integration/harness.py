@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import httpx
 
@@ -28,6 +28,9 @@ from tests.integration.preloaded import NAME as PRELOADED
 from tests.integration.preloaded import ForkedService, Preloaded
 from tests.stream_events import events_in
 from tests.tls_files import TlsFiles
+
+if TYPE_CHECKING:
+    import openai
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -228,9 +231,8 @@ def output_ids(url: str, **change: Any) -> list[int]:
     return found
 
 
-def openai_client(url: str) -> Any:
-    """Of openai.OpenAI, which is imported here: every process of a test run imports this module."""
-    import openai
+def openai_client(url: str) -> openai.OpenAI:
+    import openai  # late: every process of a test run imports this module
 
     return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60)
 
