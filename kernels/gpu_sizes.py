@@ -9,23 +9,15 @@ from __future__ import annotations
 from hisparse_pd.vocabulary import StartError
 from kernels.cuda import MAX_CAPACITY, MAX_POSITIONS, MAX_SELECTED
 from kernels.cuda import MAX_TOP_K as MAX_SWAP_IN_TOP_K
-from kernels.kv_format import FP8_E4M3
 from kernels.paged_indexer import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS_OF_A_BLOCK, MAX_TOP_K
 
 
-def check_indexer_sizes(
-    *, num_heads: int, head_dim: int, top_k: int, context_length: int, key_format: str
-) -> None:
+def check_indexer_sizes(*, num_heads: int, head_dim: int, top_k: int, context_length: int) -> None:
     """Of the lightning indexer and the top-k behind it. Raises StartError."""
     _check("index_n_heads", num_heads, MAX_HEADS, "indexer", _ON_CPU)
     _check("index_head_dim", head_dim, MAX_HEAD_DIM, "indexer", _ON_CPU)
     _check("index_topk", top_k, MAX_TOP_K, "top-k", _ON_CPU)
     _check("context_length", context_length, MAX_CONTEXT, "indexer", "lower --context-length")
-    if key_format == FP8_E4M3 and head_dim % 4:
-        raise StartError(
-            f"index_head_dim {head_dim}: the GPU's indexer takes multiples of 4 with fp8 keys; give "
-            "--indexer-cache-dtype bfloat16"
-        )
 
 
 def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int, num_new: int = 1) -> None:

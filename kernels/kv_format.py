@@ -47,6 +47,11 @@ class KvFormat:
         _check_name(self.name)
         check_at_least("kv_lora_rank", self.kv_lora_rank, 1)
         check_at_least("rope_dim", self.rope_dim, 0)
+        if self.name == FP8_E4M3 and (self.kv_lora_rank % 4 or self.rope_dim % 2):
+            raise KernelArgumentError(
+                "kv_lora_rank, rope_dim: expected multiples of 4 and 2 for fp8 items, got "
+                f"{self.kv_lora_rank} and {self.rope_dim}"
+            )
 
     @property
     def item_dim(self) -> int:
@@ -83,27 +88,24 @@ class KvFormat:
     def store(self, layer_pool: Tensor, slots: Tensor, items: Tensor) -> None:
         """Write ``items`` to the rows ``slots`` of one layer of a pool.
 
-        ``layer_pool``: uint8 [num_slots, item_bytes]. ``slots``: int64 [n], on the pool's device;
+        ``layer_pool``: uint8 [num_slots, item_bytes], contiguous. ``slots``: int64 [n], on the pool's device;
         the row of a slot that comes twice may then hold anything. ``items``: float [n, item_dim], the latent
         first, on the pool's device.
         """
-        check_tensor(
-            "layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes), contiguous=False
-        )
-        _check_stored("items", layer_pool, slots, items, self.item_dim)
+        _check_stored("items", layer_pool, self.item_bytes, slots, items, self.item_dim)
         _store(self.name, layer_pool, slots, items, self.kv_lora_rank, SCALE_TILE)
 
     def load(self, rows: Tensor) -> Tensor:
         """The items that ``rows``, uint8 [..., item_bytes], hold: [..., item_dim] of ``self.dtype``.
 
-        Shares memory with ``rows`` where their layout allows it and nothing has to be scaled.
+        Shares memory with ``rows`` where nothing has to be scaled.
         """
         _check_loaded(rows, self.item_bytes)
         if self.name != FP8_E4M3:
-            return _typed(rows, self.dtype)
-        scales = _typed(rows[..., self.scales_offset : self.rope_offset], torch.float32)
+            return rows.view(self.dtype)
+        scales = rows[..., self.scales_offset : self.rope_offset].view(torch.float32)
         latent = _dequantise(rows[..., : self.kv_lora_rank], scales, SCALE_TILE)
-        return torch.cat((latent, _typed(rows[..., self.rope_offset :], torch.bfloat16).float()), dim=-1)
+        return torch.cat((latent, rows[..., self.rope_offset :].view(torch.bfloat16).float()), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ class IndexKeyFormat:
     def __post_init__(self) -> None:
         _check_name(self.name)
         check_at_least("index_head_dim", self.index_head_dim, 1)
+        if self.name == FP8_E4M3 and self.index_head_dim % 4:
+            raise KernelArgumentError(
+                f"index_head_dim: expected a multiple of 4 for fp8 keys, got {self.index_head_dim}"
+            )
 
     @property
     def item_bytes(self) -> int:
@@ -131,22 +137,19 @@ class IndexKeyFormat:
     def store(self, layer_pool: Tensor, slots: Tensor, keys: Tensor) -> None:
         """Write ``keys`` to the rows ``slots`` of one layer of an index pool.
 
-        ``layer_pool``: uint8 [num_slots, item_bytes]. ``slots``: int64 [n], on the pool's device;
+        ``layer_pool``: uint8 [num_slots, item_bytes], contiguous. ``slots``: int64 [n], on the pool's device;
         the row of a slot that comes twice may then hold anything. ``keys``: float [n, index_head_dim], on the
         pool's device.
         """
-        check_tensor(
-            "layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes), contiguous=False
-        )
-        _check_stored("keys", layer_pool, slots, keys, self.index_head_dim)
+        _check_stored("keys", layer_pool, self.item_bytes, slots, keys, self.index_head_dim)
         _store(self.name, layer_pool, slots, keys, self.index_head_dim, self.index_head_dim)
 
     def load(self, rows: Tensor) -> Tensor:
         """The keys that ``rows``, uint8 [..., item_bytes], hold: [..., index_head_dim] of ``self.dtype``."""
         _check_loaded(rows, self.item_bytes)
         if self.name != FP8_E4M3:
-            return _typed(rows, self.dtype)
-        scale = _typed(rows[..., self.index_head_dim :], torch.float32)
+            return rows.view(self.dtype)
+        scale = rows[..., self.index_head_dim :].view(torch.float32)
         return _dequantise(rows[..., : self.index_head_dim], scale, self.index_head_dim)
 
 
@@ -155,8 +158,11 @@ def _check_name(name: str) -> None:
         raise KernelArgumentError(f"name: expected a format of {', '.join(FORMAT_NAMES)}, got {name!r}")
 
 
-def _check_stored(name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, dim: int) -> None:
+def _check_stored(
+    name: str, layer_pool: Tensor, item_bytes: int, slots: Tensor, values: Tensor, dim: int
+) -> None:
     device = layer_pool.device
+    check_tensor("layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, item_bytes))
     check_tensor("slots", slots, dtypes=(torch.int64,), shape=(None,), device=device)
     shape = (slots.shape[0], dim)
     check_tensor(name, values, dtypes=_FLOATS, shape=shape, device=device, contiguous=False)
@@ -182,11 +188,8 @@ def _store(
         rest = values[:, num_quantised:].to(torch.bfloat16)
         layer_pool[slots] = torch.cat((quantised, _bytes(scales), _bytes(rest)), dim=-1)
         return
-    values = values.to(_PLAIN_DTYPES[name])
-    if _is_viewable(layer_pool, values.dtype):
-        layer_pool.view(values.dtype)[slots] = values
-    else:
-        layer_pool[slots] = _bytes(values)
+    dtype = _PLAIN_DTYPES[name]
+    layer_pool.view(dtype)[slots] = values.to(dtype)
 
 
 @functools.cache
@@ -227,17 +230,3 @@ def _bytes(values: Tensor) -> Tensor:
     """uint8 [n, bytes] of ``values`` [n, dim]."""
     num_rows, dim = values.shape
     return values.reshape(-1).view(torch.uint8).view(num_rows, dim * values.itemsize)
-
-
-def _typed(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows``, uint8 [..., n * itemsize], as [..., n] of ``dtype``; copied when the bytes are unaligned."""
-    if _is_viewable(rows, dtype):
-        return rows.view(dtype)
-    copied = rows.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
-    return copied.view(*rows.shape[:-1], rows.shape[-1] // dtype.itemsize)
-
-
-def _is_viewable(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch gives a view of ``rows`` as ``dtype``: unit stride, everything else in whole numbers."""
-    offsets = (rows.storage_offset(), *rows.stride()[:-1], rows.shape[-1])
-    return rows.stride(-1) == 1 and all(offset % dtype.itemsize == 0 for offset in offsets)

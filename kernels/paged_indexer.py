@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 from kernels.indexer import BLOCK_BYTES, gather_pages, index_topk, weigh
-from kernels.kv_format import FORMAT_NAMES, FP8_E4M3, IndexKeyFormat
+from kernels.kv_format import IndexKeyFormat
 from kernels.selection import ABSENT, select_topk
 
 MAX_TOP_K = 4096
@@ -65,24 +65,6 @@ class IndexerScratch:
         ]
 
 
-def index_item_bytes(key_format: str, head_dim: int) -> int:
-    """Bytes of one position's key in the pool."""
-    if key_format not in FORMAT_NAMES:
-        known = " or ".join(map(repr, FORMAT_NAMES))
-        raise KernelArgumentError(f"key_format: expected {known}, got {key_format!r}")
-    return IndexKeyFormat(key_format, head_dim).item_bytes
-
-
-def check_sizes(num_heads: int, head_dim: int, key_format: str) -> None:
-    """Raise KernelArgumentError for heads that the kernel cannot take."""
-    check_range("num_index_heads", num_heads, 1, MAX_HEADS + 1)
-    check_range("index_head_dim", head_dim, 1, MAX_HEAD_DIM + 1)
-    if key_format == FP8_E4M3 and head_dim % 4:
-        raise KernelArgumentError(
-            f"index_head_dim: expected a multiple of 4 for fp8 keys, whose scale follows them, got {head_dim}"
-        )
-
-
 def paged_index_topk(
     q_index: Tensor,
     weights: Tensor,
@@ -99,8 +81,8 @@ def paged_index_topk(
 ) -> Tensor:
     """Positions that each query attends to: exactly the best, of equal ones the lowest.
 
-    ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], sizes as ``check_sizes``
-    allows. With float32 here or in the pool, products are those of full float32.
+    ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], up to 128 heads of up to
+    256. With float32 here or in the pool, products are those of full float32.
     ``weights``: float32 [num_tokens, num_index_heads], the heads' weights with their scale.
     ``index_pool``: uint8 [num_slots, index_item_bytes], one layer of keys, 4-byte aligned; ``key_format`` is
     "float32", "bfloat16" or "fp8_e4m3" (index_head_dim bytes, then one float32 scale).
@@ -125,8 +107,9 @@ def paged_index_topk(
     check_tensor("q_index", q_index, dtypes=(torch.float32, torch.bfloat16), shape=(None, None, None))
     num_tokens, num_heads, head_dim = q_index.shape
     device = q_index.device
-    item_bytes = index_item_bytes(key_format, head_dim)
-    check_sizes(num_heads, head_dim, key_format)
+    check_range("num_index_heads", num_heads, 1, MAX_HEADS + 1)
+    check_range("index_head_dim", head_dim, 1, MAX_HEAD_DIM + 1)
+    item_bytes = IndexKeyFormat(key_format, head_dim).item_bytes
     for name, tensor, dtype, shape in (
         ("weights", weights, torch.float32, (num_tokens, num_heads)),
         ("index_pool", index_pool, torch.uint8, (None, item_bytes)),

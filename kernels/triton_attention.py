@@ -142,10 +142,9 @@ class TritonAttention:
             results = q.new_empty((num_tokens, num_splits, num_heads, rank), dtype=torch.float32)
             log_sums = q.new_empty((num_tokens, num_splits, num_heads), dtype=torch.float32)
         is_fp8 = kv_format.name == FP8_E4M3
-        is_aligned = not is_fp8 or not (kv_format.item_bytes % 4 or rank % 4)
         latent = layer_pool if is_fp8 else layer_pool.view(kv_format.dtype)
         scales = ropes = latent
-        if is_fp8 and is_aligned:
+        if is_fp8:
             scales, ropes = layer_pool.view(torch.float32), layer_pool.view(torch.bfloat16)
         block_rank = max(SMALLEST_DOT, triton.next_power_of_2(rank))
         attend_kernel[(num_tokens * num_head_tiles * num_splits,)](
@@ -166,10 +165,9 @@ class TritonAttention:
             LATENT_ROW=latent.shape[1],
             SCALES_ROW=scales.shape[1],
             ROPE_ROW=ropes.shape[1],
-            SCALES_AT=kv_format.scales_offset // (4 if is_aligned else 1) if is_fp8 else 0,
-            ROPE_AT=(kv_format.rope_offset // (2 if is_aligned else 1)) if is_fp8 else rank,
+            SCALES_AT=kv_format.scales_offset // 4 if is_fp8 else 0,
+            ROPE_AT=kv_format.rope_offset // 2 if is_fp8 else rank,
             IS_FP8=is_fp8,
-            IS_ALIGNED=is_aligned,
             IN_FLOAT32=in_float32,
             IS_PARTIAL=num_splits > 1,
             BLOCK_HEADS=tiling.block_heads,
@@ -242,7 +240,6 @@ def attend_kernel(
     SCALES_AT: tl.constexpr,
     ROPE_AT: tl.constexpr,
     IS_FP8: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -255,10 +252,9 @@ def attend_kernel(
     """One split of one token's slots for one tile of its heads.
 
     ``q``: [num_tokens, num_heads, RANK + ROPE]. ``latent``, ``scales``, ``rope``: the pool as numbers of the
-    part's dtype, with the row's length (``_ROW``) and the part's place in it (``_AT``) in such numbers;
-    unaligned fp8 items come as bytes throughout. ``slots``: int32 [num_tokens, top_k]. ``result``:
-    [num_tokens, num_splits, num_heads, RANK]; ``log_sum``, to base 2: [num_tokens, num_splits, num_heads],
-    written when IS_PARTIAL.
+    part's dtype, with the row's length (``_ROW``) and the part's place in it (``_AT``) in such numbers.
+    ``slots``: int32 [num_tokens, top_k]. ``result``: [num_tokens, num_splits, num_heads, RANK]; ``log_sum``,
+    to base 2: [num_tokens, num_splits, num_heads], written when IS_PARTIAL.
     """
     begin(OVERLAPS)
     PRODUCT: tl.constexpr = tl.float32 if IN_FLOAT32 else tl.bfloat16
@@ -300,10 +296,7 @@ def attend_kernel(
         if IS_FP8:
             tiles = tl.arange(0, BLOCK_RANK // SCALE_TILE)[None, :]
             is_scale = is_slot[:, None] & (tiles * SCALE_TILE < RANK)
-            if IS_ALIGNED:
-                scales = tl.load(scales_ptr + rows * SCALES_ROW + SCALES_AT + tiles, mask=is_scale, other=0.0)
-            else:
-                scales = _float32_of_bytes(scales_ptr + rows * SCALES_ROW + SCALES_AT + 4 * tiles, is_scale)
+            scales = tl.load(scales_ptr + rows * SCALES_ROW + SCALES_AT + tiles, mask=is_scale, other=0.0)
             # Scales are powers of two, so that bfloat16 holds the products.
             latent = latent.to(tl.float8e4nv, bitcast=True).to(PRODUCT)
             latent = tl.reshape(latent, (BLOCK_SLOTS, BLOCK_RANK // SCALE_TILE, SCALE_TILE))
@@ -312,10 +305,7 @@ def attend_kernel(
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         if ROPE > 0:
             is_rope = is_slot[:, None] & (ropes < ROPE)
-            if IS_ALIGNED:
-                rope = tl.load(rope_ptr + rows * ROPE_ROW + ROPE_AT + ropes, mask=is_rope, other=0.0)
-            else:
-                rope = _bfloat16_of_bytes(rope_ptr + rows * ROPE_ROW + ROPE_AT + 2 * ropes, is_rope)
+            rope = tl.load(rope_ptr + rows * ROPE_ROW + ROPE_AT + ropes, mask=is_rope, other=0.0)
             scores = tl.dot(q_rope, tl.trans(rope.to(PRODUCT)), scores, input_precision="ieee")
         scores = tl.where(is_slot[None, :], scores * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -337,23 +327,6 @@ def attend_kernel(
         result.to(result_ptr.dtype.element_ty),
         mask=is_head[:, None] & (ranks < RANK),
     )
-
-
-@triton.jit
-def _float32_of_bytes(ptr, mask):
-    """float32 at any address, little-endian."""
-    bits = tl.load(ptr, mask=mask, other=0).to(tl.int32)
-    for byte in tl.static_range(1, 4):
-        bits = bits | (tl.load(ptr + byte, mask=mask, other=0).to(tl.int32) << (8 * byte))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _bfloat16_of_bytes(ptr, mask):
-    """bfloat16 at any address, little-endian, as float32."""
-    low = tl.load(ptr, mask=mask, other=0).to(tl.int32)
-    high = tl.load(ptr + 1, mask=mask, other=0).to(tl.int32)
-    return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_splits"])

@@ -25,27 +25,19 @@ def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int,
     if values.stride(1) != 1:
         values = values.contiguous()
     num_scales = -(-num_quantised // tile)
-    item_bytes = layer_pool.shape[1]
-    is_aligned = (
-        layer_pool.is_contiguous()
-        and not item_bytes % 4
-        and not num_quantised % 4
-        and not layer_pool.storage_offset() % 4
-    )
     with torch.cuda.device_of(layer_pool):
         store_kernel[(num_rows,)](
             values,
             slots,
             layer_pool,
-            layer_pool.view(torch.float32) if is_aligned else layer_pool,
-            layer_pool.view(torch.bfloat16) if is_aligned else layer_pool,
+            layer_pool.view(torch.float32) if num_quantised else layer_pool,
+            layer_pool.view(torch.bfloat16),
             values.stride(0),
             layer_pool.stride(0),
             FP8_MAX=FP8_MAX,
             DIM=num_quantised,
             REST=dim - num_quantised,
             TILE=tile,
-            IS_ALIGNED=is_aligned,
             SCALES_AT=num_quantised,
             REST_AT=num_quantised + 4 * num_scales,
             BLOCK_TILES=triton.next_power_of_2(max(1, num_scales)),
@@ -68,7 +60,6 @@ def store_kernel(
     DIM: tl.constexpr,
     REST: tl.constexpr,
     TILE: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     SCALES_AT: tl.constexpr,
     REST_AT: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
@@ -97,22 +88,11 @@ def store_kernel(
         tl.store(bytes_ptr + byte_row + at, quantised.to(tl.uint8, bitcast=True), mask=is_value)
 
         is_scale = tiles * TILE < DIM
-        if IS_ALIGNED:
-            scales = bits.to(tl.float32, bitcast=True)
-            tl.store(float32_ptr + (byte_row + SCALES_AT) // 4 + tiles, scales, mask=is_scale)
-        else:
-            for byte in tl.static_range(4):
-                part = (bits >> (8 * byte)).to(tl.uint8)
-                tl.store(bytes_ptr + byte_row + SCALES_AT + 4 * tiles + byte, part, mask=is_scale)
+        scales = bits.to(tl.float32, bitcast=True)
+        tl.store(float32_ptr + (byte_row + SCALES_AT) // 4 + tiles, scales, mask=is_scale)
 
     if REST > 0:
         rest_at = tl.arange(0, BLOCK_REST)
         is_rest = rest_at < REST
         rest = tl.load(values_row + DIM + rest_at, mask=is_rest, other=0.0).to(tl.bfloat16)
-        if IS_ALIGNED:
-            tl.store(bfloat16_ptr + (byte_row + REST_AT) // 2 + rest_at, rest, mask=is_rest)
-        else:
-            halves = rest.to(tl.uint16, bitcast=True)
-            for byte in tl.static_range(2):
-                part = (halves >> (8 * byte)).to(tl.uint8)
-                tl.store(bytes_ptr + byte_row + REST_AT + 2 * rest_at + byte, part, mask=is_rest)
+        tl.store(bfloat16_ptr + (byte_row + REST_AT) // 2 + rest_at, rest, mask=is_rest)

@@ -50,7 +50,6 @@ class AttentionKernels:
                 head_dim=spec.index_head_dim,
                 top_k=spec.index_topk,
                 context_length=spec.context_length,
-                key_format=spec.index_format,
             )
 
     @classmethod

@@ -23,6 +23,7 @@ from hisparse_pd.model.checkpoint_config import (
 )
 from hisparse_pd.model.families import FAMILIES, Family
 from hisparse_pd.vocabulary import CheckpointError
+from kernels.checks import KernelArgumentError
 from kernels.hadamard import takes_dim
 from kernels.kv_format import FP8_E4M3, IndexKeyFormat, KvFormat
 from protocol.messages import ROW_CHECK_BYTES, Geometry
@@ -246,10 +247,17 @@ def load_spec(
     kv_format = cache_format_of("kv_cache_dtype", kv_cache_dtype, str(compute_dtype).removeprefix("torch."))
     index_format = cache_format_of("indexer_cache_dtype", indexer_cache_dtype, kv_format)
     index_head_dim = positive_integer(config, path, "index_head_dim")
-    if index_format == FP8_E4M3 and not takes_dim(index_head_dim):
+    kv_lora_rank = positive_integer(config, path, "kv_lora_rank")
+    rope_head_dim = positive_integer(config, path, "qk_rope_head_dim")
+    try:
+        KvFormat(kv_format, kv_lora_rank, rope_head_dim)
+    except KernelArgumentError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}; give --kv-cache-dtype bfloat16") from None
+    if index_format == FP8_E4M3 and not (takes_dim(index_head_dim) and index_head_dim >= 4):
         raise CheckpointError(
             f"{path / 'config.json'}: index_head_dim is {index_head_dim}; indexer keys in fp8_e4m3 are "
-            "rotated by a Hadamard matrix, which takes powers of two; give --indexer-cache-dtype bfloat16"
+            "rotated by a Hadamard matrix, which takes powers of two from 4 on; give "
+            "--indexer-cache-dtype bfloat16"
         )
     num_draft_layers = num_draft_layers_of(config, path, None if is_dummy else files, num_draft_layers)
     sources = kv_source_layers_of(config, path, num_layers)
@@ -259,8 +267,8 @@ def load_spec(
         num_layers=num_layers,
         index_group_of_layer=groups + (groups[-1] + 1,) * num_draft_layers,
         num_heads=positive_integer(config, path, "num_attention_heads"),
-        kv_lora_rank=positive_integer(config, path, "kv_lora_rank"),
-        qk_rope_head_dim=positive_integer(config, path, "qk_rope_head_dim"),
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=rope_head_dim,
         index_num_heads=positive_integer(config, path, "index_n_heads"),
         index_head_dim=index_head_dim,
         index_topk=positive_integer(config, path, "index_topk"),

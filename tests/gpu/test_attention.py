@@ -157,8 +157,8 @@ def test_a_row_has_the_same_bits_among_any_others(
         (BFLOAT16, torch.bfloat16, 512, 64, 16, 2048, 3),
         (BFLOAT16, torch.bfloat16, 512, 64, 100, 300, 33),
         (FP8_E4M3, torch.bfloat16, 96, 16, 4, 64, 9),
-        (FP8_E4M3, torch.bfloat16, 33, 7, 5, 70, 6),
-        (FP8_E4M3, torch.float32, 33, 7, 5, 70, 6),
+        (FP8_E4M3, torch.bfloat16, 36, 6, 5, 70, 6),
+        (FP8_E4M3, torch.float32, 36, 6, 5, 70, 6),
         (FP8_E4M3, torch.bfloat16, 300, 64, 40, 100, 5),
         (FP8_E4M3, torch.bfloat16, 128, 0, 16, 2048, 2),
         (FP8_E4M3, torch.bfloat16, 512, 64, 16, 2048, 3),
@@ -318,7 +318,7 @@ def test_no_tokens(format_name: str, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format_name", FORMAT_NAMES)
-@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (96, 16), (300, 7), (33, 3), (1, 0)])
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (96, 16), (300, 6), (36, 2), (4, 0)])
 def test_a_gpu_stores_the_same_bytes(
     format_name: str, rank: int, rope: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -335,7 +335,7 @@ def test_a_gpu_stores_the_same_bytes(
 
 
 @pytest.mark.parametrize("format_name", FORMAT_NAMES)
-@pytest.mark.parametrize("dim", [128, 16, 5])
+@pytest.mark.parametrize("dim", [128, 16, 4])
 def test_a_gpu_stores_the_same_index_keys(format_name: str, dim: int, generator: torch.Generator) -> None:
     key_format = IndexKeyFormat(format_name, dim)
     keys = torch.randn((200, dim), generator=generator).bfloat16()

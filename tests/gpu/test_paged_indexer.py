@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.indexer import index_logits
-from kernels.paged_indexer import (
-    ABSENT,
-    IndexerScratch,
-    index_item_bytes,
-    paged_index_topk,
-)
+from kernels.kv_format import IndexKeyFormat
+from kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
 from kernels.selection import select_topk
 from tests.gpu.index_batch import Batch, stored_keys
 from tests.gpu.support import DEVICE, needs_gpu
@@ -290,7 +286,7 @@ def test_rows_out_of_range_get_nothing() -> None:
 
 def test_a_pool_beyond_2_gib() -> None:
     page_size, num_pages, head_dim = 64, 300_000, 128
-    item_bytes = index_item_bytes("fp8_e4m3", head_dim)
+    item_bytes = IndexKeyFormat("fp8_e4m3", head_dim).item_bytes
     pool_bytes = num_pages * page_size * item_bytes
     assert pool_bytes > 1 << 31
     if torch.cuda.mem_get_info()[0] < 2 * pool_bytes:

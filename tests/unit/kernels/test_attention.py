@@ -121,7 +121,7 @@ def test_every_name_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_reference_attends_to_loaded_items(name: str, generator: torch.Generator) -> None:
-    kv_format = KvFormat(name, 33, 7)
+    kv_format = KvFormat(name, 36, 4)
     pool = torch.full((20, kv_format.item_bytes), 0xFF, dtype=torch.uint8)
     kv_format.store(pool, torch.arange(1, 20), torch.randn((19, 40), generator=generator))
     q = torch.randn((6, 3, 40), generator=generator)
@@ -131,7 +131,7 @@ def test_the_reference_attends_to_loaded_items(name: str, generator: torch.Gener
     out = TorchAttention(kv_format).attend(q, pool, slots, 0.3)
     loaded = kv_format.load(pool).float()
     loaded[0] = 0.0
-    plain = KvFormat(FLOAT32, 33, 7)
+    plain = KvFormat(FLOAT32, 36, 4)
     expected = TorchAttention(plain).attend(q, loaded.view(torch.uint8), slots, 0.3)
     assert torch.equal(out, expected)
     assert not out[3].any()
@@ -192,7 +192,7 @@ TRITON_CASES = [
     (FLOAT32, 33, 0, 17, 1),
     (BFLOAT16, 96, 16, 2, 40),
     (FP8_E4M3, 300, 16, 2, 40),
-    (FP8_E4M3, 33, 7, 5, 40),
+    (FP8_E4M3, 36, 6, 5, 40),
 ]
 """Format, kv_lora_rank, rope_dim, num_heads, top_k. Queries are float32: the interpreter multiplies the bits
 of bfloat16 matrices as integers."""

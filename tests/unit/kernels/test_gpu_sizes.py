@@ -21,13 +21,7 @@ from kernels.gpu_sizes import check_indexer_sizes, check_swap_in_sizes
 from prefill_node import engine as prefill_engine
 from tests.unit.model.model_specs import make_spec
 
-INDEXER = {
-    "num_heads": 64,
-    "head_dim": 128,
-    "top_k": 2048,
-    "context_length": 163840,
-    "key_format": "fp8_e4m3",
-}
+INDEXER = {"num_heads": 64, "head_dim": 128, "top_k": 2048, "context_length": 163840}
 SWAP_IN = {"top_k": 2048, "max_running_requests": 64, "capacity": 4096}
 
 
@@ -36,7 +30,6 @@ SWAP_IN = {"top_k": 2048, "max_running_requests": 64, "capacity": 4096}
     [
         {},
         {"num_heads": 5, "head_dim": 24, "top_k": 37, "context_length": 100},
-        {"head_dim": 26, "key_format": "bfloat16"},
         {"num_heads": 128, "head_dim": 256, "top_k": 4096, "context_length": 1 << 20},
     ],
 )
@@ -49,7 +42,6 @@ def test_sizes_that_the_indexer_takes(changes: dict[str, Any]) -> None:
     [
         ({"num_heads": 129}, "index_n_heads 129: the GPU's indexer takes 128 at most; serve .* --device cpu"),
         ({"head_dim": 257}, "index_head_dim 257: the GPU's indexer takes 256 at most"),
-        ({"head_dim": 26}, "index_head_dim 26: .* multiples of 4 with fp8 keys; give --indexer-cache-dtype"),
         ({"top_k": 4097}, "index_topk 4097: the GPU's top-k takes 4096 at most"),
         ({"context_length": 1 << 21}, "context_length 2097152: .* 1048576 at most; lower --context-length"),
     ],

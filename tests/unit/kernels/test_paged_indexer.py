@@ -12,12 +12,7 @@ from torch import Tensor
 
 from kernels.checks import KernelArgumentError
 from kernels.indexer import index_logits, index_topk
-from kernels.paged_indexer import (
-    ABSENT,
-    IndexerScratch,
-    index_item_bytes,
-    paged_index_topk,
-)
+from kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
 from kernels.selection import select_topk
 from kernels.topk import choose_cluster_size
 from tests.gpu.index_batch import Batch
@@ -110,7 +105,7 @@ def test_no_queries() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key_format": "int8"}, "key_format: expected 'float32' or 'bfloat16' or 'fp8_e4m3', got 'int8'"),
+        ({"key_format": "int8"}, "name: expected a format of float32, bfloat16, fp8_e4m3, got 'int8'"),
         ({"key_format": "bfloat16"}, r"index_pool: expected shape \[\*, 32\], got \[\d+, 64\]"),
         ({"top_k": 4097}, r"top_k: expected a value in \[1, 4097\), got 4097"),
         ({"page_size": 0}, "page_size: expected at least 1, got 0"),
@@ -123,10 +118,6 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     batch = Batch(1, "float32", num_heads=2, head_dim=16, page_size=4, lens=(9,), top_k=4)
     with pytest.raises(KernelArgumentError, match=message):
         paged_index_topk(**(batch.arguments() | changes))
-
-
-def test_bytes_of_a_key() -> None:
-    assert [index_item_bytes(name, 128) for name in ("float32", "bfloat16", "fp8_e4m3")] == [512, 256, 132]
 
 
 def test_scratch_is_bounded() -> None:

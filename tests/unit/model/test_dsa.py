@@ -450,11 +450,19 @@ def test_ending_tokens_are_of_the_vocabulary(tmp_path: Path, eos: object) -> Non
         load_spec(tmp_path)
 
 
+def test_items_in_fp8_are_whole_words(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "v32")
+    edit_config(tmp_path, kv_lora_rank=66)
+    load_spec(tmp_path, kv_cache_dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"config\.json: kv_lora_rank.* got 66 .*--kv-cache-dtype"):
+        load_spec(tmp_path, kv_cache_dtype="fp8_e4m3")
+
+
 def test_index_keys_in_fp8_need_a_power_of_two(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "v32")
     edit_config(tmp_path, index_head_dim=48)
     assert load_spec(tmp_path, kv_cache_dtype="fp8_e4m3", indexer_cache_dtype="bfloat16").index_rotation == ""
-    with pytest.raises(CheckpointError, match=r"index_head_dim is 48; .*powers of two; give --indexer-cache"):
+    with pytest.raises(CheckpointError, match=r"index_head_dim is 48; .*powers of two .*--indexer-cache"):
         load_spec(tmp_path, kv_cache_dtype="fp8_e4m3")
 
 
