@@ -38,40 +38,6 @@ def check_tensor(
         raise KernelArgumentError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
-def check_pool(
-    name: str,
-    pool: Tensor,
-    *,
-    num_layers: int | None = None,
-    item_bytes: int | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """Raise KernelArgumentError unless ``pool`` is uint8 [num_layers, num_slots, item_bytes], the bytes of an
-    item are contiguous, and no two items overlap.
-
-    Layers may lie outside slots or slots outside layers, and items may be wider apart than they are long.
-    """
-    shape = (num_layers, None, item_bytes)
-    check_tensor(name, pool, dtypes=(torch.uint8,), shape=shape, device=device, contiguous=False)
-    num_layers, num_slots, item_bytes = pool.shape
-    if pool.is_contiguous() or pool.numel() == 0:
-        return
-    if item_bytes > 1 and pool.stride(2) != 1:
-        raise KernelArgumentError(
-            f"{name}: expected contiguous items (last stride 1), got strides {pool.stride()}"
-        )
-    extent = item_bytes
-    for stride, count in sorted(((pool.stride(0), num_layers), (pool.stride(1), num_slots))):
-        if count == 1:
-            continue
-        if stride < extent:
-            raise KernelArgumentError(
-                f"{name}: expected items that do not overlap (a stride of at least {extent}), "
-                f"got shape {list(pool.shape)} and strides {pool.stride()}"
-            )
-        extent = stride * (count - 1) + extent
-
-
 def check_range(name: str, value: int, start: int, stop: int) -> None:
     """Raise KernelArgumentError unless ``start <= value < stop``."""
     if not start <= value < stop:

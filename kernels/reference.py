@@ -31,7 +31,7 @@ from kernels.hot_state import (
 from kernels.reference_check import reference_checks
 
 Pools: TypeAlias = tuple[Tensor, Tensor]
-"""Host and device, uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows."""
+"""Host and device, uint8 [num_layers, num_slots, item_bytes], contiguous."""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = npt.NDArray[Any]

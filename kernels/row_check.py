@@ -5,9 +5,9 @@ indexer keys do and not beside the item, and is compared wherever an item is rea
 one of its 32-bit words, or a right one that stands with its check at another layer or position, is seen for
 certain; anything else but for one in 2**32.
 
-``pool``: uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows. Checks are int32, the
-bits of an unsigned number. On a GPU ``kernels/cuda.py`` computes the same numbers, of a pool in pinned host
-memory too; nothing here synchronises.
+``pool``: uint8 [num_layers, num_slots, item_bytes], contiguous. Checks are int32, the bits of an unsigned
+number. On a GPU ``kernels/cuda.py`` computes the same numbers, of a pool in pinned host memory too; nothing
+here synchronises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.checks import check_pool, check_range, check_tensor
+from kernels.checks import check_range, check_tensor
 from kernels.hot_state import HotBufferError, HotBufferState, ReadAt, WrongRowField
 from kernels.reference_check import reference_checks
 
@@ -160,7 +160,7 @@ def _compute(
     out_slots: Tensor | None,
 ) -> None:
     """Fill ``out`` [num_layers, n], or of it ``out_slots`` [n]."""
-    check_pool("pool", pool)
+    check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None))
     device, shape = slots.device, (slots.shape[0],)
     for name, tensor in (("slots", slots), ("positions", positions), ("out_slots", out_slots)):
         if tensor is not None:

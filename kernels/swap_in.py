@@ -5,9 +5,8 @@ the state's tables: ``cpu`` runs ``kernels/reference.py``, ``cuda`` runs ``kerne
 have to be pinned or registered. Nothing here allocates per-request state; outputs and plans may be given, so
 that a CUDA graph can capture a call.
 
-``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes]; the slot counts may differ. Each may have
-layer and slot strides of its own, layers outside slots or slots outside layers, as long as an item's bytes
-are contiguous and no two items overlap; 16-byte aligned addresses, strides and items move fastest.
+``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes], contiguous; the slot counts may differ.
+16-byte aligned addresses and items move fastest.
 
 All run on the current stream of their device and do not synchronise; on the CPU they are done on return.
 """
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import reference
-from kernels.checks import KernelArgumentError, check_at_least, check_pool, check_range, check_tensor
+from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 from kernels.hot_state import INTEGERS, MAX_LOOKUP_SLOTS, HotBufferState, ReadAt, StepRequests, check_page_ids
 from kernels.miss_plan import MissPlan
 
@@ -327,8 +326,9 @@ def _cuda_kernels(name: str, device: torch.device) -> ModuleType | None:
 
 def _check_pools(k_host: Tensor, k_dev: Tensor, device: torch.device | None) -> reference.Pools:
     """The two after their checks."""
-    check_pool("k_dev", k_dev, device=device)
-    check_pool("k_host", k_host, num_layers=k_dev.shape[0], item_bytes=k_dev.shape[2])
+    check_tensor("k_dev", k_dev, dtypes=(torch.uint8,), shape=(None, None, None), device=device)
+    shape = (k_dev.shape[0], None, k_dev.shape[2])
+    check_tensor("k_host", k_host, dtypes=(torch.uint8,), shape=shape)
     if k_host.device.type != "cpu":
         raise KernelArgumentError(f"k_host: expected a tensor in host memory, got device {k_host.device}")
     return k_host, k_dev

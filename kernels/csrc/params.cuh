@@ -22,7 +22,7 @@ constexpr int WARP = 32;
 static_assert(MAX_NEW <= WARP && MAX_NEW <= PAGE_SIZE, "one thread of a warp each, in two pages at most");
 constexpr int MAX_BLOCKS = 160;  // of one swap_in
 
-// A host and a device pool, [num_layers][num_slots][item_bytes] with any layer and slot stride.
+// A host and a device pool, [num_layers][num_slots][item_bytes].
 struct Pool {
     u8* host;                    // pinned, as the device addresses it
     u8* dev;

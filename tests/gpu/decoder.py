@@ -12,8 +12,7 @@ import torch
 from kernels.hot_state import HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
-from tests.gpu.pools import POISON
-from tests.gpu.support import DEVICE, check_step, on_host
+from tests.gpu.support import DEVICE, POISON, check_step, on_host
 from tests.unit.kernels.table_rules import check_consistency
 
 NUM_LAYERS = 2

@@ -1,8 +1,8 @@
 """Seeded histories of one state, with every step checked against the CPU reference.
 
-Admissions, warm-ups, steps and releases over pools of any layout; compared are the tables
-(``support.check_step``), every byte that the model could read (I3) and every byte that is on the host (I4).
-Without a GPU the same code runs on tables of the CPU.
+Admissions, warm-ups, steps and releases; compared are the tables (``support.check_step``), every byte that
+the model could read (I3) and every byte that is on the host (I4). Without a GPU the same code runs on tables
+of the CPU.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kernels.swap_in import (
     start_dense_row,
     swap_in,
 )
-from tests.gpu.pools import PLAIN, POISON, Layout, Pool
 from tests.gpu.support import (
     DEVICE,
+    POISON,
     assert_same_tables,
     check_step,
     on_host,
@@ -92,8 +92,6 @@ class History:
         churns: tuple[float, ...] = (0.0, 0.02, 0.1, 0.5, 1.0),
         has_dense: bool = True,
         has_faults: bool = False,
-        host_layout: Layout = PLAIN,
-        dev_layout: Layout = PLAIN,
         is_pinned: bool = True,
         copy_blocks: int | None = None,
         max_new: int = 1,
@@ -136,9 +134,9 @@ class History:
         )  # fmt: skip
         self.plan = MissPlan.create((num_rows + 2) * max_new, top_k, DEVICE)
         is_pinned = is_pinned and DEVICE == "cuda"
-        self.host_pool = Pool(host_layout, (self.num_layers, num_host, item_bytes), "cpu", is_pinned)
-        self.dev_pool = Pool(dev_layout, (self.num_layers, self.num_dev, item_bytes), DEVICE, False)
-        self.host, self.dev = self.host_pool.items, self.dev_pool.items
+        host, dev = ((self.num_layers, num, item_bytes) for num in (num_host, self.num_dev))
+        self.host = torch.full(host, POISON, dtype=torch.uint8, pin_memory=is_pinned)
+        self.dev = torch.full(dev, POISON, dtype=torch.uint8, device=DEVICE)
         self.expected_host = self.host.clone()
         self.is_owned = torch.zeros(self.num_dev, dtype=torch.bool)
         self.free_host = torch.randperm(num_host // PAGE_SIZE, generator=self.generator)
@@ -171,8 +169,6 @@ class History:
         """Memory that no request owns is as it was, and the host holds exactly what it should."""
         assert torch.equal(self.host, self.expected_host), "the host pool holds something else (I4)"
         assert (self.dev.cpu()[:, ~self.is_owned] == POISON).all(), "a device slot of nobody changed"
-        for pool in (self.host_pool, self.dev_pool):
-            pool.check_gaps()
 
     def pools(self) -> dict[str, Tensor]:
         return {"k_host": self.host, "k_dev": self.dev}

@@ -16,6 +16,8 @@ from kernels.miss_plan import MissPlan
 from kernels.reference import resolve as expected_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = 0xA5
+"""In every byte of a pool that nobody may read or write."""
 
 needs_gpu = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""The CUDA swap-in over random histories: item sizes, dtypes, layouts, buffer sizes and batch sizes.
+"""The CUDA swap-in over random histories: item sizes, dtypes, buffer sizes and batch sizes.
 
 A request is split over as many blocks as the batch leaves for it, and small batches split it the most: the
 batch sizes here take every way from many blocks a request to several requests a block.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hisparse_pd.memory.host import CudaPinning
 from kernels.hot_state import HotBufferState, StepRequests
 from kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
-from tests.gpu.pools import PLAIN, Layout, registered
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.I3]
@@ -42,27 +42,14 @@ def test_history_with_faults_over_many_blocks() -> None:
     ).run(25)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("host_layout", "dev_layout"),
-    [
-        (Layout(is_slot_major=True), PLAIN),
-        (PLAIN, Layout(is_slot_major=True)),
-        (Layout(is_slot_major=True), Layout(is_slot_major=True, gap=16)),
-        (Layout(gap=16), Layout(gap=112)),
-        (Layout(gap=5, offset=1), Layout(is_slot_major=True, gap=8, offset=8)),
-        (Layout(is_slot_major=True, gap=3), Layout(gap=4, offset=4)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("item_bytes", [656, 24])
-def test_history_of_each_layout(item_bytes: int, host_layout: Layout, dev_layout: Layout) -> None:
-    History(11, item_bytes, host_layout=host_layout, dev_layout=dev_layout).run(40)
-
-
 def test_history_over_registered_host_memory() -> None:
     history = History(13, 656, is_pinned=False)
-    with registered(history.host_pool.flat):
+    pinning, address = CudaPinning(), history.host.data_ptr()
+    pinning.register(address, history.host.numel())
+    try:
         history.run(40)
+    finally:
+        pinning.unregister(address)
 
 
 @pytest.mark.parametrize(

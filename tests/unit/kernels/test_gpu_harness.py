@@ -8,7 +8,6 @@ import pytest
 
 from tests.gpu.decoder import Decoder
 from tests.gpu.history import History
-from tests.gpu.pools import Layout
 from tests.gpu.support import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them where there is a GPU")
@@ -17,11 +16,11 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them whe
 @pytest.mark.parametrize(
     "options",
     [
-        {"host_layout": Layout(is_slot_major=True, gap=3), "dev_layout": Layout(gap=5, offset=1)},
+        {},
         {"max_new": 3, "has_faults": True, "capacities": (3, 10, 25, 60)},
         {"verifies": False},
     ],
-    ids=["strided", "drafts and faults", "unverified"],
+    ids=["plain", "drafts and faults", "unverified"],
 )
 def test_history(options: dict[str, Any]) -> None:
     History(1, 24, **options).run(60)

@@ -141,19 +141,9 @@ def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPa
     assert failure(k_host=buffer.k_host[:, :, :7]) == "k_host: expected shape [2, *, 8], got [2, 40, 7]"
     assert failure(k_dev=buffer.k_dev.int()) == "k_dev: expected dtype torch.uint8, got torch.int32"
     assert failure(k_dev=buffer.k_dev[:, :, ::2]) == (
-        "k_dev: expected contiguous items (last stride 1), got strides (192, 8, 2)"
-    )
-    assert failure(k_dev=buffer.k_dev[:, :1].expand(-1, 24, -1)) == (
-        "k_dev: expected items that do not overlap (a stride of at least 8), "
-        "got shape [2, 24, 8] and strides (192, 0, 1)"
+        "k_dev: expected a contiguous tensor, got strides (192, 8, 2)"
     )
     assert failure(k_host=buffer.k_host[:1].expand(2, -1, -1)).endswith("strides (0, 8, 1)")
-    flat = torch.zeros(1000, dtype=torch.uint8)
-    assert failure(k_host=flat.as_strided((2, 40, 8), (312, 8, 1))) == (
-        "k_host: expected items that do not overlap (a stride of at least 320), "
-        "got shape [2, 40, 8] and strides (312, 8, 1)"
-    )
-    assert "at least 16)" in failure(k_host=flat.as_strided((2, 40, 8), (8, 15, 1)))
     assert failure(out=selected[:, :1]) == "out: expected shape [1, 2], got [1, 1]"
     assert failure(miss_plan=MissPlan.create(1, 1)) == "miss_plan: expected room for 2 misses, got 1"
     two = torch.zeros((2, 1), dtype=torch.int32)
