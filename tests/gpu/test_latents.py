@@ -134,31 +134,3 @@ def test_heads_are_as_on_the_cpu(num_tokens: int, sizes: tuple[int, ...], dtype:
             assert rounded is not None
             back = dequantize_rows(rounded.values, rounded.scales)[:num_tokens].cpu()
             assert (back - expected.float()).norm() <= 0.04 * expected.float().norm()
-
-
-@pytest.mark.I5
-def test_a_token_is_the_same_alone_and_among_others() -> None:
-    _, latent, rope, key_dim, index_heads, nope, value_dim = SIZES[0]
-    num_heads, dtype, rotation = 16, torch.bfloat16, rotation_of(63, rope)
-    q = draw(1, 63, num_heads, nope + rope).to(DEVICE, dtype)
-    key_up, value_up = draw(num_heads, nope, latent), draw(num_heads, latent, value_dim)
-    key_up, value_up = (matrices.to(DEVICE, dtype) for matrices in (key_up, value_up))
-    attended = draw(63, num_heads, latent).to(DEVICE, dtype)
-    queries = draw(1, 63, index_heads * key_dim).to(DEVICE, dtype)
-    vectors = on_gpu(vectors_of(key_dim, dtype, is_interleaved=False, spreads=True))
-
-    def compute(rows: slice) -> list[Tensor]:
-        turned = to_gpu(rotation, rows)
-        lifted = lift_values(attended[rows], value_up, None, Rounding()).rounded
-        assert lifted is not None
-        return [
-            latent_queries(q[:, rows], key_up, turned),
-            index_queries(queries[:, rows], vectors, turned, dtype),
-            lifted.values.view(torch.uint8),
-            lifted.scales.t(),
-        ]
-
-    among_all = compute(slice(None))
-    for rows in (slice(0, 1), slice(40, 41), slice(20, 51)):
-        for found, all_rows in zip(compute(rows), among_all, strict=True):
-            assert torch.equal(found, all_rows[rows])

@@ -69,18 +69,6 @@ def test_a_norm_that_opens_a_gate_for_itself(num_rows: int, size: int, rank: int
         assert torch.equal(alone, normed.dense[1:2])
 
 
-@pytest.mark.I5
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
-    hidden, weight, added = draw(63, 7168).to(dtype), draw(7168).to(dtype), draw(4, 63, 7168)
-    sums, normed = add_norm(hidden, [added], weight, 1e-6, None)
-    for row in (0, 20, 62):
-        rows = slice(row, row + 1)
-        alone, normed_alone = add_norm(hidden[rows], [added[:, rows]], weight, 1e-6, None)
-        assert torch.equal(alone, sums[rows])
-        assert torch.equal(normed_alone.dense, normed.dense[rows])
-
-
 def test_no_rows() -> None:
     weight = draw(256).bfloat16()
     sums, normed = add_norm(draw(0, 256).bfloat16(), [draw(2, 0, 256)], weight, 1e-6, Rounding())

@@ -117,7 +117,9 @@ def test_of_the_heads(heads: int, nope: int, value_dim: int) -> None:
 
     def values(x: Tensor) -> Tensor:
         gate = x[:, size:].view(1, len(x), heads, value_dim)
-        return lift_values(x[:, :size].view(len(x), heads, 512), value_up, gate, None).dense
+        attended = x[:, :size].view(len(x), heads, 512)
+        dense = lift_values(attended, value_up, gate, None).dense
+        return bits_of(Activations(dense, lift_values(attended, value_up, gate, Rounding()).rounded), len(x))
 
     check(values, draw(2048, size + heads * value_dim))
 

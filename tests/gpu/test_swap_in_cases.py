@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState, StepRequests
+from kernels.hot_state import MISSES, HotBufferError, HotBufferState, StepRequests
 from kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.gpu.history import ONE_LAYER, PAGE_SIZE, History
 from tests.gpu.support import DEVICE, needs_gpu
@@ -154,29 +154,6 @@ class Single:
         return result
 
 
-def test_more_misses_than_entries_are_flagged_and_leave_a_consistent_state() -> None:
-    one = Single()
-    slots = one(40, list(range(12)))
-    assert sum(slot >= 0 for slot in slots) == 8
-    assert one.flags() == HotBufferError.TOO_MANY_MISSES
-    assert one.counters() == [0, 12, 0]
-    served = [p for p, slot in enumerate(slots) if slot >= 0]
-    assert torch.equal(one.dev[0, [s for s in slots if s >= 0]].cpu(), one.host[0, served])
-    assert sorted(one(41, list(range(20, 28)))) == list(range(8))
-    assert one.counters()[EVICTIONS] == 9
-
-
-def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
-    one = Single()
-    assert one(5, [5, -3, 0, -1])[:2] == [-1, -1]
-    assert one.flags() == HotBufferError.BAD_POSITION
-    one.state.host_pages[0, 1] = one.state.lookup_pages[0, 1] = -1
-    slots = one(40, [30, 33, 30])
-    assert slots[::2] == [-1, -1] != slots[1:2]
-    assert one.flags() == HotBufferError.BAD_POSITION | HotBufferError.NO_HOST_SLOT
-    assert one.counters()[MISSES] == 2
-
-
 @pytest.mark.parametrize("top_k", [4, 600])
 def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int) -> None:
     """Alone, over many blocks, and with its pages back."""
@@ -197,27 +174,6 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int
     one.state.lookup_pages.copy_(page_ids)
     assert one(40, [39, 3, 4])[0] == 8
     assert one.counters()[MISSES] == 2
-
-
-def test_newest_in_place_of_a_selected_former_newest() -> None:
-    one = Single()
-    one.dev[0, 8] = 77
-    assert one(20, [19, 3])[0] == 8
-    slots = one(21, [19, 20, 19, 3])
-    assert slots[1] == 8
-    assert slots[0] == slots[2] != 8
-    assert torch.equal(one.dev[0, slots[0]].cpu(), one.host[0, 19])
-    assert one.counters() == [3, 2, 1]
-    assert one.counters()[HITS] == 3
-
-
-def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
-    one = Single()
-    assert sorted(one(40, list(range(8)))) == list(range(8))
-    one(41, [int(one.state.hot_to_lookup[0, 0, entry]) for entry in (0, 3, 7)])
-    assert sorted(one(42, [20, 21])) == [1, 2]
-    assert sorted(one(43, [22, 23])) == [4, 5]
-    assert sorted(one(44, [24, 25, 26])) == [0, 3, 6]
 
 
 @pytest.mark.parametrize("top_k", [0, 4])

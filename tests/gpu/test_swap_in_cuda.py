@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from hisparse_pd.memory.host import CudaPinning
-from kernels.hot_state import HotBufferState, StepRequests
-from kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
-from tests.gpu.support import DEVICE, needs_gpu
+from tests.gpu.support import needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.I3]
 
@@ -115,29 +113,3 @@ def test_history_of_misses_that_are_planned_first_and_copied_later(
         num_rows, item_bytes, top_k=top_k, capacities=(top_k + 1, top_k + 40), max_context=2 * top_k + 60,
         num_rows=num_rows, copy_blocks=copy_blocks,
     ).run(num_steps, num_started=num_rows)  # fmt: skip
-
-
-def test_hit_rate_is_that_of_exact_lru() -> None:
-    """Over a drifting selection, free-running beside the reference."""
-    top_k, capacity, max_context, num_steps = 256, 384, 8000, 150
-    generator = torch.Generator().manual_seed(9)
-    rates = []
-    draws = [
-        ((torch.randn(top_k, generator=generator) * 150 + 1000 + 12 * step).long() % 7000).unique()
-        for step in range(num_steps)
-    ]
-    for device in ("cpu", DEVICE):
-        state = HotBufferState.create(1, 1, max_context, capacity, 16, max_context, device)
-        pages = torch.arange(max_context // 16)
-        state.assign_row(0, torch.arange(capacity), pages, pages)
-        host = torch.zeros((1, max_context, 1), dtype=torch.uint8, pin_memory=device == "cuda")
-        dev = torch.zeros((1, capacity, 1), dtype=torch.uint8, device=device)
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        for step, draw in enumerate(draws):
-            selected = torch.full((1, top_k), -1, dtype=torch.int32)
-            selected[0, : len(draw)] = draw
-            requests = StepRequests(state, one * (7001 + step), one * 0, one)
-            swap_in(selected.to(device), requests, group=0, layer=0, k_host=host, k_dev=dev)
-        hits, misses, _ = state.counters[0].tolist()
-        rates.append(hits / (hits + misses))
-    assert rates[1] >= rates[0] - 0.01
