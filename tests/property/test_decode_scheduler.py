@@ -376,7 +376,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 TestDecodeNode = DecodeNodeMachine.TestCase
 TestDecodeNode.settings = settings(
     derandomize=True,
-    max_examples=50,
+    max_examples=80,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
