@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""How a checkpoint writes chats: by its template or as DeepSeek-V3.2's authors do, and with which tool calls.
+"""How a checkpoint writes chats: with which tool calls, and with which marks of reasoning.
 
 The template decides, not the family: DeepSeek-V3.2-Exp has DeepSeek-V3.2's ``model_type``, and a template
-that writes calls as DeepSeek-V3.1 does; DeepSeek-V3.2 itself is published without one.
+that writes calls as DeepSeek-V3.1 does.
 """
 
 from __future__ import annotations
@@ -120,11 +120,6 @@ def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
 def think_marks(template: str | None) -> ThinkMarks | None:
     """The first marks of reasoning that the template has; None where it knows of none."""
     return next((marks for marks in THINK_MARKS if template is not None and marks.opening in template), None)
-
-
-def writes_own_chat(template: str | None, model_type: str) -> bool:
-    """Whether chats are written by ``deepseek_chat`` for want of a template."""
-    return template is None and model_type == "deepseek_v32"
 
 
 # --- marks of calls, by which ``call_reader`` reads them -----------------------------------------------

@@ -1,7 +1,6 @@
 """What a checkpoint's chat template takes otherwise than clients give it, so that nothing is lost in silence.
 
-- A template without the role ``developer`` drops such messages: they become a system's. DeepSeek-V3.2's own
-  encoder knows the role for the questions of search agents, which bring their tools.
+- A template without the role ``developer`` drops such messages: they become a system's.
 - Most templates want the arguments of earlier calls as an object, DeepSeek-V3.1's as JSON text. Arguments
   that are no JSON object are shown as the text that they are: V3.1's in their place, others' as an argument.
 - A level of ``reasoning_effort`` that a template does not name means its default, which for GLM-5.2 and later
@@ -30,10 +29,10 @@ _NAMED_EFFORT = re.compile(rf"""["']({"|".join(_EFFORTS)})["']""")
 
 
 class TemplateFit:
-    """``template``: None where the chat is written by ``deepseek_chat``. ``markup``: of its calls."""
+    """``template``: all that the checkpoint's say, if it has any. ``markup``: of its calls."""
 
     def __init__(self, template: str | None, markup: ToolMarkup | None) -> None:
-        self._template = template
+        self._takes_developer = template is not None and "developer" in template
         self._writes_arguments = markup is ToolMarkup.DEEPSEEK_V31
         has_effort = template is not None and "reasoning_effort" in template
         named = set(_NAMED_EFFORT.findall(template or "")) if has_effort else set()
@@ -48,17 +47,12 @@ class TemplateFit:
         )
 
     def _message(self, message: Message) -> Message:
-        if message["role"] == "developer" and not self._takes_developer(message):
+        if message["role"] == "developer" and not self._takes_developer:
             message = message | {"role": "system"}
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             message = message | {"tool_calls": list(map(self._call, calls))}
         return message
-
-    def _takes_developer(self, message: Message) -> bool:
-        if self._template is None:
-            return bool(message.get("tools"))
-        return "developer" in self._template
 
     def _call(self, call: Message) -> Message:
         function = call["function"]

@@ -9,8 +9,7 @@ from typing import Any
 
 import jinja2
 
-from hisparse_pd.api.chat_format import THINK, ChatFormat, think_marks, tool_markup, writes_own_chat
-from hisparse_pd.api.deepseek_chat import encode_chat
+from hisparse_pd.api.chat_format import THINK, ChatFormat, think_marks, tool_markup
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.grammar_checks import GrammarChecks
 from hisparse_pd.api.prompts import ChatPrompt, Prompt
@@ -22,6 +21,9 @@ from hisparse_pd.vocabulary import CheckpointError
 
 _INLINE_CHARS = 4096
 """Up to this length, encoding takes well under a millisecond and is done at once."""
+
+_WITHOUT_TEMPLATE = "deepseek_v32"
+"""The family of models that is published so; the file of its name is ours."""
 
 _BATCH_CHARS = 1 << 18
 _BATCH_PROMPTS = 64
@@ -46,9 +48,13 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._first_token = b"" if first_token_id is None else pack_token_ids([first_token_id])
         self._grammar_checks = grammar_checks
+        self._has_our_template = tokenizer.chat_template is None and model_type == _WITHOUT_TEMPLATE
+        if self._has_our_template:
+            tokenizer.chat_template = (
+                Path(__file__).with_name(f"{_WITHOUT_TEMPLATE}.jinja").read_text("utf-8")
+            )
         template = _template_text(tokenizer)
         markup, think = tool_markup(template, model_type), think_marks(template)
-        self._writes_own_chat = writes_own_chat(template, model_type)
         self._takes_tools = template is None or "tools" in template
         self._fit = TemplateFit(template, markup)
         self._backend = tokenizer.backend_tokenizer
@@ -59,7 +65,7 @@ class TextCodec:
         added = self._backend.get_added_tokens_decoder()
         self.chat_format = ChatFormat(
             markup,
-            self._writes_own_chat or think is not None,
+            think is not None,
             {token.content: token_id for token_id, token in added.items()},
             think or THINK,
         )
@@ -201,13 +207,11 @@ class TextCodec:
         if prompt.tools and not self._takes_tools:
             raise FieldRefused("tools", "the model's chat template takes none")
         prompt = self._fit.fitted(prompt)
-        if self._writes_own_chat and not (prompt.add_generation_prompt or prompt.continue_final_message):
+        if self._has_our_template and not (prompt.add_generation_prompt or prompt.continue_final_message):
             raise FieldRefused(
                 "add_generation_prompt", "this model's chats are written with what begins the answer only"
             )
         try:
-            if self._writes_own_chat:
-                return encode_chat(prompt, tokenizer.bos_token or "", tokenizer.eos_token or "")
             return str(
                 tokenizer.apply_chat_template(
                     list(prompt.messages),

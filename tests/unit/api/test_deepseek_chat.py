@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from hisparse_pd.api import text_codec
 from hisparse_pd.api.chat_format import ToolMarkup
-from hisparse_pd.api.deepseek_chat import encode_chat
 from hisparse_pd.api.prompts import ChatPrompt, written_arguments
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.http.http_errors import ApiError
 from protocol.decoding import MAX_NESTING
+from tests.unit.api.tiny_tokenizer import BOS as TINY_BOS
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -68,10 +69,16 @@ SHOWN_FORECAST = (
     '{"name": "forecast", "description": "天气", "parameters": {"type": "object", "properties": {}}}'
 )
 SPACE = {"role": "system", "content": ""}
-HEAD, _, TAIL = encode_chat(ChatPrompt((SPACE,), {}, False, (FORECAST,), True), "", "").partition(
-    SHOWN_FORECAST
+TEMPLATE = Path(text_codec.__file__).with_name("deepseek_v32.jinja").read_text("utf-8")
+HEAD, _, TAIL = (
+    make_tokenizer()
+    .apply_chat_template(
+        [SPACE], [FORECAST], chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False
+    )
+    .removeprefix(TINY_BOS)
+    .removesuffix("<｜Assistant｜></think>")
+    .partition(SHOWN_FORECAST)
 )
-TAIL = TAIL.removesuffix("<｜Assistant｜></think>")
 
 
 def test_the_text_about_tools_is_word_for_word_what_the_model_was_trained_on() -> None:

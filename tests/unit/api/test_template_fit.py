@@ -24,7 +24,7 @@ CHAT = (
 )
 GLM, V31 = CHAT.replace("CALL", GLM_CALL), CHAT.replace("CALL", V31_CALL)
 OWN = None
-"""DeepSeek-V3.2's encoder."""
+"""Ours of DeepSeek-V3.2."""
 DEVELOPER = {"role": "developer", "content": "D."}
 HELLO = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -48,7 +48,7 @@ def test_a_developer_is_the_system_where_the_template_knows_no_other() -> None:
     assert written(GLM + "{# developer #}", [DEVELOPER, HELLO]) == "[developer]D.[user]hi"
 
 
-def test_of_deepseeks_own_encoder_a_developer_without_tools_asks_nothing() -> None:
+def test_of_our_own_template_a_developer_without_tools_asks_nothing() -> None:
     """With tools it is a search agent's question, which stays one."""
     asked = "<｜User｜>hi<｜Assistant｜></think>"
     assert written(OWN, [DEVELOPER, HELLO]) == f"D.{asked}"
