@@ -1,27 +1,30 @@
-"""Streams of all APIs as what they say, whatever the pieces: what two streams must have in common."""
+"""Streams of all APIs, whatever their pieces, as what a client has in the end: the whole answer."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+
+import pydantic_core
 
 Json = dict[str, Any]
 
-_NAMES = {"id", "item_id", "call_id"}
-"""Drawn for each answer; what counts is where the same one comes again."""
-_VOLATILE = {
-    "created",
-    "created_at",
-    "completed_at",
-    "e2e_latency",
-    "hisparse",
-    "cached_tokens",
-    "held_tokens",
+EACH_TIME_ANEW = {"id", "item_id", "call_id", "created", "created_at", "completed_at", "e2e_latency"}
+_OF_SERVING = {
+    *("hisparse", "cached_tokens", "held_tokens", "cache_read_input_tokens", "input_tokens"),
+    *("completion_tokens_details", "spec_draft_token_num", "spec_accept_token_num"),
 }
-_VOLATILE |= {"cache_read_input_tokens", "input_tokens", "completion_tokens_details"}
-_VOLATILE |= {"spec_draft_token_num", "spec_accept_token_num"}
-"""Of how an answer was served; where the prompt was cached and where not differs between two of them."""
+"""How an answer was served; where the prompt was cached and where not differs between two of them."""
+
+_GROWS = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""What events call the text of an item of responses."""
 
 
 def events_in(text: str) -> list[Json]:
@@ -29,90 +32,163 @@ def events_in(text: str) -> list[Json]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+def named_events(text: str) -> list[tuple[str, Json]]:
+    """Of a stream whose events have names, and no [DONE]."""
+    *events, end = text.split("\n\n")
+    assert end == ""
+    found = []
+    for event in events:
+        if not event.startswith(":"):
+            name, data = event.split("\n")
+            found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
 def said_in(path: str, text: str) -> Any:
-    """What the stream ``text`` of ``path`` says; also checked: one name and time, and numbers in a row."""
+    """What two streams of ``path`` have in common that say the same."""
     assert ":journal" not in text
-    events = [event for event in events_in(text) if event.get("type") != "ping"]  # of a time without tokens
-    assert not [event for event in events if event.get("error")], events[-1]
+    return without(answer_in(path, text), EACH_TIME_ANEW | _OF_SERVING)
+
+
+def answer_in(path: str, text: str) -> Any:
+    """The answer that the stream ``text`` of ``path`` makes, whose events are in order."""
+    failed = [event for event in events_in(text) if event.get("error")]
+    assert not failed, failed
     match path:
-        case "/generate":
-            return _last_of_each(events)
-        case "/v1/completions" | "/v1/chat/completions":
-            assert text.endswith("data: [DONE]\n\n")
-            assert len({(event["id"], event["created"]) for event in events}) == 1
-            return _choices(events)
+        case "/v1/messages":
+            return _message([(name, event) for name, event in named_events(text) if name != "ping"])
         case "/v1/responses":
-            assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    return _joined(events)
+            return _response(named_events(text))
+    assert text.endswith("data: [DONE]\n\n")
+    return _last_of_each(events_in(text)) if path == "/generate" else _choices(events_in(text))
 
 
-def _last_of_each(events: list[Json]) -> list[Json]:
+def without(value: Any, names: set[str]) -> Any:
+    if isinstance(value, list):
+        return [without(item, names) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: without(item, names) for name, item in value.items() if name not in names}
+
+
+def _last_of_each(events: Sequence[Json]) -> list[Json]:
     """Events of ``/generate`` have all that those before them had."""
     last: dict[int, Json] = {}
     for event in events:
-        index = event.get("index", 0)
-        if index in last:
-            before = last[index]["output_ids"]
-            assert event["output_ids"][: len(before)] == before
-            assert len(event["output_ids"]) > len(before)
+        index = event.pop("index", 0)
+        before = last[index]["output_ids"] if index in last else []
+        assert event["output_ids"][: len(before)] == before
+        assert len(event["output_ids"]) > len(before)
         last[index] = event
-    return [_settled(last[index], {}) for index in sorted(last)]
+    return [last[index] for index in sorted(last)]
 
 
-def _choices(events: list[Json]) -> Json:
-    said: defaultdict[int, Json] = defaultdict(dict)
-    usage = None
-    for event in events:
-        usage = event.get("usage") or usage
-        for choice in event["choices"]:
-            _merge(said[choice["index"]], choice)
-    return {"choices": dict(said), "usage": _settled(usage, {})}
+def _grow(held: Json, piece: Json) -> None:
+    """Texts and lists go on, objects by their fields; what else there is comes last."""
+    for name, value in piece.items():
+        if isinstance(value, dict) and isinstance(held.get(name), dict):
+            _grow(held[name], value)
+        elif isinstance(value, str | list) and held.get(name) is not None and name != "role":
+            held[name] = held[name] + value
+        elif value is not None or name not in held:
+            held[name] = value
 
 
-def _merge(said: Json, new: Json) -> None:
-    """Strings and lists go on, calls by their index; anything else is said once."""
-    for name, value in new.items():
-        if name == "id" and value is not None:
-            assert "id" not in said, "one call has one name, said once"
-            said["id"] = ""
-        elif name == "tool_calls":
-            calls = said.setdefault("tool_calls", {})
-            for call in value:
-                _merge(calls.setdefault(call["index"], {}), call)
-        elif isinstance(value, dict):
-            _merge(said.setdefault(name, {}) or said[name], value)
-        elif isinstance(value, str | list):
-            kind = type(value)
-            said[name] = (said.get(name) or kind()) + value
-        elif value is not None:
-            said[name] = value
+def _choices(chunks: Sequence[Json]) -> Json:
+    """Of completions and chats."""
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    answer: Json = {"choices": {}}
+    for chunk in chunks:
+        answer |= {name: chunk[name] for name in ("usage", "prompt_token_ids") if name in chunk}
+        for choice in chunk["choices"]:
+            held = answer["choices"].setdefault(choice["index"], {"index": choice["index"]})
+            if (message := choice.pop("delta", None)) is not None:
+                for call in message.pop("tool_calls", ()):
+                    calls = held["message"].setdefault("tool_calls", [])
+                    if call["index"] == len(calls):
+                        assert call["type"] == "function"
+                        calls.append(call)
+                    else:
+                        assert call.keys() == {"index", "function"}, "a call has one name, said once"
+                        _grow(calls[call["index"]], {"function": call["function"]})
+                choice["message"] = message | ({"refusal": None} if "role" in message else {})
+            _grow(held, {name: value for name, value in choice.items() if name != "index"})
+    answer["choices"] = [answer["choices"][index] for index in range(len(answer["choices"]))]
+    for message in (choice["message"] for choice in answer["choices"] if "message" in choice):
+        if "tool_calls" in message and not message["content"]:
+            message["content"] = None
+    return answer
 
 
-def _joined(events: list[Json]) -> list[Json]:
-    """Events of blocks, deltas of one block in a row as one."""
-    names: dict[str, int] = {}
-    said: list[Json] = []
-    for event in events:
-        event = _settled({key: value for key, value in event.items() if key != "sequence_number"}, names)
-        before = said[-1] if said else {}
-        if event["type"].endswith("delta") and before.get("type") == event["type"] != "message_delta":
-            old, new = before["delta"], event["delta"]
-            if isinstance(old, str):
-                before["delta"] = old + new
-                continue
-            (field,) = new.keys() - {"type"}
-            if old["type"] == new["type"]:
-                old[field] += new[field]
-                continue
-        said.append(event)
-    return said
+def _message(events: Sequence[tuple[str, Json]]) -> Json:
+    """Of Anthropic's; the arguments of calls are read as its client reads them."""
+    assert all(name == event["type"] for name, event in events)
+    answer: Json = {}
+    open_blocks: list[int] = []
+    for name, event in events:
+        match name:
+            case "message_start":
+                answer = event["message"]
+                assert (answer["content"], answer["stop_reason"]) == ([], None)
+            case "content_block_start":
+                assert (event["index"], open_blocks) == (len(answer["content"]), [])
+                answer["content"].append(event["content_block"])
+                open_blocks.append(event["index"])
+            case "content_block_delta":
+                assert open_blocks == [event["index"]]
+                delta = {name: piece for name, piece in event["delta"].items() if name != "type"}
+                _grow(answer["content"][event["index"]], delta)
+            case "content_block_stop":
+                assert open_blocks.pop() == event["index"]
+            case "message_delta":
+                answer |= event["delta"] | {"usage": event["usage"]}
+            case _:
+                assert (name, event) == ("message_stop", events[-1][1])
+    for block in answer["content"]:
+        if block["type"] == "tool_use":
+            written, block["input"] = block.pop("partial_json", "") or "{}", None
+            with suppress(ValueError):
+                block["input"] = pydantic_core.from_json(written, allow_partial=True)
+            if not isinstance(block["input"], dict):
+                block["input"] = {"INVALID_JSON": written}
+    return answer
 
 
-def _settled(value: Any, names: dict[str, int]) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: names.setdefault(of_key, len(names)) if key in _NAMES else _settled(of_key, names)
-            for key, of_key in value.items()
-            if key not in _VOLATILE
-        }
-    return [_settled(entry, names) for entry in value] if isinstance(value, list) else value
+def _response(events: Sequence[tuple[str, Json]]) -> Json:
+    """Of OpenAI's: each item is opened, grows and is closed; the last event has all as they were closed."""
+    assert all(name == event["type"] for name, event in events)
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]
+    for _, event in events[:2]:
+        assert (event["response"]["status"], event["response"]["output"]) == ("in_progress", [])
+    done: list[Json] = []
+    kinds: dict[str, None] = {}
+    grown = ""
+    added: Json = {}
+    for name, event in events[2:-1]:
+        assert event["output_index"] == len(done)
+        kind = name.removeprefix("response.")
+        if kind == "output_item.added":
+            added, grown, kinds = event["item"], "", {}
+            assert added["status"] == "in_progress"
+        kinds[kind] = None
+        if kind.endswith(".delta"):
+            assert (event["item_id"], "logprobs" in event) == (added["id"], kind.startswith("output_text"))
+            grown += event["delta"]
+        elif kind == "content_part.done":
+            assert event["part"]["text"] == grown
+        elif kind == "output_item.done":
+            item = event["item"]
+            assert (item["id"], item["type"], item.keys()) == (added["id"], added["type"], added.keys())
+            grows = _GROWS[item["type"]]
+            inner = [f"{grows}.delta"] * bool(grown) + [f"{grows}.done"]
+            if not item["type"].endswith("_call"):
+                inner = ["content_part.added", *inner, "content_part.done"]
+            assert list(kinds) == ["output_item.added", *inner, "output_item.done"]
+            done.append(item)
+        elif kind.endswith(".done"):
+            assert event.get("text", event.get("arguments", event.get("input"))) == grown
+    last = events[-1][1]["response"]
+    assert events[-1][0] == f"response.{last['status']}"
+    assert (last["id"], last["output"]) == (events[0][1]["response"]["id"], done)
+    return dict(last)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.integration.harness import Deployment, openai_client
-from tests.unit.api.support import named_events
+from tests.stream_events import named_events
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is a page?"}]
 SAMPLING = {"temperature": 0, "ignore_eos": True, "hisparse": True}

@@ -103,17 +103,6 @@ def decode_events(text: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-def named_events(text: str) -> list[tuple[str, Any]]:
-    """Of a stream whose events have names, and no [DONE]."""
-    *events, end = text.split("\n\n")
-    assert end == ""
-    found = []
-    for event in events:
-        name, data = event.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
-
-
 @contextlib.asynccontextmanager
 async def serving(
     script: Script,

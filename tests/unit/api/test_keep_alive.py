@@ -12,13 +12,12 @@ import pytest
 from hisparse_pd.api import frame
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
 from hisparse_pd.vocabulary import FinishReason
+from tests.stream_events import answer_in
 from tests.unit.api.support import (
     BODY,
     MESSAGES,
     NATIVE,
     ROOM,
-    decode_events,
-    named_events,
     serving,
 )
 
@@ -59,6 +58,5 @@ async def test_a_stream_is_not_silent_for_long(
                     is_seen.set()
         text = received.replace(ping, b"").decode()
         assert "ping" not in text
-        is_named = path in ("/v1/responses", "/v1/messages")
-        assert named_events(text) if is_named else decode_events(text)
+        assert answer_in(path, text)
     assert is_seen.is_set()

@@ -14,10 +14,11 @@ from hisparse_pd.api.constraints import Constraint
 from hisparse_pd.engine.messages import RequestFailed, Tokens
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import HisparseFlag
+from tests.stream_events import named_events
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import plays, say, stops_after
 from tests.unit.api.streams import whole_and_streamed
-from tests.unit.api.support import ROOM, named_events, parse, serving
+from tests.unit.api.support import ROOM, parse, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("codec")]
 
