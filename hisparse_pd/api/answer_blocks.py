@@ -52,7 +52,8 @@ class BlockList:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
-        self._num_of: Counter[BlockKind] = Counter()
+        self.num_of: Counter[BlockKind] = Counter()
+        """By kind."""
         self._changes: list[tuple[Change, Block, list[str]]] = []
 
     def add(self, kind: BlockKind, text: str) -> None:
@@ -64,8 +65,8 @@ class BlockList:
     def begin(self, kind: BlockKind, name: str = "") -> None:
         """Open a new block; ``name``: of a call's tool."""
         self.close()
-        self._open = Block(len(self.blocks), self._num_of[kind], kind, name)
-        self._num_of[kind] += 1
+        self._open = Block(len(self.blocks), self.num_of[kind], kind, name)
+        self.num_of[kind] += 1
         self.blocks.append(self._open)
         self._changes.append((Change.OPENED, self._open, []))
 

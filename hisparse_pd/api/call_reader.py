@@ -9,9 +9,8 @@ client takes them for what the model meant. A call that is cut off keeps the arg
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from functools import lru_cache
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -20,51 +19,17 @@ from hisparse_pd.api.chat_format import STRING_ATTRIBUTE, Markup
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from protocol.decoding import TypedDecoder, decode_json
 
-
-class _At(Enum):
-    """Where in the calls the text is."""
-
-    BETWEEN = auto()
-    """Two calls, or the opening and the first one."""
-    TEXT = auto()
-    """The same, where something stands there."""
-    NAME = auto()
-    NO_CALL = auto()
-    """Up to the next end: what should have a name and has none."""
-    BODY = auto()
-    """Behind the name or an argument."""
-    KEY = auto()
-    GAP = auto()
-    """A key and its value."""
-    VALUE = auto()
-    JSON = auto()
-    """Arguments that are written as they are."""
-    FAULT = auto()
-    """Behind what cannot be read of a call."""
-
-
-_BEFORE_CALL = (_At.BETWEEN, _At.TEXT, _At.NAME, _At.NO_CALL)
+T = TypeVar("T")
+Marks = tuple[str, ...]
+Reading: TypeAlias = Generator[Marks, tuple[str, bool], T]
+"""Yields what is markup where it has come to, and is sent what comes next: a text without any of these marks,
+or one of them, and whether it is one. So a text may come in any number of pieces."""
 
 _MAX_NAME_CHARS = 512
 """With the white space round it: tools have names of 256 characters at most."""
 
-
-@dataclass(slots=True)
-class _Call:
-    """The call that is read. ``keys``: of the arguments that have begun."""
-
-    name: str
-    keys: set[str] = field(default_factory=set)
-    key: str = ""
-    """Of the present argument."""
-    is_string: bool = False
-    """Its value is one for sure."""
-    head: str = ""
-    """The beginning of its value, without white space."""
-    has_json: bool = False
-    """Some of its arguments were shown as they are written."""
-    json_space: list[str] = field(default_factory=list)
-    """Behind them."""
+_HEAD_CHARS = 8
+"""Of a value, behind white space: enough to tell text from any word of JSON."""
 
 
 class _JsonCall(msgspec.Struct):
@@ -85,284 +50,238 @@ def _json_call(text: str) -> _JsonCall | None:
 
 
 class CallReader:
-    """The calls behind one ``opening``, which show themselves in ``blocks``.
-
-    Whoever has the text searches it for ``marks``, gives what is before the next one to ``grow`` and the mark
-    to ``meet``, until ``is_over``. Another opening in a name, and ``is_no_call``, say that this one was none.
-    """
+    """The calls behind one ``opening``, which show themselves in ``blocks``."""
 
     def __init__(self, markup: Markup, schemas: ToolSchemas, opening: str, blocks: BlockList) -> None:
         self._markup = markup
+        self._ends = markup.ends
         self._schemas = schemas
         self._blocks = blocks
-        self._at = _At.BETWEEN if markup.call else _At.NAME
         self._unshown = [opening]
         """Text and marks that have been read and not been shown yet."""
-        self._num_before = 1
-        """Entries of them up to the last mark, with it."""
-        self._num_name_chars = 0
-        self._call = _Call("")
         self._shows_end = False
         """Something between opening and closing was content; so is the closing."""
         self.num_calls = 0
+        self.is_in_call = False
+        """A call has begun and not ended."""
         self.is_over = False
+        """The calls have ended; otherwise, once nothing more is read, what was read since then is none."""
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """What is markup here."""
-        return _marks(self._markup, self._at)
-
-    @property
-    def is_in_call(self) -> bool:
-        """Whether a call has begun and not ended."""
-        return self._at not in _BEFORE_CALL and not self.is_over
-
-    @property
-    def is_in_name(self) -> bool:
-        return self._at is _At.NAME
-
-    @property
-    def is_no_call(self) -> bool:
-        """Whether the opening, which begins a call, was none: no name is as long as what follows it."""
-        begins_call = not self._markup.call and not self._markup.is_json
-        return self._at is _At.NAME and begins_call and self._num_name_chars > _MAX_NAME_CHARS
-
     def unshown(self) -> str:
         """What was read and is no call so far, with the opening unless a call followed it."""
         return "".join(self._unshown)
 
-    def grow(self, text: str) -> None:
-        """``text`` comes next, and has none of ``marks`` in it."""
-        if not text:
-            return
-        match self._at:
-            case _At.BETWEEN:
-                self._unshown.append(text)
-                if text.strip():
-                    self._at = _At.TEXT
-                    self._show_content()
-            case _At.NAME:
-                self._unshown.append(text)
-                self._num_name_chars += len(text)
-                if self._markup.call and self._num_name_chars > _MAX_NAME_CHARS:
-                    self._at = _At.NO_CALL
-                    self._show_content()
-            case _At.KEY:
-                self._unshown.append(text)
-            case _At.BODY | _At.GAP:
-                self._unshown.append(text)
-                if text.strip():
-                    self._meet_text()
-            case _At.VALUE:
-                self._grow_value(text)
-            case _At.JSON:
-                self._grow_json(text)
-            case _At.FAULT:
-                self._show(text)
-            case _At.TEXT | _At.NO_CALL:
-                self._blocks.add(BlockKind.TEXT, text)
-
-    def meet(self, mark: str) -> None:
-        """``mark``, one of ``marks``, comes next."""
-        markup = self._markup
-        match self._at:
-            case _At.BETWEEN | _At.TEXT:
-                self._leave_gap(mark)
-            case _At.NAME:
-                self._end_name(mark)
-            case _At.NO_CALL:
-                self._end_no_call(mark)
-            case _At.KEY if mark == markup.end_of_key:
-                self._end_key()
-            case _At.GAP if mark == markup.value:
-                self._begin_value()
-            case _At.VALUE if mark == markup.end_of_value:
-                self._show('"' if self._call.is_string else self._value_as_json())
-                self._go(_At.BODY)
-            case _At.BODY if mark == markup.key:
-                self._go(_At.KEY, mark)
-            case _At.BODY if mark == markup.call_end:
-                self._end_call("}" if self._call.keys else "{}", mark)
-            case _At.JSON:
-                self._end_call("" if self._call.has_json else "{}", mark)
-            case _:  # the call ends too early, or behind a fault
-                self._end_call(self._open_end() + mark, mark)
-
-    # --- before a call --------------------------------------------------------------------------------
-
-    def _leave_gap(self, mark: str) -> None:
-        if mark != self._markup.closing:
-            self._num_name_chars = 0
-            self._go(_At.NAME, mark)
-            return
-        if self._shows_end:
-            self._show_content(mark)
+    def read(self, marks_beside_name: Marks) -> Reading[str]:
+        """Returns the mark that ends them if it is none of theirs alone: another opening, or one of
+        ``marks_beside_name``, by which it shows in a name that there is none."""
+        markup, ends, mark = self._markup, self._ends, ""
+        before = markup.end_of_name or markup.key
+        marks_of_name = (*([before] if before else []), *ends, *(() if markup.call else markup.openings))
+        while mark != markup.closing:
+            if markup.call:
+                mark = yield from self._read_gap((markup.call, markup.closing))
+                if mark == markup.closing:
+                    break
+                self._unshown.append(mark)
+            name, mark = yield from self._collect((*marks_of_name, *marks_beside_name), self._is_no_name)
+            name, ends_call = name.strip(), mark in ends
+            if mark in (*marks_beside_name, *markup.openings) or not (mark or markup.call):
+                return mark  # the opening, which begins a call, was none
+            if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
+                self._begin_call(whole.name)
+                self._end_call(bytes(whole.arguments).decode(), mark)
+            elif not name and ends_call and not markup.end_of_name:
+                break  # an opening and its closing, and nothing else
+            elif name and mark and not markup.is_json and not (ends_call and markup.end_of_name):
+                mark = yield from self._read_call(name, mark)
+            else:
+                self._show_content(mark)
+                if not ends_call:
+                    mark = yield from self._read_content(ends)
+                    if mark in markup.openings:
+                        return mark
+                    self._show_content(mark)
         self.is_over = True
+        return mark if mark in markup.openings else ""
 
-    def _end_name(self, mark: str) -> None:
-        markup = self._markup
-        name = self._since_mark().strip()
-        ends_call = mark in markup.ends
-        if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
-            self._begin_call(whole.name)
-            self._end_call(bytes(whole.arguments).decode(), mark)
-            return
-        if not name and ends_call and not markup.end_of_name:  # an opening and its closing, and nothing else
-            self.is_over = True
-        elif not name or markup.is_json or (ends_call and markup.end_of_name):
-            self._end_no_call(mark)
-        else:
-            self._begin_call(name)
-            if ends_call:
-                self._end_call("{}", mark)
-            elif mark == markup.key:
-                self._go(_At.KEY, mark)
+    def _collect(
+        self, marks: Marks, is_enough: Callable[[str, int], bool] = lambda text, num_chars: False
+    ) -> Reading[tuple[str, str]]:
+        """What is in front of the next of ``marks``, which stays unshown, and that mark; none once there
+        ``is_enough``, by the last piece and the number of all characters."""
+        parts: list[str] = []
+        num_chars = 0
+        while True:
+            text, is_mark = yield marks
+            if is_mark:
+                return "".join(parts), text
+            parts.append(text)
+            self._unshown.append(text)
+            num_chars += len(text)
+            if is_enough(text, num_chars):
+                return "".join(parts), ""
 
-    def _end_no_call(self, mark: str) -> None:
-        """``mark`` ends what is no call, or its empty name."""
-        self._show_content(mark)
-        self.is_over = mark == self._markup.closing
-        self._go(_At.BETWEEN if mark in self._markup.ends else _At.NO_CALL)
+    # --- beside calls ---------------------------------------------------------------------------------
+
+    def _is_no_name(self, text: str, num_chars: int) -> bool:
+        return num_chars > _MAX_NAME_CHARS and not self._markup.is_json
+
+    def _read_gap(self, marks: Marks) -> Reading[str]:
+        """Between two calls, or the opening and the first one: what is no white space there is content, and
+        so is the closing behind it."""
+        _, mark = yield from self._collect(marks, _is_text)
+        if not mark:
+            self._show_content()
+            mark = yield from self._read_content(marks)
+        if mark == self._markup.closing and self._shows_end:
+            self._show_content(mark)
+        return mark
+
+    def _read_content(self, marks: Marks) -> Reading[str]:
+        while True:
+            text, is_mark = yield marks
+            if is_mark:
+                return text
+            self._blocks.add(BlockKind.TEXT, text)
 
     def _show_content(self, mark: str = "") -> None:
-        self._blocks.add(BlockKind.TEXT, self.unshown() + mark)
+        self._blocks.add(BlockKind.TEXT, self.unshown + mark)
         self._unshown.clear()
         self._shows_end = True
 
-    # --- a call ---------------------------------------------------------------------------------------
+    # --- a call: each method reads on to the mark that ends it, and returns this --------------------------
 
-    def _begin_call(self, name: str) -> None:
-        self.num_calls += 1
-        self._call = _Call(name)
-        self._unshown.clear()
-        self._blocks.begin(BlockKind.CALL, name)
-        self._go(_At.BODY if self._markup.key else _At.JSON)
+    def _read_call(self, name: str, mark: str) -> Reading[str]:
+        """``mark``: behind its name."""
+        markup, keys = self._markup, set[str]()
+        self._begin_call(name)
+        if mark in self._ends:
+            return self._end_call("{}", mark)
+        if not markup.key:
+            return (yield from self._read_json(""))
+        while True:
+            if mark != markup.key:
+                _, mark = yield from self._collect((markup.key, *self._ends), _is_text)
+                if not mark:  # JSON in place of all arguments, or a fault
+                    return (yield from self._read_fault() if keys else self._read_json(self.unshown))
+                if mark == markup.call_end:
+                    return self._end_call("}" if keys else "{}", mark)
+                if mark != markup.key:
+                    return self._end_early(mark)
+            mark = yield from self._read_argument(name, keys)
+            if mark:
+                return mark
 
-    def _end_call(self, text: str, mark: str) -> None:
-        self._blocks.grow(text)
-        self._blocks.close()
-        self._unshown.clear()
-        self._go(_At.BETWEEN)
-        self.is_over = mark == self._markup.closing
-
-    def _meet_text(self) -> None:
-        """Text stands where only white space may: JSON in place of all arguments, or a fault."""
-        if self._at is _At.BODY and not self._call.keys:
-            self._at, text = _At.JSON, self.unshown()
-            self._unshown.clear()
-            self._grow_json(text)
-        else:
-            self._fail()
-
-    def _fail(self) -> None:
-        self._at = _At.FAULT
-        self._show(self.unshown())
-
-    def _open_end(self) -> str:
-        """What has still to be shown of a call that ends too early."""
-        return '"' if self._at is _At.VALUE and self._call.is_string else self.unshown()
-
-    def _grow_json(self, text: str) -> None:
-        """Without the white space round it."""
-        call = self._call
-        shown = text.rstrip() if call.has_json else text.strip()
-        if shown:
-            self._show("".join((*call.json_space, shown)))
-            call.has_json = True
-            call.json_space.clear()
-        if call.has_json:
-            call.json_space.append(text[len(text.rstrip()) :])
-
-    # --- an argument ----------------------------------------------------------------------------------
-
-    def _end_key(self) -> None:
-        markup, call = self._markup, self._call
-        key, is_string = self._since_mark(), ""
+    def _read_argument(self, tool: str, keys: set[str]) -> Reading[str]:
+        """Behind the mark of its key; "" where the call goes on behind it. ``keys``: of the arguments that
+        have begun, to which its own is added."""
+        markup, said = self._markup, ""
+        self._unshown.append(markup.key)
+        key, mark = yield from self._collect((markup.end_of_key, *self._ends))
+        if mark != markup.end_of_key:
+            return self._end_early(mark)
+        self._unshown.append(mark)
         if markup.says_type:
-            key, _, is_string = key.partition(STRING_ATTRIBUTE)
+            key, _, said = key.partition(STRING_ATTRIBUTE)
         else:
             key = key.strip()
-        call.key, call.is_string, call.head = key, is_string == "true", ""
-        self._go(_At.GAP, markup.end_of_key)
-        if key in call.keys and not markup.takes_repeated_keys:
-            self._fail()
-        elif not markup.value:
-            self._begin_value()
+        if key in keys and not markup.takes_repeated_keys:
+            return (yield from self._read_fault())
+        if markup.value:
+            _, mark = yield from self._collect((markup.value, *self._ends), _is_text)
+            if not mark:
+                return (yield from self._read_fault())
+            if mark != markup.value:
+                return self._end_early(mark)
+        self._show(("{" if not keys else ", ") + f"{_string(key)}: ")
+        keys.add(key)
+        return (yield from self._read_value(tool, key, is_string=said == "true"))
 
-    def _begin_value(self) -> None:
-        call = self._call
-        self._show(("{" if not call.keys else ", ") + f"{_string(call.key)}: ")
-        call.keys.add(call.key)
-        self._go(_At.VALUE)
-        if call.is_string:
+    def _read_value(self, tool: str, key: str, *, is_string: bool) -> Reading[str]:
+        """``is_string``: it is one for sure."""
+        markup, head = self._markup, ""
+        if is_string:
             self._show('"')
-        else:
-            self._grow_value("")
+        marks = (markup.end_of_value, *(() if markup.values_hide_marks else self._ends))
+        text, is_mark = "", False
+        while not is_mark:
+            if is_string:
+                self._show(_string(text)[1:-1])
+            else:
+                self._unshown.append(text)
+                head = (head + text).lstrip()[:_HEAD_CHARS]
+                # Where it says that it is JSON, it may still fail to be.
+                if not markup.says_type and not self._schemas.may_be_json(tool, key, head):
+                    is_string = True
+                    self._show(_string(self.unshown)[:-1])
+            text, is_mark = yield marks
+        if text == markup.end_of_value:
+            self._show('"' if is_string else self._as_json(tool, key))
+            return ""
+        return self._end_call('"' + text, text) if is_string else self._end_early(text)
 
-    def _grow_value(self, text: str) -> None:
-        call = self._call
-        if call.is_string:
-            self._show(_string(text)[1:-1])
-            return
-        self._unshown.append(text)
-        if self._markup.says_type:
-            return  # it says that it is JSON, which it may still fail to be
-        call.head = (call.head + text).lstrip()[:_HEAD_CHARS]
-        if not self._schemas.may_be_json(call.name, call.key, call.head):
-            call.is_string = True
-            self._show(_string(self.unshown())[:-1])
-
-    def _value_as_json(self) -> str:
-        text = self.unshown()
+    def _as_json(self, tool: str, key: str) -> str:
+        text = self.unshown
         if not self._markup.says_type:
-            return self._schemas.to_json(self._call.name, self._call.key, text)
+            return self._schemas.to_json(tool, key, text)
         try:
             decode_json(text)
         except msgspec.DecodeError:
             return _string(text)
         return text.strip()  # as it stands: 1.0 stays 1.0
 
-    # --- the text -------------------------------------------------------------------------------------
+    def _read_json(self, text: str) -> Reading[str]:
+        """Arguments that are written as they are, without the white space round them; ``text``: of them."""
+        self._unshown.clear()
+        space: list[str] = []
+        """Behind what was shown."""
+        has_json = is_mark = False
+        while not is_mark:
+            if shown := text.rstrip() if has_json else text.strip():
+                self._show("".join((*space, shown)))
+                has_json = True
+                space.clear()
+            if has_json:
+                space.append(text[len(text.rstrip()) :])
+            text, is_mark = yield self._ends
+        return self._end_call("" if has_json else "{}", text)
 
-    def _go(self, at: _At, mark: str = "") -> None:
-        """``mark``: what is behind it begins ``at``; it is shown if that cannot be read."""
-        self._at = at
-        if mark:
-            self._unshown.append(mark)
-        self._num_before = len(self._unshown)
+    def _read_fault(self) -> Reading[str]:
+        """What cannot be read of a call, from what is unshown on."""
+        text, is_mark = self.unshown, False
+        while not is_mark:
+            self._show(text)
+            text, is_mark = yield self._ends
+        return self._end_early(text)
 
-    def _since_mark(self) -> str:
-        return "".join(self._unshown[self._num_before :])
+    # --- what is shown --------------------------------------------------------------------------------
+
+    def _begin_call(self, name: str) -> None:
+        self.num_calls += 1
+        self.is_in_call = True
+        self._unshown.clear()
+        self._blocks.begin(BlockKind.CALL, name)
+
+    def _end_early(self, mark: str) -> str:
+        return self._end_call(self.unshown + mark, mark)
+
+    def _end_call(self, text: str, mark: str) -> str:
+        """``text``: what has still to be shown of it."""
+        self._blocks.grow(text)
+        self._blocks.close()
+        self._unshown.clear()
+        self.is_in_call = False
+        return mark
 
     def _show(self, arguments: str) -> None:
         self._blocks.grow(arguments)
         self._unshown.clear()
 
 
-_HEAD_CHARS = 8
-"""Of a value, behind white space: enough to tell text from any word of JSON."""
+def _is_text(text: str, num_chars: int) -> bool:
+    return bool(text.strip())
 
 
 def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-@lru_cache
-def _marks(markup: Markup, at: _At) -> tuple[str, ...]:
-    ends = markup.ends
-    match at:
-        case _At.BETWEEN | _At.TEXT:
-            return (markup.call, markup.closing)
-        case _At.NAME:
-            before = markup.end_of_name or markup.key
-            return (*([before] if before else []), *ends, *(() if markup.call else markup.openings))
-        case _At.BODY:
-            return (markup.key, *ends)
-        case _At.KEY:
-            return (markup.end_of_key, *ends)
-        case _At.GAP:
-            return (markup.value, *ends)
-        case _At.VALUE:
-            return (markup.end_of_value, *(() if markup.values_hide_marks else ends))
-        case _At.JSON | _At.FAULT | _At.NO_CALL:
-            return ends

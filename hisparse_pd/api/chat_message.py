@@ -8,23 +8,14 @@ text follows its own length, whatever came before it.
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
 from functools import cache
 
 from hisparse_pd.api.answer_blocks import Block, BlockKind, BlockList, Change
-from hisparse_pd.api.call_reader import CallReader
+from hisparse_pd.api.call_reader import CallReader, Marks, Reading
 from hisparse_pd.api.chat_format import THINK, Markup, ThinkMarks
 from hisparse_pd.api.detokenizer import overlap
 from hisparse_pd.api.tool_schemas import ToolSchemas
 from hisparse_pd.vocabulary import FinishReason
-
-
-class _State(Enum):
-    START = auto()
-    """Nothing but white space and what opens reasoning has come; models repeat the opening of the prompt."""
-    REASONING = auto()
-    CONTENT = auto()
-    CALLS = auto()
 
 
 class MessageParser:
@@ -44,12 +35,14 @@ class MessageParser:
         separates_reasoning: bool = True,
         think: ThinkMarks = THINK,
     ) -> None:
-        self._state = _State.START if separates_reasoning else _State.CONTENT
-        self._behind_start = _State.REASONING if in_reasoning else _State.CONTENT
+        self._in_reasoning = in_reasoning and separates_reasoning
         self._markup = markup
+        self._openings = markup.openings if markup is not None else ()
         self._think = think
         self._schemas = schemas
         self._list = BlockList()
+        self._is_at_start = separates_reasoning
+        """Only white space and what opens reasoning came: models repeat the opening of the prompt."""
         self._space: list[str] = []
         """White space at the start, which is content unless reasoning follows."""
         self._withheld = ""
@@ -57,12 +50,16 @@ class MessageParser:
         self._skips_space = False
         """White space beside markup is part of it."""
         self._calls: CallReader | None = None
-        """The calls that are read, or the last ones."""
-        self._interrupts = False
-        """The calls stand in reasoning, which they end."""
+        """The calls that are read."""
         self._is_reasoning_open = False
         """Calls came before the end of reasoning."""
-        self.has_calls = False
+        self._reading = self._read_message()
+        self._marks: Marks = () if self._is_at_start else next(self._reading)
+        """What is markup now."""
+
+    @property
+    def has_calls(self) -> bool:
+        return self._list.num_of[BlockKind.CALL] > 0
 
     @property
     def is_in_call(self) -> bool:
@@ -76,7 +73,7 @@ class MessageParser:
     def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
         """What ``text`` changes, as of ``BlockList.take``. ``finish``: nothing follows, for this reason."""
         text, self._withheld = self._withheld + text, ""
-        unread = self._begin(text) if self._state is _State.START else text
+        unread = self._begin(text) if self._is_at_start else text
         if unread is not None:
             self._read(unread)
         if finish is not None:
@@ -89,7 +86,7 @@ class MessageParser:
         openings = _match_openings(text, self._think)
         if self._think.opening in openings:
             self._space.clear()
-            self._behind_start = _State.REASONING
+            self._in_reasoning = True
         else:
             self._space.append(openings)
         begun = text[len(openings) :]
@@ -100,82 +97,63 @@ class MessageParser:
 
     def _leave_start(self) -> str:
         """The white space of the start, which is to be read next."""
-        self._state = self._behind_start
-        self._skips_space = self._state is _State.REASONING
+        self._is_at_start = False
+        self._skips_space = self._in_reasoning
+        self._marks = next(self._reading)
         space = "".join(self._space)
         self._space.clear()
         return space
 
     def _read(self, text: str) -> None:
         at = 0
-        while (found := _search(self._marks(), text, at)) is not None:
-            self._take(text[at : found.start()], found.group())
+        while (found := _search(self._marks, text, at)) is not None:
+            self._send(text[at : found.start()])
+            # What came before it may say that it is none.
+            self._send(found.group(), is_mark=found.group() in self._marks)
             at = found.end()
-        marks = self._marks()
-        tail = text[max(at, len(text) - max(map(len, marks), default=0)) :]
-        end = len(text) - max((overlap(tail, mark) for mark in marks), default=0)
+        tail = text[max(at, len(text) - max(map(len, self._marks), default=0)) :]
+        end = len(text) - max((overlap(tail, mark) for mark in self._marks), default=0)
         self._withheld = text[end:]
-        self._grow(text[at:end])
+        self._send(text[at:end])
 
-    def _marks(self) -> tuple[str, ...]:
-        markup, calls, end_of_think = self._markup, self._calls, self._think.closing
-        if self._state is _State.REASONING and (markup is None or not markup.ends_reasoning):
-            return (end_of_think,)
+    def _send(self, text: str, *, is_mark: bool = False) -> None:
+        if text:
+            self._marks = self._reading.send((text, is_mark))
+
+    def _read_message(self) -> Reading[None]:
+        while True:
+            text, is_mark = yield self._message_marks()
+            if not is_mark:
+                self._show(text)
+                continue
+            while text in self._openings and self._markup is not None:
+                self._is_reasoning_open |= self._in_reasoning
+                calls = self._calls = CallReader(self._markup, self._schemas, text, self._list)
+                text = yield from calls.read((self._think.closing,) if self._is_reasoning_open else ())
+                if calls.is_over:
+                    self._in_reasoning, self._skips_space = False, True
+                    self._calls = None
+                else:
+                    self._give_up(calls)
+            if text:
+                self._is_reasoning_open &= text != self._think.closing
+                self._in_reasoning, self._skips_space = False, True
+
+    def _message_marks(self) -> Marks:
+        closing, markup = self._think.closing, self._markup
+        if self._in_reasoning:
+            return (closing, *(self._openings if markup is not None and markup.ends_reasoning else ()))
         if markup is None:
             return ()
-        if self._state is _State.REASONING:
-            return (end_of_think, *markup.openings)
-        if self._state is _State.CALLS and calls is not None:
-            return (*calls.marks, *((end_of_think,) if self._is_reasoning_open and calls.is_in_name else ()))
         # A second end of the same calls, which GLM writes at times, is no content.
-        return (
-            *markup.openings,
-            *((markup.closing,) if self.has_calls else ()),
-            *((end_of_think,) if self._is_reasoning_open else ()),
-        )
+        ends = (*([markup.closing] * self.has_calls), *([closing] * self._is_reasoning_open))
+        return (*self._openings, *ends)
 
-    def _take(self, before: str, mark: str) -> None:
-        """``before``: what stands between the last marker and this one."""
-        self._grow(before)
-        if mark not in self._marks():  # what came before it says that it is none
-            self._grow(mark)
-            return
-        markup, calls = self._markup, self._calls
-        is_opening = markup is not None and mark in markup.openings
-        if self._state is _State.CALLS and calls is not None:
-            if calls.is_in_call or (not is_opening and mark != self._think.closing):
-                calls.meet(mark)
-                self.has_calls |= calls.num_calls > 0
-                if calls.is_over:
-                    self._state, self._skips_space = _State.CONTENT, True
-                if not (calls.is_over and is_opening):  # otherwise it opens the next call, too
-                    return
-            else:
-                self._give_up()
-        if markup is not None and is_opening:
-            self._interrupts = self._state is _State.REASONING
-            self._is_reasoning_open |= self._interrupts
-            self._calls = CallReader(markup, self._schemas, mark, self._list)
-            self._state = _State.CALLS
-        else:
-            self._is_reasoning_open &= mark != self._think.closing
-            self._state, self._skips_space = _State.CONTENT, True
-
-    def _grow(self, text: str) -> None:
-        if self._state is _State.CALLS and self._calls is not None:
-            self._calls.grow(text)
-            if self._calls.is_no_call:
-                self._give_up()
-        else:
-            self._show(text)
-
-    def _give_up(self) -> None:
+    def _give_up(self, calls: CallReader) -> None:
         """What was taken for a call, and is none, belongs to what came before it."""
-        assert self._calls is not None
-        self._state = _State.REASONING if self._interrupts else _State.CONTENT
-        self._is_reasoning_open &= not self._interrupts
-        self._skips_space = self._calls.num_calls > 0
-        self._show(self._calls.unshown())
+        self._is_reasoning_open &= not self._in_reasoning
+        self._skips_space = calls.num_calls > 0
+        self._show(calls.unshown)
         self._calls = None
 
     def _show(self, text: str) -> None:
@@ -183,8 +161,7 @@ class MessageParser:
             text = text.lstrip()
         if text:
             self._skips_space = False
-            is_reasoning = self._state is _State.REASONING
-            self._list.add(BlockKind.REASONING if is_reasoning else BlockKind.TEXT, text)
+            self._list.add(BlockKind.REASONING if self._in_reasoning else BlockKind.TEXT, text)
 
     def _finish(self, *, is_cut: bool) -> None:
         """Show what was held back and is no markup after all.
@@ -192,14 +169,14 @@ class MessageParser:
         ``is_cut``: the answer would have gone on, so what may be markup is taken for it.
         """
         withheld, self._withheld = self._withheld, ""
-        if self._state is _State.START:
+        if self._is_at_start:
             withheld = self._leave_start() + withheld
-        elif self._state is _State.CALLS and self._calls is not None:
+        elif self._calls is not None:
             if is_cut or self._calls.is_in_call:
                 if self._markup is not None and self._markup.ends_with_answer and not is_cut:
-                    self._calls.meet(self._markup.call_end)
+                    self._send(self._markup.call_end, is_mark=True)
                 return
-            self._give_up()
+            self._give_up(self._calls)
         elif is_cut and self._markup is not None and self._markup.sign in withheld:
             return
         self._show(withheld)
@@ -210,10 +187,10 @@ def _match_openings(text: str, think: ThinkMarks) -> str:
     return found.group() if found is not None else ""
 
 
-def _search(marks: tuple[str, ...], text: str, at: int) -> re.Match[str] | None:
+def _search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
     return _pattern(marks).search(text, at) if marks else None
 
 
 @cache
-def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
+def _pattern(marks: Marks) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, marks)))
