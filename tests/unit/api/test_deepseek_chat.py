@@ -49,7 +49,7 @@ def prompt_text(
     checkpoint: Path, *messages: dict[str, Any], continued: bool = False, **arguments: Any
 ) -> str:
     tools = tuple(arguments.pop("tools", ()))
-    prompt = ChatPrompt(messages, arguments, continued, tools, separate_reasoning=True)
+    prompt = ChatPrompt(messages, arguments, continued, tools, True, add_generation_prompt=not continued)
     (packed,) = asyncio.run(TextCodec.load(checkpoint).encode([prompt], ["messages"], 10_000))
     token_ids = unpack_token_ids(packed).tolist()
     text = PreTrainedTokenizerFast.from_pretrained(checkpoint).decode(token_ids)
