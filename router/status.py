@@ -21,7 +21,7 @@ from protocol.decoding import TypedDecoder
 from router.drain import Drain
 from router.metrics import RouterMetrics
 from router.node_calls import NodeCalls, NotTold
-from router.nodes import Node, NodeKind, NodePool
+from router.nodes import Node, NodePool
 
 MAX_AGE_SECS = 1.0
 """How old an answer may be, so that many viewers cost one round."""
@@ -30,34 +30,6 @@ NODE_TIMEOUT_SECS = 2.0
 """For one node's answer, from connecting to the last byte."""
 
 _LOAD_DECODER: TypedDecoder[NodeLoad] = TypedDecoder.json(NodeLoad)
-
-
-class NodeStatus(msgspec.Struct, frozen=True):
-    """``healthy`` and ``trouble``: the router's judgement. ``load_trouble``: why there is no ``load``."""
-
-    url: str
-    kind: NodeKind
-    healthy: bool
-    trouble: str
-    in_flight: int
-    load: NodeLoad | None
-    load_trouble: str
-
-
-class Status(msgspec.Struct, frozen=True):
-    """``at``: seconds since the epoch at the end of the round; ``answers``: this router's, by HTTP status.
-
-    ``ready`` as ``/readiness`` has it: a pair is healthy and the router is not ``draining``.
-    """
-
-    at: float
-    ready: bool
-    draining: bool
-    policy: str
-    answers: dict[str, int]
-    retries: int
-    resumes: int
-    nodes: tuple[NodeStatus, ...]
 
 
 class StatusBoard:
@@ -87,20 +59,23 @@ class StatusBoard:
                 self._body, self._asked_at = msgspec.json.encode(status), time.monotonic()
         return Response(self._body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def _ask_all(self) -> Status:
+    async def _ask_all(self) -> dict[str, object]:
+        """``at``: seconds since the epoch when the round ended. ``answers``: this router's, by HTTP status.
+        ``ready``: as ``/readiness`` has it, a pair is healthy and the router is not ``draining``."""
         nodes = await asyncio.gather(*(self._ask(node) for node in self._pool.nodes))
-        return Status(
-            at=time.time(),
-            ready=self._pool.ready and not self._drain.is_draining,
-            draining=self._drain.is_draining,
-            policy=self._policy,
-            answers=self._metrics.answers(),
-            retries=self._metrics.num_retries(),
-            resumes=self._metrics.num_resumes(),
-            nodes=tuple(nodes),
-        )
+        return {
+            "at": time.time(),
+            "ready": self._pool.ready and not self._drain.is_draining,
+            "draining": self._drain.is_draining,
+            "policy": self._policy,
+            "answers": self._metrics.answers(),
+            "retries": self._metrics.num_retries(),
+            "resumes": self._metrics.num_resumes(),
+            "nodes": nodes,
+        }
 
-    async def _ask(self, node: Node) -> NodeStatus:
+    async def _ask(self, node: Node) -> dict[str, object]:
+        """``healthy`` and ``trouble``: the router's judgement. ``load_trouble``: why there is no ``load``."""
         load, load_trouble = None, ""
         try:
             load = await self._calls.told(node, "/status", NODE_TIMEOUT_SECS, _LOAD_DECODER)
@@ -108,6 +83,12 @@ class StatusBoard:
                 load, load_trouble = None, f"/status: it is no {node.kind} node"
         except NotTold as error:
             load_trouble = str(error)
-        return NodeStatus(
-            node.url, node.kind, node.healthy, node.trouble, node.num_in_flight, load, load_trouble
-        )
+        return {
+            "url": node.url,
+            "kind": node.kind,
+            "healthy": node.healthy,
+            "trouble": node.trouble,
+            "in_flight": node.num_in_flight,
+            "load": load,
+            "load_trouble": load_trouble,
+        }
