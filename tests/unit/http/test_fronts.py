@@ -16,7 +16,6 @@ from hisparse_pd.http import fronts, metrics
 from hisparse_pd.http.board import MAX_METRICS_BYTES, Board, Word
 from hisparse_pd.http.connections import Connections
 from hisparse_pd.http.listening import Listener, _SharedSocket
-from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.http.patience import Patience
 
 WAIT_SECS = 60.0
@@ -109,18 +108,6 @@ def test_one_process_is_shown_as_the_library_shows_it() -> None:
     shown = generate_latest(registry).decode().splitlines()
     summed = metrics.render(_Gauge(), [metrics.pack(registry)]).decode().splitlines()  # type: ignore[arg-type]
     assert [line for line in summed if "running" not in line] == shown
-
-
-def test_the_engines_numbers_are_shown_once() -> None:
-    from hisparse_pd.engine.messages import EngineStats
-
-    fronts = [FrontMetrics(), FrontMetrics()]
-    for front in fronts:
-        front.update(0, EngineStats({"num_running_reqs": 3.0}, {}, 3, 0, 0, 1))
-        front.count_request("/generate", 200)
-    lines = fronts[0].render([front.pack() for front in fronts]).decode().splitlines()
-    assert "hisparse_pd:num_running_reqs 3.0" in lines
-    assert 'hisparse_pd:num_requests_total{endpoint="/generate",status="200"} 2.0' in lines
 
 
 # --- the socket --------------------------------------------------------------------------------------

@@ -132,20 +132,6 @@ async def test_what_does_not_finish_in_time_or_is_hurried_ends_with_an_error(tim
 # --- a node --------------------------------------------------------------------------------------------
 
 
-async def test_a_stopping_node_refuses_new_requests_and_finishes_its_own(tmp_path: Path) -> None:
-    async with support.serving(say("abcde", delay_secs=0.05), tmp_path) as node:
-        async with node.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
-            lines = answer.aiter_lines()
-            await anext(lines)
-            node.link.stop_accepting()
-            late = await node.post("/v1/completions", **BODY)
-            assert late.status_code == 503
-            assert str(LinkState.STOPPING) in late.json()["error"]["message"]
-            assert (await node.client.get("/health")).status_code == 503
-            assert [line async for line in lines if line][-1] == "data: [DONE]"
-        assert len(node.engine.generates) == 1
-
-
 async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,19 +240,6 @@ async def test_models_of_all_decode_nodes_are_listed_once_and_can_be_asked_for_b
         assert "'third' does not exist here; served are 'tiny', 'group/other'" in error_of(missing)
 
 
-async def test_anthropics_client_gets_its_own_listing_of_models() -> None:
-    async with cluster(decode=[streams] * 2) as pair:
-        pair.decode[1].models = ("tiny", "other")
-        get = functools.partial(pair.client.get, headers={"anthropic-version": "2023-06-01"})
-        listing = (await get("/v1/models")).json()
-        listed = [(model["type"], model["id"]) for model in listing["data"]]
-        assert listed == [("model", "tiny"), ("model", "other")]
-        assert (listing["first_id"], listing["last_id"], listing["has_more"]) == ("tiny", "other", False)
-        assert (await get("/v1/models/other")).json() == listing["data"][1]
-        missing = await get("/v1/models/third")
-        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
-
-
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 async def test_every_node_says_what_it_is(path: str) -> None:
     async with cluster(decode=[streams] * 2) as pair:

@@ -10,15 +10,11 @@ import pytest
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.unit.router.cluster import (
     Behaviour,
-    FakeNode,
-    Send,
     breaks_off,
     cluster,
     eventually,
     never,
     says,
-    start,
-    write,
 )
 from tests.waiting import until
 
@@ -40,27 +36,6 @@ def root(receiver: Receiver) -> Span:
     """There is one, once the router has ended."""
     (span,) = receiver.spans
     return span
-
-
-async def test_nodes_get_the_routers_span_for_a_parent(receiver: Receiver) -> None:
-    async with cluster(otlp_traces_endpoint=receiver.url) as pair:
-        response = await pair.client.post(PATH, json={"prompt": "a"}, headers=TRACEPARENT)
-        assert response.status_code == 200
-        (prefill,), (decode,) = pair.prefill, pair.decode
-    span = root(receiver)
-    assert (span.service, span.name, span.trace_id, span.parent_id) == (
-        "hisparse-pd-router",
-        f"POST {PATH}",
-        TRACE_ID,
-        SPAN_ID,
-    )
-    assert span.attributes["hisparse_pd.prefill_node"] == prefill.url
-    assert span.attributes["hisparse_pd.decode_node"] == decode.url
-    assert span.attributes["hisparse_pd.room"] == decode.body()["bootstrap_room"]
-    for node in (prefill, decode):
-        (_, headers, _) = node.requests[0]
-        assert headers["traceparent"] == f"00-{TRACE_ID}-{span.span_id}-01"
-        assert headers["tracestate"] == "vendor=1"
 
 
 @pytest.mark.parametrize(
@@ -146,14 +121,3 @@ async def test_what_became_of_spans_is_counted(receiver: Receiver) -> None:
             return 'router_trace_spans_total{outcome="exported"} 1.0' in await pair.metrics()
 
         await eventually(is_counted)
-
-
-async def test_timing_is_asked_for_and_answered_through_the_router() -> None:
-    async def tells(node: FakeNode, send: Send) -> None:
-        await start(send, server_timing="queue;dur=1.000")
-        await write(send, b"data: [DONE]\n\n", more=False)
-
-    async with cluster(decode=tells) as pair:
-        response = await pair.client.post(PATH, json={"prompt": "a"}, headers={"x-request-timing": "1"})
-        assert response.headers["server-timing"] == "queue;dur=1.000"
-        assert pair.decode[0].requests[0][1]["x-request-timing"] == "1"
