@@ -281,14 +281,15 @@ def text_in(path: str, said: Any) -> str:
         case "/v1/completions":
             found = said["choices"][0]["text"]
         case "/v1/chat/completions":
-            found = said["choices"][0]["delta"]["content"]
+            found = said["choices"][0]["message"]["content"]
         case "/generate":
             found = said[0]["text"]
+        case "/v1/messages":
+            (block,) = said["content"]
+            found = block["text"]
         case _:
-            (delta,) = [
-                event["delta"] for event in said if event["type"].endswith(("text.delta", "block_delta"))
-            ]
-            found = delta if isinstance(delta, str) else delta["text"]
+            (item,) = said["output"]
+            found = item["content"][0]["text"]
     assert isinstance(found, str)
     return found
 
