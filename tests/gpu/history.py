@@ -72,6 +72,8 @@ class Request:
     """New positions of the last step that have a page."""
     last: Tensor | None = None
     """Last selection."""
+    hints: list[np.ndarray] | None = None
+    """Of a warm start."""
 
 
 class History:
@@ -281,13 +283,14 @@ class History:
         """On a side stream; the same on the CPU must fill the tables alike."""
         num_hints = self.random.choice((1, len(self.group_layers)))
         draw = self.random.choice((self.hint_with_duplicates, self.hint_as_usual))
+        request.hints = [draw(request.seq_len) for _ in range(num_hints)]
         arguments = {
             "hot_slots": torch.tensor(request.hot_slots[: request.capacity]),
             "host_pages": request.host_pages[: request.num_host_pages],
             "lookup_pages": request.lookup_pages[: request.num_host_pages],
             "index_pages": self.index_pages[row],
             "num_tokens": request.seq_len,
-            "hints": [draw(request.seq_len) for _ in range(num_hints)],
+            "hints": request.hints,
             "layers_of_group": self.group_layers,
         }
         expected = on_host(self.state)
