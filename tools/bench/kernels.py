@@ -3,7 +3,6 @@
     python -m tools.bench.kernels attention [--batch 1 8 32 64 128 256] [--kv-format bfloat16 fp8_e4m3]
     python -m tools.bench.kernels indexer [--batch 1 8 64 128] [--context 4096 32768 131072]
     python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16]
-    python -m tools.bench.kernels linear [--tokens 1 16 64 128 512 4096]
     python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
@@ -14,7 +13,6 @@ that is replayed between two events: us = time / calls, the median of the replay
 - indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is one reading of
   the keys at the highest rate seen in this run, of a copy of 1 GiB or of a sum over it.
 - experts: routed experts, tokens choose at random; TB/s of the chosen experts' weights.
-- linear: linear layers in bfloat16 and in fp8, the rounding of the activations included.
 - swap-in: as ``tools/bench/swap_in.py`` says.
 - row-checks: the pass over a dense request's items, in pages at random places, and the checks of new items.
 
@@ -31,7 +29,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from hisparse_pd.bench.facts import OUT
 from hisparse_pd.bench.report import make_console, shown, table_of, write_report
@@ -39,9 +36,6 @@ from hisparse_pd.model.experts import RoutedExperts
 from kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
 from kernels.attention_backends import choose_backend
 from kernels.block_fp8 import DTYPE as FP8
-from kernels.block_fp8 import scales_shape
-from kernels.block_linear import ROW_MULTIPLE, block_linear
-from kernels.fp8_rows import quantize_rows
 from kernels.hot_state import HotBufferState, ReadAt
 from kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from kernels.paged_indexer import IndexerScratch
@@ -57,24 +51,7 @@ NUM_SLOTS: Final = 1 << 20
 NUM_CALLS: Final = 8
 COLD_BYTES: Final = 256 << 20
 """What the calls of a graph read before one reads the first's again: several times an L2 cache."""
-MAX_COPIES: Final = 16
 COPY_BYTES: Final = 1 << 30
-MATRICES: Final = {
-    "q_a": (1536, 7168),
-    "wk": (128, 7168),
-    "kv_a": (576, 7168),
-    "q_a, wk, kv_a joined": (2240, 7168),
-    "q_b": (24576, 1536),
-    "wq_b": (8192, 1536),
-    "q_b, wq_b joined": (32768, 1536),
-    "o": (7168, 16384),
-    "dense gate, up joined": (36864, 7168),
-    "dense down": (7168, 18432),
-    "shared gate": (2048, 7168),
-    "shared gate, up joined": (4096, 7168),
-    "shared down": (7168, 2048),
-}
-"""Rows and columns."""
 Cells = Iterator[dict[str, Any]]
 
 
@@ -212,29 +189,6 @@ def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Te
     return hidden, expert_ids, weights
 
 
-@torch.inference_mode()
-def linear_layers(options: argparse.Namespace) -> Cells:
-    for name, (rows, columns) in MATRICES.items():
-        copies = max(1, min(MAX_COPIES, -(-COLD_BYTES // (rows * columns))))
-        random = torch.randn((rows, columns), device=HOME).bfloat16()
-        scales = torch.rand(scales_shape(rows, columns), device=HOME)
-        in_fp8 = [(random * 40).to(FP8) for _ in range(copies)]
-        in_bf16 = [random.clone() for _ in range(copies)]
-        for num_tokens in options.tokens:
-            x = torch.randn((num_tokens, columns), device=HOME).bfloat16()
-            fp8 = graph_us([partial(block_linear, x, matrix, scales) for matrix in in_fp8])
-            yield {
-                "matrix": name,
-                "rows": rows,
-                "columns": columns,
-                "tokens": num_tokens,
-                "bf16_us": graph_us([partial(linear, x, matrix) for matrix in in_bf16]),
-                "fp8_us": fp8,
-                "rounding_us": graph_us([partial(quantize_rows, x, ROW_MULTIPLE)] * copies),
-                "TFLOP/s": 2 * num_tokens * rows * columns / fp8["median"] / 1e6,
-            }
-
-
 def row_checks(options: argparse.Namespace) -> Cells:
     layers = range(options.layers)
     for item_bytes in options.item:
@@ -294,9 +248,6 @@ def main() -> None:
     for name, default in (("experts", 256), ("hidden", 7168), ("inner", 2048), ("top-k", 8)):
         own.add_argument(f"--{name}", type=int, default=default)
     own.set_defaults(measure=experts)
-    own = names.add_parser("linear")
-    own.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
-    own.set_defaults(measure=linear_layers)
     own = names.add_parser("swap-in")
     add_options(own)
     own.set_defaults(measure=swap_ins)
