@@ -6,10 +6,6 @@ A wrong row paged in, a selection that is off, or a stale hot buffer gives a wro
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -67,36 +63,6 @@ def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(traine
     )
     for row in same_tokens.measure(asked):
         assert row["equal logprobs"] == row["answers"] == 2, row["question"]
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_an_openai_endpoint(trained_pair: Deployment, tmp_path: Path) -> None:
-    out = tmp_path / "accuracy"
-    arguments = [
-        "--tasks",
-        "retrieval",
-        "--url",
-        f"{trained_pair.url}/v1",
-        "--instruction",
-        "",
-        "--max-tokens",
-        "64",
-    ]
-    arguments += ["--lengths", "512", "--prompts", "3", "--hisparse", "true", "false", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.bench.accuracy", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(out.with_suffix(".json").read_text())
-    for flag, mode in (("true", "hisparse"), ("false", "dense")):
-        system = report["systems"][f"hisparse {flag}"]
-        right, asked, _, num_prompts = system["lengths"]["512"]
-        assert right == asked > 3
-        assert system["modes"] == {mode: num_prompts}
 
 
 def test_a_question_in_a_chat_of_ones_own_is_answered(trained_pair: Deployment) -> None:

@@ -1,34 +1,27 @@
-"""Exact match of long-context retrieval: through the pair in all modes beside transformers, or anywhere.
+"""Exact match of long-context retrieval: through the pair in all modes beside transformers.
 
     python -m tools.bench.accuracy                                  # the retrieval model, 400 prompts
     python -m tools.bench.accuracy --dtype bfloat16                 # the pair in bfloat16
     python -m tools.bench.accuracy --speculative-num-steps 0 1 2 3  # one pair after the other, by drafts
     python -m tools.bench.accuracy --no-oracle --speculative-num-steps 0 3  # tokens beside those without
     python -m tools.bench.accuracy --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from out/accuracy.json
-    python -m tools.bench.accuracy --tasks retrieval --url http://127.0.0.1:8000/v1 --hisparse true false auto
-    python -m tools.bench.accuracy --tasks tasks.jsonl --url https://host/v1 --model NAME
 
-Without ``--tasks``: held-out prompts of each length go to a running pair by HTTP, in modes dense, hisparse
-and auto, and, without drafts, to one with the smallest hot buffer that is legal. Beside them stand
-transformers' own answers (float32), and, over fewer prompts, those with positions selected by lot. The status
-is 1 when an answer of the pair differs from transformers' in a token while both compute in float32, and when
-a request fails. Tokens a step are those of all decode steps, whatever number of drafts the node chose.
-
-With ``--tasks``: any OpenAI-compatible endpoint. ``retrieval`` are the same documents, with an instruction
-that a general model understands; a file has its own tasks (format: tools/bench/retrieval.py).
+Held-out prompts of each length go to a running pair by HTTP, in modes dense, hisparse and auto, and, without
+drafts, to one with the smallest hot buffer that is legal. Beside them stand transformers' own answers
+(float32). The status is 1 when an answer of the pair differs from transformers' in a token while both compute
+in float32, and when a request fails. Tokens a step are those of all decode steps, whatever number of drafts
+the node chose.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +34,7 @@ from hisparse_pd.bench.pair import PairError, running_pair
 from hisparse_pd.bench.report import make_console, progress, write_report
 from hisparse_pd.vocabulary import MAX_DRAFTS
 from tools.bench.accuracy_report import Response, print_report, summary
-from tools.bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
+from tools.bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, judge, retrievals
 from tools.bench.served import served
 from tools.training.evaluate import QUESTIONS
 from tools.training.task import ANSWER_WIDTH
@@ -49,17 +42,10 @@ from tools.training.vocabulary import text_of
 
 PROMPTS = (100, 100, 100, 60, 40)
 """Of each of ``LENGTHS``."""
-CONTROL_PROMPTS = 8
-"""Of each length, for the control."""
 MAX_NEW_TOKENS = 2 + QUESTIONS * ANSWER_WIDTH + 1
 """Of the retrieval model: "Answer:", the answers, the end."""
 REQUEST_TIMEOUT_SECS = 600.0
 ORACLE = "transformers"
-CONTROL = "control: selection by lot"
-INSTRUCTION = (
-    "Below are notes and a question about keys that they mention. Answer in the form "
-    "'KEY is NUMBER.' for every key, in the order of the question, and write nothing else."
-)
 
 PAIR_OPTIONS = (
     "--page-size 64 --chunked-prefill-size 1024 --kv-pool-tokens 65536 --host-pool-tokens 65536 "
@@ -72,22 +58,18 @@ BUFFER_FACTOR = 3
 MODES: tuple[tuple[str, bool | str], ...] = (("dense", False), ("hisparse", True), ("auto", "auto"))
 
 
-def judged(system: str, task: Task, text: str, **more: Any) -> Response:
+def judged(system: str, prompt: Retrieval, text: str, **more: Any) -> Response:
     return Response(
         system=system,
-        length=task.length,
-        right=tuple(judge(text, task.answers)),
-        depths=tuple(answer.depth for answer in task.answers),
+        length=prompt.length,
+        right=tuple(judge(text, prompt.answers)),
+        depths=tuple(answer.depth for answer in prompt.answers),
         text=text,
         **more,
     )
 
 
-def failed(system: str, task: Task, error: str) -> Response:
-    return judged(system, task, "", error=error)
-
-
-def built_in_tasks(arguments: argparse.Namespace, instruction: str = "") -> list[Retrieval]:
+def make_prompts(arguments: argparse.Namespace) -> list[Retrieval]:
     """Raises ValueError where the numbers of prompts do not fit the lengths."""
     lengths: Sequence[int] = arguments.lengths or LENGTHS
     counts: Sequence[int] = arguments.prompts or (PROMPTS if not arguments.lengths else PROMPTS[:1])
@@ -97,18 +79,12 @@ def built_in_tasks(arguments: argparse.Namespace, instruction: str = "") -> list
             f"{len(counts)} numbers of prompts for {len(lengths)} lengths; give one, or one each"
         )
     return [
-        found
-        for length, count in zip(lengths, counts, strict=True)
-        for found in retrievals(length, count, instruction)
+        found for length, count in zip(lengths, counts, strict=True) for found in retrievals(length, count)
     ]
 
 
-# --- the pair and its oracle ----------------------------------------------------------------------------
-
-
 def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    prompts = built_in_tasks(arguments)
-    lengths = tuple(dict.fromkeys(prompt.task.length for prompt in prompts))
+    prompts = make_prompts(arguments)
     model_path: Path = arguments.model_path.resolve()
     config = json.loads((model_path / "config.json").read_text())
     top_k = int(config["index_topk"])
@@ -117,7 +93,7 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
         if arguments.oracle_from is not None:
             responses += recorded_oracle(arguments.oracle_from, prompts)
         elif not arguments.no_oracle:
-            responses += ask_oracle(model_path, prompts, lengths, step)
+            responses += ask_oracle(model_path, prompts, step)
         of_all = (
             f"{PAIR_OPTIONS} --dtype {arguments.dtype} --kv-cache-dtype {arguments.kv_cache_dtype} "
             f"--device {arguments.device} --attention-backend {arguments.attention_backend}"
@@ -162,28 +138,17 @@ def pair_runs(
 
 
 def ask_oracle(
-    model_path: Path,
-    prompts: Sequence[Retrieval],
-    lengths: Sequence[int],
-    step: Callable[[str, int | None], Callable[[], None]],
+    model_path: Path, prompts: Sequence[Retrieval], step: Callable[[str, int | None], Callable[[], None]]
 ) -> Iterator[Response]:
-    """transformers' answers to all prompts, and to some of each length with selection by lot."""
+    """transformers' answers."""
     from tools.checkpoints import oracle
 
-    few = [
-        prompt
-        for length in lengths
-        for prompt in [p for p in prompts if p.task.length == length][:CONTROL_PROMPTS]
-    ]
+    advance = step(ORACLE, len(prompts))
     model = oracle.load(model_path, attention="sdpa")
-    for system, subset in ((ORACLE, prompts), (CONTROL, few)):
-        if system == CONTROL:
-            oracle.select_at_random(model, seed=0)
-        advance = step(system, len(subset))
-        answers = oracle.generate(model, [prompt.token_ids for prompt in subset], MAX_NEW_TOKENS)
-        for prompt, tokens in zip(subset, answers, strict=True):
-            yield judged(system, prompt.task, text_of(tokens), tokens=tuple(tokens))
-            advance()
+    answers = oracle.generate(model, [prompt.token_ids for prompt in prompts], MAX_NEW_TOKENS)
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        yield judged(ORACLE, prompt, text_of(tokens), tokens=tuple(tokens))
+        advance()
 
 
 def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
@@ -191,13 +156,13 @@ def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
 
     Raises ValueError when one is not in it.
     """
-    found: dict[tuple[int, tuple[float | None, ...]], Response] = {}
+    found: dict[tuple[int, tuple[float, ...]], Response] = {}
     for entry in json.loads(path.read_text())["responses"]:
         if entry["system"] == ORACLE:
             values = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
             response = Response(**values)
             found[response.length, response.depths] = response
-    keys = [(p.task.length, tuple(answer.depth for answer in p.task.answers)) for p in prompts]
+    keys = [(prompt.length, tuple(answer.depth for answer in prompt.answers)) for prompt in prompts]
     if missing := [length for length, depths in keys if (length, depths) not in found]:
         raise ValueError(f"{path} has no answer to {len(missing)} prompts, first one of {missing[0]} tokens")
     return [found[key] for key in keys]
@@ -233,94 +198,28 @@ def generate(
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
         "hisparse": flag,
     }
-    return asked(
-        client,
-        f"{router_url}/generate",
-        body,
-        (system, prompt.task),
-        lambda found: (found["text"], found["output_ids"], found["meta_info"]),
-    )
-
-
-def asked(
-    client: httpx.Client,
-    url: str,
-    body: dict[str, Any],
-    about: tuple[str, Task],
-    read: Callable[[Any], tuple[str, Sequence[int], Mapping[str, Any]]],
-) -> Response:
-    """One request; ``read`` finds text, tokens and usage in its answer."""
-    system, task = about
     started = time.perf_counter()
     try:
-        answer = client.post(url, json=body)
+        answer = client.post(f"{router_url}/generate", json=body)
         if answer.is_error:
-            return failed(system, task, f"HTTP {answer.status_code}: {answer.text[:300]}")
-        text, tokens, usage = read(answer.json())
-    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-        return failed(system, task, f"{type(error).__name__}: {error}")
+            return judged(system, prompt, "", error=f"HTTP {answer.status_code}: {answer.text[:300]}")
+        found = answer.json()
+        text, tokens, usage = found["text"], tuple(found["output_ids"]), found["meta_info"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return judged(system, prompt, "", error=f"{type(error).__name__}: {error}")
     secs = time.perf_counter() - started
-    return judged(system, task, text, tokens=tuple(tokens), secs=secs, **vars(served(usage)))
-
-
-# --- any endpoint ---------------------------------------------------------------------------------------
-
-
-def measure_endpoint(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    if arguments.tasks == "retrieval":
-        tasks = [retrieval.task for retrieval in built_in_tasks(arguments, arguments.instruction)]
-    else:
-        tasks = read_tasks(Path(arguments.tasks))
-    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get(arguments.api_key_env)) else {}
-    responses: list[Response] = []
-    with (
-        httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_SECS) as client,
-        ThreadPoolExecutor(arguments.concurrency) as threads,
-        progress(console) as step,
-    ):
-        model = arguments.model or first_model(client, arguments.url)
-        for flag in arguments.hisparse or [None]:
-            system = model if flag is None else f"hisparse {flag}"
-            advance = step(system, len(tasks))
-            extra = {} if flag is None else {"hisparse": {"true": True, "false": False}.get(flag, flag)}
-            body = {"model": model, "temperature": 0, "max_tokens": arguments.max_tokens, **extra}
-
-            for response in threads.map(partial(chat, client, arguments.url, system, body), tasks):
-                responses.append(response)
-                advance()
-    return {"model": model, "url": arguments.url, "num_prompts": len(tasks), "responses": responses}
-
-
-def first_model(client: httpx.Client, url: str) -> str:
-    """The endpoint's first model. Raises httpx.HTTPError."""
-    answer = client.get(f"{url.rstrip('/')}/models")
-    answer.raise_for_status()
-    return str(answer.json()["data"][0]["id"])
-
-
-def chat(client: httpx.Client, url: str, system: str, body: dict[str, Any], task: Task) -> Response:
-    """One request for a chat completion."""
-    return asked(
-        client,
-        f"{url.rstrip('/')}/chat/completions",
-        {**body, "messages": task.messages},
-        (system, task),
-        lambda found: (found["choices"][0]["message"]["content"] or "", (), found.get("usage") or {}),
-    )
-
-
-# --- command line ---------------------------------------------------------------------------------------
+    return judged(system, prompt, text, tokens=tokens, secs=secs, **vars(served(usage)))
 
 
 def problems(measured: dict[str, Any]) -> list[str]:
     """What makes the run fail: requests without an answer, and tokens that differ in float32."""
     found = [f"{r.system}, {r.length} tokens: {r.error}" for r in measured["responses"] if r.error]
-    if measured.get("dtype") == "float32" and measured["kv_cache_dtype"] in ("auto", "float32"):
+    if measured["dtype"] == "float32" and measured["kv_cache_dtype"] in ("auto", "float32"):
         found += [
             f"{system}: {entry['num_compared'] - entry['num_identical']} of {entry['num_compared']} answers "
             f"differ from those of {next(iter(measured['systems']))} in a token"
             for system, entry in measured["systems"].items()
-            if entry["num_identical"] < entry["num_compared"] and system != CONTROL
+            if entry["num_identical"] < entry["num_compared"]
         ]
     return found
 
@@ -332,13 +231,12 @@ def main() -> int:
         "--prompts", type=int, nargs="+", help=f"of all lengths, or of each; default {PROMPTS}"
     )
     parser.add_argument("--out", type=Path, default=OUT / "accuracy", help="JSON, without suffix")
-    own = parser.add_argument_group("the pair")
-    own.add_argument("--model-path", type=Path, default=RETRIEVAL_MODEL, help="a retrieval checkpoint")
-    own.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the pair")
-    own.add_argument("--kv-cache-dtype", default="auto", help="of the pair; default: --dtype")
-    own.add_argument("--device", default="cpu", help="of the pair")
-    own.add_argument("--attention-backend", default="auto", help="of the pair")
-    own.add_argument(
+    parser.add_argument("--model-path", type=Path, default=RETRIEVAL_MODEL, help="a retrieval checkpoint")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the pair")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the pair; default: --dtype")
+    parser.add_argument("--device", default="cpu", help="of the pair")
+    parser.add_argument("--attention-backend", default="auto", help="of the pair")
+    parser.add_argument(
         "--speculative-num-steps",
         type=int,
         nargs="+",
@@ -346,26 +244,17 @@ def main() -> int:
         choices=range(MAX_DRAFTS + 1),
         help="drafts a step of the decode node, of one pair after the other",
     )
-    own.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at a time")
-    oracle = own.add_mutually_exclusive_group()
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at a time")
+    oracle = parser.add_mutually_exclusive_group()
     oracle.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
     oracle.add_argument(
         "--no-oracle", action="store_true", help="compare tokens with the first system's, not transformers'"
     )
-    other = parser.add_argument_group("any endpoint")
-    other.add_argument("--tasks", help='"retrieval", or a file of tasks')
-    other.add_argument("--url", default="http://127.0.0.1:8000/v1", help="up to and with /v1")
-    other.add_argument("--model", help="default: the endpoint's first")
-    other.add_argument("--hisparse", nargs="+", choices=("true", "false", "auto"), help="values to compare")
-    other.add_argument("--concurrency", type=int, default=8, help="requests at a time")
-    other.add_argument("--max-tokens", type=int, default=1024, help="of an answer")
-    other.add_argument("--instruction", default=INSTRUCTION, help="before each document; '' for none")
-    other.add_argument("--api-key-env", default="OPENAI_API_KEY", help="variable that holds the key")
     arguments = parser.parse_args()
     console = make_console()
     started = time.monotonic()
     try:
-        measured = (measure_endpoint if arguments.tasks else measure_pair)(arguments, console)
+        measured = measure_pair(arguments, console)
     except (PairError, OSError, ValueError, httpx.HTTPError) as error:
         console.print(f"[red]{type(error).__name__}: {error}")
         return 1

@@ -21,7 +21,7 @@ class Response(Served):
     system: str
     length: int
     right: tuple[bool, ...]
-    depths: tuple[float | None, ...]
+    depths: tuple[float, ...]
     text: str
     tokens: tuple[int, ...] = ()
     secs: float = 0.0
@@ -51,10 +51,9 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
             for at, value in enumerate((sum(answer.right), len(answer.right), all(answer.right), 1)):
                 counts[at] += value
             for is_right, depth in zip(answer.right, answer.depths, strict=True):
-                if depth is not None:
-                    counts = depths[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
-                    counts[0] += is_right
-                    counts[1] += 1
+                counts = depths[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
+                counts[0] += is_right
+                counts[1] += 1
         # Systems that answer all prompts do so in the order of the first.
         has_tokens = len(answers) == len(expected) and system != first
         found[system] = {

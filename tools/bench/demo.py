@@ -58,17 +58,13 @@ class Case:
     cached: bool = False
 
     @property
-    def document(self) -> str:
-        content: str = self.retrieval.task.messages[0]["content"]
-        return content
-
-    @property
     def body(self) -> dict[str, Any]:
         sampling = {"max_new_tokens": MAX_TOKENS, "temperature": 0}
         openais = {"max_tokens": MAX_TOKENS, "temperature": 0, "stream_options": {"include_usage": True}}
+        messages = [{"role": "user", "content": self.retrieval.content}]
         own: dict[str, Any] = {
-            "/v1/chat/completions": {"messages": self.retrieval.task.messages, **openais},
-            "/v1/completions": {"prompt": f"{self.document}\nAnswer:", **openais},
+            "/v1/chat/completions": {"messages": messages, **openais},
+            "/v1/completions": {"prompt": f"{self.retrieval.content}\nAnswer:", **openais},
             "/generate": {"input_ids": self.retrieval.token_ids, "sampling_params": sampling},
         }[self.path]
         return own | {"stream": True} | ({} if self.hisparse is None else {"hisparse": self.hisparse})
@@ -104,7 +100,7 @@ class Outcome:
 
     @property
     def right(self) -> list[bool]:
-        return judge(self.text, self.case.retrieval.task.answers)
+        return judge(self.text, self.case.retrieval.answers)
 
     def check(self, knows_the_task: bool) -> None:
         """Fills ``problems``."""
@@ -150,7 +146,7 @@ def stream(router_url: str, model: str, case: Case) -> Iterator[tuple[str, dict[
 def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: Console) -> Outcome:
     """Send one request, show its text as it comes, and collect its numbers."""
     outcome = Outcome(case)
-    notes, _, question = case.document.rpartition("\n")
+    notes, _, question = case.retrieval.content.rpartition("\n")
     about = f"  {notes[:60]}… ({len(notes):,} characters) {question}"
     console.print(Text.assemble((case.title, "bold"), (about, "dim")), soft_wrap=True)
 
@@ -195,7 +191,7 @@ def compare_modes(outcomes: list[Outcome]) -> None:
     """Greedy tokens must not depend on the mode: every other answer to a prompt must equal the first one."""
     first: dict[tuple[str, bool], Outcome] = {}
     for outcome in outcomes:
-        key = outcome.case.document, outcome.case.path == "/v1/completions"
+        key = outcome.case.retrieval.content, outcome.case.path == "/v1/completions"
         if outcome.text != (reference := first.setdefault(key, outcome)).text:
             outcome.problems.append(f"other text than {reference.case.title!r} for the same prompt")
 

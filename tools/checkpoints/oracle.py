@@ -120,34 +120,3 @@ def prompt_logprobs(model: Any, prompt: Sequence[int]) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
     return torch.log_softmax(logits.float(), dim=-1)
-
-
-def select_at_random(model: Any, seed: int) -> None:
-    """Make every indexer of ``model`` select that many positions by lot: the control of a measurement.
-
-    Raises ValueError for a model without indexers that are known here.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    num_indexers = 0
-    for module in model.modules():
-        if not type(module).__name__.endswith("Indexer"):
-            continue
-        num_indexers += 1
-        top_k: int = module.index_topk
-
-        def forward(
-            hidden_states: Tensor,
-            q_resid: Tensor,
-            position_embeddings: tuple[Tensor, Tensor],
-            attention_mask: Tensor,
-            position_ids: Tensor,
-            past_key_values: Any = None,
-            top_k: int = top_k,
-        ) -> Tensor:
-            is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-            lots = torch.rand(is_seen.shape, generator=generator).masked_fill(~is_seen, -1.0)
-            return lots.topk(min(top_k, lots.shape[-1]), dim=-1).indices.to(torch.int32)
-
-        module.forward = forward
-    if not num_indexers:
-        raise ValueError(f"{type(model).__name__} has no indexer: there is no selection to draw by lot")

@@ -1,26 +1,24 @@
-"""The parts of the accuracy benchmark: tasks, judgement, counts, and the client of an endpoint."""
+"""The parts of the accuracy benchmark: tasks, judgement, counts, and the client of the pair."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from tools.bench.accuracy import CONTROL, ORACLE, chat, failed, generate, judged, pair_runs, problems
+from tools.bench.accuracy import ORACLE, generate, judged, pair_runs, problems
 from tools.bench.accuracy_report import Response, print_report, summary
-from tools.bench.retrieval import RETRIEVAL_MODEL, Answer, Task, judge, read_tasks, retrievals
-from tools.checkpoints import oracle
+from tools.bench.retrieval import RETRIEVAL_MODEL, Answer, Retrieval, judge, retrievals
 
-TASK = Task(
-    (Answer("58213", "amber falcon", 0.1), Answer("4012", "calm otter", 0.9)),
-    ({"role": "user", "content": "Question: amber falcon, calm otter?"},),
-    length=512,
+TASK = Retrieval(
+    512,
+    "Question: amber falcon, calm otter?",
+    (7, 8),
+    (Answer("amber falcon", "58213", 0.1), Answer("calm otter", "4012", 0.9)),
 )
 
 
@@ -30,14 +28,13 @@ TASK = Task(
 @pytest.mark.parametrize("length", [512, 2048])
 def test_a_task_has_its_answers_in_its_prompt_where_it_says(length: int) -> None:
     for retrieval in retrievals(length, 3):
-        content = retrieval.task.messages[0]["content"]
+        content = retrieval.content
         document, _, question = content.rpartition("\nQuestion:")
-        assert len(retrieval.task.answers) > 1
-        assert question == " " + ", ".join(answer.after for answer in retrieval.task.answers) + "?"
-        for answer in retrieval.task.answers:
-            assert document.count(f"of {answer.after} is {answer.value}.") == 1
-            assert answer.depth is not None
-            share = document.index(f"of {answer.after} is {answer.value}.") / len(content)
+        assert len(retrieval.answers) > 1
+        assert question == " " + ", ".join(answer.key for answer in retrieval.answers) + "?"
+        for answer in retrieval.answers:
+            assert document.count(f"of {answer.key} is {answer.value}.") == 1
+            share = document.index(f"of {answer.key} is {answer.value}.") / len(content)
             assert abs(share - answer.depth) < 0.05
         assert abs(len(retrieval.token_ids) - length) < 40
 
@@ -46,45 +43,9 @@ def test_the_chat_template_gives_the_token_ids_of_a_task() -> None:
     tokenizer = AutoTokenizer.from_pretrained(RETRIEVAL_MODEL, local_files_only=True)
     for retrieval in retrievals(512, 2):
         ids = tokenizer.apply_chat_template(
-            list(retrieval.task.messages), add_generation_prompt=True, return_dict=False
+            [{"role": "user", "content": retrieval.content}], add_generation_prompt=True, return_dict=False
         )
         assert tuple(ids) == retrieval.token_ids
-
-
-def test_an_instruction_stands_before_the_document() -> None:
-    plain, instructed = (retrievals(512, 1, text)[0].task for text in ("", "Answer briefly."))
-    content = plain.messages[0]["content"]
-    assert instructed.messages[0]["content"] == f"Answer briefly.\n\n{content}"
-
-
-def test_a_file_of_tasks_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    lines = [
-        {"prompt": "Capital of France?", "answers": [{"value": "Paris"}], "length": 5},
-        {"messages": [{"role": "user", "content": "2+2?"}], "answers": [{"value": "4", "depth": 0.5}]},
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second = read_tasks(path)
-    assert first.messages == ({"role": "user", "content": "Capital of France?"},)
-    assert (first.length, first.answers[0].value) == (5, "Paris")
-    assert second.answers[0].depth == 0.5
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"prompt": "a", "answers": [{"value": "b"}]}\n{"prompt": 1, "answers": []}', "line 2"),
-        ('{"answers": [{"value": "b"}]}', "expected messages or prompt"),
-        ('{"prompt": "a", "answers": []}', "at least one answer"),
-        ("", "no tasks"),
-        ("no json", "line 1"),
-    ],
-)
-def test_a_malformed_file_of_tasks_is_refused(content: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_tasks(path)
 
 
 # --- judgement --------------------------------------------------------------------------------------------
@@ -94,11 +55,8 @@ def test_a_malformed_file_of_tasks_is_refused(content: str, message: str, tmp_pa
     ("response", "right"),
     [
         ("Answer: amber falcon is 58213. calm otter is 4012.", [True, True]),
-        ("amber falcon: 58213\ncalm otter: 4012", [True, True]),
-        ("**Amber Falcon** is **58213**; calm otter = 4012", [True, True]),
         ("amber falcon is 4012. calm otter is 58213.", [False, False]),
-        ("amber falcon is 582134. calm otter is 4012.5", [False, False]),
-        ("amber falcon is 58,213. calm otter is unknown, 4012", [False, False]),
+        ("amber falcon is 582134. calm otter is 401.", [False, False]),
         ("58213 4012", [False, False]),
         ("amber falcon is 58213.", [True, False]),
         ("", [False, False]),
@@ -106,12 +64,6 @@ def test_a_malformed_file_of_tasks_is_refused(content: str, message: str, tmp_pa
 )
 def test_only_the_number_that_follows_its_key_is_right(response: str, right: list[bool]) -> None:
     assert judge(response, TASK.answers) == right
-
-
-def test_an_answer_without_a_key_may_stand_anywhere_as_a_whole_word() -> None:
-    answers = (Answer("Paris"),)
-    assert judge("It is paris, of course.", answers) == [True]
-    assert judge("It is Parisian.", answers) == [False]
 
 
 # --- counts -----------------------------------------------------------------------------------------------
@@ -125,7 +77,7 @@ def responses(wrong_tokens: bool = False) -> list[Response]:
     return [
         judged(ORACLE, TASK, right, tokens=(1, 2)),
         judged(ORACLE, TASK, half, tokens=(3,)),
-        judged(CONTROL, TASK, "", tokens=(9,)),
+        judged("of some prompts", TASK, "", tokens=(9,)),
         judged("hisparse", TASK, right, **first),
         judged("hisparse", TASK, half, **second, num_output_tokens=4),
     ]
@@ -138,16 +90,16 @@ def test_summary_counts_by_length_and_depth_and_by_step() -> None:
     assert found[ORACLE]["depths"] == [[2, 2], [0, 0], [0, 0], [0, 0], [1, 2]]
     assert found["hisparse"]["modes"] == {"hisparse": 2}
     assert (found["hisparse"]["num_identical"], found["hisparse"]["num_compared"]) == (2, 2)
-    assert found[CONTROL]["num_compared"] == 0
-    assert found[CONTROL]["lengths"] == {"512": [0, 2, 0, 1]}
+    assert found["of some prompts"]["num_compared"] == 0
+    assert found["of some prompts"]["lengths"] == {"512": [0, 2, 0, 1]}
     names = ("num_output_tokens", "num_drafted", "num_accepted", "tokens_per_step")
     assert [found["hisparse"][name] for name in names] == [14, 9, 6, 2.0]
     assert [found[ORACLE][name] for name in names] == [0, 0, 0, None]
 
 
 def test_tokens_are_compared_with_the_first_systems() -> None:
-    without_oracle = [response for response in responses(wrong_tokens=True) if response.system != CONTROL]
-    found = summary([*without_oracle[2:], *without_oracle[:2]])
+    *oracles, _, first, second = responses(wrong_tokens=True)
+    found = summary([first, second, *oracles])
     assert found["hisparse"]["num_compared"] == 0
     assert (found[ORACLE]["num_identical"], found[ORACLE]["num_compared"]) == (1, 2)
 
@@ -176,11 +128,12 @@ def test_other_tokens_fail_a_run_in_float32_alone() -> None:
 
 
 def test_a_request_that_fails_is_counted_wrong_and_fails_the_run() -> None:
-    answers = [failed("hisparse", TASK, "HTTP 503: no")]
+    answers = [judged("hisparse", TASK, "", error="HTTP 503: no")]
     found = summary(answers)
     assert found["hisparse"]["lengths"] == {"512": [0, 2, 0, 1]}
     assert found["hisparse"]["num_failed"] == 1
-    assert problems({"responses": answers, "systems": found}) == ["hisparse, 512 tokens: HTTP 503: no"]
+    measured = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "responses": answers, "systems": found}
+    assert problems(measured) == ["hisparse, 512 tokens: HTTP 503: no"]
 
 
 def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,55 +155,26 @@ def answering(status: int, body: object, seen: list[httpx.Request]) -> httpx.Cli
     return httpx.Client(transport=httpx.MockTransport(handle))
 
 
-def test_chat_sends_the_task_and_judges_the_answer() -> None:
+def test_generate_sends_the_tokens_and_judges_the_answer() -> None:
     seen: list[httpx.Request] = []
-    body = {
-        "choices": [{"message": {"content": "calm otter is 4012."}}],
-        "usage": {
-            "prompt_tokens": 7,
-            "completion_tokens": 9,
-            "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2},
-            "hisparse": {"mode": "hisparse", "hits": 5, "misses": 2},
-        },
-    }
+    drafts = {"spec_draft_token_num": 6, "spec_accept_token_num": 4}
+    meta: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": 9, **drafts}
+    meta["hisparse"] = {"mode": "hisparse", "hits": 5, "misses": 2}
+    body = {"text": "calm otter is 4012.", "output_ids": [3, 4], "meta_info": meta}
     with answering(200, body, seen) as client:
-        found = chat(client, "http://host/v1/", "hisparse true", {"model": "m", "hisparse": True}, TASK)
-    assert str(seen[0].url) == "http://host/v1/chat/completions"
-    assert json.loads(seen[0].content) == {"model": "m", "hisparse": True, "messages": list(TASK.messages)}
-    assert found.right == (False, True)
+        found = generate(client, "http://host", TASK, "hisparse", True)
+    assert str(seen[0].url) == "http://host/generate"
+    sent = json.loads(seen[0].content)
+    assert (sent["input_ids"], sent["hisparse"]) == ([7, 8], True)
+    assert (found.right, found.tokens) == ((False, True), (3, 4))
     assert (found.mode, found.hits, found.misses, found.num_prompt_tokens) == ("hisparse", 5, 2, 7)
     assert (found.num_output_tokens, found.num_drafted, found.num_accepted) == (9, 6, 4)
     assert not found.error
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "message"),
-    [(503, {"error": "full"}, "HTTP 503"), (200, {"choices": []}, "IndexError"), (200, {}, "KeyError")],
+    ("status", "body", "message"), [(503, {"error": "full"}, "HTTP 503"), (200, {}, "KeyError")]
 )
 def test_a_failed_answer_says_why(status: int, body: object, message: str) -> None:
     with answering(status, body, []) as client:
-        assert message in chat(client, "http://host/v1", "m", {}, TASK).error
-        retrieval = retrievals(512, 1)[0]
-        if status != 200 or body == {}:
-            assert message in generate(client, "http://host", retrieval, "hisparse", True).error
-
-
-# --- the control ------------------------------------------------------------------------------------------
-
-
-def test_selection_by_lot_is_another_and_never_of_the_future() -> None:
-    model = oracle.load(RETRIEVAL_MODEL)
-    prompt = retrievals(512, 1)[0].token_ids[:300]
-    ids = torch.tensor([prompt])
-    own = model(ids).logits
-    oracle.select_at_random(model, seed=0)
-    by_lot = model(ids).logits
-    assert not torch.allclose(own[0, -1], by_lot[0, -1])
-    # Up to index_topk tokens everything that is past is selected, by lot or not.
-    top_k = model.config.index_topk
-    torch.testing.assert_close(own[0, :top_k], by_lot[0, :top_k])
-
-
-def test_a_model_without_indexers_has_no_control() -> None:
-    with pytest.raises(ValueError, match="no indexer"):
-        oracle.select_at_random(torch.nn.Linear(1, 1), seed=0)
+        assert message in generate(client, "http://host", TASK, "hisparse", True).error
