@@ -1,21 +1,18 @@
-"""How fast is the transfer? Bytes per second of the sender against Mooncake's own best.
+"""How fast is the transfer? Bytes per second of the sender, over TCP and over shared memory.
 
     python -m tools.bench.transfer [--quick] [--out DIR]
 
 The peer is a process of its own on loopback. "Sender" is the product path from slots to completion: plan,
-descriptors, queue, write. "Mooncake's best" is the fastest raw batch write of the same number of bytes, found
-by a search over descriptor sizes and numbers of threads in the same run. "Same descriptors" is Mooncake alone
-with the descriptors of the plan. "Shared memory" is the product path over the lane of two nodes of one
-machine. All are measured in turns, after a write whose bytes are checked in the peer. "Of best" is the median
-over the turns of the sender's rate divided by that of Mooncake's best in the same turn, because a shared
-machine drifts.
+descriptors, queue, write; "shared memory" the same over the lane of two nodes of one machine. "Raw" is
+Mooncake alone, which writes the descriptors of the plan from one thread. All are measured in turns, after a
+write whose bytes are checked in the peer. "Of raw" is the median over the turns of the sender's rate divided
+by that of raw Mooncake in the same turn, because a shared machine drifts.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import threading
@@ -63,13 +60,10 @@ class Scale:
     tokens: int = 32_768
     layers: int = 4
     repetitions: int = 15
-    raw_sizes: tuple[int, ...] = (128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 1 << 30)
-    raw_threads: tuple[int, ...] = (1, 2)
-    finalists: int = 3
     zone_secs: float = 4.0
 
 
-QUICK = Scale(2048, 2, 3, (256 << 10, 1 << 20), (1,), 1, 1.0)
+QUICK = Scale(2048, 2, 3, 1.0)
 
 
 @dataclass(frozen=True)
@@ -139,31 +133,12 @@ class Link:
         if not completion.ok:
             raise RuntimeError(completion.error)
 
-    def write_raw(self, writes: Descriptors, num_threads: int = 1) -> None:
-        """Mooncake's own batch write, in calls as large as the sender's, from ``num_threads`` threads."""
-        mooncake = self.engine._mooncake
-        codes = []
-
-        def write(part: slice) -> None:
-            src, dst, lengths = (column[part] for column in writes)
-            for first in range(0, src.size, MAX_BATCH_DESCRIPTORS):
-                call = slice(first, first + MAX_BATCH_DESCRIPTORS)
-                codes.append(
-                    mooncake.batch_transfer_sync_write(
-                        self.session, src[call].tolist(), dst[call].tolist(), lengths[call].tolist()
-                    )
-                )
-
-        share = -(-writes.lengths.size // num_threads)
-        parts = [slice(first, first + share) for first in range(0, writes.lengths.size, share)]
-        threads = [threading.Thread(target=write, args=(part,)) for part in parts[1:]]
-        for thread in threads:
-            thread.start()
-        write(parts[0])
-        for thread in threads:
-            thread.join()
-        if any(codes):
-            raise RuntimeError(f"Mooncake's batch write returned {codes}")
+    def write_raw(self, writes: Descriptors) -> None:
+        """Mooncake's own batch write, in calls as large as the sender's."""
+        for first in range(0, writes.lengths.size, MAX_BATCH_DESCRIPTORS):
+            src, dst, lengths = (column[first : first + MAX_BATCH_DESCRIPTORS].tolist() for column in writes)
+            if code := self.engine._mooncake.batch_transfer_sync_write(self.session, src, dst, lengths):
+                raise RuntimeError(f"Mooncake's batch write returned {code}")
 
     def landed_crc(self) -> int:
         """CRC-32 of the peer's memory, which is zeroed afterwards."""
@@ -209,16 +184,8 @@ def run_peer(num_bytes: int) -> None:
     os._exit(0)  # Mooncake's own way out takes a second
 
 
-def contiguous(link: Link, num_bytes: int, size: int) -> Descriptors:
-    """``num_bytes`` in descriptors of ``size`` bytes, contiguous on both sides."""
-    offsets = np.arange(0, num_bytes, size, dtype=np.int64)
-    return Descriptors(
-        link.src_addr + offsets, link.dst_addr + offsets, np.minimum(size, num_bytes - offsets)
-    )
-
-
 def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, Any]:
-    """GB/s of the sender and of Mooncake into one kind of zone."""
+    """GB/s into one kind of zone."""
     item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers
     num_slots = 2 * scale.tokens
     zone = make_zone(kind, scale.tokens, num_slots)
@@ -231,24 +198,13 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
     writes = descriptors(plan_writes(zone.src_slots(), zone.dst_slots), src, dst, range(num_layers))
     num_bytes = writes.num_bytes
 
-    raw: dict[str, Callable[[], None]] = {
-        f"{min(size, num_bytes) >> 10} KiB, {num_threads} threads": partial(
-            link.write_raw, contiguous(link, num_bytes, size), num_threads
-        )
-        for size in scale.raw_sizes
-        for num_threads in scale.raw_threads
-    }
-    search = measure_in_turns(raw, 2, num_bytes, max_secs=scale.zone_secs)
-    finalists = sorted(raw, key=lambda name: max(search[name]), reverse=True)[: scale.finalists]
     runs: dict[str, Callable[[], None]] = {
         "sender": partial(link.send, zone, src, dst),
-        "shared memory": partial(link.send, zone, src, dst, SHARED),
-        "same descriptors": partial(link.write_raw, writes),
-        **{name: raw[name] for name in finalists},
+        "shared_memory": partial(link.send, zone, src, dst, SHARED),
+        "raw": partial(link.write_raw, writes),
     }
     rates = measure_in_turns(runs, scale.repetitions, num_bytes, max_secs=scale.zone_secs)
-    best = max(finalists, key=lambda name: statistics.median(rates[name]))
-    side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates[best], strict=True)]
+    side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates["raw"], strict=True)]
     return {
         "zone": kind,
         "dtype": dtype,
@@ -257,12 +213,8 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
         "num_layers": num_layers,
         "num_bytes": num_bytes,
         "num_descriptors": int(writes.lengths.size),
-        "shared_memory": spread(rates["shared memory"]),
-        "sender": spread(rates["sender"]),
-        "same_descriptors": spread(rates["same descriptors"]),
-        "mooncakes_best": spread(rates[best]),
-        "best_with": best,
-        "of_best": spread(side_by_side),
+        **{name: spread(found) for name, found in rates.items()},
+        "of_raw": spread(side_by_side),
     }
 
 

@@ -27,7 +27,7 @@ def test_the_quick_run_reports_every_zone(tmp_path: Path) -> None:
     ]
     for row in report["wire"]:
         assert row["num_bytes"] == row["num_tokens"] * row["item_bytes"] * row["num_layers"]
-        for key in ("shared_memory", "sender", "same_descriptors", "mooncakes_best", "of_best"):
+        for key in ("shared_memory", "sender", "raw", "of_raw"):
             assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
     num_descriptors = [row["num_descriptors"] for row in report["wire"]]
     assert num_descriptors == sorted(num_descriptors)
