@@ -44,7 +44,7 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import DeviceRunner, make_runner
 from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
 from hisparse_pd.bench.facts import OUT, run_facts
-from hisparse_pd.bench.report import table, write_json
+from hisparse_pd.bench.report import table_of, write_json
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.grammar.token_trie import Grammar, TokenTrie
 from hisparse_pd.memory.device import use_device
@@ -532,32 +532,32 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def print_report(report: dict[str, Any], console: Console) -> None:
-    kinds = [*KINDS, REST]
-    numbers = ("batch", "drafts", "grammar", "step", "tokens", "tok/s", "hit rate", "misses", "MB", "kernels")
-    rows = [
-        [
-            row["mode"],
-            str(row["batch"]),
-            f"{'up to ' if row['chooses_drafts'] else ''}{row['num_drafts']}",
-            "all" if row["has_grammar"] else "",
-            f"{row['step_ms']:.3f}",
-            f"{row['tokens_a_step']:.2f}",
-            f"{row['tokens_a_second']:,.0f}",
-            "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
-            f"{row['misses_a_token']:,.0f}",
-            f"{row['mb_a_step']:.1f}",
-            f"{row['num_kernels']:.0f}",
-            *(f"{row['gpu_ms'].get(kind, 0):.3f}" for kind in kinds),
-            "" if row["swap_in_gb_s"] is None else f"{row['swap_in_gb_s']:.1f}",
-        ]
-        for row in report["rows"]
+def print_steps(
+    title: str, rows: Sequence[Mapping[str, Any]], console: Console, names: Sequence[str]
+) -> None:
+    """A line a row of ``names`` and the parts of a step, and what each takes of a GPU's memory."""
+    kinds = (*KINDS, REST) if any(row["gpu_ms"] for row in rows) else ()
+    lines = [
+        {name: row[name] for name in names} | {kind: row["gpu_ms"].get(kind) for kind in kinds}
+        for row in rows
     ]
+    console.print(table_of(f"{title}; ms a step", lines))
+    for row in rows:
+        if row["memory_gb"]:
+            console.print(
+                f"{row['mode']} {row['batch']}: GB {show(row['memory_gb'], row['planned_gb'])}",
+                highlight=False,
+            )
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
     title = (
         f"{report['model']}, {report['kv_format']} items, {report['context']} tokens, hot buffer "
-        f"{report['buffer']}; {report['device']}, commit {report['facts']['commit'][:12]}; ms a step"
+        f"{report['buffer']}; {report['device']}, commit {report['facts']['commit'][:12]}"
     )
-    console.print(table(title, ("mode", *numbers, *kinds, "GB/s"), rows))
+    names = ("mode", "batch", "num_drafts", "chooses_drafts", "has_grammar", "step_ms", "tokens_a_step")
+    more = ("tokens_a_second", "hit_rate", "misses_a_token", "mb_a_step", "num_kernels", "swap_in_gb_s")
+    print_steps(title, report["rows"], console, (*names, *more))
     console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
     if report["memory_gb"]:
         first = ", ".join(f"{part} {gb:.2f}" for part, gb in report["memory_gb"].items())
@@ -565,10 +565,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"loaded in {report['load_secs']:.1f} s; GB on the GPU: {first} "
             f"({report['planned_weights_gb'] or 0:.2f} of the checkpoint)",
             highlight=False,
-        )
-    for row in report["rows"] if report["memory_gb"] else ():
-        console.print(
-            f"{row['mode']} {row['batch']}: GB {show(row['memory_gb'], row['planned_gb'])}", highlight=False
         )
 
 
@@ -586,7 +582,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--choose-drafts", action="store_true", help="each line once more, as a node does")
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--kernels", action="store_true", help="name all kernels, those first that add most")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
     arguments = parser.parse_args(argv)
     console = Console(width=190)
@@ -632,12 +627,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{row['tokens_a_step']:.2f} tokens",
                     highlight=False,
                 )
-                for of in row["kernels"] if arguments.kernels else ():
-                    console.print(
-                        f"    {of['added_ms']:.3f} of {of['ms']:.3f} ms, {of['number']:.0f}: {of['name']}",
-                        markup=False,
-                        highlight=False,
-                    )
     print_report(report, console)
     write_json(arguments.out.with_suffix(".json"), report)
     return 0

@@ -48,14 +48,13 @@ from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import MAX_DRAFTS, Mode, RankPlace
 from tools.bench.decode_step import (
-    KINDS,
-    REST,
     Prefilled,
     add_node_options,
     load_shared_spec,
     make_settings,
     measure,
     prefill,
+    print_steps,
     shared_report,
     slots_of_all,
     slots_of_one,
@@ -63,7 +62,7 @@ from tools.bench.decode_step import (
 )
 from tools.bench.dummy_locality import DummyLocality
 from tools.bench.gpu_timing import graph_us
-from tools.bench.step_memory import MemoryByPart, planned_pools, show
+from tools.bench.step_memory import MemoryByPart, planned_pools
 from tools.checkpoints.make_synthetic import write_published
 from tools.checkpoints.quantize_fp8 import QUANTIZATION
 
@@ -265,15 +264,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: {report.get(name)}", highlight=False)
     names = ("mode", "batch", "context", "num_drafts", "hit_rate", "step_ms", "tokens_a_step", "swap_in_gb_s")
     users = ("as_accepted_a_user", "as_accepted_a_gpu", "as_accepted_node")
-    kinds = (*KINDS, REST) if any(row["gpu_ms"] for row in report["rows"]) else ()
-    lines = [
-        {name: row[name] for name in (*names, *users)} | {kind: row["gpu_ms"].get(kind) for kind in kinds}
-        for row in report["rows"]
-    ]
-    console.print(table_of(title + "steps, ms, and tokens a second", lines))
-    for row in report["rows"]:
-        if row["memory_gb"]:
-            console.print(f"{row['mode']} {row['batch']}: GB {show(row['memory_gb'], row['planned_gb'])}")
+    print_steps(f"{title}steps, and tokens a second", report["rows"], console, (*names, *users))
 
 
 def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:
