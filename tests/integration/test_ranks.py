@@ -150,6 +150,20 @@ def test_tokens_of_another_model_are_the_oracles_on_any_ranks(
 
 
 @pytest.mark.I5
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_take_part_in_each_others_drafts(
+    sharing_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Seven of them, by one selection."""
+    checkpoint = sharing_checkpoint("glm")
+    drafting = ("--speculative-num-steps", "7", "--device-buffer-size", "520")
+    with deployment(checkpoint, tmp_path, decode_options=[*RANKS, *drafting]) as pair:
+        check_tokens([(pair.prefill[0], pair.decode[0])], checkpoint)
+        assert pair.decode[0].metrics()["hisparse_pd:accepted_draft_tokens_total"] > 0
+
+
+@pytest.mark.I5
 def test_one_rank_works_while_the_other_has_nothing(nodes: Deployment) -> None:
     """And nothing is left in the pools of either."""
     token_ids = [32 + number % 90 for number in range(150)]
