@@ -1,10 +1,13 @@
-"""The CUDA swap-in over random histories: item sizes, dtypes, buffer sizes and batch sizes.
+"""The CUDA swap-in over random histories: item sizes, dtypes, buffer sizes, batch sizes and drafts.
 
-A request is split over as many blocks as the batch leaves for it, and small batches split it the most: the
-batch sizes here take every way from many blocks a request to several requests a block.
+A step has any number up to ``max_new`` of new positions of a request; any of them are rejected, and some have
+no page. A request is split over as many blocks as the batch leaves for it, and small batches split it the
+most: the batch sizes here take every way from many blocks a request to several requests a block.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -16,9 +19,17 @@ from tests.gpu.support import needs_gpu
 pytestmark = [*needs_gpu, pytest.mark.I3]
 
 
-@pytest.mark.parametrize("item_bytes", [1, 7, 8, 15, 24, 576, 640, 656, 1152, 1153, 4608])
-def test_history_of_each_item_size(item_bytes: int) -> None:
-    History(item_bytes, item_bytes).run(80)
+@pytest.mark.parametrize(
+    ("item_bytes", "max_new"),
+    [
+        *((item_bytes, 1) for item_bytes in (1, 7, 8, 15, 24, 576, 640, 656, 1152, 1153, 4608)),
+        *itertools.product((656, 7), (2, 3, 4, 8)),
+    ],
+)
+def test_history_of_each_item_size(item_bytes: int, max_new: int) -> None:
+    """Of requests that outgrow their buffers."""
+    capacities = tuple(25 * max_new + more for more in (0, 6, 23, 65))
+    History(item_bytes + max_new, item_bytes, max_new=max_new, capacities=capacities).run(90)
 
 
 @pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64])
@@ -27,10 +38,13 @@ def test_history_of_dtypes(lens_dtype: torch.dtype, rows_dtype: torch.dtype) -> 
     History(7, 656, lens_dtype=lens_dtype, rows_dtype=rows_dtype).run(30)
 
 
+@pytest.mark.parametrize(
+    ("max_new", "capacities"), [(1, (2, 5, 11, 24, 25, 60)), (4, (4, 5, 11, 24, 60, 120))]
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_history_with_faults(seed: int) -> None:
+def test_history_with_faults(seed: int, max_new: int, capacities: tuple[int, ...]) -> None:
     """Selections larger than the buffer, positions out of range, positions without a host slot."""
-    History(seed, 24, has_faults=True, capacities=(2, 5, 11, 24, 25, 60)).run(80)
+    History(seed, 24, max_new=max_new, has_faults=True, capacities=capacities).run(90)
 
 
 def test_history_with_faults_over_many_blocks() -> None:
@@ -71,45 +85,62 @@ def test_history_of_each_size(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "top_k", "num_steps"),
+    ("num_rows", "top_k", "max_new", "num_steps"),
     [
-        (1, 300, 40),
-        (2, 300, 40),
-        (3, 200, 40),
-        (10, 200, 30),
-        (40, 100, 20),
-        (70, 48, 16),
-        (132, 40, 12),
-        (200, 24, 12),
-        (140, 300, 6),
+        (1, 300, 1, 40),
+        (1, 300, 4, 30),
+        (2, 300, 1, 40),
+        (2, 300, 3, 30),
+        (3, 200, 1, 40),
+        (3, 200, 4, 30),
+        (3, 200, 8, 20),
+        (10, 200, 1, 30),
+        (10, 100, 2, 20),
+        (40, 100, 1, 20),
+        (40, 60, 4, 12),
+        (70, 48, 1, 16),
+        (70, 48, 4, 10),
+        (132, 40, 1, 12),
+        (140, 300, 1, 6),
+        (140, 40, 3, 8),
+        (140, 150, 4, 4),
+        (140, 100, 8, 4),
+        (200, 24, 1, 12),
+        (200, 24, 4, 8),
     ],
 )
-def test_history_of_each_batch_size(num_rows: int, top_k: int, num_steps: int) -> None:
+def test_history_of_each_batch_size(num_rows: int, top_k: int, max_new: int, num_steps: int) -> None:
+    num_selected = max_new * top_k
     History(
-        num_rows, 32, num_rows=num_rows, top_k=top_k, max_context=5 * top_k,
-        capacities=(top_k + 1, 2 * top_k, 3 * top_k), group_layers=ONE_LAYER,
+        num_rows, 32, num_rows=num_rows, top_k=top_k, max_context=5 * top_k, max_new=max_new,
+        capacities=(num_selected + max_new, num_selected + 100, 2 * num_selected, 3 * num_selected),
+        group_layers=ONE_LAYER,
     ).run(num_steps, num_started=num_rows)  # fmt: skip
 
 
 @pytest.mark.I5
 @pytest.mark.parametrize(
-    ("copy_blocks", "num_rows", "item_bytes", "top_k", "num_steps"),
+    ("copy_blocks", "num_rows", "item_bytes", "top_k", "max_new", "num_steps"),
     [
-        (1, 1, 656, 300, 30),
-        (1, 3, 7, 700, 20),
-        (3, 2, 1152, 300, 30),
-        (8, 10, 656, 200, 20),
-        (8, 40, 15, 60, 8),
-        (8, 64, 656, 100, 6),
-        (8, 140, 656, 40, 5),
-        (500, 20, 640, 300, 12),
+        (1, 1, 656, 300, 1, 30),
+        (1, 3, 7, 700, 1, 20),
+        (1, 1, 656, 40, 3, 8),
+        (3, 2, 1152, 300, 1, 30),
+        (8, 10, 656, 200, 1, 20),
+        (8, 10, 656, 40, 3, 8),
+        (8, 40, 15, 60, 1, 8),
+        (8, 64, 656, 100, 1, 6),
+        (8, 140, 656, 40, 1, 5),
+        (8, 140, 656, 40, 3, 8),
+        (500, 20, 640, 300, 1, 12),
     ],
 )
 def test_history_of_misses_that_are_planned_first_and_copied_later(
-    copy_blocks: int, num_rows: int, item_bytes: int, top_k: int, num_steps: int
+    copy_blocks: int, num_rows: int, item_bytes: int, top_k: int, max_new: int, num_steps: int
 ) -> None:
     """By few blocks, among swap-ins on the same state that do both."""
+    num_selected = max_new * top_k
     History(
-        num_rows, item_bytes, top_k=top_k, capacities=(top_k + 1, top_k + 40), max_context=2 * top_k + 60,
-        num_rows=num_rows, copy_blocks=copy_blocks,
+        num_rows, item_bytes, top_k=top_k, capacities=(num_selected + max_new, num_selected + 40),
+        max_context=2 * num_selected + 60, max_new=max_new, num_rows=num_rows, copy_blocks=copy_blocks,
     ).run(num_steps, num_started=num_rows)  # fmt: skip

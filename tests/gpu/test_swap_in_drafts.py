@@ -1,7 +1,6 @@
-"""The CUDA swap-in of several new positions a request, every step checked as in a history.
+"""The CUDA swap-in of several new positions a request, in cases that random histories seldom meet.
 
-The number of drafts changes from step to step; any of them are rejected, and some have no page or are behind
-the context.
+Those are in ``test_swap_in_cuda.py``.
 """
 
 from __future__ import annotations
@@ -12,25 +11,10 @@ import torch
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import MISSES, HotBufferState, StepRequests
 from kernels.swap_in import swap_in
-from tests.gpu.decoder import Decoder, draw
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.I3, pytest.mark.I4]
-
-
-@pytest.mark.parametrize("max_new", [2, 3, 4, 8])
-@pytest.mark.parametrize("item_bytes", [656, 7])
-def test_history_of_drafts(max_new: int, item_bytes: int) -> None:
-    """Of requests that outgrow their buffers."""
-    smallest = 24 * max_new + max_new
-    capacities = (smallest, smallest + 10, smallest + 30, smallest + 90)
-    History(max_new, item_bytes, max_new=max_new, capacities=capacities).run(100)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_history_of_drafts_with_faults(seed: int) -> None:
-    History(seed, 24, max_new=4, has_faults=True, capacities=(4, 5, 11, 24, 60, 120)).run(100)
 
 
 @pytest.mark.parametrize("context", [64, 71])
@@ -39,32 +23,6 @@ def test_history_of_drafts_at_the_end_of_the_context(context: int) -> None:
     History(
         context, 24, max_new=4, max_context=context, capacities=(30, 40, 80), top_k=6, num_rows=4
     ).run(150)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "top_k", "max_new", "num_steps"),
-    [
-        (1, 300, 4, 30),
-        (2, 300, 3, 30),
-        (3, 200, 4, 30),
-        (10, 100, 2, 20),
-        (40, 60, 4, 12),
-        (70, 48, 4, 10),
-        (140, 40, 3, 8),
-        (200, 24, 4, 8),
-        (140, 150, 4, 4),
-        (3, 200, 8, 20),
-        (140, 100, 8, 4),
-    ],
-)
-def test_history_of_drafts_of_each_batch_size(
-    num_rows: int, top_k: int, max_new: int, num_steps: int
-) -> None:
-    num_selected = max_new * top_k
-    History(
-        num_rows, 32, num_rows=num_rows, top_k=top_k, max_context=5 * top_k, max_new=max_new,
-        capacities=(num_selected + max_new, num_selected + 100), group_layers=ONE_LAYER,
-    ).run(num_steps, num_started=num_rows)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -88,14 +46,6 @@ def test_history_of_large_selections(num_rows: int, top_k: int, max_new: int, nu
         num_rows, 16, top_k=top_k, max_new=max_new, num_rows=num_rows, max_context=2 * capacity,
         capacities=(capacity, capacity + 3000), group_layers=ONE_LAYER, has_dense=num_rows < 10,
     ).run(num_steps, num_started=num_rows)  # fmt: skip
-
-
-@pytest.mark.parametrize(("num_rows", "copy_blocks"), [(1, 1), (10, 8), (140, 8)])
-def test_history_of_drafts_whose_misses_are_copied_later(num_rows: int, copy_blocks: int) -> None:
-    History(
-        num_rows, 656, top_k=40, max_new=3, capacities=(123, 160), max_context=300, num_rows=num_rows,
-        copy_blocks=copy_blocks,
-    ).run(8, num_started=num_rows)  # fmt: skip
 
 
 @pytest.mark.parametrize(("num_rows", "top_k"), [(1, 2048), (1, 100), (5, 400), (90, 300), (140, 2048)])
@@ -141,26 +91,6 @@ def test_new_positions_in_place_of_former_ones_that_are_selected(num_rows: int) 
             selections[row] = [p for _ in range(num_new) for p in history.random.sample(one, top_k)]
         history.step(selections, num_new=num_new)
     history.finish()
-
-
-def test_graphs_of_several_batch_sizes_and_numbers_of_drafts_on_one_state() -> None:
-    sizes = (3, 40, 140)
-    decoder = Decoder(1, sizes, top_k=64, capacity=200, max_new=3)
-    for _ in range(60):
-        size = draw(decoder.generator, sizes)
-        decoder.prepare(size, draw(decoder.generator, (1, 2, 3)))
-        decoder.replay(size)
-        decoder.check()
-    decoder.finish()
-
-
-def test_graphs_of_one_request_with_large_selections() -> None:
-    decoder = Decoder(2, (1, 2), top_k=2048, capacity=8200, max_context=20000, max_new=4)
-    for step in range(24):
-        decoder.prepare(1 + step % 2, 1 + step % 4)
-        decoder.replay(1 + step % 2)
-        decoder.check()
-    decoder.finish()
 
 
 def test_more_positions_than_a_block_can_take_are_refused() -> None:

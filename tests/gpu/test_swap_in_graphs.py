@@ -16,21 +16,25 @@ from tests.gpu.support import DEVICE, needs_gpu
 pytestmark = needs_gpu
 
 
-def test_graphs_of_several_batch_sizes_on_one_state() -> None:
+@pytest.mark.parametrize(("max_new", "capacity"), [(1, 80), (3, 200)])
+def test_graphs_of_several_batch_sizes_and_numbers_of_drafts_on_one_state(
+    max_new: int, capacity: int
+) -> None:
     sizes = (3, 40, 140)
-    decoder = Decoder(1, sizes, top_k=64, capacity=80)
+    decoder = Decoder(1, sizes, top_k=64, capacity=capacity, max_new=max_new)
     for _ in range(60):
         size = draw(decoder.generator, sizes)
-        decoder.prepare(size)
+        decoder.prepare(size, draw(decoder.generator, tuple(range(1, max_new + 1))))
         decoder.replay(size)
         decoder.check()
     decoder.finish()
 
 
-def test_graphs_of_one_request_with_a_large_selection() -> None:
-    decoder = Decoder(2, (1, 2), top_k=2048, capacity=2200, max_context=5000)
+@pytest.mark.parametrize(("max_new", "capacity", "context"), [(1, 2200, 5000), (4, 8200, 20000)])
+def test_graphs_of_one_request_with_a_large_selection(max_new: int, capacity: int, context: int) -> None:
+    decoder = Decoder(2, (1, 2), top_k=2048, capacity=capacity, max_context=context, max_new=max_new)
     for step in range(40):
-        decoder.prepare(1 + step % 2)
+        decoder.prepare(1 + step % 2, 1 + step % max_new)
         decoder.replay(1 + step % 2)
         decoder.check()
     decoder.finish()
