@@ -17,9 +17,7 @@ import pytest
 
 from tests.integration.harness import (
     FLAGS,
-    PROMPT,
     Deployment,
-    Load,
     Service,
     at_once,
     both_legs,
@@ -129,49 +127,6 @@ def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(nodes: Dep
     shown = [name for name in shm.metrics() if name.startswith("hisparse_pd:lane_info{")]
     assert len(shown) == 1
     assert 'lane="shm"' in shown[0]
-
-
-@pytest.mark.slow
-def test_two_by_two_under_load_while_nodes_stop_and_start(
-    nodes: Deployment, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Only requests that a stopped node held fail, with an error that names it; afterwards all is served."""
-    second = decode_service(tiny_checkpoint("v32"), tmp_path, "decode-1", DECODE)
-    decode = [*nodes.decode, second]
-    router = router_service(nodes.prefill, decode, tmp_path, ROUTER)
-    with running([second, router]):
-        check_two_by_two(Deployment(nodes.prefill, decode, router))
-
-
-def check_two_by_two(nodes: Deployment) -> None:
-    reference = generate(nodes.url, params={"max_new_tokens": 24}).json()["output_ids"]
-    stopped: list[Service] = []
-    with Load(nodes.url, num_clients=6) as load:
-        load.wait_for_more(10)
-        for node in (nodes.prefill[0], nodes.decode[1]):
-            node.kill()
-            stopped.append(node)
-            load.wait_for_more(10)
-            node.start()
-            node.wait_healthy()
-            load.wait_for_more(20)
-    for answer in load.answers:
-        if answer.status_code == 200:
-            body = answer.json()
-            if body["meta_info"]["prompt_tokens"] == len(PROMPT):
-                assert body["output_ids"] == reference[: len(body["output_ids"])]
-            continue
-        held_by = {answer.headers["x-hisparse-pd-prefill"], answer.headers["x-hisparse-pd-decode"]}
-        assert held_by & {node.url for node in stopped}, answer.text
-        assert answer.json()["error"]["message"]
-        assert answer.status_code in (500, 502, 503, 504)
-    before = [node.metrics() for node in nodes.decode]
-    for _ in range(8):
-        assert generate(nodes.url).status_code == 200
-    served = "hisparse_pd:kv_transfer_bytes_total"
-    assert all(node.metrics()[served] > old[served] for node, old in zip(nodes.decode, before, strict=True))
-    for node in (*nodes.prefill, *nodes.decode):
-        wait_until(lambda node=node: is_idle(node), f"{node.name} idle")  # type: ignore[misc]
 
 
 @pytest.mark.I7
