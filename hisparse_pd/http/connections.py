@@ -167,6 +167,10 @@ class _Framing(h11.Connection):
             self._num_chunks = self._num_chunk_bytes = 0
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
                 raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding: send one of them")
+            # h11 bounds only heads that have not come whole: of one read, they may be longer.
+            num_bytes = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
+            if num_bytes > _MAX_HEAD_BYTES:
+                raise h11.RemoteProtocolError("", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif type(event) is h11.Data:
             self._num_chunks += event.chunk_start
             self._num_chunk_bytes += len(event.data)

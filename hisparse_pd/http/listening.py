@@ -34,7 +34,7 @@ class Listener:
     """A socket that listens, for one HTTP server."""
 
     def __init__(self, host: str, port: int, certificate: Certificate | None = None) -> None:
-        """``port`` 0 takes any free one; ``certificate``: for https.
+        """``host`` "::" takes IPv4 as well; ``port`` 0 any free one; ``certificate``: for https.
 
         Raises OSError when the address cannot be bound, or the certificate cannot be used.
         """
@@ -42,8 +42,11 @@ class Listener:
             certificate.check()
         self._certificate = certificate
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
         try:
-            self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            self.socket = socket.create_server(
+                (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            )
         except OSError as error:
             why = (error.strerror or str(error)).partition(" (while")[0]
             raise OSError(

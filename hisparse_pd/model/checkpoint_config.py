@@ -76,8 +76,12 @@ def _check_num_layers(config: dict[str, Any], config_file: Path) -> None:
 
 
 def _check_rope(parameters: object, config_file: Path) -> None:
-    """Angles must follow the position alone (I5). Raises CheckpointError."""
-    kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+    """Angles must follow the position alone (I5), also those of one kind of layer. Raises CheckpointError."""
+    if not isinstance(parameters, dict):
+        return
+    for of_layers in parameters.values():
+        _check_rope(of_layers, config_file)
+    kind = parameters.get("rope_type")
     if kind in _CHANGING_ROPE_TYPES:
         raise CheckpointError(
             f"{config_file}: rope_type is {kind!r}, whose angles follow the longest request of a batch, so "

@@ -236,6 +236,7 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n"
         (b"\x16\x03\x01\x02\x00\r\n\r\n", 400, "illegal request line"),
         (b"x" * 60_000 + b"\r\n\r\n", 400, "xxx…"),
         (b"GET /hello HTTP/1.1\r\nx: ".ljust((1 << 16) + 1, b"a"), 431, "65536 bytes"),
+        (b"GET /hello HTTP/1.1\r\nhost: a\r\nx: " + b"a" * (1 << 16) + b"\r\n\r\n", 431, "65536 bytes"),
         (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"\r\n", 501, "Transfer-Encoding"),
         (CHUNKED + b"content-length: 5\r\n\r\n0\r\n\r\n", 400, "send one of them"),
         (CHUNKED + b"\r\nno length\r\n", 400, "no length"),

@@ -39,6 +39,14 @@ def test_a_taken_address_is_named() -> None:
         Listener("127.0.0.1", taken.getsockname()[1])
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_two_colons_take_both_kinds_of_clients(host: str) -> None:
+    with Listener("::", 0).socket as listening, socket.create_connection((host, listening.getsockname()[1])):
+        accepted, _ = listening.accept()
+        accepted.close()
+
+
 @pytest.mark.parametrize(("num_descriptors", "level"), [(300, "WARNING"), (4096, "INFO")])
 def test_a_low_limit_of_descriptors_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_descriptors: int, level: str

@@ -422,6 +422,10 @@ def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rope_type is 'dynamic', whose angles follow the longest request of a batch",
         ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope", "rope_theta": 1e4}}},
+            "rope_type is 'longrope'",
+        ),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; 4096 are the most"),
         ({"text_config": {"num_hidden_layers": 4097}}, "num_hidden_layers is 4097; 4096 are the most"),
