@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import torch
 from torch import Tensor
 
 from kernels.block_linear import block_linear
@@ -43,20 +46,27 @@ def run_experts(
 def _run_reference(
     hidden: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, first_expert: int
 ) -> Tensor:
+    starts = routing.starts[first_expert : first_expert + len(gate_up.values) + 1].tolist()
+    rows = routing.order[starts[0] : starts[-1]].long()
+    sizes = [end - start for start, end in pairwise(starts)]
+    gate, up = _products(hidden[rows // routing.top_k], sizes, gate_up, routing.is_rounded).chunk(2, dim=1)
+    added = _products(silu(gate) * up, sizes, down, routing.is_rounded) * routing.weights[rows, None]
     results = hidden.new_zeros((len(routing.order), hidden.shape[1]))
-    starts = routing.starts.tolist()
-    for expert in range(len(gate_up.values)):
-        rows = routing.order[starts[first_expert + expert] : starts[first_expert + expert + 1]].long()
-        if len(rows):
-            of_rows = hidden[rows // routing.top_k]
-            gate, up = (_product(of_rows, gate_up, expert, number, routing.is_rounded) for number in (0, 1))
-            result = _product(silu(gate) * up, down, expert, 0, routing.is_rounded)
-            results[rows] = (result * routing.weights[rows, None]).to(hidden.dtype)
+    results[rows] = added.to(hidden.dtype)
     return results.view(-1, routing.top_k, hidden.shape[1])
 
 
-def _product(x: Tensor, matrices: ExpertMatrices, expert: int, number: int, is_rounded: bool) -> Tensor:
-    if is_rounded and matrices.scales is not None:
-        values, scales = matrices.values[expert, number], matrices.scales[expert, number]
-        return block_linear(x, values, scales, ue8m0=matrices.ue8m0)
-    return linear(x, matrices.of(expert, x.dtype)[number])
+def _products(x: Tensor, sizes: list[int], matrices: ExpertMatrices, is_rounded: bool) -> Tensor:
+    """Of so many of the rows ``x`` for each expert by its matrices, side by side."""
+    values, scales = matrices.values, matrices.scales
+    products = [x.new_empty((0, values.shape[1] * values.shape[2]))]
+    for expert, of_expert in enumerate(torch.split(x, sizes)):
+        if not sizes[expert]:
+            continue
+        if is_rounded and scales is not None:
+            of_each = zip(values[expert], scales[expert], strict=True)
+            parts = [block_linear(of_expert, *of_one, ue8m0=matrices.ue8m0) for of_one in of_each]
+            products.append(torch.cat(parts, dim=1))
+        else:
+            products.append(linear(of_expert, matrices.of(expert, x.dtype).flatten(0, 1)))
+    return torch.cat(products)

@@ -10,10 +10,8 @@ from kernels import flashmla
 from kernels.attention import TORCH, AttentionBackend
 
 
-def kernels_in_use(
-    device: torch.device, attention: AttentionBackend, *, has_own_experts: bool, has_fp8_matrices: bool
-) -> str:
-    """``has_own_experts``: not transformers' loop; ``has_fp8_matrices``: they stay in fp8 for products."""
+def kernels_in_use(device: torch.device, attention: AttentionBackend, *, has_fp8_matrices: bool) -> str:
+    """``has_fp8_matrices``: they stay in fp8 for products."""
     of_torch = f"torch {torch.__version__}"
     why = f" ({attention.reason})" if attention.reason else ""
     if device.type != "cuda":
@@ -22,14 +20,13 @@ def kernels_in_use(
     attention_by = of_torch if attention.name == TORCH else of_triton
     if attention.name in flashmla.FORMAT:
         attention_by = f"sglang-kernel {_version('sglang-kernel')}"
-    experts = f"ours, {of_triton}" if has_own_experts else "transformers', grouped products of torch"
     dense = ", fp8 by scaled_mm" if has_fp8_matrices else ""
     parts = (
         of_torch,
         f"attention {attention.name} by {attention_by}{why}",
         f"indexer ours, {of_triton}",
         f"swap-in and top-k ours, CUDA C by cupy {_version('cupy-cuda13x')}",
-        f"routed experts {experts}",
+        f"routed experts ours, {of_triton}",
         f"dense products of few rows and in parts ours, others torch's{dense}",
     )
     return "; ".join(parts)

@@ -67,12 +67,7 @@ class AttentionKernels:
         log.info(
             "kernels for %s items: %s",
             spec.kv_format,
-            kernels_in_use(
-                device,
-                attention,
-                has_own_experts=model.has_own_experts,
-                has_fp8_matrices=keeps_fp8(spec, device),
-            ),
+            kernels_in_use(device, attention, has_fp8_matrices=keeps_fp8(spec, device)),
         )
         scratch = None
         if device.type == "cuda":

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hisparse_pd.model.attention import Attention, KvAccess, Places
 from hisparse_pd.model.block_linear import parts_of, product_of
-from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.feed_forward import FeedForward
 from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import ModelSpec
@@ -42,15 +41,14 @@ class DsaModel:
         self._norm = _Norm(hf_model.model.norm)
         has_latent_eps = spec.family.has_configured_latent_eps
         latent_eps = float(hf_model.config.rms_norm_eps) if has_latent_eps else None
-        is_silu = hf_model.config.hidden_act == "silu"
         self._lm_head = hf_model.lm_head
         self._layers = [
-            _Layer(spec, number, module, latent_eps, is_silu)
+            _Layer(spec, number, module, latent_eps)
             for number, module in enumerate(hf_model.model.layers[: spec.num_layers])
         ]
         self._draft_layer: _DraftLayer | None = None
         if spec.num_draft_layers:
-            self._draft_layer = _DraftLayer(spec, hf_model, latent_eps, is_silu)
+            self._draft_layer = _DraftLayer(spec, hf_model, latent_eps)
 
     @property
     def device(self) -> torch.device:
@@ -125,11 +123,6 @@ class DsaModel:
         hidden = self._embed.weight[:0]
         for layer in self._layers:
             layer.forward_of_others(hidden)
-
-    @property
-    def has_own_experts(self) -> bool:
-        """Whether the routed experts are ours, not transformers'."""
-        return any(isinstance(layer.experts, RoutedExperts) for layer in self._layers)
 
     def expect_tokens(self, num_tokens: int) -> None:
         """How many the rank with most computes in the forwards from now on, where there are ranks."""
@@ -220,18 +213,11 @@ class _Norm:
 class _Layer:
     """One decoder layer: attention, then an MLP or experts. What both add is added up by the next norm."""
 
-    def __init__(
-        self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, is_silu: bool
-    ) -> None:
+    def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
         self._attention = Attention(spec, number, module.self_attn, latent_eps)
-        self._feed_forward = FeedForward(module.mlp, spec.family, is_silu=is_silu)
+        self._feed_forward = FeedForward(module.mlp, spec.family)
         self._input_norm = _Norm(module.input_layernorm, self._attention.rounding)
         self._post_attention_norm = _Norm(module.post_attention_layernorm, self._feed_forward.rounding)
-
-    @property
-    def experts(self) -> Any:
-        """The routed ones; None in a dense layer."""
-        return self._feed_forward.experts
 
     def forward_of_others(self, hidden: Tensor) -> None:
         self._feed_forward.forward_of_others(hidden)
@@ -268,13 +254,13 @@ class _DraftLayer:
     Embedding and LM head are the model's, unless the checkpoint has others here.
     """
 
-    def __init__(self, spec: ModelSpec, hf_model: Any, latent_eps: float | None, is_silu: bool) -> None:
+    def __init__(self, spec: ModelSpec, hf_model: Any, latent_eps: float | None) -> None:
         module = hf_model.model.layers[spec.num_layers]
         self._embed = getattr(module, "embed_tokens", hf_model.model.embed_tokens)
         self._embed_norm = _Norm(module.enorm)
         self._hidden_norm = _Norm(module.hnorm)
         self._join = module.eh_proj
-        self._layer = _Layer(spec, spec.num_layers, module, latent_eps, is_silu)
+        self._layer = _Layer(spec, spec.num_layers, module, latent_eps)
         self._norm = _Norm(module.shared_head.norm)
         self._lm_head = getattr(module.shared_head, "head", hf_model.lm_head)
 

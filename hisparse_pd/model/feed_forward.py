@@ -17,42 +17,37 @@ from kernels.row_math import silu
 
 
 class FeedForward:
-    """transformers' MLP or MoE block, with our router, our experts where the loader put them, and gated MLPs
-    in few launches on a GPU."""
+    """transformers' MLP or MoE block, with our router and experts; a gated MLP is few launches on a GPU."""
 
-    def __init__(self, mlp: Any, family: Family, *, is_silu: bool) -> None:
+    def __init__(self, mlp: Any, family: Family) -> None:
         for part in mlp.modules():
-            if is_silu and hasattr(part, "act_fn"):
+            if hasattr(part, "act_fn"):
                 part.act_fn = _Silu()
-        self.experts: Any = getattr(mlp, "experts", None)
-        """The routed ones; None in a dense layer."""
+        self.experts: RoutedExperts | None = getattr(mlp, "experts", None)
+        """None in a dense layer."""
         self.router = ExpertRouter(mlp.gate, family) if hasattr(mlp, "gate") else None
         every = mlp if self.router is None else mlp.shared_experts
         self._mlp: Any = None
         """None: it is one of the routed experts, which have its form."""
-        router, experts = self.router, self.experts
-        if router is not None and isinstance(experts, RoutedExperts) and experts.take_shared(every):
-            router.with_shared()
+        if self.router is not None and self.experts is not None and self.experts.take_shared(every):
+            self.router.with_shared()
             self.rounding = rounding_of(every.gate_proj)
         else:
-            self._mlp = gated_mlp(every) if is_silu else every
+            self._mlp = gated_mlp(every)
             self.rounding = rounding_of(self._mlp)
         """Of the input; None where nothing takes it so."""
 
     def __call__(self, x: Activations) -> list[Tensor]:
         """What is to be added to the hidden states, each [parts, num_tokens, hidden_size]."""
         of_every_token = [] if self._mlp is None else [parts_of(self._mlp, x)]
-        if self.router is None:
+        if self.router is None or self.experts is None:
             return of_every_token
         weights, ids = self.router(x.dense)
-        if isinstance(self.experts, RoutedExperts):
-            return [self.experts.parts(x, ids, weights), *of_every_token]
-        routed: Tensor = self.experts(x.dense, ids, weights)
-        return [routed[None], *of_every_token]
+        return [self.experts.parts(x, ids, weights), *of_every_token]
 
     def forward_of_others(self, hidden: Tensor) -> None:
         """Take part in the layer of other ranks. ``hidden``: [0, hidden_size]."""
-        if self.router is not None and isinstance(self.experts, RoutedExperts):
+        if self.router is not None and self.experts is not None:
             self.experts.forward_of_others(hidden, self.router.top_k)
 
 

@@ -3,14 +3,14 @@
 transformers gives the modules, without memory; what they need is allocated here, on the device that it is
 for, and read straight into it (``hisparse_pd.model.weight_reader``), converted to the model's dtype on the
 way; or drawn there (``hisparse_pd.model.dummy_weights``). Nothing is ever whole in main memory on its way to
-a GPU. Routed experts that are on a GPU, in fp8, or spread over ranks, are modules of ours, and keep the
-checkpoint's fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
+a GPU. Routed experts are modules of ours, and keep the checkpoint's fp8; so are all other matrices in fp8
+where ``keeps_fp8`` says so.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from kernels.block_fp8 import scales_shape
 from kernels.block_linear import takes_device, takes_matrix
 from kernels.expert_routing import ExpertMatrices
 from kernels.fp8 import FP8_CAPABILITY
-from kernels.row_math import RowLinear, fewest_rows
+from kernels.row_math import RowLinear
 
 SCALES = "_scale_inv"
 """Behind the name of a matrix in fp8: the name of its scales."""
@@ -98,20 +98,6 @@ def _not_loaded(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"model_path {path}: the weights cannot be loaded: {error}{remedy}")
 
 
-def experts_implementation(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Which of transformers' implementations of the routed experts to use.
-
-    ``grouped_mm`` is the fastest at every batch size, by a factor of 2 at 16 tokens on the CPU. Its kernel on
-    a GPU is of bfloat16 alone; in its place comes a loop that asks the GPU for lengths, which no CUDA graph
-    can hold. Nor does it take rows that are no multiple of 16 bytes; on the CPU transformers' loop does.
-    """
-    row_bytes = (config.hidden_size * dtype.itemsize, config.moe_intermediate_size * dtype.itemsize)
-    fits = not any(num_bytes % 16 for num_bytes in row_bytes)
-    if device.type == "cuda":
-        return "grouped_mm" if fits and dtype == torch.bfloat16 else "batched_mm"
-    return "grouped_mm" if fits else "eager"
-
-
 def _check_device(spec: ModelSpec, device: torch.device) -> None:
     if device.type != "cuda" or not spec.weights_are_fp8:
         return
@@ -140,7 +126,6 @@ class _Loader:
         self._spec = spec
         self._device = device
         self._ranks = ranks
-        self._needs_own_experts = ranks is not None or spec.weights_are_fp8
         self._keeps_fp8 = keeps_fp8
         self._draw_weight = draw_weight
         self._placements: list[Placement] = []
@@ -149,10 +134,9 @@ class _Loader:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._path, local_files_only=True).get_text_config()
-        if self._needs_own_experts and config.hidden_act != "silu":
+        if config.hidden_act != "silu":
             raise CheckpointError(
-                f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; with fp8 weights or "
-                "--dp-size only 'silu' is supported"
+                f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; only 'silu' is supported"
             )
         try:
             with torch.device("meta"):  # shapes, and no memory
@@ -160,7 +144,7 @@ class _Loader:
                     config,
                     dtype=self._spec.dtype,
                     attn_implementation="eager",
-                    experts_implementation=experts_implementation(config, self._device, self._spec.dtype),
+                    experts_implementation="eager",
                 )
         except Exception as error:
             raise CheckpointError(
@@ -170,10 +154,9 @@ class _Loader:
             with WeightFiles([] if self._spec.weights_are_dummy else weight_files(self._path)) as files:
                 if self._spec.num_draft_layers:
                     self._append_draft_layer(files, hf_model)
-                if self._has_own_experts(config):
-                    for layer, module in enumerate(hf_model.model.layers):
-                        if (experts := getattr(module.mlp, "experts", None)) is not None:
-                            module.mlp.experts = self._routed_experts(files, layer, experts, module.mlp)
+                for layer, module in enumerate(hf_model.model.layers):
+                    if (experts := getattr(module.mlp, "experts", None)) is not None:
+                        module.mlp.experts = self._routed_experts(files, layer, experts, module.mlp)
                 if self._keeps_fp8:
                     self._put_block_linears(files, hf_model)
                 if self._device.type == "cpu":
@@ -187,11 +170,6 @@ class _Loader:
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
         return hf_model.eval()
-
-    def _has_own_experts(self, config: Any) -> bool:
-        """Or transformers', which on a CPU does not care with how many rows an expert's product is made."""
-        is_better = self._device.type == "cuda" or fewest_rows() > 1
-        return self._needs_own_experts or (is_better and config.hidden_act == "silu")
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
         """Behind transformers' layers, which leave it out: one more, and by its side what else an MTP layer
@@ -244,8 +222,7 @@ class _Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            for part, target in stored_parts(name, state[name]):
-                self._place(files, self._spec.family.stored_name(part), target)
+            self._place(files, self._spec.family.stored_name(name), state[name])
         return state
 
     def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
@@ -346,18 +323,3 @@ def _put_row_linears(hf_model: Any) -> None:
             with torch.device("meta"):
                 linear = RowLinear(module.in_features, module.out_features, bias=module.bias is not None)
             setattr(hf_model.get_submodule(parent), last, linear)
-
-
-def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a tensor of transformers' modules is in a checkpoint: itself, or a view for each expert."""
-    prefix, _, last = name.rpartition(".")
-    if last == "gate_up_proj":
-        for expert, matrices in enumerate(tensor):
-            gate, up = matrices.chunk(2)
-            yield f"{prefix}.{expert}.gate_proj.weight", gate
-            yield f"{prefix}.{expert}.up_proj.weight", up
-    elif last == "down_proj":
-        for expert, down in enumerate(tensor):
-            yield f"{prefix}.{expert}.down_proj.weight", down
-    else:
-        yield name, tensor

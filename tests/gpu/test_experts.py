@@ -133,7 +133,7 @@ def test_an_expert_that_every_token_has_is_one_of_them(num_tokens: int, is_fp8: 
         )  # fmt: skip
         mlp.experts = on_gpu(gate_up, down, torch.bfloat16, has_room=has_room)
         mlp.shared_experts = shared_mlp(hidden_size, inner_size, is_fp8=is_fp8)
-        layer = FeedForward(mlp, FAMILIES["axk2"], is_silu=True)
+        layer = FeedForward(mlp, FAMILIES["axk2"])
         parts = layer(Activations(hidden))
         assert len(parts) == (1 if has_room else 2)
         results.append(sum(part.double().sum(dim=0) for part in parts))

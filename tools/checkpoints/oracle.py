@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hisparse_pd.model.loader import experts_implementation
-
 
 def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
     """The new tokens of each prompt, EOS ignored, computed in this process."""
@@ -38,7 +36,9 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
     config = AutoConfig.from_pretrained(checkpoint)
     is_of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model_type: Any = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
-    experts = experts_implementation(config.get_text_config(), torch.device("cpu"), torch.float32)
+    text = config.get_text_config()
+    # The faster one, by a factor of 2 at 16 tokens, takes rows that are multiples of 16 bytes.
+    experts = "eager" if text.hidden_size % 4 or text.moe_intermediate_size % 4 else "grouped_mm"
     model = model_type.from_pretrained(
         checkpoint,
         dtype=torch.float32,

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hisparse_pd.model.loader import stored_parts
 from tools.checkpoints.files import write_config
 from tools.training.draft import DraftLayer
 from tools.training.network import Network
@@ -67,4 +66,19 @@ def _stored(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """What the module's tensors are in a checkpoint, by name; views of them."""
     for name, value in module.state_dict().items():
-        yield from stored_parts(name if name.startswith("lm_head") else prefix + name, value)
+        yield from _stored_parts(name if name.startswith("lm_head") else prefix + name, value)
+
+
+def _stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a tensor of the network's modules is in a checkpoint: itself, or a view for each expert."""
+    prefix, _, last = name.rpartition(".")
+    if last == "gate_up_proj":
+        for expert, matrices in enumerate(tensor):
+            gate, up = matrices.chunk(2)
+            yield f"{prefix}.{expert}.gate_proj.weight", gate
+            yield f"{prefix}.{expert}.up_proj.weight", up
+    elif last == "down_proj":
+        for expert, down in enumerate(tensor):
+            yield f"{prefix}.{expert}.down_proj.weight", down
+    else:
+        yield name, tensor

@@ -174,7 +174,7 @@ def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> No
     spec = load_spec(tmp_path / "fp8", "float32")
     assert spec.weights_are_fp8
     model, expected = (load_model(tmp_path / name, spec) for name in ("fp8", "quantized"))
-    experts, wanted = (each._layers[1].experts for each in (model, expected))
+    experts, wanted = (each._layers[1]._feed_forward.experts for each in (model, expected))
     assert tuple(experts.gate_up.values.shape) == (4, 2, 48, 128)
     assert model._layers[1]._feed_forward.router.top_k == 3
     # Drawn in float32, which only the other one rounds to bfloat16 before: one step of e4m3 at most.

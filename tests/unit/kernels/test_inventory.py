@@ -23,16 +23,16 @@ def test_a_gpus_kernels_come_with_their_releases(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(inventory, "_version", {"sglang-kernel": "0.4.5", "triton": "3.6.0"}.get)
     gpu = torch.device("cuda")
     attention = flashmla.create(FLASHMLA_KV, FP8, "auto on cuda")
-    line = kernels_in_use(gpu, attention, has_own_experts=True, has_fp8_matrices=True)
+    line = kernels_in_use(gpu, attention, has_fp8_matrices=True)
     assert line.startswith(
         f"torch {torch.__version__}; attention flashmla_kv by sglang-kernel 0.4.5 (auto on cuda); "
     )
     dense = "dense products of few rows and in parts ours, others torch's"
     assert f"ours, triton 3.6.0; {dense}, fp8 by scaled_mm" in line
     fallback = TorchAttention(FP8, "auto on cuda; not flashmla_kv: sgl_kernel.flash_mla cannot be imported")
-    line = kernels_in_use(gpu, fallback, has_own_experts=False, has_fp8_matrices=False)
+    line = kernels_in_use(gpu, fallback, has_fp8_matrices=False)
     assert f"attention torch by torch {torch.__version__} (auto on cuda; not flashmla_kv: " in line
-    assert line.endswith(f"routed experts transformers', grouped products of torch; {dense}")
+    assert line.endswith(dense)
 
 
 def test_a_node_says_it_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -71,7 +71,7 @@ def layer_of(*, has_room: bool, is_fp8: bool, shared_is_fp8: bool) -> FeedForwar
     mlp.gate = gate
     mlp.experts = experts
     mlp.shared_experts = Shared(INNER, is_fp8=shared_is_fp8)
-    return FeedForward(mlp, FAMILIES["axk2"], is_silu=True)
+    return FeedForward(mlp, FAMILIES["axk2"])
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
