@@ -30,7 +30,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0, **changes:
         "hidden_size": 78,
         "intermediate_size": 150,
         "moe_intermediate_size": 30,
-        "num_hidden_layers": 5,
+        "num_hidden_layers": 3,
         "num_attention_heads": 6,
         "n_shared_experts": 1,
         "n_routed_experts": 6,
@@ -49,6 +49,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0, **changes:
     if variant == "glm":
         config |= {
             "architectures": ["GlmMoeDsaForCausalLM"],
+            "num_hidden_layers": len(_INDEXER_TYPES),
             "model_type": "glm_moe_dsa",
             "indexer_types": _INDEXER_TYPES,
             "rms_norm_eps": 1e-5,
@@ -56,6 +57,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0, **changes:
     if variant == "mistral":
         config |= {
             "model_type": "mistral_large4_text",
+            "num_hidden_layers": len(_INDEXER_TYPES),
             "indexer_types": _INDEXER_TYPES,
             "no_rope_layers": [1, 0, 0, 1, 0],
             "kv_source_layers": [0, 1, 1, 0, 1],

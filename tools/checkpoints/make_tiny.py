@@ -41,7 +41,8 @@ PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTES, NUM_BYTES + 3)
 VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 
 HIDDEN = 128
-NUM_LAYERS = 4
+NUM_LAYERS = 3
+"""Of V3.2 and A.X-K2: a dense one and two with experts."""
 NUM_HEADS = 4
 Q_LORA = 64
 KV_LORA = 64
@@ -60,6 +61,7 @@ NUM_EXPERTS = 8
 EXPERT_DIM = 32
 DENSE_DIM = 192
 NORM_RANK = 16
+GLM_INDEXERS = ("full", "shared", "full", "shared")
 MISTRAL_ROPE = (1, 0, 1, 1, 0, 0)
 """Of Mistral's layers, those with rope."""
 MISTRAL_SOURCES = (0, 1, 0, 3, 1, 1)
@@ -121,7 +123,8 @@ def _config(variant: str) -> dict[str, Any]:
         config |= {
             "architectures": ["GlmMoeDsaForCausalLM"],
             "model_type": "glm_moe_dsa",
-            "indexer_types": ["full", "shared", "full", "shared"],
+            "num_hidden_layers": len(GLM_INDEXERS),
+            "indexer_types": GLM_INDEXERS,
         }
     if variant == "axk2":
         config |= {
@@ -418,8 +421,8 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
         layer |= maker.norm("post_attention_layernorm", has_gates and not is_dense)
         weights |= {f"model.layers.{number}.{name}": value for name, value in layer.items()}
     if draft_gain is not None:
-        weights |= _draft_layer(maker, weights)
-        kept = tuple(f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, NUM_LAYERS))
+        weights |= _draft_layer(maker, weights, num_layers)
+        kept = tuple(f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, num_layers))
         for name in weights:
             if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
                 weights[name] = weights[name] * draft_gain
@@ -431,13 +434,13 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
     save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
 
 
-def _draft_layer(maker: _Maker, weights: dict[str, Array]) -> dict[str, Array]:
+def _draft_layer(maker: _Maker, weights: dict[str, Array], number: int) -> dict[str, Array]:
     """An MTP layer with the attention of the first layer."""
     first, copied = "model.layers.0.", ("self_attn", "input_layernorm", "post_attention_layernorm")
     of_first = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
     layer = {name: value for name, value in of_first.items() if name.startswith(copied)}
     layer |= maker.moe() | maker.draft_ends()
-    return {f"model.layers.{NUM_LAYERS}.{name}": value for name, value in layer.items()}
+    return {f"model.layers.{number}.{name}": value for name, value in layer.items()}
 
 
 def _rounded(values: Array) -> npt.NDArray[np.float32]:

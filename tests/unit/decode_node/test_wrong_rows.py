@@ -220,9 +220,9 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
     slot = prefix.extents(kind)[0].start + 20
     corruption = Corruption(node, "landing")
     with patch.object(scrub.Scrubber, "when_idle"):  # which would find it first
-        flip(node, kind, 3, slot)
+        flip(node, kind, 2, slot)
         failure = node.failure_of(node.generate(prompt, 30, flag), status=500)
-    corruption.was_found(failure, kind, 3, 20, slot)
+    corruption.was_found(failure, kind, 2, 20, slot)
     assert not node.engine.requests.held
     again = node.ask(prompt, 30, flag)
     assert again.stats.num_held_tokens == 0, "nothing of it is used any more"

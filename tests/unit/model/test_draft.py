@@ -22,13 +22,16 @@ from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.loading import joined, load_ours
 from tests.unit.model.paged_model import PagedModel
 from tests.unit.model.plain_mtp import PlainMtp
-from tools.checkpoints.make_tiny import INDEX_TOPK, NUM_LAYERS, VOCAB_SIZE, write_checkpoint
+from tools.checkpoints.make_tiny import GLM_INDEXERS, INDEX_TOPK, NUM_LAYERS, VOCAB_SIZE, write_checkpoint
 from tools.checkpoints.oracle import load as load_oracle
 
 PAGE_SIZE = 64
 NUM_PAGES = 16
 PROMPT = torch.randint(32, 127, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+LAYERS = {"v32": NUM_LAYERS, "glm": len(GLM_INDEXERS)}
+"""Of the model, in front of the MTP layer."""
 FIRST = f"model.layers.{NUM_LAYERS}."
+"""Begins the names of V3.2's MTP layer."""
 
 
 class Drafter(PagedModel):
@@ -148,7 +151,7 @@ def test_the_model_computes_the_same_bits_beside_a_draft_layer(
     expected = alone.model.forward(torch.tensor(PROMPT), kv.positions, kv, rows)
     logits, _ = drafter.forward(PROMPT)
     assert torch.equal(logits, expected)
-    written = drafter.device_pool[:NUM_LAYERS, drafter.kv_of(0, len(PROMPT)).rows.slots]
+    written = drafter.device_pool[: LAYERS[variant], drafter.kv_of(0, len(PROMPT)).rows.slots]
     assert torch.equal(written, alone.device_pool[:, kv.rows.slots])
     with pytest.raises(ValueError, match="num_draft_layers of its model is 0"):
         alone.model.draft(torch.tensor(PROMPT), logits, kv.positions, kv, rows)
@@ -162,7 +165,7 @@ def test_main_weights_are_those_of_the_checkpoint_without(
     without = load_file(tiny_checkpoint(variant) / "model.safetensors")
     having = load_file(checkpoints[variant] / "model.safetensors")
     assert all(torch.equal(having[name], tensor) for name, tensor in without.items())
-    assert all(name.startswith(FIRST) for name in having.keys() - without.keys())
+    assert all(name.startswith(f"model.layers.{LAYERS[variant]}.") for name in having.keys() - without.keys())
 
 
 def test_spec_of_a_node_with_a_draft_layer_and_without(checkpoints: dict[str, Path]) -> None:
@@ -197,7 +200,7 @@ def test_a_checkpoint_without_the_layer_drafts_nothing(
     shutil.copytree(tiny_checkpoint("v32"), tmp_path / "declared")
     edit_config(tmp_path / "declared", num_nextn_predict_layers=1)
     assert load_spec(tmp_path / "declared").num_draft_layers == 0
-    with pytest.raises(CheckpointError, match=r"there is no model\.layers\.4\.eh_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"there is no model\.layers\.3\.eh_proj\.weight"):
         load_spec(tmp_path / "declared", num_draft_layers=1)
     with pytest.raises(CheckpointError, match="num_draft_layers is 2; expected 0 or 1"):
         load_spec(tiny_checkpoint("v32"), num_draft_layers=2)
@@ -250,11 +253,11 @@ def test_the_layer_is_loaded_as_any_other(tmp_path: Path, variant: str, num_rank
     from transformers import AutoModelForCausalLM
 
     in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, variant, draft_gain=1.0)
-    types = {"indexer_types": ["full", "shared", "full", "shared", "full"]} if variant == "glm" else {}
-    edit_config(in_float32, num_hidden_layers=NUM_LAYERS + 1, num_nextn_predict_layers=0, **types)
+    types = {"indexer_types": [*GLM_INDEXERS, "full"]} if variant == "glm" else {}
+    edit_config(in_float32, num_hidden_layers=LAYERS[variant] + 1, num_nextn_predict_layers=0, **types)
     theirs = AutoModelForCausalLM.from_pretrained(in_float32, dtype=torch.float32).model.layers[-1]
     spec = load_spec(in_fp8)
-    ours = [model.model.layers[NUM_LAYERS] for model in load_ours(in_fp8, spec, num_ranks)]
+    ours = [model.model.layers[LAYERS[variant]] for model in load_ours(in_fp8, spec, num_ranks)]
     wanted = {n: t for n, t in theirs.state_dict().items() if not n.startswith("mlp.experts.")}
     for of_rank in ours:
         found = of_rank.state_dict()
@@ -327,7 +330,9 @@ def edited(path: Path, copy: Path, edit: Callable[[dict[str, Tensor]], object]) 
 
 
 def weigh_norms(tensors: dict[str, Tensor]) -> None:
+    """Of the ends and of the MTP layer, which is the last."""
     generator = torch.Generator().manual_seed(1)
+    last = f"model.layers.{sum(name.endswith('.input_layernorm.weight') for name in tensors) - 1}."
     for name in sorted(tensors):
-        if name == "model.norm.weight" or (name.startswith(FIRST) and name.endswith("norm.weight")):
+        if name == "model.norm.weight" or (name.startswith(last) and name.endswith("norm.weight")):
             tensors[name] = 0.5 + torch.rand(tensors[name].shape, generator=generator)

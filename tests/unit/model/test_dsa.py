@@ -355,7 +355,7 @@ class _NoKv:
 
 def test_spec_of_the_variants(tiny_checkpoint: TinyCheckpoint) -> None:
     v32, glm = load_spec(tiny_checkpoint("v32")), load_spec(tiny_checkpoint("glm"))
-    assert v32.index_group_of_layer == (0, 1, 2, 3)
+    assert v32.index_group_of_layer == (0, 1, 2)
     assert glm.index_group_of_layer == (0, 0, 1, 1)
     assert glm.layers_of_group == ((0, 1), (2, 3))
     assert glm.num_index_layers == 2
