@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,12 +15,17 @@ from tests.integration.preloaded import Preloaded
 
 
 @pytest.fixture(autouse=True, scope="package")
-def preloaded() -> Iterator[None]:
-    """Services are forked from a process that has imported what they import, but where there is a GPU."""
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Services are forked from a process that has imported what they import, but where there is a GPU.
+
+    The processes of a test run share it.
+    """
     if DEVICE != "cpu":
         yield
         return
-    with closing(Preloaded()) as preloaded, pytest.MonkeyPatch.context() as patch:
+    directory = tmp_path_factory.getbasetemp()
+    shared = directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory
+    with closing(Preloaded(shared)) as preloaded, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Service, "preloaded", preloaded)
         yield
 

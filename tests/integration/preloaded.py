@@ -1,10 +1,10 @@
 """Services without the seconds that an interpreter needs to import torch: forks of a process that has it.
 
 ``Preloaded`` is the side of the tests. ``python -m tests.integration.preloaded FD`` is the process, which has
-imported what services import. Each service is a fork of it that goes on as ``python -m MODULE ARGUMENTS``
-would, in a session, with output and an environment of its own. What a service starts by ``multiprocessing``,
-its engines and further fronts, is forked as well, and gets what a spawned child would get: the pickled
-process, no other descriptor, and no signal handler.
+imported what services import, and to which all processes of a test run connect. Each service is a fork of it
+that goes on as ``python -m MODULE ARGUMENTS`` would, in a session, with output and an environment of its own.
+What a service starts by ``multiprocessing``, its engines and further fronts, is forked as well, and gets what
+a spawned child would get: the pickled process, no other descriptor, and no signal handler.
 
 Forks share what differs between two interpreters, such as the seed of hashes. Therefore ``test_failures``
 starts one node of each kind by the command.
@@ -13,6 +13,7 @@ starts one node of each kind by the command.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import io
@@ -40,6 +41,8 @@ MODULES = (
     *("transformers.modeling_utils", "transformers.generation", "llguidance"),
 )
 MAX_ORDER_BYTES = 1 << 17
+CONNECT_TIMEOUT_SECS = 60.0
+"""Until a process to which nobody is connected ends."""
 
 
 class ForkedService:
@@ -77,25 +80,23 @@ class ForkedService:
 
 
 class Preloaded:
-    """The process that is forked, started by the first service. It ends when this object is closed."""
+    """A connection, made for the first service, to the process that is forked, which is started if need be.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket, self._its_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    That ends when the last connection is closed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """``directory``: exists. Those with the same share the process."""
+        self._directory = directory
+        self._socket: socket.socket | None = None
 
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: BinaryIO
     ) -> ForkedService:
-        if self._process is None:
-            descriptor = self._its_socket.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", NAME, str(descriptor)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[descriptor],
-                cwd=REPO,
-                env=environment,
-            )
-            self._its_socket.close()
+        if self._socket is None:
+            with open(self._directory / "preloaded.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._socket = self._connected() or self._started(environment)
         order = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
         reader, writer = os.pipe()
         try:
@@ -109,18 +110,47 @@ class Preloaded:
         return ForkedService(int(pid), told)
 
     def close(self) -> None:
-        self._socket.close()
-        self._its_socket.close()
-        if self._process is not None:
-            self._process.wait()
+        if self._socket is not None:
+            self._socket.close()
+
+    @property
+    def _address(self) -> str:
+        """In Linux's abstract namespace, where a name goes with the process that has it."""
+        return f"\0{self._directory}"
+
+    def _connected(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.suppress(ConnectionError):
+            connection.connect(self._address)
+            if connection.recv(1):  # nothing of one that is about to end
+                return connection
+        connection.close()
+        return None
+
+    def _started(self, environment: Mapping[str, str]) -> socket.socket:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._address)
+            listener.listen()
+            command = [sys.executable, "-m", NAME, str(listener.fileno())]
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                cwd=REPO,
+                env=environment,
+                check=True,
+            )
+        if (connection := self._connected()) is None:
+            raise RuntimeError("the preloaded process has ended; its output says why")
+        return connection
 
 
 # --- the process ---------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Fork a service for each order, until nobody can give any more."""
-    orders = socket.socket(fileno=int(sys.argv[1]))
+    """Fork a service for each order, until nobody is connected any more."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()
     for module in MODULES:
         importlib.import_module(module)
@@ -128,16 +158,30 @@ def main() -> None:
     assert len(threads) == 1, "a fork has none of the threads that an import started"
     gc.freeze()
     gc.enable()
+    if os.fork() != 0:
+        return  # who started it waits no longer
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of services
+    tests: list[socket.socket] = []
     while True:
-        order, descriptors, *_ = socket.recv_fds(orders, MAX_ORDER_BYTES, 2)
-        if not order:
+        readable, _, _ = select.select([listener, *tests], [], [], CONNECT_TIMEOUT_SECS)
+        for each in readable:
+            if each is listener:
+                tests.append(listener.accept()[0])
+                tests[-1].send(b"\n")
+                continue
+            order, descriptors, *_ = socket.recv_fds(each, MAX_ORDER_BYTES, 2)
+            if not order:
+                tests.remove(each)
+                each.close()
+            elif os.fork() == 0:
+                for ours in (listener, *tests):
+                    ours.close()
+                serve(json.loads(order), *descriptors)
+                return
+            else:
+                close_all(*descriptors)
+        if not tests:
             return
-        if os.fork() == 0:
-            orders.close()
-            serve(json.loads(order), *descriptors)
-            return
-        close_all(*descriptors)
 
 
 def serve(order: dict[str, Any], log: int, told: int) -> None:
