@@ -31,7 +31,6 @@ from tests.integration.harness import (
     decode_service,
     deployment,
     engine_pids,
-    is_idle,
     prefill_service,
     router_service,
     running,
@@ -378,7 +377,6 @@ def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
 
 ENDLESS = CASES["completions-penalized"][1] | {"max_tokens": 7000}
 """It takes longer than anything that a test does meanwhile."""
-MANY_TOKENS = CASES["completions-penalized"][1] | {"max_tokens": 250}
 
 
 def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) -> None:
@@ -400,27 +398,6 @@ def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) ->
 
 
 @pytest.mark.slow
-def test_a_node_that_is_started_later_has_the_streams_of_one_that_leaves(cut: Cut) -> None:
-    """Nobody else was there when they began."""
-    undisturbed = cut.said(COMPLETIONS, MANY_TOKENS)
-    node, other = cut.nodes.decode
-    other.kill()
-    wait_until(lambda: not cut.is_whole(), "the router finds the node dead")
-    before = cut.num_resumes("moved")
-    with reading(cut.nodes.url, COMPLETIONS, MANY_TOKENS) as stream:
-        stream.read(20)
-        node.signal_group(signal.SIGSTOP)  # so that the stream is not over before the other one is there
-        other.start()
-        other.wait_healthy()
-        node.signal_group(signal.SIGCONT)
-        httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
-        assert stream.said() == undisturbed
-    assert cut.num_resumes("moved") == before + 1
-    assert node.exit_status() == 0
-    cut.start_again(node)
-
-
-@pytest.mark.slow
 def test_a_prefill_node_and_a_decode_node_that_are_killed_at_once(cut: Cut, tmp_path: Path) -> None:
     """There is another one of each."""
     nodes = cut.nodes
@@ -437,45 +414,6 @@ def test_a_prefill_node_and_a_decode_node_that_are_killed_at_once(cut: Cut, tmp_
             replace(cut, nodes=Deployment([prefill, *nodes.prefill], nodes.decode, router)), decode, kill_both
         )
     cut.start_again(decode)
-
-
-@pytest.mark.slow
-def test_both_nodes_are_killed_one_after_the_other(cut: Cut) -> None:
-    """The stream goes on at the second one, and then at the first one, which is back."""
-    undisturbed = cut.said(COMPLETIONS, MANY_TOKENS)
-    before = cut.num_resumes("lost")
-    with reading(cut.nodes.url, COMPLETIONS, MANY_TOKENS) as stream:
-        stream.read(20)
-        first, second = cut.node_of(stream)
-        first.kill()
-        wait_until(lambda: cut.num_resumes("lost") == before + 1, "the stream goes on at the second node")
-        stream.read(20)
-        second.signal_group(signal.SIGSTOP)  # so that the stream is not over before the first one is back
-        first.start()
-        first.wait_healthy()
-        second.kill()
-        assert stream.said() == undisturbed
-    assert cut.num_resumes("lost") == before + 2
-    cut.start_again(second)
-
-
-@pytest.mark.slow
-def test_a_node_that_stands_still_is_lost_after_its_silence(cut: Cut, tmp_path: Path) -> None:
-    """What it says when it wakes up is not shown. This router waits for a shorter time than others do."""
-    nodes = cut.nodes
-    router = router_service(nodes.prefill, cut.proxies, tmp_path, ["--request-timeout-secs", "4"])
-    undisturbed = cut.said(COMPLETIONS, MANY_TOKENS)
-    with running([router]), reading(router.url, COMPLETIONS, MANY_TOKENS) as stream:
-        stream.read(20)
-        node, _ = cut.node_of(stream)
-        node.signal_group(signal.SIGSTOP)
-        try:
-            resumed = 'hisparse_pd:router_resumes_total{reason="lost"}'
-            wait_until(lambda: router.metrics().get(resumed), "the stream goes on at the other node")
-        finally:
-            node.signal_group(signal.SIGCONT)
-        assert stream.said() == undisturbed
-    wait_until(lambda: is_idle(node), "what woke up is given up")
 
 
 @pytest.mark.slow
