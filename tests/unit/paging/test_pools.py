@@ -30,7 +30,10 @@ def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
     before = pools.free
     with pytest.raises(PoolExhausted, match=r"room 2, device pool.*33 token slots needed, 32 of 64 free"):
         pools.reserve(Room(2), SlotCounts(host=5, device=33))
-    assert pools.free == before
+    for kind in PoolKind:
+        with pytest.raises(PoolExhausted):
+            pools.reserve(Room(2), SlotCounts(1, 1, 1, 1, 1, 1) + SlotCounts.of((kind,), before[kind]))
+        assert pools.free == before, kind
     pools.release(holding)
     assert pools.free == pools.totals
     with pytest.raises(PoolIntegrityError, match="released already"):
