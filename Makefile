@@ -84,7 +84,7 @@ serve: $(READY) $(MODEL)/config.json ## start a pair and a router, and stay
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-test-full: $(READY) ## what takes longer: the full oracle matrix, failures, transport faults; 11 minutes
+test-full: $(READY) ## what takes longer: the full oracle matrix, failures, transport faults; 9 minutes
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it

@@ -20,7 +20,7 @@ from tests.gpu.support import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may give misses other ones of their entries")
 
-NUM_HISTORIES = 20
+NUM_HISTORIES = 10
 NUM_STEPS = 15
 """So many ages of entries are told apart."""
 
