@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.I2]
 Slots = tuple[int, int, int, int]
 
 slots = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 1))
-pools = st.tuples(*[st.integers(0, 8)] * 4)
+pools = st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(1, 6), st.integers(1, 6))
 claims = st.builds(Claim, slots, st.lists(slots, min_size=1, max_size=2).map(tuple), st.none())
 
 
@@ -37,19 +37,29 @@ def ends(order: Sequence[Claim], landing: Sequence[Claim], available: Sequence[i
     return all(any(fits(way, available) for way in claim.ways) for claim in landing)
 
 
+def kept(free: Slots, running: Sequence[Claim]) -> Reserve:
+    """With all of ``running``, of which each one's place stands for its request: nothing looks at that."""
+    numbered = [(cast(Request, number), claim) for number, claim in enumerate(running)]
+    reserve = Reserve(SlotCounts(*free), numbered, {}, page_size=1)
+    for place in reserve.order:
+        reserve.keep(place.claim, place.available)
+    return reserve
+
+
+def rest_of(available: Slots, taken: Slots) -> Slots | None:
+    """None: there is not as much in the pools."""
+    rest = tuple(left - lost for left, lost in zip(available, taken, strict=True))
+    return cast(Slots, rest) if min(rest) >= 0 else None
+
+
 @given(pools, st.lists(claims, max_size=4), st.lists(claims, max_size=2), st.lists(slots, max_size=4))
 @settings(derandomize=True, max_examples=400)
 def test_what_may_be_given_away_leaves_everybody_a_way_to_end(
     free: Slots, running: list[Claim], landing: list[Claim], asked: list[Slots]
 ) -> None:
-    # A claim's place stands for its request, which nothing here looks at.
-    numbered = [(cast(Request, number), claim) for number, claim in enumerate(running)]
-    reserve = Reserve(SlotCounts(*free), numbered, {}, page_size=1)
-    for place in reserve.order:
-        reserve.keep(place.claim, place.available)
+    reserve = kept(free, running)
     for claim in landing:
         reserve.keep_landing(claim)
-
     order = [place.claim for place in reserve.order]
     assert Counter(order) == Counter(running)
     assert reserve.is_safe == any(ends(way, landing, free) for way in permutations(running))
@@ -57,31 +67,26 @@ def test_what_may_be_given_away_leaves_everybody_a_way_to_end(
         return
     left = free
     for need in asked:
-        rest = tuple(one - other for one, other in zip(left, need, strict=True))
-        if min(rest) < 0:
-            continue  # there is not as much in the pools
+        if (rest := rest_of(left, need)) is None:
+            continue
         assert reserve.allows(SlotCounts(*need)) == ends(order, landing, rest)
         if reserve.allows(SlotCounts(*need)):
             reserve.give(SlotCounts(*need))
-            left = cast(Slots, rest)
+            left = rest
 
 
 @given(pools, st.lists(claims, max_size=3), st.lists(claims, max_size=4))
-@settings(derandomize=True, max_examples=200)
+@settings(derandomize=True, max_examples=800)
 def test_whoever_is_admitted_can_end_as_well(free: Slots, running: list[Claim], asked: list[Claim]) -> None:
-    numbered = [(cast(Request, number), claim) for number, claim in enumerate(running)]
-    reserve = Reserve(SlotCounts(*free), numbered, {}, page_size=1)
-    for place in reserve.order:
-        reserve.keep(place.claim, place.available)
+    reserve = kept(free, running)
     if not reserve.is_safe:
         return
     order, landing, left = [place.claim for place in reserve.order], list[Claim](), free
     for claim in asked:
-        rest = tuple(one - other for one, other in zip(left, claim.owned, strict=True))
-        if min(rest) < 0:
+        if (rest := rest_of(left, claim.owned)) is None:
             continue
         assert reserve.allows_landing(claim) == ends(order, [*landing, claim], rest)
         if reserve.allows_landing(claim):
             reserve.give_landing(claim)
             landing.append(claim)
-            left = cast(Slots, rest)
+            left = rest
