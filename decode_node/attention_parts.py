@@ -13,13 +13,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from decode_node.hot_buffers import HotBuffers
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from kernels.attention import AttentionBackend
-from kernels.attention_backends import attention_beside
-from kernels.hot_state import StepRequests
-from kernels.miss_plan import MissPlan
-from kernels.swap_in import plan_misses, replay_misses
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.kernels.attention import AttentionBackend
+from hisparse_pd.kernels.attention_backends import attention_beside
+from hisparse_pd.kernels.hot_state import StepRequests
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.swap_in import plan_misses, replay_misses
 
 NUM_PARTS: Final = 2
 """Of a batch that is split. Four were as fast at 128 requests, and slower at 64."""

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import AttentionParts, MissCopies, Part
-from decode_node.hot_buffers import HotBuffers
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from kernels.hot_state import ABSENT, StepRequests
-from kernels.miss_plan import MissPlan
-from kernels.paged_indexer import paged_index_topk
-from kernels.row_check import store_row_checks
-from kernels.step_rows import place_rows
-from kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, Part
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.kernels.hot_state import ABSENT, StepRequests
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.paged_indexer import paged_index_topk
+from hisparse_pd.kernels.row_check import store_row_checks
+from hisparse_pd.kernels.step_rows import place_rows
+from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
 
 
 @dataclass
@@ -121,7 +121,7 @@ class DeviceStep:
         return self._rows.positions
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
-        """See ``hisparse_pd.model.attention.KvAccess``; so below."""
+        """See ``hisparse_pd.core.model.attention.KvAccess``; so below."""
         memory, rows, num_layers = self._memory, self._rows, self._spec.num_layers
         kv_layer = self._spec.kv_layer_of_layer[layer]
         if kv is not None:

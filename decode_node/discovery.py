@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from decode_node.request import PeerAddress
-from protocol.access import PeerList
-from protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
-from protocol.channels import ControlKeys
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
+from hisparse_pd.protocol.channels import ControlKeys
 
 LOOKUP_RETRY_SECS = 0.5
 _MAX_THREADS = 16

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decode_node.device_step import DeviceStep
-from hisparse_pd.model.attention import KvAccess
-from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.core.model.attention import KvAccess
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.decode_node.device_step import DeviceStep
 
 
 class SharedSelection:
@@ -27,7 +27,7 @@ class SharedSelection:
         """int32 [num_reqs, index_topk]: not positions but their device slots."""
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
-        """See ``hisparse_pd.model.attention.KvAccess``; so below."""
+        """See ``hisparse_pd.core.model.attention.KvAccess``; so below."""
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         return self.selected

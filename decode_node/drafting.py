@@ -6,8 +6,8 @@ tokens are those of steps without drafts, at any temperature.
 
 from __future__ import annotations
 
-from decode_node.request import Request
-from hisparse_pd.vocabulary import Mode
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.decode_node.request import Request
 
 NO_DRAFT = -1
 """In place of a draft: equal to no token that is drawn."""

@@ -17,25 +17,36 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import LiveRequests
-from decode_node.memory import DecodeMemory, num_host_bytes
-from decode_node.metrics import Metrics
-from decode_node.prefill_peers import PrefillPeers
-from decode_node.request import PeerAddress, RequestState, RunStage
-from decode_node.request_life import RequestLife
-from decode_node.runner import make_runner
-from decode_node.scrub import Scrubber
-from decode_node.sizing import (
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.process import parent_is_alive
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import RankPlace
+from hisparse_pd.core.grammar.compiler import Compiler
+from hisparse_pd.core.grammar.matcher import GrammarError
+from hisparse_pd.core.grammar.token_trie import TokenTrie
+from hisparse_pd.core.memory.device import DeviceMemory
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.pools import Pools
+from hisparse_pd.core.paging.prompt_keys import PromptKeys
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
+from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
+from hisparse_pd.decode_node.request import PeerAddress, RequestState, RunStage
+from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.runner import make_runner
+from hisparse_pd.decode_node.scrub import Scrubber
+from hisparse_pd.decode_node.sizing import (
     check_swap_in,
     drafts_without_room,
     make_limits,
     max_hot_capacity,
     size_device_pool,
 )
-from decode_node.step_line import StepLine
-from decode_node.step_masks import GrammarLate, ask_for_grammar, follow
-from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.decode_node.step_line import StepLine
+from hisparse_pd.decode_node.step_masks import GrammarLate, ask_for_grammar, follow
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import (
     Abort,
@@ -50,24 +61,13 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.engine.start import run_engine_process
-from hisparse_pd.grammar.compiler import Compiler
-from hisparse_pd.grammar.matcher import GrammarError
-from hisparse_pd.grammar.token_trie import TokenTrie
-from hisparse_pd.memory.device import DeviceMemory
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.pools import Pools
-from hisparse_pd.paging.prompt_keys import PromptKeys
-from hisparse_pd.process import parent_is_alive
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import RankPlace
-from protocol.access import PeerList
-from protocol.channels import Heartbeats, load_control_keys
-from protocol.polling import Poller, Wakeup
-from transfer.engine import TransferEngine
-from transfer.lane_host import LaneHost
-from transfer.listeners import guarded_listeners
-from transfer.transport import Transport
+from hisparse_pd.protocol.channels import Heartbeats, load_control_keys
+from hisparse_pd.protocol.polling import Poller, Wakeup
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.transfer.engine import TransferEngine
+from hisparse_pd.transfer.lane_host import LaneHost
+from hisparse_pd.transfer.listeners import guarded_listeners
+from hisparse_pd.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 

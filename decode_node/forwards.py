@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import AttentionParts, MissCopies
-from decode_node.device_step import DeviceStep
-from decode_node.draft_chain import draft_chain
-from decode_node.hot_buffers import HotBuffers
-from decode_node.micro_batches import MicroBatches
-from decode_node.split_choice import (
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies
+from hisparse_pd.decode_node.device_step import DeviceStep
+from hisparse_pd.decode_node.draft_chain import draft_chain
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.micro_batches import MicroBatches
+from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
     SPLITS,
     Secs,
@@ -32,9 +34,7 @@ from decode_node.split_choice import (
     fastest,
     time_by_turns,
 )
-from decode_node.step_buffers import DeviceRows, StepInputs
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.decode_node.step_buffers import DeviceRows, StepInputs
 
 log = logging.getLogger(__name__)
 UNTRIED = Split.PARTS

@@ -17,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_node.drafting import max_verifiable
-from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
-from decode_node.request import Request
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import Mode
-from kernels.hot_state import ABSENT, HotBufferState, ReadAt
-from kernels.miss_plan import MissPlan
-from kernels.row_check import WrongRow, check_in_place, void_row_checks, wrong_row
-from kernels.swap_in import RowStart, start_dense_row
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.drafting import max_verifiable
+from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.row_check import WrongRow, check_in_place, void_row_checks, wrong_row
+from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
 """Of a row that is filled, in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""

@@ -13,15 +13,15 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from decode_node.quarantine import Quarantine, Quarantined
-from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission, Exchange
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
+from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.scheduler import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prefix_tree import PrefixTree
-from hisparse_pd.vocabulary import HisparseFlag, Mode
-from protocol.messages import Room
+from hisparse_pd.protocol.messages import Room
 
 
 class DuplicateRoom(Exception):

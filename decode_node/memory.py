@@ -31,15 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.memory.host import HostPool, Pinning, allocate_host
-from hisparse_pd.memory.peer import ipc_handle
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.extents import extents_to_slots, slice_extents
-from hisparse_pd.paging.pools import SlotCounts
-from protocol.messages import ROW_CHECK_BYTES, Extent, Region, RegionKind, Room
-from transfer.aux_record import AuxLayout, AuxRecord
-from transfer.engine import TransferEngine
-from transfer.lane_host import SharedMemory
+from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
+from hisparse_pd.core.memory.peer import ipc_handle
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.protocol.messages import ROW_CHECK_BYTES, Extent, Region, RegionKind, Room
+from hisparse_pd.transfer.aux_record import AuxLayout, AuxRecord
+from hisparse_pd.transfer.engine import TransferEngine
+from hisparse_pd.transfer.lane_host import SharedMemory
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from decode_node.live_requests import LiveRequests
-from decode_node.request import RequestState, RunStage
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.request import RequestState, RunStage
 from hisparse_pd.engine.messages import EngineStats, PeerLane
-from hisparse_pd.paging.pools import TOKEN_POOLS, Stage
-from hisparse_pd.vocabulary import HisparseFlag, Mode
-from protocol.messages import DROP_REASONS
+from hisparse_pd.protocol.messages import DROP_REASONS
 
 ROW_KINDS = ("landing", "page-in", "newest", "scrub")
 """Of wrong rows: found when its request began or paged it in, that this node wrote, found where it lay."""

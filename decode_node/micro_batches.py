@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import NUM_PARTS, TAKEN_SMS, MissCopies
-from decode_node.device_step import DeviceStep, MicroBatchOrder
-from decode_node.hot_buffers import HotBuffers
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from kernels.miss_plan import MissPlan
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.decode_node.attention_parts import NUM_PARTS, TAKEN_SMS, MissCopies
+from hisparse_pd.decode_node.device_step import DeviceStep, MicroBatchOrder
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.kernels.miss_plan import MissPlan
 
 
 class MicroBatches:

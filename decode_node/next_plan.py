@@ -5,10 +5,10 @@ A queue that could not move is looked at again when something has changed, and c
 
 from __future__ import annotations
 
-from decode_node.live_requests import LiveRequests
-from decode_node.request import Request, RequestState
-from decode_node.scheduler import Limits, StepPlan, plan_step
-from hisparse_pd.paging.pools import SlotCounts
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.scheduler import Limits, StepPlan, plan_step
 
 
 class NextPlan:

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias, assert_never
 
-from decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
-from decode_node.request import PeerAddress
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
+from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import PeerLane
-from protocol.access import PeerList
-from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from protocol.channels import ControlAddressError, ControlClient, ControlKeys, Heartbeats
-from protocol.messages import (
+from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
+from hisparse_pd.protocol.channels import ControlAddressError, ControlClient, ControlKeys, Heartbeats
+from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     Geometry,
     Heartbeat,
@@ -40,8 +40,8 @@ from protocol.messages import (
     ToDecode,
     ToPrefill,
 )
-from protocol.polling import Poller, Wakeup
-from transfer.lane_host import LaneHost
+from hisparse_pd.protocol.polling import Poller, Wakeup
+from hisparse_pd.transfer.lane_host import LaneHost
 
 log = logging.getLogger(__name__)
 

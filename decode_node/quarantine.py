@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from decode_node.request import PeerAddress
-from hisparse_pd.paging.pools import Holding
-from protocol.messages import Room
+from hisparse_pd.core.paging.pools import Holding
+from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.protocol.messages import Room
 
 _NEVER = float("inf")
 

@@ -15,16 +15,16 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
+from hisparse_pd.core.grammar.matcher import Matcher
+from hisparse_pd.core.grammar.token_trie import Grammar
+from hisparse_pd.core.paging.extents import joined
+from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
+from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix
+from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.engine.messages import RequestStats, pack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
-from hisparse_pd.grammar.matcher import Matcher
-from hisparse_pd.grammar.token_trie import Grammar
-from hisparse_pd.paging.extents import joined
-from hisparse_pd.paging.pools import Holding, PoolKind, SlotCounts
-from hisparse_pd.paging.prefix_tree import Kinds, Prefix
-from hisparse_pd.paging.prompt_keys import PageKey, PromptKeys
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
-from protocol.messages import Extent, Room, RoomDone
+from hisparse_pd.protocol.messages import Extent, Room, RoomDone
 
 KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.HISPARSE: (PoolKind.HOST, PoolKind.INDEX),

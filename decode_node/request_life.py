@@ -17,10 +17,24 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import DuplicateRoom, LiveRequests
-from decode_node.metrics import Metrics
-from decode_node.prefill_peers import (
+from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.vocabulary import (
+    KV_ROW_CORRUPT,
+    PREFILL_NODE_FAILED,
+    FinishReason,
+    HisparseFlag,
+    Mode,
+    TokenLogprob,
+)
+from hisparse_pd.core.grammar.matcher import GrammarError
+from hisparse_pd.core.model.sampling import finish_reason
+from hisparse_pd.core.paging.extents import slice_extents
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prompt_keys import PromptKeys
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
+from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.prefill_peers import (
     InstanceGone,
     PeerEvent,
     PeerLost,
@@ -31,28 +45,14 @@ from decode_node.prefill_peers import (
     RoomMessage,
     WriterGone,
 )
-from decode_node.quarantine import Quarantined
-from decode_node.request import Request, RequestState
-from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
+from hisparse_pd.decode_node.quarantine import Quarantined
+from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
 from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.messages import FromEngine, Generate, RequestFailed, Tokens
-from hisparse_pd.grammar.matcher import GrammarError
-from hisparse_pd.model.sampling import finish_reason
-from hisparse_pd.paging.extents import slice_extents
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.paging.prompt_keys import PromptKeys
-from hisparse_pd.settings import HisparsePolicy
-from hisparse_pd.vocabulary import (
-    KV_ROW_CORRUPT,
-    PREFILL_NODE_FAILED,
-    FinishReason,
-    HisparseFlag,
-    Mode,
-    TokenLogprob,
-)
-from kernels.hot_state import ReadAt
-from kernels.row_check import WrongItem, WrongRow
-from protocol.messages import (
+from hisparse_pd.kernels.hot_state import ReadAt
+from hisparse_pd.kernels.row_check import WrongItem, WrongRow
+from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
     Bootstrap,
@@ -61,7 +61,7 @@ from protocol.messages import (
     RoomFailed,
     RoomQuiet,
 )
-from transfer.aux_record import AuxMismatch
+from hisparse_pd.transfer.aux_record import AuxMismatch
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from decode_node.request import KV_POOLS, Request
-from hisparse_pd.paging.pools import SlotCounts
-from hisparse_pd.paging.prefix_tree import Prefix, PrefixTree
-from hisparse_pd.vocabulary import Mode
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.decode_node.request import KV_POOLS, Request
 
 _ANY = 1 << 60
 """More slots than there are."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode_node.request import Request
-from hisparse_pd.model.token_counts import CountedRows, TokenCounts, to_device
+from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts, to_device
+from hisparse_pd.decode_node.request import Request
 
 
 class RowCounts:

@@ -17,21 +17,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import NUM_PARTS
-from decode_node.forwards import Forward, Forwards
-from decode_node.hot_buffers import HotBuffers
-from decode_node.request import Request
-from decode_node.row_counts import RowCounts
-from decode_node.step_buffers import DeviceRows, StepBuffers, StepInputs
-from decode_node.step_masks import has_grammar, masks_of
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import Mode, TokenLogprob
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.sampling import Sampled, enqueue_sample
+from hisparse_pd.core.model.token_counts import CountedRows, to_device
+from hisparse_pd.decode_node.attention_parts import NUM_PARTS
+from hisparse_pd.decode_node.forwards import Forward, Forwards
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.row_counts import RowCounts
+from hisparse_pd.decode_node.step_buffers import DeviceRows, StepBuffers, StepInputs
+from hisparse_pd.decode_node.step_masks import has_grammar, masks_of
 from hisparse_pd.engine.lockstep import NodeStep
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.sampling import Sampled, enqueue_sample
-from hisparse_pd.model.token_counts import CountedRows, to_device
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import Mode, TokenLogprob
-from kernels.hot_state import HotBufferError
+from hisparse_pd.kernels.hot_state import HotBufferError
 
 
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:

@@ -25,12 +25,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from decode_node.drafting import smallest_buffer
-from decode_node.request import KV_POOLS, Request
-from decode_node.reserve import Beginning, Beginnings, Claim, Place, Reserve, slots_of
-from hisparse_pd.paging.pools import SlotCounts, round_up
-from hisparse_pd.paging.prefix_tree import Prefix, PrefixTree
-from hisparse_pd.vocabulary import HisparseFlag, Mode
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import SlotCounts, round_up
+from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.decode_node.drafting import smallest_buffer
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.reserve import Beginning, Beginnings, Claim, Place, Reserve, slots_of
 
 MAX_LOOKED_AT = 256
 """Of the queue, in one step: only stuck slots let a request be passed over."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from decode_node.hot_buffers import HotBuffers
-from decode_node.request import Request
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.engine.held_rows import HeldRows
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.paging.prefix_tree import PrefixTree
-from hisparse_pd.vocabulary import Mode
-from kernels.row_check import WrongItem
+from hisparse_pd.kernels.row_check import WrongItem
 
 STEPS_BETWEEN: Final = 32
 

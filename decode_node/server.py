@@ -14,22 +14,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hisparse_pd.api.answering import streamed, whole_body
-from hisparse_pd.api.app import Front, Work, create_app
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.frame import Answer
-from hisparse_pd.api.models import json_response
-from hisparse_pd.api.node import run_front
-from hisparse_pd.api.output import Delta, SampleOutput
-from hisparse_pd.api.quarantine_routes import quarantine_routes
-from hisparse_pd.api.requests import grouped
-from hisparse_pd.api.schemas import ApiRequest
-from hisparse_pd.api.timing import Timeline
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import FinishReason, RankPlace
 from hisparse_pd.engine.messages import PrefillFinished, PromptScores, RequestFailed, Tokens
-from hisparse_pd.http.engine_link import ByPrefix, SampleGroup
-from hisparse_pd.http.http_errors import ApiError, RequestFailedError
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import FinishReason, RankPlace
+from hisparse_pd.serving.api.answering import streamed, whole_body
+from hisparse_pd.serving.api.app import Front, Work, create_app
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.api.models import json_response
+from hisparse_pd.serving.api.node import run_front
+from hisparse_pd.serving.api.output import Delta, SampleOutput
+from hisparse_pd.serving.api.quarantine_routes import quarantine_routes
+from hisparse_pd.serving.api.requests import grouped
+from hisparse_pd.serving.api.schemas import ApiRequest
+from hisparse_pd.serving.api.timing import Timeline
+from hisparse_pd.serving.http.engine_link import ByPrefix, SampleGroup
+from hisparse_pd.serving.http.http_errors import ApiError, RequestFailedError
 
 
 def run(settings: DecodeSettings) -> int:
@@ -52,7 +52,7 @@ def _apps(front: Front) -> tuple[Starlette, ...]:
 
 def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
-    from decode_node.engine import run_engine
+    from hisparse_pd.decode_node.engine import run_engine
 
     run_engine(settings, endpoints, place)
 

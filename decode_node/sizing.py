@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import NUM_PARTS
-from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
-from decode_node.scheduler import Limits
-from decode_node.split_choice import MIN_REQS
-from hisparse_pd.memory.device import DeviceMemory, PoolDemand
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.model.token_counts import TokenCounts
-from hisparse_pd.paging.pools import SlotCounts, round_up
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import StartError
-from kernels.gpu_sizes import check_swap_in_sizes
-from kernels.hot_state import HotBufferState
-from kernels.miss_plan import MissPlan
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.token_counts import TokenCounts
+from hisparse_pd.core.paging.pools import SlotCounts, round_up
+from hisparse_pd.decode_node.attention_parts import NUM_PARTS
+from hisparse_pd.decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
+from hisparse_pd.decode_node.scheduler import Limits
+from hisparse_pd.decode_node.split_choice import MIN_REQS
+from hisparse_pd.kernels.gpu_sizes import check_swap_in_sizes
+from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.miss_plan import MissPlan
 
 DEFAULT_BUFFER = 4096
 """Entries of a hot buffer when no number is given, unless drafts need more: the published hit rates are of

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import torch
 
-from decode_node.drafting import smallest_buffer
-from decode_node.hot_buffers import HotBuffers
-from decode_node.step_buffers import StepInputs
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.rank_group import RankGroup
-from kernels.hot_state import ABSENT
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.decode_node.drafting import smallest_buffer
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.step_buffers import StepInputs
+from hisparse_pd.kernels.hot_state import ABSENT
 
 
 class Split(Enum):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_node.drafting import NO_DRAFT
-from decode_node.request import Request
-from hisparse_pd.model.rank_group import RankGroup
+from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.decode_node.drafting import NO_DRAFT
+from hisparse_pd.decode_node.request import Request
 
 FROM_DEVICE = -1
 """In place of a newest token or a length: what the row's last step, which nobody has read, made of it."""

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_node.draft_choice import DraftChoice
-from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import LiveRequests
-from decode_node.next_plan import NextPlan
-from decode_node.request import Request, RequestState, RunStage
-from decode_node.request_life import RequestLife
-from decode_node.runner import DeviceRunner, Launched
-from decode_node.scrub import Scrubber
-from decode_node.step_masks import has_grammar
+from hisparse_pd.decode_node.draft_choice import DraftChoice
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.next_plan import NextPlan
+from hisparse_pd.decode_node.request import Request, RequestState, RunStage
+from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.runner import DeviceRunner, Launched
+from hisparse_pd.decode_node.scrub import Scrubber
+from hisparse_pd.decode_node.step_masks import has_grammar
 from hisparse_pd.engine.lockstep import Lockstep, NodeStep
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from decode_node.request import Request, RequestState
-from hisparse_pd.grammar.compiler import MAX_WAIT_SECS, Compiler
-from hisparse_pd.grammar.matcher import ALL_ALLOWED, fill_masks
+from hisparse_pd.core.grammar.compiler import MAX_WAIT_SECS, Compiler
+from hisparse_pd.core.grammar.matcher import ALL_ALLOWED, fill_masks
+from hisparse_pd.decode_node.request import Request, RequestState
 
 
 class GrammarLate(Exception):

@@ -2,7 +2,7 @@
 
 import sys
 
-from hisparse_pd.cli import main
+from hisparse_pd.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,9 +12,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from hisparse_pd.vocabulary import StartError
-from kernels.checks import check_tensor
-from kernels.kv_format import FP8_E4M3, KvFormat
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.kernels.checks import check_tensor
+from hisparse_pd.kernels.kv_format import FP8_E4M3, KvFormat
 
 _CPU_BLOCK_BYTES: Final = 8 << 20
 """Gathered rows that one block of queries holds at a time: small enough to stay in a CPU's cache."""

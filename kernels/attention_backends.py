@@ -6,8 +6,8 @@ from typing import Final
 
 import torch
 
-from kernels import flashmla
-from kernels.attention import (
+from hisparse_pd.kernels import flashmla
+from hisparse_pd.kernels.attention import (
     AUTO,
     BACKEND_NAMES,
     FLASHMLA_KV,
@@ -18,7 +18,7 @@ from kernels.attention import (
     AttentionBackendError,
     TorchAttention,
 )
-from kernels.kv_format import KvFormat
+from hisparse_pd.kernels.kv_format import KvFormat
 
 DECODE_SPLIT_SLOTS: Final = {FLASHMLA_SPARSE: 512, FLASHMLA_KV: 512, TRITON: 256}
 """Slots of a split of a query in decode steps, whatever the batch is: so a request's bits depend on it alone.
@@ -78,7 +78,7 @@ def _obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: i
         return f"it needs a CUDA device, not {device.type}"
     if name == TRITON:
         try:
-            from kernels import triton_attention
+            from hisparse_pd.kernels import triton_attention
         except ImportError as error:
             return f"triton cannot be imported ({error})"
         return triton_attention.obstacle(device, kv_format)
@@ -91,7 +91,7 @@ def _create(name: str, kv_format: KvFormat, reason: str, split_slots: int | None
     if split_slots is None:
         split_slots = DECODE_SPLIT_SLOTS[name]
     if name == TRITON:
-        from kernels.triton_attention import TritonAttention
+        from hisparse_pd.kernels.triton_attention import TritonAttention
 
         return TritonAttention(kv_format, reason, split_slots)
     return flashmla.create(name, kv_format, reason, split_slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.checks import check_tensor
+from hisparse_pd.kernels.checks import check_tensor
 
 
 def allowed_logits(logits: Tensor, masks: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def allowed_logits(logits: Tensor, masks: Tensor) -> Tensor:
     num_words = -(-vocab_size // 32)
     check_tensor("masks", masks, dtypes=(torch.int32,), shape=(num_rows, num_words), device=logits.device)
     if logits.is_cuda:
-        from kernels.triton_bit_masks import allow
+        from hisparse_pd.kernels.triton_bit_masks import allow
 
         return allow(logits, masks)
     shifts = torch.arange(32, dtype=torch.int32)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.fp8 import FP8_MAX
+from hisparse_pd.kernels.fp8 import FP8_MAX
 
 BLOCK: Final = 128
 DTYPE: Final = torch.float8_e4m3fn

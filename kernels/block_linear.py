@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from kernels.block_fp8 import BLOCK, dequantize
-from kernels.cuda_launch import HOPPER
-from kernels.fp8_rows import (
+from hisparse_pd.kernels.block_fp8 import BLOCK, dequantize
+from hisparse_pd.kernels.cuda_launch import HOPPER
+from hisparse_pd.kernels.fp8_rows import (
     ROW_MULTIPLE,
     Activations,
     Rounded,
@@ -29,8 +29,8 @@ from kernels.fp8_rows import (
     round_rows,
     row_multiple,
 )
-from kernels.norms import add_parts
-from kernels.row_math import linear
+from hisparse_pd.kernels.norms import add_parts
+from hisparse_pd.kernels.row_math import linear
 
 COLUMN_BLOCKS: Final = 4
 """A matrix has a multiple of so many blocks in a row: ``scaled_mm`` wants as many scales."""
@@ -58,7 +58,7 @@ def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tenso
     if values.device.type == "cpu":
         matrix = dequantize(values, scales, torch.float32)
         return linear(dequantize_rows(x.values, x.scales), matrix)[None, :num_tokens].to(dtype)
-    from kernels.triton_linear import linear_parts, num_parts
+    from hisparse_pd.kernels.triton_linear import linear_parts, num_parts
 
     if are_few(num_tokens, values.device) or num_parts(values) > 1:
         return linear_parts(x.values, num_tokens, values, x.scales, scales)
@@ -80,7 +80,7 @@ def dense_product(x: Tensor, matrix: Tensor) -> Tensor:
     ``x``: [num_tokens, columns], rows contiguous; ``matrix``: [rows, columns], rows side by side.
     """
     if matrix.dtype == x.dtype == torch.bfloat16 and x.is_cuda and len(x):
-        from kernels.triton_linear import linear_parts, num_parts
+        from hisparse_pd.kernels.triton_linear import linear_parts, num_parts
 
         if are_few(len(x), x.device) or num_parts(matrix) > 1:
             return linear_parts(x, len(x), matrix)

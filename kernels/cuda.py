@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError, check_range, check_tensor
-from kernels.cuda_launch import (
+from hisparse_pd.kernels.checks import KernelArgumentError, check_range, check_tensor
+from hisparse_pd.kernels.cuda_launch import (
     HOPPER,
     cupy_module,
     launch,
@@ -32,9 +32,9 @@ from kernels.cuda_launch import (
     num_multiprocessors,
     translation_unit,
 )
-from kernels.hot_state import HotBufferState, ReadAt, StepRequests
-from kernels.miss_plan import MissPlan
-from kernels.reference import Pools, WarmUp
+from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt, StepRequests
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.reference import Pools, WarmUp
 
 MAIN_SOURCE = "swap_in.cu"
 

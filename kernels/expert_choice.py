@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.norms import add_parts
-from kernels.row_math import linear, sigmoid
-from kernels.selection import ranked_topk
+from hisparse_pd.kernels.norms import add_parts
+from hisparse_pd.kernels.row_math import linear, sigmoid
+from hisparse_pd.kernels.selection import ranked_topk
 
 
 def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
     row's sum over all parts depends on the row alone.
     """
     if x.device.type == "cuda":
-        from kernels.triton_routing import narrow_parts
+        from hisparse_pd.kernels.triton_routing import narrow_parts
 
         return narrow_parts(x, matrix)
     return linear(x.float(), matrix.float())[None]
@@ -52,7 +52,7 @@ class ExpertChoice:
         ``logits``: float32 [parts, num_tokens, num_experts].
         """
         if logits.device.type == "cuda":
-            from kernels.triton_routing import choose_triton
+            from hisparse_pd.kernels.triton_routing import choose_triton
 
             return choose_triton(
                 logits,

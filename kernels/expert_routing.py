@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import dequantize
+from hisparse_pd.kernels.block_fp8 import dequantize
 
 TILE_ROWS: Final = (16, 32, 64)
 FEW_TILE_ROWS: Final = 64
@@ -48,7 +48,7 @@ class ExpertMatrices:
 def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
     """Whether activations are rounded to fp8: bfloat16 ones on a GPU are, where weights are in fp8.
 
-    float32 and a CPU are for exact products (``hisparse_pd.model.loader.keeps_fp8``).
+    float32 and a CPU are for exact products (``hisparse_pd.core.model.loader.keeps_fp8``).
     """
     return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
 
@@ -102,7 +102,7 @@ class Routing:
         num_tiles = most_tiles(num_rows, num_experts, tile_rows)
         of_rows = weights.float().flatten()
         if expert_ids.device.type == "cuda" and 0 < num_rows <= FEW_ROWS:
-            from kernels.triton_routing import plan_triton
+            from hisparse_pd.kernels.triton_routing import plan_triton
 
             tables = plan_triton(expert_ids.contiguous(), num_experts, tile_rows, num_tiles)
             return cls(*tables, of_rows, top_k, tile_rows, is_rounded)

@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.block_linear import block_linear
-from kernels.expert_routing import ExpertMatrices, Routing
-from kernels.fp8_rows import Rounded
-from kernels.row_math import linear, silu
+from hisparse_pd.kernels.block_linear import block_linear
+from hisparse_pd.kernels.expert_routing import ExpertMatrices, Routing
+from hisparse_pd.kernels.fp8_rows import Rounded
+from hisparse_pd.kernels.row_math import linear, silu
 
 
 def run_experts(
@@ -35,7 +35,7 @@ def run_experts(
     are not among these, unless it is said that ``routing`` never ``has_others``.
     """
     if hidden.device.type == "cuda":
-        from kernels.triton_experts import run_experts_triton
+        from hisparse_pd.kernels.triton_experts import run_experts_triton
 
         return run_experts_triton(
             hidden, routing, gate_up, down, first_expert, rounded, has_others=has_others

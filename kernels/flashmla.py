@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kernels.attention import FLASHMLA_KV, FLASHMLA_SPARSE, AttentionBackend, check_attend
-from kernels.cuda_launch import num_multiprocessors
-from kernels.kv_format import BFLOAT16, FP8_E4M3, KvFormat
+from hisparse_pd.kernels.attention import FLASHMLA_KV, FLASHMLA_SPARSE, AttentionBackend, check_attend
+from hisparse_pd.kernels.cuda_launch import num_multiprocessors
+from hisparse_pd.kernels.kv_format import BFLOAT16, FP8_E4M3, KvFormat
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class FlashMlaSparseAttention:
         if num_splits == 1:
             result: Tensor = results.to(q.dtype)
             return result
-        from kernels.triton_attention import combine
+        from hisparse_pd.kernels.triton_attention import combine
 
         return combine(
             results.view(num_tokens, num_splits, num_heads, -1),
@@ -187,7 +187,7 @@ class FlashMlaKvAttention:
         if num_splits == 1:
             out.copy_(results[:, 0])
             return
-        from kernels.triton_attention import LOG2_E, combine
+        from hisparse_pd.kernels.triton_attention import LOG2_E, combine
 
         combine(results, log_sums.transpose(1, 2), out, LOG2_E)
 

@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
-from kernels.fp8 import FP8_MAX, next_power_of_two
-from kernels.row_math import silu
+from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.fp8 import FP8_MAX, next_power_of_two
+from hisparse_pd.kernels.row_math import silu
 
 FEW_ROWS: Final = 64
 """Up to so many on a GPU have products by kernels of their own, with the bits of those of many."""
@@ -78,7 +78,7 @@ def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> t
     """
     num_rows = -(-len(x) // row_multiple) * row_multiple
     if x.device.type == "cuda":
-        from kernels.triton_fp8 import quantize_rows_triton
+        from hisparse_pd.kernels.triton_fp8 import quantize_rows_triton
 
         return quantize_rows_triton(x, num_rows, ue8m0=ue8m0)
     blocks = -(-x.shape[1] // BLOCK)
@@ -98,7 +98,7 @@ def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = Fals
     ``gate_up``: [parts, rows, 2 * columns], to be added up in the parts' order, rows contiguous.
     """
     if gate_up.device.type == "cuda":
-        from kernels.triton_fp8 import quantize_gated_triton
+        from hisparse_pd.kernels.triton_fp8 import quantize_gated_triton
 
         num_rows = -(-gate_up.shape[1] // row_multiple) * row_multiple
         return quantize_gated_triton(gate_up, num_rows, ue8m0=ue8m0)
@@ -112,7 +112,7 @@ def gated_rows(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     ``gate_up``: as of ``quantize_gated``.
     """
     if gate_up.device.type == "cuda":
-        from kernels.triton_fp8 import gated_rows_triton
+        from hisparse_pd.kernels.triton_fp8 import gated_rows_triton
 
         return gated_rows_triton(gate_up, dtype)
     gate, up = gate_up[0].float().chunk(2, dim=-1)

@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.cuda_launch import HOPPER, num_multiprocessors
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.cuda_launch import HOPPER, num_multiprocessors
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 HALF: Final = 64
 """Tokens of a group of warps, half of a tile's."""

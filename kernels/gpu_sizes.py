@@ -6,10 +6,16 @@ and dimensions of attention (a backend that cannot take them is passed over, ``k
 
 from __future__ import annotations
 
-from hisparse_pd.vocabulary import StartError
-from kernels.cuda import MAX_CAPACITY, MAX_POSITIONS, MAX_SELECTED
-from kernels.cuda import MAX_TOP_K as MAX_SWAP_IN_TOP_K
-from kernels.paged_indexer import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS_OF_A_BLOCK, MAX_TOP_K
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.kernels.cuda import MAX_CAPACITY, MAX_POSITIONS, MAX_SELECTED
+from hisparse_pd.kernels.cuda import MAX_TOP_K as MAX_SWAP_IN_TOP_K
+from hisparse_pd.kernels.paged_indexer import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_TOKENS_OF_A_BLOCK,
+    MAX_TOP_K,
+)
 
 
 def check_indexer_sizes(*, num_heads: int, head_dim: int, top_k: int, context_length: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.checks import KernelArgumentError
 
 
 def takes_dim(dim: int) -> bool:

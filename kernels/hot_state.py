@@ -41,7 +41,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
+from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 
 INTEGERS = (torch.int32, torch.int64)
 

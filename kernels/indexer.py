@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.checks import check_at_least, check_tensor
-from kernels.row_math import sum_heads
-from kernels.selection import select_topk
+from hisparse_pd.kernels.checks import check_at_least, check_tensor
+from hisparse_pd.kernels.row_math import sum_heads
+from hisparse_pd.kernels.selection import select_topk
 
 BLOCK_BYTES = 4 << 20
 """Per-head scores that one block of queries holds at a time: small enough to stay in a CPU's cache."""

@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from kernels import flashmla
-from kernels.attention import TORCH, AttentionBackend
+from hisparse_pd.kernels import flashmla
+from hisparse_pd.kernels.attention import TORCH, AttentionBackend
 
 
 def kernels_in_use(device: torch.device, attention: AttentionBackend, *, has_fp8_matrices: bool) -> str:

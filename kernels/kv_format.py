@@ -15,8 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError, check_at_least, check_tensor
-from kernels.fp8 import FP8_CAPABILITY, FP8_MAX, next_power_of_two
+from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_tensor
+from hisparse_pd.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, next_power_of_two
 
 FLOAT32: Final = "float32"
 BFLOAT16: Final = "bfloat16"
@@ -196,7 +196,7 @@ def _store(
 def _store_kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int, int], None] | None:
     """What does all of ``_store`` in one launch, where triton is installed and the GPU knows fp8."""
     try:
-        from kernels.triton_kv_format import store
+        from hisparse_pd.kernels.triton_kv_format import store
     except ImportError:
         return None
     return store if torch.cuda.get_device_capability(device) >= FP8_CAPABILITY else None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.fp8_rows import Activations
-from kernels.rope import rotate
-from kernels.row_math import linear
+from hisparse_pd.kernels.fp8_rows import Activations
+from hisparse_pd.kernels.rope import rotate
+from hisparse_pd.kernels.row_math import linear
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, each float32 [num_tokens, rope_dim / 2]."""

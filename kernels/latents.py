@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK
-from kernels.fp8_rows import Activations, Rounding, are_few, round_rows
-from kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
-from kernels.norms import add_parts
-from kernels.rope import rotate
-from kernels.row_math import matmul_heads, sigmoid
+from hisparse_pd.kernels.block_fp8 import BLOCK
+from hisparse_pd.kernels.fp8_rows import Activations, Rounding, are_few, round_rows
+from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
+from hisparse_pd.kernels.norms import add_parts
+from hisparse_pd.kernels.rope import rotate
+from hisparse_pd.kernels.row_math import matmul_heads, sigmoid
 
 
 def finish_latents(
@@ -37,7 +37,7 @@ def finish_latents(
     """
     dtype = norms.dtype
     if rotation[0].device.type == "cuda":
-        from kernels.triton_latents import finish_latents_triton
+        from hisparse_pd.kernels.triton_latents import finish_latents_triton
 
         return finish_latents_triton(
             q_a, kv_a, norms, rotation, rounding, index_keys, vectors, head_weights, keeps_raw=keeps_raw
@@ -72,7 +72,7 @@ def latent_queries(q: Tensor, key_up: Tensor, rotation: Rotation) -> Tensor:
     rope_dim = q.shape[3] - nope_dim
     out = torch.empty((num_tokens, heads, latent_dim + rope_dim), dtype=key_up.dtype, device=q.device)
     if are_few(num_tokens, q.device) and key_up.dtype == torch.bfloat16:
-        from kernels.triton_heads import latent_queries_triton
+        from hisparse_pd.kernels.triton_heads import latent_queries_triton
 
         latent_queries_triton(q, key_up, *rotation, out)
         return out
@@ -86,7 +86,7 @@ def index_queries(queries: Tensor, vectors: IndexVectors, rotation: Rotation, dt
     """[num_tokens, heads, dim] of ``queries`` [parts, num_tokens, heads * dim]."""
     dim = len(vectors.key_weight)
     if queries.device.type == "cuda":
-        from kernels.triton_heads import index_queries_triton
+        from hisparse_pd.kernels.triton_heads import index_queries_triton
 
         return index_queries_triton(queries, dim, vectors, rotation, dtype)
     by_head = add_parts(queries).to(dtype).view(queries.shape[1], -1, dim)
@@ -103,7 +103,7 @@ def lift_values(
     """
     num_tokens, (heads, _, value_dim) = len(attended), value_up.shape
     if value_up.dtype == torch.bfloat16 and are_few(num_tokens, attended.device):
-        from kernels.triton_heads import lift_values_triton
+        from hisparse_pd.kernels.triton_heads import lift_values_triton
 
         if rounding is None or value_dim % BLOCK == 0:
             return lift_values_triton(attended, value_up, gate, rounding)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.fp8_rows import Activations, Rounding, round_rows
-from kernels.row_math import linear, sigmoid, silu
+from hisparse_pd.kernels.fp8_rows import Activations, Rounding, round_rows
+from hisparse_pd.kernels.row_math import linear, sigmoid, silu
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def add_norm(
     """
     tokens_of = added[0][0] if hidden is None else hidden
     if tokens_of.device.type == "cuda":
-        from kernels.triton_norms import add_norm_triton
+        from hisparse_pd.kernels.triton_norms import add_norm_triton
 
         matrices = None if gate is None else (gate.down, gate.up.t())
         return add_norm_triton(hidden, added, weight, eps, rounding, matrices)

@@ -16,10 +16,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
-from kernels.indexer import BLOCK_BYTES, gather_pages, index_topk, weigh
-from kernels.kv_format import IndexKeyFormat
-from kernels.selection import ABSENT, select_topk
+from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
+from hisparse_pd.kernels.indexer import BLOCK_BYTES, gather_pages, index_topk, weigh
+from hisparse_pd.kernels.kv_format import IndexKeyFormat
+from hisparse_pd.kernels.selection import ABSENT, select_topk
 
 MAX_TOP_K = 4096
 MAX_HEADS = 128
@@ -131,8 +131,8 @@ def paged_index_topk(
         )  # fmt: skip
     out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
 
-    from kernels.topk import select
-    from kernels.triton_indexer import write_logits
+    from hisparse_pd.kernels.topk import select
+    from hisparse_pd.kernels.triton_indexer import write_logits
 
     if scratch is None:
         max_context = min(max_len, MAX_CONTEXT)

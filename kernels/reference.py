@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import (
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import (
     ABSENT,
     EVICTIONS,
     HITS,
@@ -28,7 +28,7 @@ from kernels.hot_state import (
     StepRequests,
     ring_entries,
 )
-from kernels.reference_check import reference_checks
+from hisparse_pd.kernels.reference_check import reference_checks
 
 Pools: TypeAlias = tuple[Tensor, Tensor]
 """Host and device, uint8 [num_layers, num_slots, item_bytes], contiguous."""

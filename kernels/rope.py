@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError, check_tensor
+from hisparse_pd.kernels.checks import KernelArgumentError, check_tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -83,7 +83,7 @@ def _refuse(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 def _kernel() -> Callable[[Tensor, Tensor, Tensor, bool, Tensor], None] | None:
     """All of it in one launch, where triton is installed."""
     try:
-        from kernels import triton_rope
+        from hisparse_pd.kernels import triton_rope
     except ImportError:
         return None
     return triton_rope.rotate

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.checks import check_range, check_tensor
-from kernels.hot_state import HotBufferError, HotBufferState, ReadAt, WrongRowField
-from kernels.reference_check import reference_checks
+from hisparse_pd.kernels.checks import check_range, check_tensor
+from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt, WrongRowField
+from hisparse_pd.kernels.reference_check import reference_checks
 
 
 class WrongItem(NamedTuple):
@@ -168,7 +168,7 @@ def _compute(
     if slots.shape[0] == 0:
         return
     if device.type == "cuda":
-        from kernels import cuda
+        from hisparse_pd.kernels import cuda
 
         cuda.row_checks(pool, slots, positions, first_layer, out, out_slots)
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.hot_state import ABSENT
+from hisparse_pd.kernels.hot_state import ABSENT
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def place_rows(
     """
     num_reqs, rows_each = seq_lens.shape[0], num_new - first_row
     if seq_lens.device.type == "cuda":
-        from kernels import triton_step_rows
+        from hisparse_pd.kernels import triton_step_rows
 
         rows = seq_lens.new_empty((5, num_reqs * rows_each))
         triton_step_rows.place_rows(
@@ -82,7 +82,7 @@ def slots_of(page_table: Tensor, page_size: int, table_rows: Tensor, positions: 
     device; nothing synchronises.
     """
     if positions.device.type == "cuda":
-        from kernels import triton_step_rows
+        from hisparse_pd.kernels import triton_step_rows
 
         out = torch.empty_like(positions)
         triton_step_rows.slots_of(page_table, page_size, table_rows, positions, out)

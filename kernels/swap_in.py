@@ -21,10 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels import reference
-from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
-from kernels.hot_state import INTEGERS, MAX_LOOKUP_SLOTS, HotBufferState, ReadAt, StepRequests, check_page_ids
-from kernels.miss_plan import MissPlan
+from hisparse_pd.kernels import reference
+from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
+from hisparse_pd.kernels.hot_state import (
+    INTEGERS,
+    MAX_LOOKUP_SLOTS,
+    HotBufferState,
+    ReadAt,
+    StepRequests,
+    check_page_ids,
+)
+from hisparse_pd.kernels.miss_plan import MissPlan
 
 
 class KernelUnavailableError(RuntimeError):
@@ -316,7 +323,7 @@ def _cuda_kernels(name: str, device: torch.device) -> ModuleType | None:
     if device.type == "cpu":
         return None
     if device.type == "cuda":
-        from kernels import cuda
+        from hisparse_pd.kernels import cuda
 
         return cuda
     raise KernelUnavailableError(

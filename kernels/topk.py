@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cuda_launch import (
+from hisparse_pd.kernels.cuda_launch import (
     HOPPER,
     cupy_module,
     launch,

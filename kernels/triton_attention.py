@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from kernels.attention import TRITON, check_attend
-from kernels.fp8 import FP8_CAPABILITY
-from kernels.kv_format import FLOAT32, FP8_E4M3, SCALE_TILE, KvFormat
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.attention import TRITON, check_attend
+from hisparse_pd.kernels.fp8 import FP8_CAPABILITY
+from hisparse_pd.kernels.kv_format import FLOAT32, FP8_E4M3, SCALE_TILE, KvFormat
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 LOG2_E: Final = 1.4426950408889634
 SMALLEST_DOT: Final = 16

@@ -20,11 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK
-from kernels.block_fp8 import DTYPE as FP8
-from kernels.expert_routing import FEW_TILE_ROWS, MANY_TILE_ROWS, ExpertMatrices, Routing, most_tiles
-from kernels.fp8_rows import Rounded, quantize_gated, quantize_rows
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.block_fp8 import BLOCK
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.expert_routing import (
+    FEW_TILE_ROWS,
+    MANY_TILE_ROWS,
+    ExpertMatrices,
+    Routing,
+    most_tiles,
+)
+from hisparse_pd.kernels.fp8_rows import Rounded, quantize_gated, quantize_rows
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
-from kernels.fp8 import FP8_MAX
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.fp8 import FP8_MAX
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 MOST_PER_PROGRAM = 4
 """Rows and blocks that a program takes; one of each of few rows, whose numbers may come in many parts."""

@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
-from kernels.fp8 import FP8_MAX
-from kernels.fp8_rows import Activations, Rounded, Rounding
-from kernels.latent_vectors import IndexVectors, Rotation
-from kernels.triton_fp8 import round_blocks, sum_parts
-from kernels.triton_latents import rotated
-from kernels.triton_launch import begin, launch_options, prefetch
+from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.fp8 import FP8_MAX
+from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding
+from hisparse_pd.kernels.latent_vectors import IndexVectors, Rotation
+from hisparse_pd.kernels.triton_fp8 import round_blocks, sum_parts
+from hisparse_pd.kernels.triton_latents import rotated
+from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
 TILE_TOKENS = (16, 32, 64)
 ROWS_OF_ROPE = 16

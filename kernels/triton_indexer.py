@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.cuda_launch import num_multiprocessors
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.cuda_launch import num_multiprocessors
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 PROGRAMS_PER_SM = 8
 """Programs that share the work of few queries: more than run at once, so that unequal lengths even out."""

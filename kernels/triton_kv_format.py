@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.fp8 import FP8_MAX
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.fp8 import FP8_MAX
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
 def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int) -> None:

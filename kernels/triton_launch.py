@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from kernels.cuda_launch import HOPPER
+from hisparse_pd.kernels.cuda_launch import HOPPER
 
 
 @functools.cache

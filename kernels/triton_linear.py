@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import gluon_linear
-from kernels.block_fp8 import BLOCK
-from kernels.fp8_rows import FEW_ROWS
-from kernels.triton_launch import begin, launch_options, prefetch
+from hisparse_pd.kernels import gluon_linear
+from hisparse_pd.kernels.block_fp8 import BLOCK
+from hisparse_pd.kernels.fp8_rows import FEW_ROWS
+from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
 ENOUGH_PROGRAMS: Final = 256
 MOST_PARTS: Final = 8

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
-from kernels.cuda_launch import num_multiprocessors
-from kernels.fp8 import FP8_MAX
-from kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
-from kernels.triton_fp8 import round_blocks, sum_parts
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.cuda_launch import num_multiprocessors
+from hisparse_pd.kernels.fp8 import FP8_MAX
+from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
+from hisparse_pd.kernels.triton_fp8 import round_blocks, sum_parts
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 GATE_NUMBERS = 1 << 15
 """Of a gate's matrix that a program multiplies at a time: what its registers hold."""

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_fp8 import sum_parts
-from kernels.triton_launch import begin, launch_options, prefetch
+from hisparse_pd.kernels.triton_fp8 import sum_parts
+from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
 PART_BYTES: Final = 1024
 """Of a matrix' row, of which a program of ``narrow_parts`` takes a part; half of it where that makes few."""

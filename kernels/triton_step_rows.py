@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_launch import begin, launch_options
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 BLOCK = 128
 MOST_POSITIONS = 1024

@@ -16,22 +16,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hisparse_pd.base.vocabulary import SamplingParams, TokenLogprob
+from hisparse_pd.core.grammar.matcher import ALL_ALLOWED
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.prompt_scores import ScoredRows, score_rows
+from hisparse_pd.core.model.sampling import sample
+from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts
 from hisparse_pd.engine.messages import Generate, PromptScores, WantedScores, score_dtype
-from hisparse_pd.grammar.matcher import ALL_ALLOWED
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.prompt_scores import ScoredRows, score_rows
-from hisparse_pd.model.sampling import sample
-from hisparse_pd.model.token_counts import CountedRows, TokenCounts
-from hisparse_pd.vocabulary import SamplingParams, TokenLogprob
-from kernels.bit_masks import allowed_logits
-from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord, RoomState
-from prefill_node.scheduler import Chunk
-from prefill_node.short_forwards import ShortForwards
-from protocol.messages import Room
-from transfer.sender import Ready
+from hisparse_pd.kernels.bit_masks import allowed_logits
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.prefill_node.short_forwards import ShortForwards
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.transfer.sender import Ready
 
 _SCRATCH_BYTES = 512 << 20
 """Logits of the indexer on a GPU that a forward holds at a time at most."""

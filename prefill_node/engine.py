@@ -18,8 +18,19 @@ from typing import assert_never
 import msgspec
 import torch
 
-from hisparse_pd import process
-from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.base import process
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.vocabulary import FinishReason, RankPlace, StartError
+from hisparse_pd.core.grammar.compiler import Compiler
+from hisparse_pd.core.grammar.token_trie import TokenTrie
+from hisparse_pd.core.memory.device import DeviceMemory
+from hisparse_pd.core.memory.peer import GpuWriter
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.sampling import finish_reason
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.engine.held_rows import HeldRows
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import (
@@ -40,27 +51,16 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.engine.start import run_engine_process
-from hisparse_pd.grammar.compiler import Compiler
-from hisparse_pd.grammar.token_trie import TokenTrie
-from hisparse_pd.memory.device import DeviceMemory
-from hisparse_pd.memory.peer import GpuWriter
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.sampling import finish_reason
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.pools import PoolKind, Stage
-from hisparse_pd.settings import PrefillSettings
-from hisparse_pd.vocabulary import FinishReason, RankPlace, StartError
-from prefill_node.compute import FirstToken, PromptRunner
-from prefill_node.memory import PrefillMemory, num_host_bytes
-from prefill_node.push import Pusher, groups_of
-from prefill_node.registrations import Peer, Registrations
-from prefill_node.room_life import RoomLife
-from prefill_node.rooms import RoomRecord, RoomState
-from prefill_node.scheduler import Chunk, StepLimits, plan_step
-from prefill_node.sizing import size_kv_pool
-from protocol.access import PeerList
-from protocol.channels import ControlServer, Heartbeats, load_control_keys
-from protocol.messages import (
+from hisparse_pd.prefill_node.compute import FirstToken, PromptRunner
+from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
+from hisparse_pd.prefill_node.push import Pusher, groups_of
+from hisparse_pd.prefill_node.registrations import Peer, Registrations
+from hisparse_pd.prefill_node.room_life import RoomLife
+from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
+from hisparse_pd.prefill_node.sizing import size_kv_pool
+from hisparse_pd.protocol.channels import ControlServer, Heartbeats, load_control_keys
+from hisparse_pd.protocol.messages import (
     DROP_REASONS,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
@@ -74,13 +74,13 @@ from protocol.messages import (
     ToDecode,
     ToPrefill,
 )
-from protocol.polling import Poller, Wakeup
-from protocol.seldom import Seldom
-from transfer.engine import TransferEngine
-from transfer.lane import Lane, Lanes
-from transfer.listeners import guarded_listeners
-from transfer.sender import Sender
-from transfer.transport import Transport
+from hisparse_pd.protocol.polling import Poller, Wakeup
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.transfer.engine import TransferEngine
+from hisparse_pd.transfer.lane import Lane, Lanes
+from hisparse_pd.transfer.listeners import guarded_listeners
+from hisparse_pd.transfer.sender import Sender
+from hisparse_pd.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 

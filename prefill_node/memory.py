@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.extents import SlotArray
-from hisparse_pd.vocabulary import TokenLogprob
-from kernels.row_check import WrongItem, void_row_checks, wrong_items
-from prefill_node.push import SourceRegions
-from transfer.aux_record import AuxLayout
-from transfer.engine import TransferEngine
-from transfer.plan import RegionView
+from hisparse_pd.base.vocabulary import TokenLogprob
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.extents import SlotArray
+from hisparse_pd.kernels.row_check import WrongItem, void_row_checks, wrong_items
+from hisparse_pd.prefill_node.push import SourceRegions
+from hisparse_pd.transfer.aux_record import AuxLayout
+from hisparse_pd.transfer.engine import TransferEngine
+from hisparse_pd.transfer.plan import RegionView
 
 log = logging.getLogger(__name__)
 

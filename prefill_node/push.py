@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hisparse_pd.paging.extents import expand_pages, extents_to_slots, slice_extents
-from prefill_node.registrations import Peer, kv_region_of
-from prefill_node.rooms import RoomRecord
-from protocol.messages import Bootstrap, RegionKind
-from transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
-from transfer.sender import Ready, Sender, WriteBatch
+from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots, slice_extents
+from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
+from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.protocol.messages import Bootstrap, RegionKind
+from hisparse_pd.transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
+from hisparse_pd.transfer.sender import Ready, Sender, WriteBatch
 
 MIN_BATCH_BYTES = 256 << 10
 """A batch costs the forward's thread 30 us and the sender's more, in which TCP moves about as many bytes."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.access import PeerList, is_host
-from protocol.messages import (
+from hisparse_pd.base.access import PeerList, is_host
+from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     ROW_CHECK_BYTES,
     Bootstrap,
@@ -23,8 +23,8 @@ from protocol.messages import (
     RegionKind,
     Register,
 )
-from transfer.aux_record import AuxLayout
-from transfer.plan import RegionView
+from hisparse_pd.transfer.aux_record import AuxLayout
+from hisparse_pd.transfer.plan import RegionView
 
 
 @dataclass(eq=False, slots=True)

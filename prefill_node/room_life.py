@@ -18,6 +18,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hisparse_pd.base.vocabulary import DECODE_NODE_FAILED, KV_ROW_CORRUPT, Mode
+from hisparse_pd.core.grammar.compiler import MAX_WAIT_SECS, Compiler
+from hisparse_pd.core.paging.allocator import PoolIntegrityError
+from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_pages
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
 from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.messages import (
     FromEngine,
@@ -29,19 +36,12 @@ from hisparse_pd.engine.messages import (
     unpack_token_ids,
 )
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.grammar.compiler import MAX_WAIT_SECS, Compiler
-from hisparse_pd.paging.allocator import PoolIntegrityError
-from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_pages
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prefix_tree import PrefixTree
-from hisparse_pd.paging.prompt_keys import PageKey, page_keys
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED, KV_ROW_CORRUPT, Mode
-from kernels.row_check import WrongItem
-from prefill_node.push import ChunkPush, Pusher, landing_of
-from prefill_node.registrations import Peer, why_not_landing
-from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
-from prefill_node.scheduler import Chunk, Running, StepLimits, Waiting, why_never
-from protocol.messages import (
+from hisparse_pd.kernels.row_check import WrongItem
+from hisparse_pd.prefill_node.push import ChunkPush, Pusher, landing_of
+from hisparse_pd.prefill_node.registrations import Peer, why_not_landing
+from hisparse_pd.prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
+from hisparse_pd.prefill_node.scheduler import Chunk, Running, StepLimits, Waiting, why_never
+from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
     Bootstrap,
@@ -52,8 +52,8 @@ from protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
-from transfer.aux_record import MAX_LOGPROBS
-from transfer.sender import Completion
+from hisparse_pd.transfer.aux_record import MAX_LOGPROBS
+from hisparse_pd.transfer.sender import Completion
 
 log = logging.getLogger(__name__)
 

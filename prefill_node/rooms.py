@@ -16,15 +16,15 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
+from hisparse_pd.base.vocabulary import SamplingParams
+from hisparse_pd.core.grammar.token_trie import Grammar
+from hisparse_pd.core.paging.pools import Holding, PoolKind
+from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.messages import Generate
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
-from hisparse_pd.grammar.token_trie import Grammar
-from hisparse_pd.paging.pools import Holding, PoolKind
-from hisparse_pd.paging.prefix_tree import Prefix
-from hisparse_pd.paging.prompt_keys import PageKey
-from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.registrations import Peer
-from protocol.messages import Bootstrap, Room, RoomDone
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.protocol.messages import Bootstrap, Room, RoomDone
 
 MAX_ENDED_ROOMS = 65_536
 """Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""

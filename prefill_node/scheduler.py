@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from hisparse_pd.paging.prompt_keys import PageKey
-from protocol.messages import Room
+from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.protocol.messages import Room
 
 MAX_LOOKED_AT: Final = 128
 """Waiting rooms that are considered for one forward: each costs a look into the prefix cache."""

@@ -18,26 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hisparse_pd.api.answering import streamed, whole_body
-from hisparse_pd.api.answers import shown_lists
-from hisparse_pd.api.app import Front, Work, create_app
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.frame import SSE_DONE, Answer, sse
-from hisparse_pd.api.models import json_response
-from hisparse_pd.api.node import run_front
-from hisparse_pd.api.output import Delta, SampleOutput
-from hisparse_pd.api.prompt_scores import PromptLists, Scores, with_lists, write_lists
-from hisparse_pd.api.quarantine_routes import quarantine_routes
-from hisparse_pd.api.requests import grouped
-from hisparse_pd.api.schemas import ApiRequest
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.vocabulary import RankPlace
 from hisparse_pd.engine.messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
-from hisparse_pd.http.engine_link import by_room
-from hisparse_pd.http.http_errors import ApiError, NodeUnavailable, RequestFailedError
-from hisparse_pd.http.off_loop import off_loop
-from hisparse_pd.settings import PrefillSettings
-from hisparse_pd.vocabulary import RankPlace
-from protocol.access import PeerList
-from protocol.bootstrap import (
+from hisparse_pd.protocol.bootstrap import (
     BOOTSTRAP_PATH,
     CODE_HEADER,
     NONCE_HEADER,
@@ -46,8 +32,22 @@ from protocol.bootstrap import (
     BootstrapRefused,
     RankInfo,
 )
-from protocol.messages import PROTOCOL_VERSION, Geometry
-from protocol.seldom import Seldom
+from hisparse_pd.protocol.messages import PROTOCOL_VERSION, Geometry
+from hisparse_pd.serving.api.answering import streamed, whole_body
+from hisparse_pd.serving.api.answers import shown_lists
+from hisparse_pd.serving.api.app import Front, Work, create_app
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.frame import SSE_DONE, Answer, sse
+from hisparse_pd.serving.api.models import json_response
+from hisparse_pd.serving.api.node import run_front
+from hisparse_pd.serving.api.output import Delta, SampleOutput
+from hisparse_pd.serving.api.prompt_scores import PromptLists, Scores, with_lists, write_lists
+from hisparse_pd.serving.api.quarantine_routes import quarantine_routes
+from hisparse_pd.serving.api.requests import grouped
+from hisparse_pd.serving.api.schemas import ApiRequest
+from hisparse_pd.serving.http.engine_link import by_room
+from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, RequestFailedError
+from hisparse_pd.serving.http.off_loop import off_loop
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _apps(front: Front) -> tuple[Starlette, ...]:
 
 def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
-    from prefill_node.engine import run_engine
+    from hisparse_pd.prefill_node.engine import run_engine
 
     run_engine(settings, endpoints, place)
 

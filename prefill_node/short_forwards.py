@@ -14,11 +14,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.paged_kv import PagedKv, PagedRows
-from prefill_node.memory import PrefillMemory
-from prefill_node.sizing import GRAPH_TOKENS
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRows
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.sizing import GRAPH_TOKENS
 
 MOST_REQUESTS: Final = 8
 

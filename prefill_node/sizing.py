@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hisparse_pd.memory.device import DeviceMemory, PoolDemand
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.settings import PrefillSettings
+from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
+from hisparse_pd.core.model.spec import ModelSpec
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, weights that are unpacked."""

@@ -24,13 +24,13 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from hisparse_pd.vocabulary import MAX_RANKS
-from protocol.access import MAX_HOST_CHARS, WILDCARD_HOSTS, PeerList, in_url, is_host
-from protocol.channels import ControlKeys
-from protocol.decoding import TypedDecoder
-from protocol.messages import PROTOCOL_VERSION, Geometry, Name
-from protocol.names import resolve
-from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
+from hisparse_pd.base.access import MAX_HOST_CHARS, WILDCARD_HOSTS, PeerList, in_url, is_host
+from hisparse_pd.base.vocabulary import MAX_RANKS
+from hisparse_pd.protocol.channels import ControlKeys
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.protocol.messages import PROTOCOL_VERSION, Geometry, Name
+from hisparse_pd.protocol.names import resolve
+from hisparse_pd.protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 
 BOOTSTRAP_PATH = "/bootstrap"
 LOOKUP_TIMEOUT_SECS = 5.0

@@ -23,13 +23,13 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
-from protocol import messages
-from protocol.access import KeyFileError, PeerList, in_url, parse_address
-from protocol.decoding import TypedDecoder
-from protocol.messages import ToDecode, ToPrefill
-from protocol.polling import SEND_HWM, burst
-from protocol.seldom import Seldom
-from protocol.zap import DOMAIN, ZapHandler
+from hisparse_pd.base.access import KeyFileError, PeerList, in_url, parse_address
+from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.protocol import messages
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.protocol.messages import ToDecode, ToPrefill
+from hisparse_pd.protocol.polling import SEND_HWM, burst
+from hisparse_pd.protocol.zap import DOMAIN, ZapHandler
 
 log = logging.getLogger(__name__)
 

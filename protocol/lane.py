@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.msgpack import Encoder
 
-from protocol.decoding import TypedDecoder
+from hisparse_pd.protocol.decoding import TypedDecoder
 
 TOKEN_BYTES = 32
 MAX_LANE_MESSAGE_BYTES = 8192

@@ -30,8 +30,8 @@ from typing import Annotated, NewType
 from msgspec import Meta, Struct
 from msgspec.msgpack import Encoder
 
-from protocol.decoding import TypedDecoder
-from protocol.lane import LaneOffer
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.protocol.lane import LaneOffer
 
 PROTOCOL_VERSION = 5
 

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from protocol.access import parse_address
+from hisparse_pd.base.access import parse_address
 
 MAX_ADDRESSES = 8
 _ANY_PORT = 9

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import zmq
 
-from protocol.messages import MAX_MESSAGE_BYTES
+from hisparse_pd.protocol.messages import MAX_MESSAGE_BYTES
 
 SEND_HWM = 10_000
 """Messages that ZMQ keeps for a peer that is slow to take them."""

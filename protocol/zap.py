@@ -14,8 +14,8 @@ from collections import Counter
 import zmq
 from zmq.utils import z85
 
-from protocol.access import PeerList
-from protocol.seldom import Seldom
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.seldom import Seldom
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from types import MappingProxyType
 import msgspec
 from msgspec import Raw
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.raw_json import check_text, first_chars, not_json, split_list
-from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.http.off_loop import taking_interpreter
-from protocol.decoding import TypedDecoder
-from router.nodes import draw_room
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.router.nodes import draw_room
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.raw_json import check_text, first_chars, not_json, split_list
+from hisparse_pd.serving.http.http_errors import ApiError
+from hisparse_pd.serving.http.off_loop import taking_interpreter
 
 MAX_PROMPTS = 4096
 """Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import h11
 
-from hisparse_pd.http.patience import Patience
-from hisparse_pd.settings import RouterSettings
-from hisparse_pd.vocabulary import StartError
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.serving.http.patience import Patience
 
 RawHeaders = list[tuple[bytes, bytes]]
 

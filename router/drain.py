@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from router.errors import RouterError
+from hisparse_pd.router.errors import RouterError
 
 _POLL_SECS = 0.05
 

@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from hisparse_pd.http.http_errors import ApiError, ErrorShape
-from protocol.decoding import decode_json
+from hisparse_pd.protocol.decoding import decode_json
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
 
 
 class RouterError(ApiError):

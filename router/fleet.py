@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hisparse_pd.api.models import MODELS_PATH, json_response, show_models
-from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.vocabulary import VERSION
-from protocol.decoding import TypedDecoder
-from router.node_calls import NodeCalls, NotTold
-from router.nodes import Node, NodeKind, NodePool
+from hisparse_pd.base.vocabulary import VERSION
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.nodes import Node, NodeKind, NodePool
+from hisparse_pd.serving.api.models import MODELS_PATH, json_response, show_models
+from hisparse_pd.serving.http.http_errors import ApiError
 
 log = logging.getLogger(__name__)
 

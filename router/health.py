@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hisparse_pd.vocabulary import MAX_RANKS
-from protocol.decoding import TypedDecoder
-from router.local_faults import local_fault
-from router.node_calls import NodeCalls, NotTold
-from router.nodes import LEAVING, Node, NodePool
+from hisparse_pd.base.vocabulary import MAX_RANKS
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.router.local_faults import local_fault
+from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.nodes import LEAVING, Node, NodePool
 
 log = logging.getLogger(__name__)
 

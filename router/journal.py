@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from msgspec import Raw
 
-from hisparse_pd.api.frame import PINGS
-from hisparse_pd.http.journal_lines import LEAVING, MARK, OVER
-from hisparse_pd.settings import MAX_BODY_BYTES
+from hisparse_pd.base.settings import MAX_BODY_BYTES
+from hisparse_pd.serving.api.frame import PINGS
+from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER
 
 MAX_LOSSES = 3
 """Of the nodes that have a request, one after the other; a node that leaves in order is not lost."""

@@ -40,7 +40,7 @@ def page_routes() -> list[Route]:
 
 
 def _route(path: str, name: str, media_type: str) -> Route:
-    content = (files("router") / "page" / name).read_bytes()
+    content = (files("hisparse_pd.router") / "page" / name).read_bytes()
 
     async def serve(request: Request) -> Response:
         return Response(content, headers=_HEADERS, media_type=media_type)

@@ -10,7 +10,7 @@ import errno
 import socket
 from pathlib import Path
 
-from hisparse_pd.http import descriptors
+from hisparse_pd.serving.http import descriptors
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -13,15 +13,15 @@ from typing import TypeVar
 
 import msgspec
 
-from hisparse_pd.api.keys import ApiKeys, load_api_keys
-from hisparse_pd.http.connections import TAKES_INTERIM
-from hisparse_pd.http.journal_lines import JOURNAL_HEADER
-from hisparse_pd.settings import RouterSettings
-from protocol.decoding import TypedDecoder
-from router.connect import NO_TLS, Call, RawHeaders, tls_context
-from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
-from router.local_faults import local_fault
-from router.nodes import Node
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.router.connect import NO_TLS, Call, RawHeaders, tls_context
+from hisparse_pd.router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from hisparse_pd.router.local_faults import local_fault
+from hisparse_pd.router.nodes import Node
+from hisparse_pd.serving.api.keys import ApiKeys, load_api_keys
+from hisparse_pd.serving.http.connections import TAKES_INTERIM
+from hisparse_pd.serving.http.journal_lines import JOURNAL_HEADER
 
 CONNECT_TIMEOUT_SECS = 5.0
 T = TypeVar("T")

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
-from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
-from hisparse_pd.settings import RouterPolicy, RouterSettings
-from hisparse_pd.vocabulary import StartError
-from protocol.access import is_host
-from router.errors import RouterError
+from hisparse_pd.base.access import is_host
+from hisparse_pd.base.settings import RouterPolicy, RouterSettings
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.router.errors import RouterError
+from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 
 log = logging.getLogger(__name__)
 

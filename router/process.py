@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from hisparse_pd.http import descriptors
-from hisparse_pd.http.certificates import Certificate
-from hisparse_pd.http.listening import HttpServer, Listener
-from hisparse_pd.process import setup_logging, stop_signals
-from hisparse_pd.settings import RouterSettings
-from hisparse_pd.vocabulary import StartError
-from router.drain import Drain
-from router.server import create_app
+from hisparse_pd.base.process import setup_logging, stop_signals
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.router.drain import Drain
+from hisparse_pd.router.server import create_app
+from hisparse_pd.serving.http import descriptors
+from hisparse_pd.serving.http.certificates import Certificate
+from hisparse_pd.serving.http.listening import HttpServer, Listener
 
 log = logging.getLogger(__name__)
 

@@ -21,21 +21,28 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.frame import PING_SECS, PINGS
-from hisparse_pd.http.http_errors import ErrorShape
-from hisparse_pd.settings import RouterSettings
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED, ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
-from router.body import RequestBody
-from router.connect import Call, RawHeaders
-from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError, StreamEnded
-from router.journal import Journal, JournalBudget, Losses
-from router.metrics import RouterMetrics
-from router.node_calls import Answer, NodeCalls, headers_to_node
-from router.nodes import LEAVING, Node, NodeKind, NodePool, Pair
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.vocabulary import DECODE_NODE_FAILED, ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
+from hisparse_pd.router.body import RequestBody
+from hisparse_pd.router.connect import Call, RawHeaders
+from hisparse_pd.router.errors import (
+    LocalFault,
+    NodeFailed,
+    NodeRefused,
+    NodeUnreachable,
+    RouterError,
+    StreamEnded,
+)
+from hisparse_pd.router.journal import Journal, JournalBudget, Losses
+from hisparse_pd.router.metrics import RouterMetrics
+from hisparse_pd.router.node_calls import Answer, NodeCalls, headers_to_node
+from hisparse_pd.router.nodes import LEAVING, Node, NodeKind, NodePool, Pair
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.frame import PING_SECS, PINGS
+from hisparse_pd.serving.http.http_errors import ErrorShape
 
 if TYPE_CHECKING:
-    from hisparse_pd.tracing import RequestSpan
+    from hisparse_pd.base.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 

@@ -20,33 +20,33 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from hisparse_pd.api.bodies import Endpoint, TokenPath
-from hisparse_pd.api.keys import RequireKey, load_api_keys
-from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, json_response
-from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
-from hisparse_pd.api.pages import GuardFromPages
-from hisparse_pd.http.clients import read_body, unless_client_leaves
-from hisparse_pd.http.http_errors import ApiError, ErrorShape, cut
-from hisparse_pd.http.off_loop import parsed
-from hisparse_pd.settings import RouterSettings
-from hisparse_pd.traces import open_tracer
-from router.body import RequestBody
-from router.connect import RawHeaders
-from router.drain import Drain, ShuttingDown
-from router.errors import RouterError, StreamEnded
-from router.fleet import Fleet
-from router.health import LOADING, HealthWatch
-from router.journal import JournalBudget
-from router.live_page import PAGE_PATHS, page_routes
-from router.metrics import CLIENT_GONE, RouterMetrics
-from router.node_calls import Answer, NodeCalls
-from router.nodes import NodeKind, NodePool
-from router.relay import Relay
-from router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
-from router.status import StatusBoard
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.traces import open_tracer
+from hisparse_pd.router.body import RequestBody
+from hisparse_pd.router.connect import RawHeaders
+from hisparse_pd.router.drain import Drain, ShuttingDown
+from hisparse_pd.router.errors import RouterError, StreamEnded
+from hisparse_pd.router.fleet import Fleet
+from hisparse_pd.router.health import LOADING, HealthWatch
+from hisparse_pd.router.journal import JournalBudget
+from hisparse_pd.router.live_page import PAGE_PATHS, page_routes
+from hisparse_pd.router.metrics import CLIENT_GONE, RouterMetrics
+from hisparse_pd.router.node_calls import Answer, NodeCalls
+from hisparse_pd.router.nodes import NodeKind, NodePool
+from hisparse_pd.router.relay import Relay
+from hisparse_pd.router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
+from hisparse_pd.router.status import StatusBoard
+from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
+from hisparse_pd.serving.api.keys import RequireKey, load_api_keys
+from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response
+from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.serving.api.pages import GuardFromPages
+from hisparse_pd.serving.http.clients import read_body, unless_client_leaves
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
+from hisparse_pd.serving.http.off_loop import parsed
 
 if TYPE_CHECKING:
-    from hisparse_pd.tracing import RequestSpan
+    from hisparse_pd.base.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hisparse_pd.http.node_load import NodeLoad
-from protocol.decoding import TypedDecoder
-from router.drain import Drain
-from router.metrics import RouterMetrics
-from router.node_calls import NodeCalls, NotTold
-from router.nodes import Node, NodePool
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.router.drain import Drain
+from hisparse_pd.router.metrics import RouterMetrics
+from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.nodes import Node, NodePool
+from hisparse_pd.serving.http.node_load import NodeLoad
 
 MAX_AGE_SECS = 1.0
 """How old an answer may be, so that many viewers cost one round."""

@@ -20,7 +20,7 @@ from types import FrameType
 
 import httpx
 
-from hisparse_pd.process import stop_signals
+from hisparse_pd.base.process import stop_signals
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode_node.live_requests import LiveRequests
-from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission, StepPlan
-from hisparse_pd.paging.pools import SlotCounts
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
-from protocol.messages import Room
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.scheduler import Admission, StepPlan
+from hisparse_pd.protocol.messages import Room
 
 PEER = PeerAddress("prefill", 8998)
 HOT_BUFFER = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.block_fp8 import dequantize
+from hisparse_pd.kernels.block_fp8 import dequantize
 from tools.checkpoints.make_tiny import write_checkpoint
 from tools.checkpoints.quantize_fp8 import quantize_checkpoint
 

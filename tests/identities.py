@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
-from protocol.messages import DIGEST_BYTES
+from hisparse_pd.protocol.messages import DIGEST_BYTES
 
 DIGEST = bytes(range(DIGEST_BYTES))
 ANY = PromptIdentity(NO_ISOLATION, DIGEST)

@@ -29,8 +29,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hisparse_pd.vocabulary import TokenLogprob
-from protocol.messages import Room
+from hisparse_pd.base.vocabulary import TokenLogprob
+from hisparse_pd.protocol.messages import Room
 
 MAGIC = b"HPDA"
 VERSION = 1

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hisparse_pd.memory.machine import Machine
-from hisparse_pd.paging.extents import ranges_around
-from protocol.access import WILDCARD_HOSTS, in_url, is_loopback
-from transfer.errors import TransferError as TransferError
-from transfer.errors import TransferSetupError as TransferSetupError
-from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Writes, as_descriptors, cut_long
-from transfer.transport import TCP, Transport, address_fault, environment_fault
+from hisparse_pd.base.access import WILDCARD_HOSTS, in_url, is_loopback
+from hisparse_pd.core.memory.machine import Machine
+from hisparse_pd.core.paging.extents import ranges_around
+from hisparse_pd.transfer.errors import TransferError as TransferError
+from hisparse_pd.transfer.errors import TransferSetupError as TransferSetupError
+from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Writes, as_descriptors, cut_long
+from hisparse_pd.transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hisparse_pd.vocabulary import StartError
+from hisparse_pd.base.vocabulary import StartError
 
 
 class TransferError(Exception):

@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from protocol.lane import LaneOffer
-from transfer.engine import TransferEngine
-from transfer.errors import TransferError
-from transfer.lane_memory import LaneError, Mapping
-from transfer.plan import SLICE_BYTES, Writes, as_descriptors
+from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.transfer.engine import TransferEngine
+from hisparse_pd.transfer.errors import TransferError
+from hisparse_pd.transfer.lane_memory import LaneError, Mapping
+from hisparse_pd.transfer.plan import SLICE_BYTES, Writes, as_descriptors
 
 if TYPE_CHECKING:
-    from hisparse_pd.memory.peer import GpuWriter
+    from hisparse_pd.core.memory.peer import GpuWriter
 
 log = logging.getLogger(__name__)
 

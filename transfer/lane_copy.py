@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hisparse_pd.paging.extents import SlotArray, ranges_to_slots
+from hisparse_pd.core.paging.extents import SlotArray, ranges_to_slots
 
 SHORT_BYTES = 16 << 10
 MIN_ROW_BYTES = 64

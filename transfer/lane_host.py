@@ -28,7 +28,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.lane import (
+from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.protocol.lane import (
     MAX_LANE_MESSAGE_BYTES,
     SOCKET_PREFIX,
     TOKEN_BYTES,
@@ -41,8 +42,7 @@ from protocol.lane import (
     encoder,
     from_writer_decoder,
 )
-from protocol.seldom import Seldom
-from transfer.errors import TransferSetupError
+from hisparse_pd.transfer.errors import TransferSetupError
 
 log = logging.getLogger(__name__)
 

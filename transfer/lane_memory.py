@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hisparse_pd.memory.host import advise
-from hisparse_pd.paging.extents import SlotArray, ranges_around
-from protocol.lane import (
+from hisparse_pd.core.memory.host import advise
+from hisparse_pd.core.paging.extents import SlotArray, ranges_around
+from hisparse_pd.protocol.lane import (
     MAX_LANE_MESSAGE_BYTES,
     MAX_WINDOWS,
     LaneDenied,
@@ -38,12 +38,12 @@ from protocol.lane import (
     answer_decoder,
     encoder,
 )
-from transfer.errors import TransferError
-from transfer.lane_copy import copy_ranges
-from transfer.plan import Descriptors, cut_long
+from hisparse_pd.transfer.errors import TransferError
+from hisparse_pd.transfer.lane_copy import copy_ranges
+from hisparse_pd.transfer.plan import Descriptors, cut_long
 
 if TYPE_CHECKING:
-    from hisparse_pd.memory.peer import GpuCopy, GpuWriter
+    from hisparse_pd.core.memory.peer import GpuCopy, GpuWriter
 
 log = logging.getLogger(__name__)
 

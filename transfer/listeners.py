@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from ipaddress import ip_network
 from pathlib import Path
 
-from protocol.access import Network, PeerList, is_loopback
-from transfer.errors import TransferSetupError
-from transfer.transport import addresses_of
+from hisparse_pd.base.access import Network, PeerList, is_loopback
+from hisparse_pd.transfer.errors import TransferSetupError
+from hisparse_pd.transfer.transport import addresses_of
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hisparse_pd.paging.extents import SlotArray, as_slots
-from transfer.errors import TransferError
+from hisparse_pd.core.paging.extents import SlotArray, as_slots
+from hisparse_pd.transfer.errors import TransferError
 
 MAX_DESCRIPTOR_BYTES: Final = 4 << 20
 """Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer. Pieces

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from hisparse_pd.memory.machine import Fault, Machine, read_text, verbs_library_fault
+from hisparse_pd.core.memory.machine import Fault, Machine, read_text, verbs_library_fault
 
 IpAddress = IPv4Address | IPv6Address
 

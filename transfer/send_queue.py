@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from protocol.messages import Room
-from transfer.plan import SLICE_BYTES, Descriptors, cost
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.transfer.plan import SLICE_BYTES, Descriptors, cost
 
 
 class Ready(Protocol):

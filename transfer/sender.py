@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from protocol.messages import Room
-from transfer.engine import TransferError
-from transfer.plan import Writes
-from transfer.send_queue import Completion as Completion
-from transfer.send_queue import Outcome, SendQueue, Slice
-from transfer.send_queue import Ready as Ready
-from transfer.send_queue import WriteBatch as WriteBatch
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.transfer.engine import TransferError
+from hisparse_pd.transfer.plan import Writes
+from hisparse_pd.transfer.send_queue import Completion as Completion
+from hisparse_pd.transfer.send_queue import Outcome, SendQueue, Slice
+from hisparse_pd.transfer.send_queue import Ready as Ready
+from hisparse_pd.transfer.send_queue import WriteBatch as WriteBatch
 
 log = logging.getLogger(__name__)
 

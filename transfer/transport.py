@@ -15,13 +15,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from hisparse_pd.memory.machine import Fault, Machine, gpu_direct_fault, memlock_fault
-from hisparse_pd.settings import TransportSettings
-from hisparse_pd.vocabulary import info_metric
-from protocol.access import parse_address
-from protocol.names import resolve
-from transfer.errors import TransferSetupError
-from transfer.rdma import (
+from hisparse_pd.base.access import parse_address
+from hisparse_pd.base.settings import TransportSettings
+from hisparse_pd.base.vocabulary import info_metric
+from hisparse_pd.core.memory.machine import Fault, Machine, gpu_direct_fault, memlock_fault
+from hisparse_pd.protocol.names import resolve
+from hisparse_pd.transfer.errors import TransferSetupError
+from hisparse_pd.transfer.rdma import (
     GidGrade,
     IpAddress,
     RdmaDevice,

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hisparse_pd.paging.extents import extents_to_slots, slice_extents
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.paging.prefix_tree import Prefix, PrefixTree
-from kernels.row_check import WrongItem, wrong_items
+from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.kernels.row_check import WrongItem, wrong_items
 
 STRETCH_BYTES: Final = 1 << 20
 """That are gone through in an idle turn of the engine's loop."""

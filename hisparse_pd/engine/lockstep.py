@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hisparse_pd.model.rank_group import RankGroup
+from hisparse_pd.core.model.rank_group import RankGroup
 
 
 @dataclass(frozen=True)

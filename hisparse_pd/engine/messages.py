@@ -14,12 +14,19 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.msgpack import Encoder
 
+from hisparse_pd.base.vocabulary import (
+    FinishReason,
+    HisparseFlag,
+    Mode,
+    SamplingParams,
+    TokenLogprob,
+    info_metric,
+)
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prompt_keys import PromptIdentity
 from hisparse_pd.engine.phases import Phase
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.paging.prompt_keys import PromptIdentity
-from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob, info_metric
-from protocol.decoding import TypedDecoder
-from protocol.messages import PrefillTimes
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.protocol.messages import PrefillTimes
 
 # --- front to engine -------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from hisparse_pd.core.paging.pools import PoolKind, Pools
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.engine.messages import SetAsidePage
-from hisparse_pd.paging.pools import PoolKind, Pools
-from hisparse_pd.paging.prefix_tree import PrefixTree
 
 MAX_PAGES_SHOWN: Final = 256
 """Of those that are set aside: they are told twice a second."""

@@ -18,6 +18,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.settings import NodeSettings
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     EngineLoading,
@@ -29,10 +31,8 @@ from hisparse_pd.engine.messages import (
     ToEngine,
     front_of,
 )
-from hisparse_pd.settings import NodeSettings
-from protocol.access import PeerList
-from protocol.channels import ControlKeys, Guard, Heartbeats, load_control_keys, prove_key
-from protocol.polling import BURST_MESSAGES, SEND_HWM, burst
+from hisparse_pd.protocol.channels import ControlKeys, Guard, Heartbeats, load_control_keys, prove_key
+from hisparse_pd.protocol.polling import BURST_MESSAGES, SEND_HWM, burst
 
 log = logging.getLogger(__name__)
 

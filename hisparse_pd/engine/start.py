@@ -13,21 +13,21 @@ from typing import Protocol
 
 import torch
 
+from hisparse_pd.base.process import die_with_parent, setup_logging
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
+from hisparse_pd.base.vocabulary import VERSION, RankPlace
+from hisparse_pd.core.memory.device import check_devices, use_device
+from hisparse_pd.core.memory.free import check_host_memory
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
+from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.engine.messages import EngineLoading
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
-from hisparse_pd.memory.device import check_devices, use_device
-from hisparse_pd.memory.free import check_host_memory
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.rank_group import RankGroup, RankGroupError
-from hisparse_pd.model.spec import ModelSpec, load_spec
-from hisparse_pd.process import die_with_parent, setup_logging
-from hisparse_pd.settings import STARTUP_TIMEOUT_SECS, NodeSettings
-from hisparse_pd.vocabulary import VERSION, RankPlace
-from kernels.row_math import fix_arithmetic
-from transfer.engine import quiet_mooncake_logs
-from transfer.transport import Transport, choose_transport
+from hisparse_pd.kernels.row_math import fix_arithmetic
+from hisparse_pd.transfer.engine import quiet_mooncake_logs
+from hisparse_pd.transfer.transport import Transport, choose_transport
 
 log = logging.getLogger(__name__)
 

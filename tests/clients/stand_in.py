@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.base.settings import RouterSettings
 from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
-from hisparse_pd.http.listening import Listener
-from hisparse_pd.settings import RouterSettings
-from router.server import create_app
+from hisparse_pd.router.server import create_app
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.listening import Listener
 from tests.unit.api import scripted_engine, support
 from tests.unit.api.scripted_engine import ScriptedEngine, deliver, stops_after
 from tests.unit.api.tiny_tokenizer import make_tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from hisparse_pd.ports import free_port
+from hisparse_pd.base.ports import free_port
 from tests import waiting
 from tests.compose.engine import CommandFailed, Engine, run
 from tests.compose.images import BUILD_TIMEOUT_SECS, base_image, collect_wheels

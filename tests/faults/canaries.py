@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import decode_node.engine
-from decode_node.memory import DecodeMemory
-from hisparse_pd.paging.extents import extents_to_slots, slice_extents, total_length
-from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from protocol.messages import Extent, Room
+import hisparse_pd.decode_node.engine
+from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents, total_length
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.protocol.messages import Extent, Room
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def keep_canaries(report: Path, kinds: Sequence[PoolKind] = KINDS) -> None:
         pools[-1].canaries = Canaries(memory, totals, report, kinds)
         return memory
 
-    names: Any = decode_node.engine
+    names: Any = hisparse_pd.decode_node.engine
     names.Pools, names.DecodeMemory = make_pools, make_memory
 
 

@@ -38,6 +38,6 @@ if __name__ == "__mp_main__":
     put_in()
 
 if __name__ == "__main__":
-    from hisparse_pd.cli import main
+    from hisparse_pd.commands.cli import main
 
     sys.exit(main())

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.paging.extents import extents_to_slots, ranges_to_slots, slice_extents
-from hisparse_pd.paging.pools import PoolKind
+from hisparse_pd.core.paging.extents import extents_to_slots, ranges_to_slots, slice_extents
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.transfer.plan import LayerWrites, RegionView, plan_writes
 from tests.faults.canaries import free_slots
 from tests.waiting import wait_until
-from transfer.plan import LayerWrites, RegionView, plan_writes
 
 NUM_BITS = 20
 """That change in what has landed, or is cached, at a time."""
@@ -70,9 +70,9 @@ def put_in_row_faults(order: Path) -> None:
 
 
 def _damage_decode_nodes(faults: RowFaults) -> None:
-    import decode_node.request_life
+    import hisparse_pd.decode_node.request_life
 
-    life: Any = decode_node.request_life.RequestLife
+    life: Any = hisparse_pd.decode_node.request_life.RequestLife
     landed, admit = life._landed, life._admit
 
     def landed_damaged(self: Any, request: Any, message: Any, now: float) -> None:
@@ -94,13 +94,13 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
 
 
 def _damage_prefill_nodes(faults: RowFaults) -> None:
-    import prefill_node.compute
-    import prefill_node.engine
-    import prefill_node.push
+    import hisparse_pd.prefill_node.compute
+    import hisparse_pd.prefill_node.engine
+    import hisparse_pd.prefill_node.push
 
-    engine: Any = prefill_node.engine.PrefillEngine
-    pusher: Any = prefill_node.push.Pusher
-    runner: Any = prefill_node.compute.PromptRunner
+    engine: Any = hisparse_pd.prefill_node.engine.PrefillEngine
+    pusher: Any = hisparse_pd.prefill_node.push.Pusher
+    runner: Any = hisparse_pd.prefill_node.compute.PromptRunner
     plan, submit, run = engine._plan, pusher._submit, runner.run
 
     def plan_behind_damage(self: Any) -> Any:

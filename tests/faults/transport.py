@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-import transfer.engine
-import transfer.lane_memory
-from hisparse_pd.paging.extents import SlotArray
-from transfer.lane_copy import copy_ranges
+import hisparse_pd.transfer.engine
+import hisparse_pd.transfer.lane_memory
+from hisparse_pd.core.paging.extents import SlotArray
+from hisparse_pd.transfer.lane_copy import copy_ranges
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +151,9 @@ def _read(address: int, num_bytes: int) -> bytes:
 def break_transport(rates_json: str) -> None:
     """Let every ``TransferEngine`` that this process makes from now on have a ``FaultyMooncake``."""
     rates = FaultRates(**json.loads(rates_json))
-    make = transfer.engine._new_mooncake_engine
-    transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
-    transfer.lane_memory.copy_ranges = SlowCopies(rates)
+    make = hisparse_pd.transfer.engine._new_mooncake_engine
+    hisparse_pd.transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
+    hisparse_pd.transfer.lane_memory.copy_ranges = SlowCopies(rates)
 
 
 class SlowCopies:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests
-from kernels.miss_plan import MissPlan
-from kernels.reference import newest_slots as expected_newest_slots
-from kernels.reference_check import reference_checks
-from kernels.row_check import wrong_row
-from kernels.swap_in import (
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.reference import newest_slots as expected_newest_slots
+from hisparse_pd.kernels.reference_check import reference_checks
+from hisparse_pd.kernels.row_check import wrong_row
+from hisparse_pd.kernels.swap_in import (
     RowStart,
     backup_newest,
     newest_slots,

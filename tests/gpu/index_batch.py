@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.paged_indexer import IndexerScratch, gather_keys, paged_index_topk, paged_index_topk_reference
+from hisparse_pd.kernels.paged_indexer import (
+    IndexerScratch,
+    gather_keys,
+    paged_index_topk,
+    paged_index_topk_reference,
+)
 
 POISON = 0xFF
 """NaN in every format."""

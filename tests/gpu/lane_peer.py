@@ -13,11 +13,11 @@ import zlib
 import msgspec
 import torch
 
-from hisparse_pd.memory.host import allocate_host
-from hisparse_pd.memory.peer import ipc_handle
-from protocol.lane import LaneOffer
+from hisparse_pd.core.memory.host import allocate_host
+from hisparse_pd.core.memory.peer import ipc_handle
+from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
 from tests.other_process import OtherProcess
-from transfer.lane_host import LaneHost, SharedMemory
 
 
 class LanePeer(OtherProcess):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests, ring_entries
-from kernels.miss_plan import MissPlan
-from kernels.reference import resolve as expected_resolve
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests, ring_entries
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.reference import resolve as expected_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0xA5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import (
+from hisparse_pd.kernels.attention import (
     FLASHMLA_KV,
     FLASHMLA_SPARSE,
     TORCH,
@@ -15,8 +15,8 @@ from kernels.attention import (
     AttentionBackendError,
     TorchAttention,
 )
-from kernels.attention_backends import attention_beside, choose_backend
-from kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
+from hisparse_pd.kernels.attention_backends import attention_beside, choose_backend
+from hisparse_pd.kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu

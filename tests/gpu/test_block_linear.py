@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hisparse_pd.model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
-from kernels.block_fp8 import BLOCK, dequantize, quantize
-from kernels.block_linear import block_linear, block_product, dense_product, gated
-from kernels.fp8_rows import (
+from hisparse_pd.core.model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
+from hisparse_pd.kernels.block_fp8 import BLOCK, dequantize, quantize
+from hisparse_pd.kernels.block_linear import block_linear, block_product, dense_product, gated
+from hisparse_pd.kernels.fp8_rows import (
     Activations,
     Rounding,
     dequantize_rows,
     quantize_gated,
     quantize_rows,
 )
-from kernels.norms import add_parts
+from hisparse_pd.kernels.norms import add_parts
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu

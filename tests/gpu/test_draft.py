@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.spec import load_spec
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.spec import load_spec
 from tests.gpu.support import needs_gpu
 from tools.bench import decode_step
 from tools.checkpoints.files import NUM_BYTES

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.expert_choice import ExpertChoice, narrow_product
-from kernels.expert_routing import Routing
+from hisparse_pd.kernels.expert_choice import ExpertChoice, narrow_product
+from hisparse_pd.kernels.expert_routing import Routing
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.block_linear import BlockLinear
-from hisparse_pd.model.experts import RoutedExperts
-from hisparse_pd.model.families import FAMILIES
-from hisparse_pd.model.feed_forward import FeedForward
-from kernels.block_fp8 import DTYPE as FP8
-from kernels.block_fp8 import quantize
-from kernels.expert_routing import ExpertMatrices, Routing, rounds
-from kernels.experts import run_experts
-from kernels.fp8_rows import Activations
+from hisparse_pd.core.model.block_linear import BlockLinear
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.families import FAMILIES
+from hisparse_pd.core.model.feed_forward import FeedForward
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.block_fp8 import quantize
+from hisparse_pd.kernels.expert_routing import ExpertMatrices, Routing, rounds
+from hisparse_pd.kernels.experts import run_experts
+from hisparse_pd.kernels.fp8_rows import Activations
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse_pd.memory.device import DeviceMemory
-from hisparse_pd.memory.host import PAGE_BYTES, HostMemoryError, HostPool, allocate_host
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import HotBufferState, StepRequests
-from kernels.swap_in import backup_newest, swap_in
+from hisparse_pd.core.memory.device import DeviceMemory
+from hisparse_pd.core.memory.host import PAGE_BYTES, HostMemoryError, HostPool, allocate_host
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.swap_in import backup_newest, swap_in
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
@@ -131,7 +131,7 @@ def test_a_large_pool_is_touched_and_registered() -> None:
 
 def test_a_process_may_end_without_closing() -> None:
     code = (
-        "import torch; from hisparse_pd.memory.host import allocate_host\n"
+        "import torch; from hisparse_pd.core.memory.host import allocate_host\n"
         "pool = allocate_host(1 << 20, pinned=True)\n"
         "tensor = pool.tensor\n"
         "tensor.cuda(non_blocking=True)\n"

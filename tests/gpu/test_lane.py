@@ -14,12 +14,18 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
-from hisparse_pd.memory.peer import GpuWriter, word_bytes
+from hisparse_pd.core.memory.peer import GpuWriter, word_bytes
+from hisparse_pd.transfer.lane import Lane, Lanes
+from hisparse_pd.transfer.lane_memory import PIECE_BYTES, RUN_BYTES
+from hisparse_pd.transfer.plan import (
+    DESCRIPTOR_COST_BYTES,
+    LayerWrites,
+    RegionView,
+    SlicedWrites,
+    plan_writes,
+)
 from tests.gpu.lane_peer import LanePeer
 from tests.gpu.support import needs_gpu
-from transfer.lane import Lane, Lanes
-from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
-from transfer.plan import DESCRIPTOR_COST_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
 
 pytestmark = needs_gpu
 

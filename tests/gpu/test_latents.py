@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.fp8_rows import Rounding, dequantize_rows, quantize_rows
-from kernels.hadamard import hadamard_matrix
-from kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
-from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
-from kernels.norms import add_parts
+from hisparse_pd.kernels.fp8_rows import Rounding, dequantize_rows, quantize_rows
+from hisparse_pd.kernels.hadamard import hadamard_matrix
+from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
+from hisparse_pd.kernels.latents import finish_latents, index_queries, latent_queries, lift_values
+from hisparse_pd.kernels.norms import add_parts
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model import loader, weight_reader
-from hisparse_pd.model.experts import RoutedExperts
-from hisparse_pd.model.spec import load_spec
+from hisparse_pd.core.model import loader, weight_reader
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.spec import load_spec
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.gpu.support import needs_gpu
 from tests.unit.model.rank_stand_in import RankStandIn

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.fp8_rows import Rounding, quantize_rows
-from kernels.norms import NormGate, add_norm, add_parts
+from hisparse_pd.kernels.fp8_rows import Rounding, quantize_rows
+from hisparse_pd.kernels.norms import NormGate, add_norm, add_parts
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.indexer import index_logits
-from kernels.kv_format import IndexKeyFormat
-from kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
-from kernels.selection import select_topk
+from hisparse_pd.kernels.indexer import index_logits
+from hisparse_pd.kernels.kv_format import IndexKeyFormat
+from hisparse_pd.kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
+from hisparse_pd.kernels.selection import select_topk
 from tests.gpu.index_batch import Batch, stored_keys
 from tests.gpu.support import DEVICE, needs_gpu
 
@@ -63,7 +63,7 @@ KINDS = (
 
 
 def check_topk(logits: Tensor, lens: Tensor, top_k: int, cluster_size: int | None) -> None:
-    from kernels.topk import select
+    from hisparse_pd.kernels.topk import select
 
     num_tokens, max_len = logits.shape
     buffer = IndexerScratch.create(num_tokens, max_len, DEVICE).logits.fill_(INFINITY)
@@ -141,7 +141,7 @@ def tolerance(batch: Batch, num_seen: int, token: int) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("key_format", "q_dtype"), TYPES, ids=str)
 def test_logits(key_format: str, q_dtype: torch.dtype, shape: dict[str, int]) -> None:
-    from kernels.triton_indexer import write_logits
+    from hisparse_pd.kernels.triton_indexer import write_logits
 
     lens = (2500, 1, 64, 63, 65, 700, 1024)
     batch = Batch(7, key_format, lens=lens, top_k=1, q_dtype=q_dtype, device=DEVICE, **shape)
@@ -160,7 +160,7 @@ def test_logits(key_format: str, q_dtype: torch.dtype, shape: dict[str, int]) ->
 
 def test_queries_far_from_one_are_as_exact() -> None:
     """fp8 keys are multiplied in float16, whose range the queries do not have to fit."""
-    from kernels.triton_indexer import write_logits
+    from hisparse_pd.kernels.triton_indexer import write_logits
 
     batch = Batch(
         8, "fp8_e4m3", num_heads=64, head_dim=128, page_size=64, lens=(300,), top_k=1,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.prompt_scores import SLICE_BYTES, score_rows
+from hisparse_pd.core.model.prompt_scores import SLICE_BYTES, score_rows
 from tests.gpu.support import needs_gpu
 
 pytestmark = needs_gpu

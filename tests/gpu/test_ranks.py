@@ -22,10 +22,10 @@ pytestmark = [
 PROGRAM = """
 import sys
 import torch
-from kernels.block_fp8 import DTYPE as FP8
-from hisparse_pd.model.experts import RoutedExperts
-from hisparse_pd.model.rank_group import RankGroup
-from hisparse_pd.vocabulary import RankPlace
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.base.vocabulary import RankPlace
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 device = torch.device("cuda", rank)

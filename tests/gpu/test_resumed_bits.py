@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.memory import slots_tensor
+from hisparse_pd.base.vocabulary import Mode, SamplingParams
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.engine.messages import Generate
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import Mode, SamplingParams
-from prefill_node.compute import PromptRunner
-from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord, RoomState
-from prefill_node.scheduler import Chunk
-from protocol.messages import Room
+from hisparse_pd.prefill_node.compute import PromptRunner
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.protocol.messages import Room
 from tests.gpu.support import DEVICE, needs_gpu
 from tools.bench import decode_step
 from tools.bench.decode_step import PAGE_SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.rope import rotate
+from hisparse_pd.kernels.rope import rotate
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu

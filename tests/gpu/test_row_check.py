@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.hot_state import HotBufferError, HotBufferState, ReadAt
-from kernels.reference_check import reference_checks
-from kernels.row_check import check_in_place, row_checks_of, store_row_checks, wrong_row
+from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt
+from hisparse_pd.kernels.reference_check import reference_checks
+from hisparse_pd.kernels.row_check import check_in_place, row_checks_of, store_row_checks, wrong_row
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 

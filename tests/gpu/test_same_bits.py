@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_node import forwards
-from decode_node.split_choice import SPLITS, Split
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.vocabulary import Mode
-from prefill_node.compute import PromptRunner
-from prefill_node.memory import PrefillMemory
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.decode_node import forwards
+from hisparse_pd.decode_node.split_choice import SPLITS, Split
+from hisparse_pd.prefill_node.compute import PromptRunner
+from hisparse_pd.prefill_node.memory import PrefillMemory
 from tests.gpu.support import DEVICE, needs_gpu
 from tools.bench import decode_step
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.experts import RoutedExperts
-from kernels.block_fp8 import DTYPE as FP8
-from kernels.block_fp8 import quantize
-from kernels.block_linear import block_linear, dense_product, gated
-from kernels.expert_choice import narrow_product
-from kernels.fp8_rows import Activations, Rounding
-from kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
-from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
-from kernels.norms import NormGate, add_norm, add_parts
-from kernels.row_math import cumulate
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.block_fp8 import quantize
+from hisparse_pd.kernels.block_linear import block_linear, dense_product, gated
+from hisparse_pd.kernels.expert_choice import narrow_product
+from hisparse_pd.kernels.fp8_rows import Activations, Rounding
+from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
+from hisparse_pd.kernels.latents import finish_latents, index_queries, latent_queries, lift_values
+from hisparse_pd.kernels.norms import NormGate, add_norm, add_parts
+from hisparse_pd.kernels.row_math import cumulate
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.I5]

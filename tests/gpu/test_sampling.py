@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hisparse_pd.model.sampling import Sampled, enqueue_sample, sample
-from hisparse_pd.model.token_counts import CountedRows, TokenCounts, to_device
-from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
+from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
+from hisparse_pd.core.model.sampling import Sampled, enqueue_sample, sample
+from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts, to_device
 from tests.gpu.support import no_waiting
 
 pytestmark = [

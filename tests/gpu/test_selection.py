@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.selection import ranked_topk
+from hisparse_pd.kernels.selection import ranked_topk
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from decode_node import forwards
-from decode_node.split_choice import SPLITS, Split
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.vocabulary import Mode
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.decode_node import forwards
+from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from tests.gpu.support import DEVICE, needs_gpu
 from tools.bench import decode_step
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.hot_buffers import HotBuffers
-from decode_node.memory import DecodeMemory
-from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.vocabulary import Mode
-from kernels.hot_state import HotBufferState
-from kernels.swap_in import RowStart, start_dense_row
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.pools import Pools, SlotCounts
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 from tests.books import make_request
 from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tests.unit.model.model_specs import make_spec

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.step_rows import StepRows, place_rows, slots_of
+from hisparse_pd.kernels.step_rows import StepRows, place_rows, slots_of
 from tests.gpu.support import DEVICE, needs_gpu
 from tests.unit.kernels.drawn_rows import PAGE_SIZE, check, check_slots
 

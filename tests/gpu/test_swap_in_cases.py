@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import MISSES, HotBufferError, HotBufferState, StepRequests
-from kernels.swap_in import backup_newest, newest_slots, swap_in
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import MISSES, HotBufferError, HotBufferState, StepRequests
+from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.gpu.history import ONE_LAYER, PAGE_SIZE, History
 from tests.gpu.support import DEVICE, needs_gpu
 from tests.unit.kernels.table_rules import check_consistency

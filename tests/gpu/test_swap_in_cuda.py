@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from hisparse_pd.memory.host import CudaPinning
+from hisparse_pd.core.memory.host import CudaPinning
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import needs_gpu
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import MISSES, HotBufferState, StepRequests
-from kernels.swap_in import swap_in
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import MISSES, HotBufferState, StepRequests
+from hisparse_pd.kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu
 

@@ -7,9 +7,9 @@ import contextlib
 import pytest
 import torch
 
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import HotBufferState, StepRequests
-from kernels.swap_in import swap_in
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.swap_in import swap_in
 from tests.gpu.decoder import Decoder, draw
 from tests.gpu.support import DEVICE, needs_gpu
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.hot_state import HotBufferState, StepRequests
-from kernels.swap_in import swap_in
+from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu
 

@@ -12,15 +12,15 @@ import torch
 
 pytest.importorskip("msgspec", reason="msgspec is not installed")
 
+from hisparse_pd.base.vocabulary import SamplingParams
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.spec import load_spec
 from hisparse_pd.engine.messages import Generate, WantedScores
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.spec import load_spec
-from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.compute import PromptRunner
-from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord, RoomState
-from prefill_node.scheduler import Chunk
-from protocol.messages import Room
+from hisparse_pd.prefill_node.compute import PromptRunner
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.protocol.messages import Room
 from tests.gpu.support import needs_gpu
 from tools.checkpoints.make_tiny import write_checkpoint
 
@@ -35,7 +35,7 @@ def num_compiled() -> dict[str, int]:
     """Kernels that Triton holds, by name."""
     found = {}
     for name in MODULES:
-        module = importlib.import_module(f"kernels.triton_{name}")
+        module = importlib.import_module(f"hisparse_pd.kernels.triton_{name}")
         for attribute, value in vars(module).items():
             if hasattr(value, "device_caches"):
                 found[f"{name}.{attribute}"] = sum(len(caches[0]) for caches in value.device_caches.values())

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_node import forwards
-from decode_node.drafting import full_buffer
-from decode_node.memory import slots_tensor
-from decode_node.split_choice import Split
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.spec import load_spec
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import Mode
-from kernels.hot_state import HotBufferError, ReadAt
-from kernels.row_check import row_checks_of, wrong_row
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node import forwards
+from hisparse_pd.decode_node.drafting import full_buffer
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.split_choice import Split
+from hisparse_pd.kernels.hot_state import HotBufferError, ReadAt
+from hisparse_pd.kernels.row_check import row_checks_of, wrong_row
 from tests.gpu.support import DEVICE, needs_gpu
 from tools.bench.decode_step import Bench, make_settings, prefill
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic

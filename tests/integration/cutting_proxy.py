@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from hisparse_pd.http.journal_lines import MARK
+from hisparse_pd.serving.http.journal_lines import MARK
 
 _CHUNK_BYTES = 1 << 16
 _REQUEST_ID = re.compile(rb"^x-request-id: *(\S+)", re.IGNORECASE | re.MULTILINE)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import httpx
 
-from hisparse_pd.ports import free_port
-from router.supervisor import Health, ProgressTimeout, probe
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.router.supervisor import Health, ProgressTimeout, probe
 from tests import waiting
 from tests.integration.preloaded import NAME as PRELOADED
 from tests.integration.preloaded import ForkedService, Preloaded

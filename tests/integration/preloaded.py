@@ -36,8 +36,17 @@ from typing import Any, BinaryIO
 NAME = "tests.integration.preloaded"
 REPO = Path(__file__).parents[2]
 MODULES = (
-    *("hisparse_pd.cli", "prefill_node.server", "decode_node.server", "router.process"),
-    *("prefill_node.engine", "decode_node.engine", "transformers.models.auto.modeling_auto"),
+    *(
+        "hisparse_pd.commands.cli",
+        "hisparse_pd.prefill_node.server",
+        "hisparse_pd.decode_node.server",
+        "hisparse_pd.router.process",
+    ),
+    *(
+        "hisparse_pd.prefill_node.engine",
+        "hisparse_pd.decode_node.engine",
+        "transformers.models.auto.modeling_auto",
+    ),
     *("transformers.modeling_utils", "transformers.generation", "llguidance"),
 )
 MAX_ORDER_BYTES = 1 << 17

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.doctor.bandwidth import MESSAGE_BYTES
+from hisparse_pd.commands.doctor.bandwidth import MESSAGE_BYTES
 from tests.integration.harness import REPO
 
 TIMEOUT_SECS = 120.0

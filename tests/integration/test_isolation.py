@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protocol import bootstrap, messages
-from protocol.channels import ControlClient
+from hisparse_pd.protocol import bootstrap, messages
+from hisparse_pd.protocol.channels import ControlClient
 from tests.integration.harness import (
     PROMPT,
     Deployment,

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hisparse_pd.ports import free_port
-from protocol.channels import ControlKeys
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.protocol.channels import ControlKeys
 from tests.integration.harness import (
     Deployment,
     Service,

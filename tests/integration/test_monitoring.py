@@ -72,7 +72,7 @@ def test_status_tells_of_the_pair(pair: Deployment, shown: dict[str, set[str]]) 
     assert prefilled["prompt_tokens_total"][""] > 0
     assert decoded["prompt_tokens_total"][""] > 0
     assert prefilled["kv_transfer_bytes_total"][""] > 0
-    script = (files("router") / "page" / "page.js").read_text(encoding="utf-8")
+    script = (files("hisparse_pd.router") / "page" / "page.js").read_text(encoding="utf-8")
     asked = set(re.findall(r'"((?:num_\w+_reqs|\w+_total|running_reqs))"', script))
     assert len(asked) > 10
     assert asked <= prefilled.keys() | decoded.keys(), "the page asks for metrics that no node has"

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol import bootstrap
-from protocol.bootstrap import BootstrapLookupError
-from protocol.channels import ControlClient, ControlKeys
-from protocol.messages import Heartbeat
-from protocol.polling import Poller
+from hisparse_pd.protocol import bootstrap
+from hisparse_pd.protocol.bootstrap import BootstrapLookupError
+from hisparse_pd.protocol.channels import ControlClient, ControlKeys
+from hisparse_pd.protocol.messages import Heartbeat
+from hisparse_pd.protocol.polling import Poller
 from tests.integration.harness import decode_service, deployment, generate_body, generated
 
 PROMPT = "Bytes are compared, not believed. " * 12

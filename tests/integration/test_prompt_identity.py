@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from hisparse_pd.core.paging.prompt_keys import PromptIdentity, root_of
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.paging.prompt_keys import PromptIdentity, root_of
 from tests.integration.harness import (
     Deployment,
     Service,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.ports import free_port
+from hisparse_pd.base.ports import free_port
 from tests.integration.harness import Deployment, Service, generate, router_service, running, wait_until
 from tools.checkpoints import oracle
 

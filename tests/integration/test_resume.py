@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.nodes import NodeKind
+from hisparse_pd.router.nodes import NodeKind
 from tests.integration.cutting_proxy import CuttingProxy
 from tests.integration.harness import (
     DEVICE,

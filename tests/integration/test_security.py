@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from protocol.access import parse_address
+from hisparse_pd.base.access import parse_address
 from tests.integration.harness import Deployment
 from tests.port_scan import listening
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hisparse_pd.ports import free_port
+from hisparse_pd.base.ports import free_port
 from tests.integration.harness import Deployment, Service, openai_client, running, streamed
 
 PROMPT = "Extents, not one integer a token, say where the bytes of a room are to land. " * 4

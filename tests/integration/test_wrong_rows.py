@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hisparse_pd.model.spec import load_spec
+from hisparse_pd.core.model.spec import load_spec
 from tests.integration.harness import deployment, engine_pids, generate, is_idle, wait_until
 from tests.integration.wrong_rows import HostPool, assert_names_a_row, num_found, release_pages
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from hisparse_pd.vocabulary import KV_ROW_CORRUPT
+from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT
 from tests.integration.harness import Service, wait_until
 
 ROW = re.compile(

@@ -18,18 +18,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from decode_node import sizing
-from decode_node.engine import DecodeEngine
-from decode_node.memory import DecodeMemory
-from decode_node.request import PeerAddress
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind, Stage
+from hisparse_pd.core.paging.prompt_keys import root_of
+from hisparse_pd.decode_node import sizing
+from hisparse_pd.decode_node.engine import DecodeEngine
+from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
-from hisparse_pd.paging.extents import extents_to_slots
-from hisparse_pd.paging.pools import PoolKind, Stage
-from hisparse_pd.paging.prompt_keys import root_of
-from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from prefill_node.engine import PrefillEngine
-from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
+from hisparse_pd.prefill_node.engine import PrefillEngine
+from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
+from hisparse_pd.protocol.messages import PROTOCOL_VERSION, RegionKind, Room
+from hisparse_pd.transfer.transport import TCP
 from tests.identities import identity_of
 from tests.property.sim_network import Lookups, Network, SimClient, SimServer
 from tests.property.sim_nodes import (
@@ -51,7 +52,6 @@ from tests.property.sim_transport import (
     SimTransfer,
     WriteFate,
 )
-from transfer.transport import TCP
 
 QUARANTINE_SECS = 15.0
 LATE_SECS = 12.0
@@ -163,15 +163,15 @@ class World:
             return self._look_up(PeerAddress(host, port))
 
         replaced: dict[str, dict[str, Any]] = {
-            "decode_node.prefill_peers": {
+            "hisparse_pd.decode_node.prefill_peers": {
                 "ControlClient": lambda endpoint, *_: SimClient(self.network, endpoint),
                 "Wakeup": NoWakeup,
             },
-            "decode_node.discovery": {
+            "hisparse_pd.decode_node.discovery": {
                 "ThreadPoolExecutor": lambda *_, **__: self._lookups,
                 "look_up": look_up,
             },
-            "decode_node.engine": {
+            "hisparse_pd.decode_node.engine": {
                 "time": clock,
                 "MAX_TURN_SECS": float("inf"),  # the turns in the time that passes at once are left out
                 "Poller": NoPoller,
@@ -182,8 +182,8 @@ class World:
                 "LaneHost": self._new_lane_host,
                 "Wakeup": NoWakeup,
             },
-            "decode_node.step_line": {"time": clock},
-            "prefill_node.engine": {
+            "hisparse_pd.decode_node.step_line": {"time": clock},
+            "hisparse_pd.prefill_node.engine": {
                 "time": clock,
                 "Poller": NoPoller,
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hisparse_pd.api.openapi import openapi_document
+from hisparse_pd.serving.api.openapi import openapi_document
 
 _DOCUMENT = json.loads(openapi_document())
 _SCHEMAS: dict[str, dict[str, Any]] = _DOCUMENT["components"]["schemas"]

@@ -17,30 +17,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode_node import scrub
-from decode_node.device_step import DeviceStep
-from decode_node.drafting import full_buffer
-from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import LiveRequests
-from decode_node.memory import DecodeMemory, slots_tensor
-from decode_node.metrics import Metrics
-from decode_node.prefill_peers import RoomMessage
-from decode_node.request import Request
-from decode_node.request_life import RequestLife
-from decode_node.runner import DeviceRunner
-from decode_node.scheduler import Limits
-from decode_node.scrub import Scrubber
-from decode_node.step_line import StepLine
+from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node import scrub
+from hisparse_pd.decode_node.device_step import DeviceStep
+from hisparse_pd.decode_node.drafting import full_buffer
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
+from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.prefill_peers import RoomMessage
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.runner import DeviceRunner
+from hisparse_pd.decode_node.scheduler import Limits
+from hisparse_pd.decode_node.scrub import Scrubber
+from hisparse_pd.decode_node.step_line import StepLine
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import FromEngine, Generate, pack_token_ids
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
-from hisparse_pd.settings import HisparsePolicy
-from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
-from kernels.row_check import store_row_checks
-from protocol.messages import Bootstrap, RoomDone, RoomQuiet
+from hisparse_pd.kernels.row_check import store_row_checks
+from hisparse_pd.protocol.messages import Bootstrap, RoomDone, RoomQuiet
 from tests.books import PEER
 from tests.unit.decode_node.peers_support import FakePeers
 from tests.unit.model.model_specs import make_spec
@@ -189,7 +189,7 @@ class Node:
         self.set_aside: Callable[[PoolKind, int], None] | None = None
         """Called with each page that is set aside, when it is."""
         self._patches = [
-            patch("decode_node.device_step.paged_index_topk", self.model.index_topk),
+            patch("hisparse_pd.decode_node.device_step.paged_index_topk", self.model.index_topk),
             patch.object(scrub, "STEPS_BETWEEN", 4),
         ]
         buffer = full_buffer(max_drafts, TOP_K) + 1

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from protocol import messages
-from protocol.bootstrap import BootstrapLookupError
-from protocol.messages import ToDecode, ToPrefill
+from hisparse_pd.protocol import messages
+from hisparse_pd.protocol.bootstrap import BootstrapLookupError
+from hisparse_pd.protocol.messages import ToDecode, ToPrefill
 
 
 class Connection:

@@ -17,10 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decode_node.drafting import max_verifiable
-from decode_node.memory import DecodeMemory
-from decode_node.request import Request
-from decode_node.runner import StepResult
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.drafting import max_verifiable
+from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.runner import StepResult
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import (
     EngineReady,
@@ -31,14 +35,10 @@ from hisparse_pd.engine.messages import (
     ToEngine,
     Tokens,
 )
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.extents import expand_pages, extents_to_slots
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import Mode
-from prefill_node.compute import Computed, FirstToken, LayerWritten
-from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord
-from prefill_node.scheduler import Chunk
+from hisparse_pd.prefill_node.compute import Computed, FirstToken, LayerWritten
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.scheduler import Chunk
 from tests.property.sim_transport import SafetyViolation
 from tests.unit.model.model_specs import make_spec
 

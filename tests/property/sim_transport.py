@@ -10,12 +10,12 @@ from enum import Enum, auto
 
 import torch
 
-from protocol.lane import SOCKET_PREFIX, LaneOffer
-from protocol.messages import Room
-from transfer.lane import Lane
-from transfer.plan import DESCRIPTOR_COST_BYTES, Descriptors
-from transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
-from transfer.transport import TCP
+from hisparse_pd.protocol.lane import SOCKET_PREFIX, LaneOffer
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.transfer.lane import Lane
+from hisparse_pd.transfer.plan import DESCRIPTOR_COST_BYTES, Descriptors
+from hisparse_pd.transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
+from hisparse_pd.transfer.transport import TCP
 
 SLICE_COST = 2 * DESCRIPTOR_COST_BYTES
 """Two ranges, so that most batches are several slices."""

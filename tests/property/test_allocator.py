@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hisparse_pd.paging.allocator import ExtentAllocator, ExtentError, PoolExhausted, PoolIntegrityError
-from hisparse_pd.paging.extents import slice_extents, total_length
-from protocol.messages import Extent
+from hisparse_pd.core.paging.allocator import ExtentAllocator, ExtentError, PoolExhausted, PoolIntegrityError
+from hisparse_pd.core.paging.extents import slice_extents, total_length
+from hisparse_pd.protocol.messages import Extent
 
 pytestmark = pytest.mark.I2
 

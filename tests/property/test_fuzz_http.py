@@ -12,18 +12,18 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from hisparse_pd.api.bodies import Endpoint, TokenPath
-from hisparse_pd.api.body_parts import MAX_ROOM
-from hisparse_pd.api.requests import Limits, grouped, plan_samples
-from hisparse_pd.api.schemas import ApiRequest, parse_request
-from hisparse_pd.api.text_codec import TextCodec
-from hisparse_pd.api.tokens import answer_about_tokens
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import unpack_token_ids
-from hisparse_pd.http.http_errors import ApiError
-from router import body as router_body
-from router.body import RequestBody
-from router.errors import NodeRefused
+from hisparse_pd.router import body as router_body
+from hisparse_pd.router.body import RequestBody
+from hisparse_pd.router.errors import NodeRefused
+from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
+from hisparse_pd.serving.api.body_parts import MAX_ROOM
+from hisparse_pd.serving.api.requests import Limits, grouped, plan_samples
+from hisparse_pd.serving.api.schemas import ApiRequest, parse_request
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.api.tokens import answer_about_tokens
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.property.declared_bodies import make_declared
 from tests.property.fuzzing import (
     BATCH,

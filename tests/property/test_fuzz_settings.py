@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from hisparse_pd import cli
-from hisparse_pd.api.keys import MIN_KEY_CHARS, ApiKeys
-from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
-from hisparse_pd.settings_sources import SettingsError, load_settings, to_options
-from protocol.access import KeyFileError, PeerList, is_host
-from protocol.channels import ControlKeys
+from hisparse_pd.base.access import KeyFileError, PeerList, is_host
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
+from hisparse_pd.commands import cli
+from hisparse_pd.protocol.channels import ControlKeys
+from hisparse_pd.serving.api.keys import MIN_KEY_CHARS, ApiKeys
 from tests.property.fuzzing import BATCH, batch, damage, fuzz, fuzz_batches, outcome, seeds
 
 T = TypeVar("T")

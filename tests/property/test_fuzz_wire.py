@@ -13,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
+from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     Abort,
@@ -35,14 +38,11 @@ from hisparse_pd.engine.messages import (
     pack_token_ids,
 )
 from hisparse_pd.engine.phases import Phase
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
-from prefill_node.registrations import Registrations, why_not_landing
-from protocol import bootstrap, lane, messages
-from protocol.access import PeerList
-from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from protocol.decoding import TypedDecoder
-from protocol.messages import (
+from hisparse_pd.prefill_node.registrations import Registrations, why_not_landing
+from hisparse_pd.protocol import bootstrap, lane, messages
+from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     ROW_CHECK_BYTES,
     Bootstrap,
@@ -52,6 +52,7 @@ from protocol.messages import (
     RegionKind,
     Register,
 )
+from hisparse_pd.transfer.aux_record import AuxLayout, AuxMismatch
 from tests.identities import identity_of
 from tests.property.fuzzing import (
     BATCH,
@@ -66,7 +67,6 @@ from tests.property.fuzzing import (
     seeds,
 )
 from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
-from transfer.aux_record import AuxLayout, AuxMismatch
 
 pytestmark = pytest.mark.I7
 

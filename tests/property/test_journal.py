@@ -9,9 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hisparse_pd.api.frame import PINGS
-from hisparse_pd.http.journal_lines import LEAVING, MARK, OVER, journal_line
-from router.journal import MAX_LOSSES, Journal, JournalBudget, Leg, Losses
+from hisparse_pd.router.journal import MAX_LOSSES, Journal, JournalBudget, Leg, Losses
+from hisparse_pd.serving.api.frame import PINGS
+from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER, journal_line
 
 EVENTS = [
     *(b'data: {"text": "%d"}\n\n' % number for number in range(6)),

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hisparse_pd.model.sampling import sample
-from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
+from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
+from hisparse_pd.core.model.sampling import sample
 from tests.tied_checkpoint import INDEX_TOPK
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, load_checkpoint
 from tests.unit.model.paged_model import PagedModel
@@ -120,7 +120,7 @@ def test_scores_are_tied_at_the_boundary(
         return chosen.masked_fill(chosen >= num_seen[:, None], -1)
 
     for module in ("indexer", "paged_indexer"):
-        monkeypatch.setattr(f"kernels.{module}.select_topk", highest_first)
+        monkeypatch.setattr(f"hisparse_pd.kernels.{module}.select_topk", highest_first)
     pool = Pool(checkpoint, 64)
     logits, _ = pool.extend([(pool.pages(prompt), 0, prompt) for prompt in PROMPTS])
     _, logprobs = sample(logits, [GREEDY] * len(PROMPTS), [0] * len(PROMPTS), ())

@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill_node.scheduler import MAX_LOOKED_AT, Running, StepLimits, Waiting, plan_step, why_never
-from protocol.messages import (
+from hisparse_pd.prefill_node.scheduler import (
+    MAX_LOOKED_AT,
+    Running,
+    StepLimits,
+    Waiting,
+    plan_step,
+    why_never,
+)
+from hisparse_pd.protocol.messages import (
     Room,
 )
 

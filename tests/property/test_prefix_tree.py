@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hisparse_pd.core.paging.extents import extents_to_pages
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix, PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.paging.extents import extents_to_pages
-from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prefix_tree import Kinds, Prefix, PrefixTree
-from hisparse_pd.paging.prompt_keys import PageKey, page_keys, root_of
-from protocol.messages import Room
+from hisparse_pd.protocol.messages import Room
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
 

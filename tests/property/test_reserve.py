@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.request import Request
-from decode_node.reserve import Claim, Reserve
-from hisparse_pd.paging.pools import SlotCounts
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.reserve import Claim, Reserve
 
 pytestmark = [pytest.mark.I2]
 

@@ -24,11 +24,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_node.prefill_peers import LAST_WORDS_SECS
+from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
+from hisparse_pd.core.paging.pools import Stage
+from hisparse_pd.decode_node.prefill_peers import LAST_WORDS_SECS
 from hisparse_pd.engine.messages import Abort, Generate, GenerateGroup
-from hisparse_pd.paging.pools import Stage
-from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
-from protocol.messages import Room, RoomDone, to_decode_decoder
+from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_network import SimClient
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront

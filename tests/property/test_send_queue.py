@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from protocol.messages import Room
-from transfer.plan import DESCRIPTOR_COST_BYTES, SLICE_BYTES, Descriptors, cost
-from transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.transfer.plan import DESCRIPTOR_COST_BYTES, SLICE_BYTES, Descriptors, cost
+from hisparse_pd.transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 

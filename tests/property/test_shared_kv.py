@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.vocabulary import HisparseFlag
+from hisparse_pd.base.vocabulary import HisparseFlag
+from hisparse_pd.core.model.spec import ModelSpec
 from tests.tied_checkpoint import write_tied_checkpoint
 from tests.unit.decode_node.support import EngineHarness, load_checkpoint, random_prompt
 from tests.unit.model.model_specs import make_spec

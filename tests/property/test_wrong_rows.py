@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from decode_node import scrub
-from decode_node.memory import pages_tensor, slots_tensor
-from decode_node.request import Request, RequestState, RunStage
-from decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag, Mode
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
+from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.decode_node import scrub
+from hisparse_pd.decode_node.memory import pages_tensor, slots_tensor
+from hisparse_pd.decode_node.request import Request, RequestState, RunStage
+from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import RequestFailed, Tokens
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.pools import PoolKind, SlotCounts
-from hisparse_pd.paging.prefix_tree import Prefix
-from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag, Mode
 from tests.property.row_reader import CONTEXT, PAGE_SIZE, WRONG, Node, right_token, spec_of
 
 pytestmark = [pytest.mark.I2, pytest.mark.I9]

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hisparse_pd.settings import TransportSettings
+from hisparse_pd.base.settings import TransportSettings
+from hisparse_pd.transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
+from hisparse_pd.transfer.transport import Transport, choose_transport
 from tests.rdma.patterns import MEMORY_BYTES, PATTERNS, POISON, Pattern, source_content
-from transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
-from transfer.transport import Transport, choose_transport
 
 if TYPE_CHECKING:
     from tests.rdma.command import Command

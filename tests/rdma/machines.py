@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hisparse_pd.ports import free_port
+from hisparse_pd.base.ports import free_port
 from tests.rdma.command import Command, CommandError, start_command
 from tests.rdma.image import REPO, BootImage, boot_image
 

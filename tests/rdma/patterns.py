@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hisparse_pd.paging.extents import SlotArray, expand_pages
-from transfer.engine import MAX_BATCH_DESCRIPTORS
-from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors, plan_writes
+from hisparse_pd.core.paging.extents import SlotArray, expand_pages
+from hisparse_pd.transfer.engine import MAX_BATCH_DESCRIPTORS
+from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors, plan_writes
 
 MAX_PAYLOAD_BYTES = 4096
 """Of an RDMA packet, by the largest MTU that there is."""

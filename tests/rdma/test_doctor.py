@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hisparse_pd.doctor.bandwidth import MESSAGE_BYTES
+from hisparse_pd.commands.doctor.bandwidth import MESSAGE_BYTES
 from tests.rdma.machines import DEVICE, Machine
 
 COMMAND = (sys.executable, "-m", "hisparse_pd", "doctor", "--json", "--transfer-protocol", "rdma")

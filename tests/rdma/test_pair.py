@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.model.spec import load_spec
-from protocol.messages import ROW_CHECK_BYTES
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.protocol.messages import ROW_CHECK_BYTES
 from tests.rdma.conftest import without_device
 from tests.rdma.machines import DEVICE, NODE_PORT, Machine
 from tests.rdma.pair import HOT_BUFFER, Service, running_pair, start_node

@@ -38,8 +38,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hisparse_pd.model.spec import load_spec
-from hisparse_pd.ports import free_port
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.core.model.spec import load_spec
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 from unittest.mock import patch
 
-from transfer.engine import TransferEngine
-from transfer.transport import TCP, Transport
+from hisparse_pd.transfer.engine import TransferEngine
+from hisparse_pd.transfer.transport import TCP, Transport
 
 _idle: list[TransferEngine] = []
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 from starlette.types import ASGIApp
 
-from hisparse_pd.http.certificates import Certificate
-from hisparse_pd.http.listening import HttpServer, Listener
+from hisparse_pd.serving.http.certificates import Certificate
+from hisparse_pd.serving.http.listening import HttpServer, Listener
 from tests.waiting import WAIT_SECS, until
 
 REPO = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hisparse_pd.cli import _make_parser
+from hisparse_pd.commands.cli import _make_parser
 
 
 def parsed(command: str, options: list[str]) -> dict[str, Any]:

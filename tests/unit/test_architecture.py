@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -14,57 +20,54 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = (
-    ("hisparse_pd.vocabulary",),
-    ("protocol", "kernels", "hisparse_pd.grammar"),
-    (
-        "hisparse_pd.memory",
-        "hisparse_pd.model",
-        "hisparse_pd.paging",
-        "hisparse_pd.settings",
-        "hisparse_pd.process",
-        "hisparse_pd.ports",
-    ),
-    ("transfer", "hisparse_pd.settings_sources", "hisparse_pd.tracing", "tools.checkpoints"),
-    ("hisparse_pd.engine", "hisparse_pd.traces", "tools.training"),
-    ("hisparse_pd.http",),
-    ("hisparse_pd.api",),
-    ("prefill_node", "decode_node", "router", "hisparse_pd.doctor", "hisparse_pd.bench"),
-    ("hisparse_pd.cli", "tools.bench"),
-    ("hisparse_pd.__main__",),
+    ("base",),
+    ("protocol", "kernels", "core.grammar"),
+    ("core.memory", "core.model", "core.paging"),
+    ("transfer", "tools.checkpoints"),
+    ("engine", "tools.training"),
+    ("serving.http",),
+    ("serving.api",),
+    ("prefill_node", "decode_node", "router", "commands.doctor", "commands.bench"),
+    ("commands.cli", "tools.bench"),
+    ("__main__",),
 )
-"""From the ground up. A room imports rooms of the floors below its own, and none beside it."""
+"""Rooms of ``hisparse_pd`` and of ``tools``, from the ground up. A room imports rooms of the floors below its
+own, and none beside it."""
 
-TOP = ("hisparse_pd", "prefill_node", "decode_node", "router", "transfer", "kernels", "protocol")
-"""The packages that are installed."""
+LINKED = ("prefill_node", "decode_node", "router", "transfer", "kernels", "protocol")
+"""Folders at the root of the repository, to which ``hisparse_pd`` has links of the same names."""
+
+ROOFS = ("core", "serving", "commands")
+"""Folders of ``hisparse_pd`` that have several rooms."""
 
 OWNERS: dict[str, tuple[str, ...]] = {
-    "mooncake": ("transfer/engine.py", "hisparse_pd/doctor/checks.py"),
-    "llguidance": ("hisparse_pd/grammar/",),
-    "cupy": ("kernels/", "hisparse_pd/memory/"),
-    "cuda": ("kernels/", "hisparse_pd/memory/"),
+    "mooncake": ("transfer/engine.py", "hisparse_pd/commands/doctor/checks.py"),
+    "llguidance": ("hisparse_pd/core/grammar/",),
+    "cupy": ("kernels/", "hisparse_pd/core/memory/"),
+    "cuda": ("kernels/", "hisparse_pd/core/memory/"),
     "triton": ("kernels/",),
     "sgl_kernel": ("kernels/",),
     "zmq": (
         "protocol/",
-        "hisparse_pd/model/rank_bells.py",
+        "hisparse_pd/core/model/rank_bells.py",
         "hisparse_pd/engine/sockets.py",
-        "hisparse_pd/doctor/channel.py",
+        "hisparse_pd/commands/doctor/channel.py",
     ),
     "starlette": (
-        *("hisparse_pd/api/", "hisparse_pd/http/", "router/", "prefill_node/server.py", "decode_node/"),
+        *("hisparse_pd/serving/", "router/", "prefill_node/server.py", "decode_node/"),
         "tools/bench/",
     ),
-    "uvicorn": ("hisparse_pd/http/", "router/", "tools/bench/"),
+    "uvicorn": ("hisparse_pd/serving/http/", "router/", "tools/bench/"),
     "transformers": (
-        *("hisparse_pd/model/", "hisparse_pd/api/text_codec.py", "hisparse_pd/bench/"),
+        *("hisparse_pd/core/model/", "hisparse_pd/serving/api/text_codec.py", "hisparse_pd/commands/bench/"),
         *("tools/bench/", "tools/checkpoints/"),
     ),
-    "opentelemetry": ("hisparse_pd/tracing.py",),
-    "torch.distributed": ("hisparse_pd/model/rank_group.py",),
+    "opentelemetry": ("hisparse_pd/base/tracing.py",),
+    "torch.distributed": ("hisparse_pd/core/model/rank_group.py",),
     "torch": (
-        *("kernels/", "hisparse_pd/model/", "hisparse_pd/memory/"),
+        *("kernels/", "hisparse_pd/core/model/", "hisparse_pd/core/memory/"),
         *("hisparse_pd/engine/start.py", "hisparse_pd/engine/held_rows.py"),
-        *("prefill_node/", "decode_node/", "hisparse_pd/doctor/", "hisparse_pd/bench/", "tools/"),
+        *("prefill_node/", "decode_node/", "hisparse_pd/commands/", "tools/"),
     ),
 }
 """The files that may import a library, late or at once."""
@@ -77,7 +80,7 @@ PURE = (
     ),
     *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
     *("prefill_node/scheduler.py", "prefill_node/rooms.py"),
-    *(f"hisparse_pd/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
+    *(f"hisparse_pd/core/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
     *("transfer/plan.py", "transfer/send_queue.py"),
 )
 """Schedulers, pools and plans: no tensors, no sockets, no HTTP."""
@@ -89,17 +92,36 @@ ROOMS = {room for floor in FLOORS for room in floor}
 def sources() -> dict[str, Path]:
     """Module -> file, of everything but the tests and the packages' own pages."""
     return {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts): file
-        for folder in (*TOP, "tools")
-        for file in (ROOT / folder).rglob("*.py")
+        module_of(file): file
+        for folder in ("hisparse_pd", *LINKED, "tools")
+        for file in walk(ROOT / folder)
         if file.name != "__init__.py"
     }
 
 
+def walk(folder: Path) -> Iterator[Path]:
+    """The sources of a folder; not those behind its links, which are walked where they are."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from walk(path)
+        elif path.suffix == ".py":
+            yield path
+
+
+def module_of(file: Path) -> str:
+    """The name by which a file is imported."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("hisparse_pd", *parts) if parts[0] in LINKED else parts)
+
+
 def room_of(name: str) -> str:
-    """The room of a module, or of a name in one; of the packages that are only a roof, the one below."""
+    """The room of a module, or of a name in one, as ``FLOORS`` has it; of a stranger its own first name."""
     first, *others = name.split(".")
-    return ".".join((first, *others[:1])) if first in ("hisparse_pd", "tools") else first
+    if first == "tools":
+        return ".".join((first, *others[:1]))
+    if first != "hisparse_pd" or not others:
+        return first
+    return ".".join(others[: 2 if others[0] in ROOFS else 1])
 
 
 def imported(file: Path) -> set[str]:
@@ -124,7 +146,36 @@ def imports(module: str) -> frozenset[str]:
 
 def test_every_module_is_in_a_room() -> None:
     assert {room_of(module) for module in sources()} == ROOMS
-    assert {file.parent.name for file in ROOT.glob("[!.]*/*.py")} == {*TOP, "tools", "deploy", "tests"}
+    folders = {file.parent.name for file in ROOT.glob("[!.]*/*.py")}
+    assert folders == {"hisparse_pd", *LINKED, "tools", "deploy", "tests"}
+
+
+def test_nothing_but_hisparse_pd_is_a_package_that_is_installed() -> None:
+    """An ``__init__.py`` in a folder at the root would hide other packages, as Hugging Face's ``kernels``."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert settings == {"find": {"include": ["hisparse_pd*"]}}
+    for folder in LINKED:
+        assert not (ROOT / folder / "__init__.py").exists()
+        assert (ROOT / "hisparse_pd" / folder).readlink() == Path("..", folder)
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for folder in ("tests", "tools", "hisparse_pd", *LINKED)
+        for file in walk(ROOT / folder)
+        for name in imported(file)
+        if name.split(".")[0] in LINKED
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", LINKED)
+def test_a_package_of_a_folders_name_is_found_from_the_root(folder: str, tmp_path: Path) -> None:
+    """Whoever runs something in the checkout, where the current directory comes first on the path."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "__init__.py").write_text("print('the other one')")
+    command = [sys.executable, "-c", f"import {folder}"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("the other one", "")
 
 
 def test_no_import_runs_upward_or_sideways() -> None:
@@ -138,6 +189,16 @@ def test_no_import_runs_upward_or_sideways() -> None:
         and floor_of[room] >= floor_of[own]
     ]
     assert not wrong
+
+
+def test_no_circle_between_folders() -> None:
+    """Arrows between two folders have one direction, also where their rooms are on several floors."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module in sources():
+        own = room_of(module).split(".")[0]
+        graph[own] |= {room_of(name).split(".")[0] for name in imports(module) if room_of(name) in ROOMS}
+        graph[own] -= {own}
+    TopologicalSorter(graph).prepare()
 
 
 def test_nothing_that_is_installed_imports_the_tools() -> None:
@@ -174,7 +235,7 @@ def test_no_test_module_is_imported() -> None:
     """What tests share is in a module of its own: `support.py`, or named after what it is."""
     wrong = [
         f"{file.relative_to(ROOT)} imports {name}"
-        for file in (ROOT / "tests").rglob("*.py")
+        for file in walk(ROOT / "tests")
         for name in imported(file)
         if name.startswith("tests.") and any(part.startswith("test_") for part in name.split("."))
     ]
@@ -183,16 +244,17 @@ def test_no_test_module_is_imported() -> None:
 
 @pytest.mark.parametrize("path", PURE)
 def test_schedulers_pools_and_plans_are_pure(path: str) -> None:
-    module = path.removesuffix(".py").replace("/", ".")
-    assert not {name.split(".")[0] for name in imports(module)} & OWNERS.keys()
+    assert not {name.split(".")[0] for name in imports(module_of(ROOT / path))} & OWNERS.keys()
 
 
 def test_the_page_names_every_room_in_this_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = [line for line in page.splitlines() if line.startswith("| `")]
-    floors = [[room for room in floor if room != "hisparse_pd.__main__"] for floor in FLOORS]
+    floors = [[room for room in floor if room != "__main__"] for floor in FLOORS]
     named = [re.findall(r"`([\w/]+?)/?(?:\.py)?`", line.split("|")[1]) for line in table]
-    said = [{room.replace("/", ".") for room in rooms} for rooms in reversed(named)]
+    said = [
+        {room.removeprefix("hisparse_pd/").replace("/", ".") for room in rooms} for rooms in reversed(named)
+    ]
     assert said == [set(floor) for floor in floors if floor]
 
 

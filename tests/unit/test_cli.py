@@ -8,19 +8,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from hisparse_pd import cli
-from hisparse_pd.doctor.settings import DoctorSettings
-from hisparse_pd.ports import free_port
-from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
-from protocol.channels import ControlKeys
-from router import supervisor
-from router.supervisor import Child, Health, Supervisor, probe
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.commands import cli
+from hisparse_pd.commands.doctor.settings import DoctorSettings
+from hisparse_pd.protocol.channels import ControlKeys
+from hisparse_pd.router import supervisor
+from hisparse_pd.router.supervisor import Child, Health, Supervisor, probe
 from tests.waiting import wait_until
 
 REPO = Path(__file__).resolve().parents[2]
@@ -86,9 +87,13 @@ def test_help_explains_every_option(
             assert f"default: {field.default}" in text
 
 
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exits(capsys, "--version") == (0, f"hisparse-pd {metadata.version('hisparse-pd')}\n", "")
+
+
 def test_help_is_fast_because_services_are_imported_late() -> None:
     heavy = ("torch", "transformers", "zmq", "uvicorn", "httpx")
-    code = f"import sys, hisparse_pd; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, hisparse_pd.commands.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]"
 
@@ -242,10 +247,10 @@ def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, comman
     """All of a pair but its services, which are healthy at once; of the doctor, its words."""
     script = tmp_path / "command.py"
     script.write_text(
-        "import sys\nfrom hisparse_pd import cli\nfrom router import supervisor\n"
+        "import sys\nfrom hisparse_pd.commands import cli\nfrom hisparse_pd.router import supervisor\n"
         "supervisor.Supervisor.run = lambda self, on_healthy: on_healthy() or 0\n"
         "if sys.argv[1] == 'doctor':\n"  # which imports torch
-        "    from hisparse_pd.doctor import command\n"
+        "    from hisparse_pd.commands.doctor import command\n"
         "    command.examine = lambda *_: command.Report((), None)\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
@@ -348,7 +353,7 @@ def test_children_end_when_their_parent_is_killed(service: Callable[..., Child],
     child = service("decode")
     pid_file = tmp_path / "pid"
     code = (
-        "from pathlib import Path; from router.supervisor import Child, Supervisor; "
+        "from pathlib import Path; from hisparse_pd.router.supervisor import Child, Supervisor; "
         f"s = Supervisor([Child('decode', {child.command!r}, {child.health_url!r})], 10); "
         f"s.run(lambda: Path({str(pid_file)!r}).write_text(str(s._processes['decode'].pid)))"
     )

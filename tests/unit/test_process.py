@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hisparse_pd.process import die_with_parent, parent_is_alive, setup_logging, stop_signals
+from hisparse_pd.base.process import die_with_parent, parent_is_alive, setup_logging, stop_signals
 from tests.waiting import wait_until
 
 PARENT = """
     import multiprocessing, os, time
-    from hisparse_pd.process import die_with_parent
+    from hisparse_pd.base.process import die_with_parent
 
     def child(pipe):
         die_with_parent()
@@ -80,10 +80,10 @@ def test_logging_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     handlers, level = root.handlers[:], root.level
     try:
         setup_logging("warning", "decode-engine")
-        logging.getLogger("decode_node.engine").warning("pool %d", 7)
-        logging.getLogger("decode_node.engine").info("hidden")
+        logging.getLogger("hisparse_pd.decode_node.engine").warning("pool %d", 7)
+        logging.getLogger("hisparse_pd.decode_node.engine").info("hidden")
         written = capsys.readouterr().err
-        assert "decode-engine decode_node.engine: pool 7" in written
+        assert "decode-engine hisparse_pd.decode_node.engine: pool 7" in written
         assert "hidden" not in written
     finally:
         root.handlers[:] = handlers
@@ -94,7 +94,7 @@ def test_closed_standard_streams_are_no_ones_file(tmp_path: Path) -> None:
     """Of the process itself, and of one that it starts, which prints and is glad."""
     code = """
         import subprocess, sys
-        from hisparse_pd import cli
+        from hisparse_pd.commands import cli
 
         cli.main(["keygen", sys.argv[1] + "/key"])
         with open(sys.argv[1] + "/found", "w") as file:

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from hisparse_pd import cli
-from hisparse_pd.bench.settings import ServingSettings
-from hisparse_pd.cli import pair_settings
-from hisparse_pd.doctor.settings import DoctorSettings
-from hisparse_pd.ports import is_taken
-from hisparse_pd.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
-from hisparse_pd.settings_sources import SettingsError, load_settings, to_options
+from hisparse_pd.base.ports import is_taken
+from hisparse_pd.base.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
+from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
+from hisparse_pd.commands import cli
+from hisparse_pd.commands.bench.settings import ServingSettings
+from hisparse_pd.commands.cli import pair_settings
+from hisparse_pd.commands.doctor.settings import DoctorSettings
 from tests.unit.settings_support import parsed
 
 MODEL = {"model_path": "/models/tiny"}

@@ -36,28 +36,28 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from decode_node.draft_choice import DraftChoice
-from decode_node.drafting import full_buffer
-from decode_node.hot_buffers import HotBuffers
-from decode_node.memory import DecodeMemory, slots_tensor
-from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.runner import DeviceRunner, make_runner
-from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
-from hisparse_pd.bench.facts import OUT, run_facts
-from hisparse_pd.bench.report import table_of, write_json
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams, StartError
+from hisparse_pd.commands.bench.facts import OUT, run_facts
+from hisparse_pd.commands.bench.report import table_of, write_json
+from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
+from hisparse_pd.core.memory.device import use_device
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.spec import ModelSpec, load_spec
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, round_up
+from hisparse_pd.decode_node.draft_choice import DraftChoice
+from hisparse_pd.decode_node.drafting import full_buffer
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
+from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
+from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
 from hisparse_pd.engine.lockstep import NodeStep
-from hisparse_pd.grammar.token_trie import Grammar, TokenTrie
-from hisparse_pd.memory.device import use_device
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.spec import ModelSpec, load_spec
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, round_up
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams, StartError
-from prefill_node.compute import PromptRunner
-from prefill_node.memory import PrefillMemory
-from protocol.messages import Room
+from hisparse_pd.prefill_node.compute import PromptRunner
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.protocol.messages import Room
 from tools.bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
 
 PAGE_SIZE = 64

@@ -13,10 +13,10 @@ import zlib
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.dummy_weights import draw
-from hisparse_pd.model.loader import SCALES
-from hisparse_pd.model.spec import ModelSpec
-from kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.core.model.dummy_weights import draw
+from hisparse_pd.core.model.loader import SCALES
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from tools.checkpoints.make_synthetic import CONSTANT, SHARED_QUERY, shared_query
 
 LAYER_GAIN = 0.02

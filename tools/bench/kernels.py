@@ -30,17 +30,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hisparse_pd.bench.facts import OUT
-from hisparse_pd.bench.report import make_console, shown, table_of, write_report
-from hisparse_pd.model.experts import RoutedExperts
-from kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
-from kernels.attention_backends import choose_backend
-from kernels.block_fp8 import DTYPE as FP8
-from kernels.hot_state import HotBufferState, ReadAt
-from kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
-from kernels.paged_indexer import IndexerScratch
-from kernels.row_check import check_in_place, row_checks_of, store_row_checks
-from kernels.selection import select_topk
+from hisparse_pd.commands.bench.facts import OUT
+from hisparse_pd.commands.bench.report import make_console, shown, table_of, write_report
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
+from hisparse_pd.kernels.attention_backends import choose_backend
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt
+from hisparse_pd.kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
+from hisparse_pd.kernels.paged_indexer import IndexerScratch
+from hisparse_pd.kernels.row_check import check_in_place, row_checks_of, store_row_checks
+from hisparse_pd.kernels.selection import select_topk
 from tools.bench.gpu_timing import graph_us, timed_us
 from tools.bench.swap_in import add_options, swap_ins
 
@@ -105,8 +105,8 @@ def memory_gb_s() -> float:
 
 def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, Any]:
     """One cell; raises RuntimeError where the selection is another than torch's."""
-    from kernels.topk import select
-    from kernels.triton_indexer import write_logits
+    from hisparse_pd.kernels.topk import select
+    from hisparse_pd.kernels.triton_indexer import write_logits
 
     key_format = IndexKeyFormat(keys, INDEX_DIM)
     key_bytes = batch * context * key_format.item_bytes

@@ -32,11 +32,11 @@ import httpx
 import msgspec
 import numpy as np
 
-from hisparse_pd.bench.facts import OUT, ROOT
-from hisparse_pd.bench.pair import is_healthy, wait_healthy
-from hisparse_pd.bench.report import make_console, table_of, write_report
-from hisparse_pd.ports import free_port
-from router.nodes import NodeKind
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.commands.bench.facts import OUT, ROOT
+from hisparse_pd.commands.bench.pair import is_healthy, wait_healthy
+from hisparse_pd.commands.bench.report import make_console, table_of, write_report
+from hisparse_pd.router.nodes import NodeKind
 
 START_TIMEOUT_SECS = 300.0
 REQUEST_TIMEOUT_SECS = 300.0

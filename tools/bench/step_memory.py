@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from decode_node.sizing import device_demand
-from hisparse_pd.memory.device import DeviceMemory
-from hisparse_pd.model.checkpoint_config import weight_files
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.model.weight_reader import WeightFiles
-from hisparse_pd.paging.pools import SlotCounts
-from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.core.memory.device import DeviceMemory
+from hisparse_pd.core.model.checkpoint_config import weight_files
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.weight_reader import WeightFiles
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.sizing import device_demand
 
 RESERVE = ("graphs and workspaces", "steps")
 """The parts that a node's reserve for activations is for; its runner's counts of tokens are in them too."""

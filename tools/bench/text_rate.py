@@ -34,10 +34,13 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from decode_node.server import create_decode_app
-from hisparse_pd.bench.facts import OUT
-from hisparse_pd.bench.pair import wait_healthy
-from hisparse_pd.bench.report import make_console, table_of, write_report
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.base.settings import DecodeSettings, RouterSettings
+from hisparse_pd.base.vocabulary import FinishReason, Mode, RankPlace
+from hisparse_pd.commands.bench.facts import OUT
+from hisparse_pd.commands.bench.pair import wait_healthy
+from hisparse_pd.commands.bench.report import make_console, table_of, write_report
+from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.engine.messages import (
     Abort,
     EngineReady,
@@ -48,10 +51,7 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.sockets import EngineSocket
-from hisparse_pd.http.engine_link import least_loaded
-from hisparse_pd.ports import free_port
-from hisparse_pd.settings import DecodeSettings, RouterSettings
-from hisparse_pd.vocabulary import FinishReason, Mode, RankPlace
+from hisparse_pd.serving.http.engine_link import least_loaded
 from tools.checkpoints.make_tiny import write_tokenizer
 
 CONTEXT = 163_840
@@ -79,7 +79,7 @@ class Load:
 
 def serve_decode(model_path: Path, port: int, num_fronts: int, load: Load) -> None:
     """The decode node's fronts with engines that emit."""
-    from hisparse_pd.api.node import run_front
+    from hisparse_pd.serving.api.node import run_front
 
     settings = DecodeSettings(
         model_path=model_path,
@@ -160,7 +160,7 @@ def serve_prefill(port: int) -> None:
 
 
 def serve_router(port: int, prefill_port: int, decode_port: int) -> None:
-    from router.process import run
+    from hisparse_pd.router.process import run
 
     run(
         RouterSettings(

@@ -30,18 +30,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hisparse_pd.bench.facts import OUT, ROOT, spread
-from hisparse_pd.bench.report import make_console, table_of, write_report
-from hisparse_pd.memory.host import allocate_host
-from hisparse_pd.paging.allocator import ExtentAllocator
-from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_slots
-from protocol.lane import LaneOffer
-from protocol.messages import Room
-from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
-from transfer.lane import Lanes
-from transfer.lane_host import LaneHost, SharedMemory
-from transfer.plan import Descriptors, LayerWrites, RegionView, SlicedWrites, descriptors, plan_writes
-from transfer.sender import Sender, WriteBatch
+from hisparse_pd.commands.bench.facts import OUT, ROOT, spread
+from hisparse_pd.commands.bench.report import make_console, table_of, write_report
+from hisparse_pd.core.memory.host import allocate_host
+from hisparse_pd.core.paging.allocator import ExtentAllocator
+from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_slots
+from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
+from hisparse_pd.transfer.lane import Lanes
+from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
+from hisparse_pd.transfer.plan import (
+    Descriptors,
+    LayerWrites,
+    RegionView,
+    SlicedWrites,
+    descriptors,
+    plan_writes,
+)
+from hisparse_pd.transfer.sender import Sender, WriteBatch
 
 PAGE_SIZE = 64
 ITEM_BYTES = {"bf16": 1152, "fp8": 656}

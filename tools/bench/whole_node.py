@@ -36,17 +36,17 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from decode_node.drafting import full_buffer
-from hisparse_pd.bench.facts import OUT, spread
-from hisparse_pd.bench.report import REPORT_WIDTH, make_console, table_of, write_json
-from hisparse_pd.memory.device import DeviceMemory, use_device
-from hisparse_pd.memory.free import free_memory
-from hisparse_pd.memory.machine import Machine
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.rank_group import RankGroup
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import MAX_DRAFTS, Mode, RankPlace
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import MAX_DRAFTS, Mode, RankPlace
+from hisparse_pd.commands.bench.facts import OUT, spread
+from hisparse_pd.commands.bench.report import REPORT_WIDTH, make_console, table_of, write_json
+from hisparse_pd.core.memory.device import DeviceMemory, use_device
+from hisparse_pd.core.memory.free import free_memory
+from hisparse_pd.core.memory.machine import Machine
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.decode_node.drafting import full_buffer
 from tools.bench.decode_step import (
     Prefilled,
     add_node_options,

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.families import FAMILIES
+from hisparse_pd.core.model.families import FAMILIES
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer, write_config
 from tools.checkpoints.quantize_fp8 import QUANTIZATION, is_quantized, quantized
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hisparse_pd.model.families import FAMILIES
+from hisparse_pd.core.model.families import FAMILIES
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer, write_config
 
 Array = npt.NDArray[np.float64]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hisparse_pd.model.checkpoint_config import weight_files
-from kernels.block_fp8 import BLOCK, quantize
+from hisparse_pd.core.model.checkpoint_config import weight_files
+from hisparse_pd.kernels.block_fp8 import BLOCK, quantize
 
 _KEPT = re.compile(r"norm|embed|lm_head|output|\.gate\.|weights_proj")
 QUANTIZATION = {

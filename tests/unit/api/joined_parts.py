@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hisparse_pd.api.answer_blocks import Block, BlockKind, Change
+from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from hisparse_pd.api.prompts import Prompt
-from hisparse_pd.api.schemas import ApiRequest
-from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.serving.api.prompts import Prompt
+from hisparse_pd.serving.api.schemas import ApiRequest
+from hisparse_pd.serving.api.text_codec import TextCodec
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 TEMPLATE = (

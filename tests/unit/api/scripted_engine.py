@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
 from hisparse_pd.engine.messages import (
     Abort,
     EngineReady,
@@ -27,8 +28,7 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.sockets import EngineSocket
-from hisparse_pd.vocabulary import FinishReason, Mode, TokenLogprob
-from protocol.messages import Geometry
+from hisparse_pd.protocol.messages import Geometry
 
 CONTEXT_LENGTH = 256
 POOL_HISPARSE = 200

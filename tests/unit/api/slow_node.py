@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import RankPlace
 from hisparse_pd.engine.messages import Generate
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import RankPlace
 
 
 def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
@@ -31,9 +31,9 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 
 
 def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
-    from decode_node.server import _apps
-    from hisparse_pd.api.node import run_front
-    from hisparse_pd.http.engine_link import least_loaded
+    from hisparse_pd.decode_node.server import _apps
+    from hisparse_pd.serving.api.node import run_front
+    from hisparse_pd.serving.http.engine_link import least_loaded
 
     settings = DecodeSettings(
         model_path=model_path,

@@ -14,21 +14,21 @@ import httpx
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from decode_node.server import create_decode_app
-from hisparse_pd.api.app import Front
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.grammar_checks import GrammarChecks
-from hisparse_pd.api.keys import load_api_keys
-from hisparse_pd.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.api.schemas import ApiRequest, parse_request
-from hisparse_pd.api.text_codec import TextCodec
-from hisparse_pd.http.engine_link import EngineLink, LinkState
-from hisparse_pd.http.listening import Listener
-from hisparse_pd.http.metrics import FrontMetrics
-from hisparse_pd.settings import DecodeSettings, NodeSettings, PrefillSettings
-from hisparse_pd.tracing import Tracer
-from prefill_node.server import create_bootstrap_app, create_prefill_app
-from protocol.channels import load_control_keys
+from hisparse_pd.base.settings import DecodeSettings, NodeSettings, PrefillSettings
+from hisparse_pd.base.tracing import Tracer
+from hisparse_pd.decode_node.server import create_decode_app
+from hisparse_pd.prefill_node.server import create_bootstrap_app, create_prefill_app
+from hisparse_pd.protocol.channels import load_control_keys
+from hisparse_pd.serving.api.app import Front
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.grammar_checks import GrammarChecks
+from hisparse_pd.serving.api.keys import load_api_keys
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.serving.api.schemas import ApiRequest, parse_request
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
+from hisparse_pd.serving.http.listening import Listener
+from hisparse_pd.serving.http.metrics import FrontMetrics
 from tests.unit.api.scripted_engine import Script, ScriptedEngine, ready
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 from tests.waiting import WAIT_SECS, until

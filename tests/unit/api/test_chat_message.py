@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse_pd.api import chat_message
-from hisparse_pd.api.answer_blocks import BlockKind, Change
-from hisparse_pd.api.chat_format import MARKUPS, THINK_MARKS, Markup, ToolMarkup
-from hisparse_pd.api.chat_message import MessageParser
-from hisparse_pd.api.tool_schemas import ToolSchemas
-from hisparse_pd.vocabulary import FinishReason
+from hisparse_pd.base.vocabulary import FinishReason
+from hisparse_pd.serving.api import chat_message
+from hisparse_pd.serving.api.answer_blocks import BlockKind, Change
+from hisparse_pd.serving.api.chat_format import MARKUPS, THINK_MARKS, Markup, ToolMarkup
+from hisparse_pd.serving.api.chat_message import MessageParser
+from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from tests.unit.api.joined_parts import Message, joined
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"

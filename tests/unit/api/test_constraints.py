@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.constraints import (
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.constraints import (
     MAX_CHOICE_CHARS,
     MAX_GBNF_CHARS,
     MAX_GBNF_RULES,
@@ -19,7 +19,7 @@ from hisparse_pd.api.constraints import (
     Constraint,
     FormatKind,
 )
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.support import parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "number"}, "a": {"const": 1.0}}}

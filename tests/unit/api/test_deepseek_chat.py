@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hisparse_pd.api import text_codec
-from hisparse_pd.api.chat_format import ToolMarkup
-from hisparse_pd.api.prompts import ChatPrompt, written_arguments
-from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import unpack_token_ids
-from hisparse_pd.http.http_errors import ApiError
-from protocol.decoding import MAX_NESTING
+from hisparse_pd.protocol.decoding import MAX_NESTING
+from hisparse_pd.serving.api import text_codec
+from hisparse_pd.serving.api.chat_format import ToolMarkup
+from hisparse_pd.serving.api.prompts import ChatPrompt, written_arguments
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.tiny_tokenizer import BOS as TINY_BOS
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from hisparse_pd.api.detokenizer import Detokenizer, StopStrings, TokenBytes
-from hisparse_pd.vocabulary import CheckpointError
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.serving.api.detokenizer import Detokenizer, StopStrings, TokenBytes
 from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -20,10 +20,16 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from decode_node.server import create_decode_app
-from hisparse_pd.api import node
-from hisparse_pd.api.app import Work, create_app
-from hisparse_pd.api.frame import Answer
+from hisparse_pd.base.settings import MAX_BODY_BYTES, DecodeSettings
+from hisparse_pd.base.vocabulary import (
+    PREFILL_NODE_FAILED,
+    VERSION,
+    FinishReason,
+    HisparseFlag,
+    Mode,
+    RankPlace,
+)
+from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
@@ -34,14 +40,15 @@ from hisparse_pd.engine.messages import (
     RequestStats,
     Tokens,
 )
-from hisparse_pd.http import front as front_module
-from hisparse_pd.http import rank_link
-from hisparse_pd.http.engine_link import EngineLink, least_loaded
-from hisparse_pd.http.listening import Listener
-from hisparse_pd.http.metrics import FrontMetrics
-from hisparse_pd.settings import MAX_BODY_BYTES, DecodeSettings
-from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
-from protocol.bootstrap import BootstrapInfo, look_up
+from hisparse_pd.protocol.bootstrap import BootstrapInfo, look_up
+from hisparse_pd.serving.api import node
+from hisparse_pd.serving.api.app import Work, create_app
+from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.http import front as front_module
+from hisparse_pd.serving.http import rank_link
+from hisparse_pd.serving.http.engine_link import EngineLink, least_loaded
+from hisparse_pd.serving.http.listening import Listener
+from hisparse_pd.serving.http.metrics import FrontMetrics
 from tests.unit.api.scripted_engine import deliver, plays, say, stats
 from tests.unit.api.support import (
     BODY,

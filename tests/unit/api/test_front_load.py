@@ -15,12 +15,8 @@ from typing import Any
 
 import pytest
 
-from decode_node.server import create_decode_app
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.prompts import MAX_VALUES
-from hisparse_pd.api.requests import Limits, plan_samples
-from hisparse_pd.api.schemas import parse_request
-from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.base.vocabulary import FinishReason, SamplingParams, TokenLogprob
+from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     FromEngine,
@@ -32,9 +28,13 @@ from hisparse_pd.engine.messages import (
     unpack_token_ids,
 )
 from hisparse_pd.engine.sockets import FrontSocket
-from hisparse_pd.http.engine_link import EngineLink, LinkState, QueueLimits, SampleGroup
-from hisparse_pd.http.http_errors import ApiError, QueueFull
-from hisparse_pd.vocabulary import FinishReason, SamplingParams, TokenLogprob
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.prompts import MAX_VALUES
+from hisparse_pd.serving.api.requests import Limits, plan_samples
+from hisparse_pd.serving.api.schemas import parse_request
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, SampleGroup
+from hisparse_pd.serving.http.http_errors import ApiError, QueueFull
 from tests.identities import ANY
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine
@@ -109,7 +109,7 @@ async def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
             sent.append(engine_messages.encoder.encode(message))
             return super().send(message)
 
-    monkeypatch.setattr("hisparse_pd.http.rank_link.FrontSocket", Spy)
+    monkeypatch.setattr("hisparse_pd.serving.http.rank_link.FrontSocket", Spy)
     prompt = [i % 251 for i in range(131_072)]
     more = {"disable_prefix_cache": not holds_prefixes} if role == "decode" else {}
     async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role, **more) as node:
@@ -289,7 +289,7 @@ def test_few_short_prompts_do_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPa
     async def unreachable(*args: object) -> None:
         raise AssertionError("a thread for a short prompt")
 
-    monkeypatch.setattr("hisparse_pd.api.text_codec.off_loop", unreachable)
+    monkeypatch.setattr("hisparse_pd.serving.api.text_codec.off_loop", unreachable)
     assert asyncio.run(CODEC.encode(["ab", "c"], ["x", "y"], 100)) == (b"a\0\0\0b\0\0\0", b"c\0\0\0")
 
 
@@ -319,7 +319,7 @@ def test_a_chat_is_written_beside_the_loop_by_all_that_the_template_gets(
         beside.append(function)
         return [b""]
 
-    monkeypatch.setattr("hisparse_pd.api.text_codec.off_loop", recorded)
+    monkeypatch.setattr("hisparse_pd.serving.api.text_codec.off_loop", recorded)
     asyncio.run(CODEC.encode(request.prompts, ["messages"], 10**6))
     assert beside == [CODEC._encode]
 
@@ -368,7 +368,7 @@ async def test_long_bodies_are_parsed_beside_the_loop(
             parsed_in.append(len(args[1]))
         return function(*args)
 
-    monkeypatch.setattr("hisparse_pd.http.off_loop.off_loop", recorded)
+    monkeypatch.setattr("hisparse_pd.serving.http.off_loop.off_loop", recorded)
     front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))
     for num_chars in (10, 100_000):
         body = {**BODY, "prompt": "a" * num_chars, "n": 11}

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hisparse_pd.ports import free_port
+from hisparse_pd.base.ports import free_port
 from tests.unit.api.support import BODY
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 from tests.waiting import WAIT_SECS

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.grammar_checks import MAX_WAITING, GrammarChecks
-from hisparse_pd.api.requests import Limits, plan_samples
-from hisparse_pd.api.text_codec import TextCodec
-from hisparse_pd.grammar.checker import Verdict
-from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.core.grammar.checker import Verdict
+from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.grammar_checks import MAX_WAITING, GrammarChecks
+from hisparse_pd.serving.api.requests import Limits, plan_samples
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.support import parse
 from tools.checkpoints.make_tiny import write_checkpoint
 

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.api.argument_forms import MAX_STEPS, Steps
-from hisparse_pd.api.call_rules import CallRule
-from hisparse_pd.api.chat_format import (
+from hisparse_pd.base.vocabulary import FinishReason
+from hisparse_pd.protocol.decoding import MAX_NESTING
+from hisparse_pd.serving.api.argument_forms import MAX_STEPS, Steps
+from hisparse_pd.serving.api.call_rules import CallRule
+from hisparse_pd.serving.api.chat_format import (
     DSML,
     MARKUPS,
     THINK_MARKS,
@@ -25,13 +27,11 @@ from hisparse_pd.api.chat_format import (
     ThinkMarks,
     ToolMarkup,
 )
-from hisparse_pd.api.chat_message import MessageParser
-from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
-from hisparse_pd.api.grammars import write_grammar
-from hisparse_pd.api.tool_schemas import ToolSchemas
-from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.vocabulary import FinishReason
-from protocol.decoding import MAX_NESTING
+from hisparse_pd.serving.api.chat_message import MessageParser
+from hisparse_pd.serving.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
+from hisparse_pd.serving.api.grammars import write_grammar
+from hisparse_pd.serving.api.tool_schemas import ToolSchemas
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer
 from tests.unit.api.joined_parts import Call, joined
 
@@ -517,7 +517,7 @@ def test_tools_of_many_parameters_take_a_fraction_of_the_steps(
     parameters = {"type": "object", "properties": {f"parameter_{i}": described for i in range(700)}}
     assert len(json.dumps(parameters)) > 70_000
     steps = Steps()
-    monkeypatch.setattr("hisparse_pd.api.grammars.Steps", lambda: steps)
+    monkeypatch.setattr("hisparse_pd.serving.api.grammars.Steps", lambda: steps)
     write_for(markup, [parameters] * 4)
     assert 0 < MAX_STEPS - steps.num_left < MAX_STEPS // 4
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.bodies import Endpoint
 from hisparse_pd.engine.messages import FromEngine, Generate, GenerateGroup, unpack_token_ids
-from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.stream_events import said_in
 from tests.unit.api.scripted_engine import deliver, say, stops_after
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api import frame
+from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
-from hisparse_pd.vocabulary import FinishReason
+from hisparse_pd.serving.api import frame
 from tests.stream_events import answer_in
 from tests.unit.api.support import (
     BODY,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from hisparse_pd.api.keys import MAX_KEYS, ApiKeys, RequireKey, load_api_keys
-from protocol.access import KeyFileError
+from hisparse_pd.base.access import KeyFileError
+from hisparse_pd.serving.api.keys import MAX_KEYS, ApiKeys, RequireKey, load_api_keys
 
 KEY = "correct-horse-battery-staple"
 OTHER = "another-key-of-someone-else"

@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hisparse_pd.api.bodies import BODIES, Endpoint, TokenPath
-from hisparse_pd.api.openapi import openapi_document
+from hisparse_pd.serving.api.bodies import BODIES, Endpoint, TokenPath
+from hisparse_pd.serving.api.openapi import openapi_document
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import serving
 

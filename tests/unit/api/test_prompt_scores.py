@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hisparse_pd.api.prompt_scores import _Offsets
+from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
@@ -19,7 +19,7 @@ from hisparse_pd.engine.messages import (
     Tokens,
     score_dtype,
 )
-from hisparse_pd.vocabulary import FinishReason, TokenLogprob
+from hisparse_pd.serving.api.prompt_scores import _Offsets
 from tests.unit.api.scripted_engine import plays, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
 

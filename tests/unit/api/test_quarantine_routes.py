@@ -8,8 +8,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from hisparse_pd.api.app import json_response
-from hisparse_pd.api.quarantine_routes import quarantine_routes
+from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
@@ -18,9 +17,10 @@ from hisparse_pd.engine.messages import (
     ReleaseQuarantine,
     SetAsidePage,
 )
-from hisparse_pd.http.engine_link import EngineLink, LinkState
-from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.paging.pools import PoolKind
+from hisparse_pd.serving.api.app import json_response
+from hisparse_pd.serving.api.quarantine_routes import quarantine_routes
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
+from hisparse_pd.serving.http.http_errors import ApiError
 
 PAGE = SetAsidePage(PoolKind.HOST, 128, 64, False, "wrong", 5.0)
 RUN = QuarantinedRun("10.0.0.1:8998", "run-1", 64, 60, 300.0, 640, 0, 4096, 64)

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.call_rules import CallRule
-from hisparse_pd.api.constraints import Constraint
+from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.engine.messages import RequestFailed, Tokens
-from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.vocabulary import HisparseFlag
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.call_rules import CallRule
+from hisparse_pd.serving.api.constraints import Constraint
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.stream_events import named_events
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import plays, say, stops_after

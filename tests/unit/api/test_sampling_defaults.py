@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.api.schemas import parse_request
-from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from hisparse_pd.vocabulary import CheckpointError
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.serving.api.schemas import parse_request
 from tests.unit.api.scripted_engine import deliver, say
 from tests.unit.api.support import BODY, MINIMAL, NATIVE, serving
 

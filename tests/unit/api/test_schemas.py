@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.api.bodies import BODIES, Endpoint
-from hisparse_pd.api.openapi import openapi_document
-from hisparse_pd.api.requests import Limits, SampleRequest, grouped, plan_samples
-from hisparse_pd.api.schemas import ApiRequest, derive_room, parse_request
-from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.engine.messages import WantedScores, pack_token_ids
-from hisparse_pd.http.http_errors import ApiError
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
-from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
-from protocol.decoding import MAX_NESTING
+from hisparse_pd.protocol.decoding import MAX_NESTING
+from hisparse_pd.serving.api.bodies import BODIES, Endpoint
+from hisparse_pd.serving.api.openapi import openapi_document
+from hisparse_pd.serving.api.requests import Limits, SampleRequest, grouped, plan_samples
+from hisparse_pd.serving.api.schemas import ApiRequest, derive_room, parse_request
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.support import MESSAGES, MINIMAL, parse
 from tests.unit.api.tiny_tokenizer import make_tokenizer

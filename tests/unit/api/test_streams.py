@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
-from hisparse_pd.vocabulary import FinishReason
 from tests.unit.api.scripted_engine import Script, say, stops_after
 from tests.unit.api.streams import whole_and_streamed
 from tests.unit.api.support import MESSAGES, NATIVE, ROOM, serving

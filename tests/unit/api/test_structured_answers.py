@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hisparse_pd.api import requests
-from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import FromEngine, Generate
+from hisparse_pd.serving.api import requests
+from hisparse_pd.serving.api.text_codec import TextCodec
 from tests.structured_checks import CHECKS, MESSAGES, TOOLS, TOOLS_TEMPLATE, Served
 from tests.unit.api import scripted_engine, support
 from tests.unit.api.grammar_walks import Walk

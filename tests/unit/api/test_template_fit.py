@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from hisparse_pd.api.bodies import ChatBody
-from hisparse_pd.api.declared import decode_body
-from hisparse_pd.api.prompts import ChatPrompt, parse_chat_prompt
-from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.serving.api.bodies import ChatBody
+from hisparse_pd.serving.api.declared import decode_body
+from hisparse_pd.serving.api.prompts import ChatPrompt, parse_chat_prompt
+from hisparse_pd.serving.api.text_codec import TextCodec
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 V31_CALL = "{{ '<｜tool▁sep｜>' + call.function.arguments }}"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.text_codec import TextCodec
-from hisparse_pd.vocabulary import CheckpointError
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.serving.api.text_codec import TextCodec
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH, deliver, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
@@ -128,7 +128,7 @@ def test_files_of_another_form_are_named(tmp_path: Path, name: str, content: str
 
 
 async def test_long_lists_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hisparse_pd.api.tokens._TOKENS_A_PIECE", 32)
+    monkeypatch.setattr("hisparse_pd.serving.api.tokens._TOKENS_A_PIECE", 32)
     async with serving(say("x"), tmp_path) as node:
         text = "z" * (CONTEXT_LENGTH - 1)
         answer = await node.answer("/tokenize", prompt=text, return_token_strs=True)

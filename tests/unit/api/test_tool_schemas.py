@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.tool_schemas import ToolSchemas
+from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 STRING, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}
 

@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hisparse_pd import tracing
+from hisparse_pd.base import tracing
+from hisparse_pd.base.tracing import Tracer
+from hisparse_pd.base.vocabulary import FinishReason, Mode, StartError
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
@@ -23,9 +25,7 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.phases import Phase
-from hisparse_pd.tracing import Tracer
-from hisparse_pd.vocabulary import FinishReason, Mode, StartError
-from protocol.messages import PrefillTimes
+from hisparse_pd.protocol.messages import PrefillTimes
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.unit.api.scripted_engine import Script, plays, say
 from tests.unit.api.support import BODY, Node, serving
@@ -321,11 +321,14 @@ def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
     """In a process that has the modules of fronts, engines, router and command line."""
     code = """
 import sys, threading
-import hisparse_pd.cli, hisparse_pd.api.node, decode_node.server, decode_node.engine
-import prefill_node.server, prefill_node.engine, router.process
-from router.server import create_app
-from hisparse_pd.settings import RouterSettings
-from hisparse_pd.traces import open_tracer
+from hisparse_pd.commands import cli
+from hisparse_pd.decode_node import engine as decode_engine, server as decode_server
+from hisparse_pd.prefill_node import engine as prefill_engine, server as prefill_server
+from hisparse_pd.router import process
+from hisparse_pd.serving.api import node
+from hisparse_pd.router.server import create_app
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.traces import open_tracer
 
 create_app(RouterSettings(prefill=(("http://127.0.0.1:1", 1),), decode=("http://127.0.0.1:2",)))
 assert open_tracer("", "hisparse-pd-decode", "a:1", print) is None

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hisparse_pd import cli
-from hisparse_pd.bench import serving, serving_load
-from hisparse_pd.bench.serving import make_points
-from hisparse_pd.bench.serving_load import (
+from hisparse_pd.commands import cli
+from hisparse_pd.commands.bench import serving, serving_load
+from hisparse_pd.commands.bench.serving import make_points
+from hisparse_pd.commands.bench.serving_load import (
     Client,
     EndpointError,
     Point,
@@ -28,8 +28,15 @@ from hisparse_pd.bench.serving_load import (
     run_point,
     warm_up,
 )
-from hisparse_pd.bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
-from hisparse_pd.bench.settings import ServingSettings
+from hisparse_pd.commands.bench.serving_report import (
+    distribution,
+    full_load,
+    notes,
+    plot,
+    print_report,
+    summarize,
+)
+from hisparse_pd.commands.bench.settings import ServingSettings
 from tests.unit.router.cluster import Behaviour, FakeNode, answer, says, start, write
 from tests.unit.router.cluster import serving as serving_app
 from tests.waiting import until

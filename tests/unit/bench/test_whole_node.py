@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse_pd.model.spec import load_spec
-from kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from tools.bench import whole_node
 from tools.bench.dummy_locality import DummyLocality
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.spec import load_spec
-from kernels.indexer import index_topk
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.kernels.indexer import index_topk
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS
 from tools.checkpoints.make_synthetic import SyntheticShape, main, write_synthetic
 from tools.checkpoints.quantize_fp8 import quantize_checkpoint

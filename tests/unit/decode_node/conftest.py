@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from decode_node.runner import DeviceRunner, Launched
+from hisparse_pd.decode_node.runner import DeviceRunner, Launched
 from tests.unit.decode_node.speculation_support import Calls, harness
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, load_checkpoint
 from tools.checkpoints.oracle import greedy_tokens

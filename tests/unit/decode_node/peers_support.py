@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from decode_node.prefill_peers import PeerEvent, PrefillPeers
-from decode_node.request import PeerAddress
-from protocol.access import PeerList
-from protocol.bootstrap import (
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.decode_node.prefill_peers import PeerEvent, PrefillPeers
+from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.protocol.bootstrap import (
     CODE_HEADER,
     NONCE_HEADER,
     BootstrapGate,
@@ -21,8 +21,8 @@ from protocol.bootstrap import (
     BootstrapRefused,
     RankInfo,
 )
-from protocol.channels import ControlKeys, ControlServer, Heartbeats
-from protocol.messages import (
+from hisparse_pd.protocol.channels import ControlKeys, ControlServer, Heartbeats
+from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRoom,
     Bootstrap,
@@ -33,7 +33,7 @@ from protocol.messages import (
     Register,
     Registered,
 )
-from protocol.polling import Poller
+from hisparse_pd.protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
 
 WAIT_SECS = 60.0

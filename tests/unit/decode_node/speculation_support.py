@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-import decode_node.engine
-from decode_node.hot_buffers import HotBuffers
-from decode_node.memory import slots_tensor
-from decode_node.request import RequestState
-from decode_node.runner import DeviceRunner, Launched, StepResult
-from decode_node.scheduler import Exchange, StepPlan
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import HisparseFlag
+import hisparse_pd.decode_node.engine
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import HisparseFlag
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.request import RequestState
+from hisparse_pd.decode_node.runner import DeviceRunner, Launched, StepResult
+from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
 NUM_NEW = 20
@@ -51,7 +51,7 @@ def harness(
 ) -> EngineHarness:
     settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS, **settings}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_node.engine, "make_runner", make)
+        patch.setattr(hisparse_pd.decode_node.engine, "make_runner", make)
         return EngineHarness(checkpoint, ipc_dir, **settings)
 
 

@@ -19,9 +19,18 @@ import numpy as np
 import torch
 import zmq
 
-from decode_node import sizing
-from decode_node.engine import DecodeEngine
-from decode_node.request import RequestState
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.sampling import sample
+from hisparse_pd.core.model.spec import ModelSpec, load_spec
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
+from hisparse_pd.decode_node import sizing
+from hisparse_pd.decode_node.engine import DecodeEngine
+from hisparse_pd.decode_node.request import RequestState
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     Abort,
@@ -37,16 +46,7 @@ from hisparse_pd.engine.messages import (
     pack_token_ids,
 )
 from hisparse_pd.engine.sockets import EngineSocket
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.sampling import sample
-from hisparse_pd.model.spec import ModelSpec, load_spec
-from hisparse_pd.paging.extents import extents_to_slots
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
-from protocol.messages import (
+from hisparse_pd.protocol.messages import (
     ROW_CHECK_BYTES,
     AbortRoom,
     Bootstrap,
@@ -58,12 +58,12 @@ from protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
+from hisparse_pd.transfer.aux_record import AuxLayout
+from hisparse_pd.transfer.transport import TCP
 from tests.identities import identity_of
 from tests.unit.decode_node.peers_support import PrefillNode
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.kernels.table_rules import check_consistency
-from transfer.aux_record import AuxLayout
-from transfer.transport import TCP
 
 Prompt = tuple[int, ...]
 WAIT_SECS = 60.0
@@ -307,10 +307,10 @@ class EngineHarness:
             },
         )
         with (
-            kept_engines("decode_node.engine"),
+            kept_engines("hisparse_pd.decode_node.engine"),
             patch.object(sizing, "GROWTH_PAGES", growth_pages),
-            patch("hisparse_pd.settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
-            patch("hisparse_pd.settings.MAX_HEARTBEAT_FAILURES", 50),
+            patch("hisparse_pd.base.settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
+            patch("hisparse_pd.base.settings.MAX_HEARTBEAT_FAILURES", 50),
         ):
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP

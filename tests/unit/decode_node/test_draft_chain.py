@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_node.device_step import DeviceStep
-from decode_node.drafting import full_buffer
-from decode_node.request import RequestState
-from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag
+from hisparse_pd.base.vocabulary import MAX_DRAFTS, HisparseFlag
+from hisparse_pd.decode_node.device_step import DeviceStep
+from hisparse_pd.decode_node.drafting import full_buffer
+from hisparse_pd.decode_node.request import RequestState
 from tests.unit.decode_node.speculation_support import NUM_NEW, TOP_K, drafts, num_drafts
 from tests.unit.decode_node.support import (
     Answer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.draft_choice import (
+from hisparse_pd.decode_node.draft_choice import (
     FIRST_STEPS,
     PROBE_EVERY,
     PROBE_STEPS,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from decode_node.drafting import max_verifiable
-from decode_node.request import Request
-from hisparse_pd.vocabulary import Mode
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.decode_node.drafting import max_verifiable
+from hisparse_pd.decode_node.request import Request
 from tests import books
 
 TOP_K, MAX_NEW, MAX_CONTEXT = 64, 4, 1000

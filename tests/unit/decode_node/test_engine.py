@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_node.memory import slots_tensor
-from decode_node.request import Request, RequestState
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import HisparseFlag, Mode
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.request import Request, RequestState
 from tests.unit.decode_node.speculation_support import exchange_in_every_step
 from tests.unit.decode_node.support import TIMES, Checkpoint, EngineHarness, Prompt, random_prompt
 

@@ -13,17 +13,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import decode_node.engine
-from decode_node.prefill_peers import RoomMessage
-from decode_node.quarantine import Quarantined
-from decode_node.request import Request
-from decode_node.scheduler import Exchange, StepPlan
+import hisparse_pd.decode_node.engine
+from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import PoolKind, SlotCounts, Stage
+from hisparse_pd.decode_node.prefill_peers import RoomMessage
+from hisparse_pd.decode_node.quarantine import Quarantined
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
-from hisparse_pd.paging.pools import PoolKind, SlotCounts, Stage
-from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
-from kernels.hot_state import HotBufferError
-from kernels.swap_in import RowStart
-from protocol.messages import HeartbeatAck, Refused, Room, RoomDone, RoomFailed, RoomQuiet
+from hisparse_pd.kernels.hot_state import HotBufferError
+from hisparse_pd.kernels.swap_in import RowStart
+from hisparse_pd.protocol.messages import HeartbeatAck, Refused, Room, RoomDone, RoomFailed, RoomQuiet
+from hisparse_pd.transfer.aux_record import AuxRecord
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -33,7 +34,6 @@ from tests.unit.decode_node.support import (
     raising,
     random_prompt,
 )
-from transfer.aux_record import AuxRecord
 
 PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 576
@@ -297,7 +297,7 @@ def test_a_peer_without_work_is_closed_and_found_again(
 ) -> None:
     _completes(node)
     with monkeypatch.context() as patch:
-        patch.setattr("decode_node.prefill_peers.IDLE_CLOSE_SECS", 0.2)
+        patch.setattr("hisparse_pd.decode_node.prefill_peers.IDLE_CLOSE_SECS", 0.2)
         node.turn_until(lambda: node.engine.peers.num_registered == 0)
     _completes(node)
     assert double.num_registrations == 2
@@ -413,7 +413,7 @@ def test_a_pause_of_this_node_ends_no_quarantine(
     )
     with closing(harness):
         double = harness.double
-        monkeypatch.setattr(decode_node.engine, "time", clock)
+        monkeypatch.setattr(hisparse_pd.decode_node.engine, "time", clock)
         answer = harness.entrust(PROMPT, 8)
         double.say(RoomFailed(double.bootstraps[0].room, 502, "reset", quiet=True, batch_failed=True))
         harness.turn_until(lambda: answer.failure)

@@ -13,16 +13,16 @@ import jsonschema
 import pytest
 import torch
 
-import decode_node.runner
-import decode_node.step_masks
-from decode_node.request import Request
-from decode_node.runner import Launched
-from decode_node.step_buffers import StepBuffers
-from decode_node.step_masks import has_grammar
+import hisparse_pd.decode_node.runner
+import hisparse_pd.decode_node.step_masks
+from hisparse_pd.base.vocabulary import FinishReason, HisparseFlag
+from hisparse_pd.core.grammar.matcher import GrammarError
+from hisparse_pd.core.grammar.token_trie import Grammar
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.runner import Launched
+from hisparse_pd.decode_node.step_buffers import StepBuffers
+from hisparse_pd.decode_node.step_masks import has_grammar
 from hisparse_pd.engine.lockstep import NodeStep
-from hisparse_pd.grammar.matcher import GrammarError
-from hisparse_pd.grammar.token_trie import Grammar
-from hisparse_pd.vocabulary import FinishReason, HisparseFlag
 from tests.unit.decode_node.speculation_support import Calls, drafts, harness, num_drafts
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, raising, random_prompt
 
@@ -195,7 +195,7 @@ def test_who_waits_for_a_grammar_has_no_step_to_make_and_does_not_wait_for_ever(
     node.turn_until(waits)
     assert node.stats is not None
     assert node.stats.num_running == 1
-    monkeypatch.setattr(decode_node.step_masks, "MAX_WAIT_SECS", 0.0)
+    monkeypatch.setattr(hisparse_pd.decode_node.step_masks, "MAX_WAIT_SECS", 0.0)
     node.failure_of(answer, status=503, error="was not compiled within 0 s")
 
 
@@ -231,7 +231,7 @@ def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
     neighbour = node.generate(PLAIN, 200)
     node.turn_until(lambda: neighbour.token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr(decode_node.runner, "masks_of", raising(GrammarError("no memory, say")))
+        patch.setattr(hisparse_pd.decode_node.runner, "masks_of", raising(GrammarError("no memory, say")))
         answer = ask(node, PROMPTS[1])
         for failed in (answer, neighbour):
             node.failure_of(failed, status=500)
@@ -249,7 +249,7 @@ def test_what_was_not_drawn_is_read_by_nobody(
     node.turn_until(lambda: len(answer.token_ids) >= 5)
     with monkeypatch.context() as patch:
         error = torch.AcceleratorError("the device is lost")
-        patch.setattr(decode_node.runner, "masks_of", raising(error))
+        patch.setattr(hisparse_pd.decode_node.runner, "masks_of", raising(error))
         with pytest.raises(torch.AcceleratorError):
             node.turn_until(lambda: answer.is_over)
     (request,) = node.engine.requests.all()
@@ -267,8 +267,8 @@ def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
     """Its forward, with drafts too, and whatever came behind that."""
     calls = Calls()
     with drafts(node, num), monkeypatch.context() as patch:
-        patch.setattr(decode_node.runner, "masks_of", raising(ValueError("no memory, say")))
-        calls.watch(patch, decode_node.runner, "masks_of", "draw")
+        patch.setattr(hisparse_pd.decode_node.runner, "masks_of", raising(ValueError("no memory, say")))
+        calls.watch(patch, hisparse_pd.decode_node.runner, "masks_of", "draw")
         calls.watch(patch, StepBuffers, "mark", "mark")
         calls.watch(patch, node.engine.requests, "release", "end")
         answer = ask(node, PROMPTS[1])

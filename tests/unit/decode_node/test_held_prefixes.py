@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from decode_node.live_requests import LiveRequests
-from decode_node.memory import slots_tensor
-from decode_node.request import KV_POOLS, Request
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
-from hisparse_pd.paging.extents import extents_to_slots
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from tests.books import end, land, make_request
 from tests.identities import identity_of
 from tests.unit.decode_node.support import (

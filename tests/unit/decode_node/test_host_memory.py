@@ -14,24 +14,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.memory import DecodeMemory
-from hisparse_pd.memory import host as host_memory
-from hisparse_pd.memory.free import check_host_memory
-from hisparse_pd.memory.host import (
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.core.memory import host as host_memory
+from hisparse_pd.core.memory.free import check_host_memory
+from hisparse_pd.core.memory.host import (
     PAGE_BYTES,
     HostMemoryError,
     allocate_host,
     num_touch_threads,
     touch_slices,
 )
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.extents import extents_to_slots
-from hisparse_pd.paging.pools import SlotCounts
-from hisparse_pd.vocabulary import StartError
-from protocol.messages import Extent, RegionKind
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.protocol.messages import Extent, RegionKind
+from hisparse_pd.transfer.plan import RegionView, descriptors, plan_writes
 from tests.unit.model.model_specs import make_spec
 from tests.unit.transfer.fake_machine import GIB, FakeMachine
-from transfer.plan import RegionView, descriptors, plan_writes
 
 
 class FakePinning:
@@ -275,7 +275,7 @@ def test_the_transport_lets_go_before_cuda_does_and_unmapping_comes_last(
         weakref.finalize(pool._mapping, log.append, "unmap")
         return pool
 
-    monkeypatch.setattr("decode_node.memory.allocate_host", pinned)
+    monkeypatch.setattr("hisparse_pd.decode_node.memory.allocate_host", pinned)
     memory = DecodeMemory(spec, TOTALS, PAGE_SIZE, torch.device("cpu"), pinning)
     assert list(pinning.pinned) == [memory.k_host.data_ptr(), memory.aux.data_ptr()]
     transport = RecordingTransport(log)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.hot_buffers import HotBuffers
-from decode_node.memory import DecodeMemory
-from decode_node.request import Request
-from hisparse_pd.paging.extents import extents_to_pages
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.vocabulary import Mode
-from protocol.messages import Room
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.extents import extents_to_pages
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.protocol.messages import Room
 from tests.books import make_request
 from tests.unit.kernels.table_rules import check_consistency
 from tests.unit.model.model_specs import make_spec

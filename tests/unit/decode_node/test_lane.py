@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from decode_node.memory import DecodeMemory
+from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
+from hisparse_pd.core.paging.pools import PoolKind, Stage
+from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.engine.messages import PeerLane
-from hisparse_pd.paging.pools import PoolKind, Stage
-from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
-from protocol.messages import PROTOCOL_VERSION, Registered
+from hisparse_pd.protocol.messages import PROTOCOL_VERSION, Registered
+from hisparse_pd.transfer.lane_memory import Mapping
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, PrefillDouble, random_prompt
-from transfer.lane_memory import Mapping
 
 PROMPT = random_prompt(11, 200)
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from decode_node.live_requests import DuplicateRoom, LiveRequests
-from decode_node.quarantine import Quarantine, Quarantined
-from decode_node.request import IllegalMove, Request, RequestState
-from decode_node.scheduler import Admission, Exchange, StepPlan
-from hisparse_pd.paging.allocator import PoolIntegrityError
-from hisparse_pd.paging.pools import Holding, Pools, SlotCounts, Stage
-from hisparse_pd.vocabulary import Mode
-from protocol.messages import Room
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.allocator import PoolIntegrityError
+from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
+from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
+from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
+from hisparse_pd.decode_node.request import IllegalMove, Request, RequestState
+from hisparse_pd.decode_node.scheduler import Admission, Exchange, StepPlan
+from hisparse_pd.protocol.messages import Room
 from tests.books import PEER, carry_out, end, enqueue, make_request
 
 TOTALS = SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4)

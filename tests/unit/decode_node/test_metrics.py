@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from decode_node.live_requests import LiveRequests
-from decode_node.metrics import Metrics
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import Pools, SlotCounts
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.engine.messages import EngineStats
-from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.books import land, make_request
 
 BYTES_PER_MISS = 1152 * 3

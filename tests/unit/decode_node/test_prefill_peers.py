@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_node import discovery, prefill_peers
-from decode_node.prefill_peers import (
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.decode_node import discovery, prefill_peers
+from hisparse_pd.decode_node.prefill_peers import (
     InstanceGone,
     PeerLost,
     PeerReady,
@@ -19,10 +20,9 @@ from decode_node.prefill_peers import (
     PrefillPeers,
     RanksChanged,
 )
-from decode_node.request import PeerAddress
-from protocol.access import PeerList
-from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from protocol.channels import ControlAddressError, ControlKeys
+from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
+from hisparse_pd.protocol.channels import ControlAddressError, ControlKeys
 from tests.unit.decode_node.peers_support import PrefillNode, make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
 from tests.waiting import wait_until

@@ -8,20 +8,20 @@ from typing import Any, cast
 
 import pytest
 
-from decode_node import scheduler
-from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import LiveRequests
-from decode_node.metrics import Metrics
-from decode_node.next_plan import NextPlan
-from decode_node.prefill_peers import PrefillPeers
-from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.request_life import RequestLife
-from decode_node.reserve import Reserve
-from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
+from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.core.paging.pools import Pools, SlotCounts
+from hisparse_pd.decode_node import scheduler
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.next_plan import NextPlan
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
+from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.reserve import Reserve
+from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
 from hisparse_pd.engine.messages import Generate
-from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.settings import HisparsePolicy
-from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from tests.books import carry_out, end
 from tests.identities import DIGEST
 from tests.unit.decode_node.peers_support import FakePeers

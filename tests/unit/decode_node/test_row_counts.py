@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.request import Request
-from decode_node.row_counts import RowCounts
+from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
+from hisparse_pd.core.paging.pools import Pools, SlotCounts
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.row_counts import RowCounts
 from hisparse_pd.engine.messages import Generate, GenerateGroup
-from hisparse_pd.paging.pools import Pools, SlotCounts
-from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
-from protocol.messages import Room
+from hisparse_pd.protocol.messages import Room
 from tests import books
 from tests.identities import ANY
 from tests.unit.decode_node.penalties_support import penalized_tokens

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from decode_node import forwards
-from decode_node.request import Request, RequestState
-from decode_node.runner import Launched
-from decode_node.split_choice import SPLITS, Split
+from hisparse_pd.base.vocabulary import HisparseFlag
+from hisparse_pd.decode_node import forwards
+from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.runner import Launched
+from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from hisparse_pd.engine.messages import Abort
-from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.decode_node.speculation_support import Calls
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, raising, random_prompt
 

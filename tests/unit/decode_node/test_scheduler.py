@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from decode_node.live_requests import LiveRequests
-from decode_node.request import KV_POOLS, Request, RequestState
-from decode_node.reserve import Beginnings, Claim, Reserve
-from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
-from decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
+from hisparse_pd.decode_node.reserve import Beginnings, Claim, Reserve
+from hisparse_pd.decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
+from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.paging.pools import Holding, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prefix_tree import Prefix
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
-from hisparse_pd.settings import DecodeSettings
-from hisparse_pd.vocabulary import HisparseFlag, Mode
-from protocol.messages import Room
+from hisparse_pd.protocol.messages import Room
 from tests.books import carry_out, end, enqueue, make_request
 
 LIMITS = Limits(

@@ -14,19 +14,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from decode_node import sizing
-from decode_node.attention_parts import MissCopies
-from decode_node.hot_buffers import HotBuffers
-from decode_node.memory import DecodeMemory, num_host_bytes
-from decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
-from hisparse_pd.memory.device import DeviceMemory, check_devices
-from hisparse_pd.model.spec import load_spec
-from hisparse_pd.model.token_counts import TokenCounts
-from hisparse_pd.paging.pools import SlotCounts
-from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from hisparse_pd.vocabulary import CheckpointError, StartError
-from prefill_node import sizing as prefill_sizing
-from prefill_node.sizing import size_kv_pool
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.vocabulary import CheckpointError, StartError
+from hisparse_pd.core.memory.device import DeviceMemory, check_devices
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.core.model.token_counts import TokenCounts
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node import sizing
+from hisparse_pd.decode_node.attention_parts import MissCopies
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
+from hisparse_pd.decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
+from hisparse_pd.prefill_node import sizing as prefill_sizing
+from hisparse_pd.prefill_node.sizing import size_kv_pool
 from tests.unit.model.model_specs import make_spec
 
 GIB = 1 << 30

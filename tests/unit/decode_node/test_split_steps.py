@@ -8,18 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_node.attention_parts import AttentionParts, MissCopies
-from decode_node.device_step import DeviceStep
-from decode_node.forwards import Forwards
-from decode_node.hot_buffers import HotBuffers
-from decode_node.memory import DecodeMemory
-from decode_node.micro_batches import matmuls_without
-from decode_node.split_choice import MIN_REQS, MISS_SHARE, SPLITS, Secs, Split, TrialRequests, choose_splits
-from decode_node.step_buffers import StepInputs
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.spec import ModelSpec
-from hisparse_pd.paging.pools import SlotCounts
-from kernels.hot_state import HITS, MISSES
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies
+from hisparse_pd.decode_node.device_step import DeviceStep
+from hisparse_pd.decode_node.forwards import Forwards
+from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.decode_node.micro_batches import matmuls_without
+from hisparse_pd.decode_node.split_choice import (
+    MIN_REQS,
+    MISS_SHARE,
+    SPLITS,
+    Secs,
+    Split,
+    TrialRequests,
+    choose_splits,
+)
+from hisparse_pd.decode_node.step_buffers import StepInputs
+from hisparse_pd.kernels.hot_state import HITS, MISSES
 from tests.unit.kernels.table_rules import check_consistency
 from tests.unit.model.model_specs import make_spec
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from decode_node.request import Request, RequestState
-from decode_node.runner import Launched, make_runner
+from hisparse_pd.base.vocabulary import HisparseFlag
+from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.runner import Launched, make_runner
 from hisparse_pd.engine.lockstep import NodeStep
-from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     PROMPTS,

@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 import pytest
 
-from decode_node import scrub
+from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.decode_node import scrub
 from hisparse_pd.engine import held_rows
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
-from hisparse_pd.paging.extents import extents_to_slots
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.paging.prefix_tree import Prefix
-from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
-from protocol.messages import RoomDone
+from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,

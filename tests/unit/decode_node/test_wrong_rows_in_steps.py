@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import pytest
 
-from decode_node import forwards
-from decode_node.memory import slots_tensor
-from decode_node.split_choice import Split
+from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node import forwards
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.split_choice import Split
 from hisparse_pd.engine.messages import ReleasePage
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.vocabulary import KV_ROW_CORRUPT, HisparseFlag
 from tests.unit.decode_node.speculation_support import NUM_NEW, TOP_K, drafts
 from tests.unit.decode_node.support import EngineHarness, Prompt, random_prompt
 

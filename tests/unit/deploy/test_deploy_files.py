@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hisparse_pd import cli
-from hisparse_pd.settings_sources import load_settings
+from hisparse_pd.base.settings_sources import load_settings
+from hisparse_pd.commands import cli
 from tests.unit.settings_support import parsed
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.http.certificates import Certificate
+from hisparse_pd.serving.http.certificates import Certificate
 from tests.tls_files import make_tls_files, needs_openssl
 from tests.unit.router.cluster import answer
 from tests.unit.servers import serving

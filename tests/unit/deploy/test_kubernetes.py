@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from hisparse_pd import cli
-from hisparse_pd.settings_sources import load_settings
-from router.live_page import PAGE_PATHS
+from hisparse_pd.base.settings_sources import load_settings
+from hisparse_pd.commands import cli
+from hisparse_pd.router.live_page import PAGE_PATHS
 
 Object = dict[str, Any]
 

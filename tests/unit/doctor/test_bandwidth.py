@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import zmq
 
-from hisparse_pd.doctor import bandwidth
-from hisparse_pd.doctor.bandwidth import Buffer, measure, serve
-from hisparse_pd.doctor.channel import (
+from hisparse_pd.commands.doctor import bandwidth
+from hisparse_pd.commands.doctor.bandwidth import Buffer, measure, serve
+from hisparse_pd.commands.doctor.channel import (
     DOCTOR_VERSION,
     MAX_MESSAGE_BYTES,
     DoctorClient,
@@ -27,9 +27,9 @@ from hisparse_pd.doctor.channel import (
     Question,
     Refused,
 )
-from transfer.engine import TransferEngine, TransferError
-from transfer.lane import Lane, Lanes
-from transfer.lane_host import LaneHost
+from hisparse_pd.transfer.engine import TransferEngine, TransferError
+from hisparse_pd.transfer.lane import Lane, Lanes
+from hisparse_pd.transfer.lane_host import LaneHost
 
 BUFFER_BYTES = 1 << 20
 TIMEOUT_SECS = 60.0

@@ -14,9 +14,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from hisparse_pd.doctor import command as doctor
-from hisparse_pd.doctor.bandwidth import Rate
-from hisparse_pd.doctor.checks import (
+from hisparse_pd.base.settings import TransportSettings
+from hisparse_pd.commands.doctor import command as doctor
+from hisparse_pd.commands.doctor.bandwidth import Rate
+from hisparse_pd.commands.doctor.checks import (
     Check,
     CudaFacts,
     Status,
@@ -34,13 +35,12 @@ from hisparse_pd.doctor.checks import (
     cuda_facts,
     mooncake_version,
 )
-from hisparse_pd.doctor.command import Report, examine, print_report
-from hisparse_pd.doctor.lane import check_lane, check_shared_pages
-from hisparse_pd.doctor.settings import DoctorSettings
-from hisparse_pd.memory.machine import Machine
-from hisparse_pd.settings import TransportSettings
+from hisparse_pd.commands.doctor.command import Report, examine, print_report
+from hisparse_pd.commands.doctor.lane import check_lane, check_shared_pages
+from hisparse_pd.commands.doctor.settings import DoctorSettings
+from hisparse_pd.core.memory.machine import Machine
+from hisparse_pd.transfer.transport import AskedProtocol, Transport
 from tests.unit.transfer.fake_machine import GIB, INFINIBAND, LINK_LOCAL_GID, ROCE, FakeDevice, FakeMachine
-from transfer.transport import AskedProtocol, Transport
 
 HOST = "192.0.2.7"
 OK, INFO, WARN, FAIL = Status.OK, Status.INFO, Status.WARN, Status.FAIL
@@ -253,7 +253,7 @@ def test_the_advertised_address(host: str, status: Status) -> None:
 
 
 def test_an_address_of_a_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.transport.is_local", lambda address: True)
+    monkeypatch.setattr("hisparse_pd.transfer.transport.is_local", lambda address: True)
     assert check_address(HOST).status is OK
 
 
@@ -301,8 +301,8 @@ def no_memfd(*_: object) -> int:
     ("name", "stand_in", "status", "words"),
     [
         ("os.memfd_create", no_memfd, FAIL, "no memfd"),
-        ("transfer.lane_host._why_stranger", lambda sock: "another user", WARN, "another user"),
-        ("transfer.lane_memory.Mapping.write", lambda *_: None, FAIL, "did not arrive"),
+        ("hisparse_pd.transfer.lane_host._why_stranger", lambda sock: "another user", WARN, "another user"),
+        ("hisparse_pd.transfer.lane_memory.Mapping.write", lambda *_: None, FAIL, "did not arrive"),
     ],
 )
 def test_memory_that_is_not_handed_over(

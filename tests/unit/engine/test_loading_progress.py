@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import zmq
 
-import decode_node.engine
-import prefill_node.engine
+import hisparse_pd.decode_node.engine
+import hisparse_pd.prefill_node.engine
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.vocabulary import CheckpointError, RankPlace, StartError
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine import start as engine_process
 from hisparse_pd.engine.messages import EngineLoading
-from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from hisparse_pd.vocabulary import CheckpointError, RankPlace, StartError
 
 
-@pytest.mark.parametrize("module", [prefill_node.engine, decode_node.engine])
+@pytest.mark.parametrize("module", [hisparse_pd.prefill_node.engine, hisparse_pd.decode_node.engine])
 def test_the_front_hears_how_much_of_the_weights_is_read(
     module: Any, tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,7 +29,7 @@ def test_the_front_hears_how_much_of_the_weights_is_read(
 
     monkeypatch.setattr(engine_process, "load_model", load)
     monkeypatch.setattr(engine_process, "setup_logging", lambda *_: None)  # the tests' own stays
-    kind = DecodeSettings if module is decode_node.engine else PrefillSettings
+    kind = DecodeSettings if module is hisparse_pd.decode_node.engine else PrefillSettings
     front = zmq.Context.instance().socket(zmq.PAIR)
     try:
         front.bind(f"ipc://{tmp_path}/front")

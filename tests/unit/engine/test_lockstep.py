@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from hisparse_pd.core.model.rank_bells import RankBells
+from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.engine.lockstep import Lockstep, NodeStep
-from hisparse_pd.model.rank_bells import RankBells
-from hisparse_pd.model.rank_group import RankGroup
 
 NUM_RANKS = 3
 MEETING_SECS = 60.0

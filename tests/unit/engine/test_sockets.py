@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.engine.messages import (
     Abort,
     EngineStats,
@@ -29,11 +32,8 @@ from hisparse_pd.engine.messages import (
     request_prefix,
 )
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone, FrontSocket
-from hisparse_pd.ports import free_port
-from hisparse_pd.vocabulary import SamplingParams
-from protocol.access import PeerList
-from protocol.channels import ControlKeys, Heartbeats
-from protocol.polling import Poller
+from hisparse_pd.protocol.channels import ControlKeys, Heartbeats
+from hisparse_pd.protocol.polling import Poller
 from tests.identities import ANY
 from tests.port_scan import VISITS, visit
 from tests.unit.endless import Endless

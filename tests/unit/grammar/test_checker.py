@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.grammar.compiler import MAX_KEPT, Compiler
-from hisparse_pd.grammar.matcher import GrammarError
-from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES, Grammar, TokenTrie
+from hisparse_pd.core.grammar.compiler import MAX_KEPT, Compiler
+from hisparse_pd.core.grammar.matcher import GrammarError
+from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES, Grammar, TokenTrie
 from tests.unit.grammar.tries import EOS, VOCAB_SIZE, schema, tokenizer_json, trie
 
 pytestmark = pytest.mark.I8
@@ -30,7 +30,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     """What the helper of a front says."""
     file = tmp_path_factory.mktemp("checker") / "tokenizer.json"
     file.write_text(tokenizer_json())
-    command = [sys.executable, "-m", "hisparse_pd.grammar.checker", str(file), str(VOCAB_SIZE), str(EOS)]
+    command = [sys.executable, "-m", "hisparse_pd.core.grammar.checker", str(file), str(VOCAB_SIZE), str(EOS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None
@@ -79,7 +79,7 @@ def test_what_a_check_says(check: Callable[[str], str], text: str, said: str) ->
 
 INTERRUPTED = """
 import os, signal, sys, time
-from hisparse_pd.grammar import checker
+from hisparse_pd.core.grammar import checker
 
 class Trie:
     def compile(self, text):

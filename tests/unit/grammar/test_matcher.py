@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.grammar.matcher import ALL_ALLOWED, GrammarError, fill_masks, without_ending
-from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
+from hisparse_pd.core.grammar.matcher import ALL_ALLOWED, GrammarError, fill_masks, without_ending
+from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
 from tests.unit.grammar.tries import (
     EOS,
     OTHER_EOS,

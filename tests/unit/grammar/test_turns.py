@@ -9,9 +9,9 @@ from threading import Event
 
 import pytest
 
-from hisparse_pd.grammar.compiler import Compiler
-from hisparse_pd.grammar.token_trie import Grammar, TokenTrie
-from hisparse_pd.grammar.turns import Turns
+from hisparse_pd.core.grammar.compiler import Compiler
+from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
+from hisparse_pd.core.grammar.turns import Turns
 from tests.unit.grammar.tries import trie
 
 pytestmark = pytest.mark.I8

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from hisparse_pd.grammar.matcher import Bits, Matcher, fill_masks
-from hisparse_pd.grammar.token_trie import TokenTrie
+from hisparse_pd.core.grammar.matcher import Bits, Matcher, fill_masks
+from hisparse_pd.core.grammar.token_trie import TokenTrie
 from tools.checkpoints.files import SPECIAL_TOKENS, byte_characters
 
 EOS, OTHER_EOS = 258, 261

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.engine.messages import EngineReady, Generate, GenerateGroup, ToEngine
-from hisparse_pd.http.board import Board
-from hisparse_pd.http.engine_link import EngineLink, QueueLimits, RankChoice
-from hisparse_pd.vocabulary import SamplingParams
+from hisparse_pd.serving.http.board import Board
+from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits, RankChoice
 from tests.identities import ANY
 
 ROOMY = QueueLimits(100, 1000)

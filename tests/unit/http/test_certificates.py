@@ -10,9 +10,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from hisparse_pd.http.certificates import Certificate
-from hisparse_pd.http.listening import Listener
-from hisparse_pd.settings import DecodeSettings, RouterSettings
+from hisparse_pd.base.settings import DecodeSettings, RouterSettings
+from hisparse_pd.serving.http.certificates import Certificate
+from hisparse_pd.serving.http.listening import Listener
 from tests.tls_files import make_tls_files, needs_openssl
 from tests.unit.servers import serving
 from tests.waiting import WAIT_SECS, until

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from hisparse_pd.http import connections, descriptors
-from hisparse_pd.http.connections import (
+from hisparse_pd.serving.http import connections, descriptors
+from hisparse_pd.serving.http.connections import (
     BODY_WINDOW_BYTES,
     BODY_WINDOW_SECS,
     HEAD_SECS,
@@ -29,7 +29,7 @@ from hisparse_pd.http.connections import (
     UNREAD_SECS,
     Connections,
 )
-from hisparse_pd.http.listening import HttpServer
+from hisparse_pd.serving.http.listening import HttpServer
 from tests.unit import servers
 from tests.unit.servers import server_process
 from tests.waiting import WAIT_SECS, until
@@ -327,7 +327,7 @@ async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_boun
 
 SERVER = """
     import asyncio, resource, sys
-    from hisparse_pd.http.listening import Listener
+    from hisparse_pd.serving.http.listening import Listener
 
     async def hello(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})

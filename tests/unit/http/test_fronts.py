@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from hisparse_pd.http import fronts, metrics
-from hisparse_pd.http.board import MAX_METRICS_BYTES, Board, Word
-from hisparse_pd.http.connections import Connections
-from hisparse_pd.http.listening import Listener, _SharedSocket
-from hisparse_pd.http.patience import Patience
+from hisparse_pd.serving.http import fronts, metrics
+from hisparse_pd.serving.http.board import MAX_METRICS_BYTES, Board, Word
+from hisparse_pd.serving.http.connections import Connections
+from hisparse_pd.serving.http.listening import Listener, _SharedSocket
+from hisparse_pd.serving.http.patience import Patience
 
 WAIT_SECS = 60.0
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from hisparse_pd.http import handshakes
-from hisparse_pd.http.certificates import Certificate
-from hisparse_pd.http.listening import HttpServer
+from hisparse_pd.serving.http import handshakes
+from hisparse_pd.serving.http.certificates import Certificate
+from hisparse_pd.serving.http.listening import HttpServer
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
 from tests.unit import servers
 from tests.unit.servers import server_process
@@ -165,8 +165,8 @@ async def test_many_clients_at_once_are_all_served(files: TlsFiles) -> None:
 SERVER = """
     import asyncio, resource, sys
     from pathlib import Path
-    from hisparse_pd.http.certificates import Certificate
-    from hisparse_pd.http.listening import Listener
+    from hisparse_pd.serving.http.certificates import Certificate
+    from hisparse_pd.serving.http.listening import Listener
     from tests.unit.http.test_handshakes import app
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (1500, 1500))

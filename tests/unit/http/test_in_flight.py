@@ -7,9 +7,9 @@ import multiprocessing
 import pytest
 
 from hisparse_pd.engine.messages import EngineReady, EngineStats, GenerateGroup
-from hisparse_pd.http.board import Board, InFlight, make_board
-from hisparse_pd.http.engine_link import EngineLink, QueueLimits, RankChoice, by_room, least_loaded
-from hisparse_pd.http.http_errors import QueueFull
+from hisparse_pd.serving.http.board import Board, InFlight, make_board
+from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits, RankChoice, by_room, least_loaded
+from hisparse_pd.serving.http.http_errors import QueueFull
 from tests.unit.http.links import group_of, make_link, sent
 from tests.waiting import WAIT_SECS
 

@@ -7,10 +7,10 @@ import socket
 import pytest
 from starlette.applications import Starlette
 
-from hisparse_pd import ports
-from hisparse_pd.http import descriptors
-from hisparse_pd.http.listening import Listener
-from hisparse_pd.ports import free_port
+from hisparse_pd.base import ports
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.serving.http import descriptors
+from hisparse_pd.serving.http.listening import Listener
 
 
 def test_a_port_is_kept_for_the_server_it_was_given_out_for(monkeypatch: pytest.MonkeyPatch) -> None:

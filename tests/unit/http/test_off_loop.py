@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hisparse_pd.http.off_loop import off_loop, parsed, taking_interpreter
+from hisparse_pd.serving.http.off_loop import off_loop, parsed, taking_interpreter
 
 pytestmark = [pytest.mark.I7, pytest.mark.I8]
 
@@ -66,7 +66,7 @@ def test_the_loop_itself_waits_for_nobody() -> None:
 def test_a_thread_rests_as_long_as_its_call_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, rests = iter([10.0, 10.125, 20.0, 29.0]), list[float]()
     clock_module = SimpleNamespace(monotonic=lambda: next(clock), sleep=rests.append)
-    monkeypatch.setattr("hisparse_pd.http.off_loop.time", clock_module)
+    monkeypatch.setattr("hisparse_pd.serving.http.off_loop.time", clock_module)
 
     def two_calls() -> None:
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_small_bodies_that_come_together_share_several_turns_of_the_loop(
 ) -> None:
     """Each takes 4 ms of the 20 that a turn has for them; they are parsed in the order in which they came."""
     clock, turn, parsed_in = [0.0], 0, list[tuple[int, int]]()
-    monkeypatch.setattr("hisparse_pd.http.off_loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("hisparse_pd.serving.http.off_loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def parse(number: int) -> None:
         clock[0] += 0.004

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse_pd.http.prefixes import BLOCK_BYTES, MAX_BLOCKS, PrefixIndex, block_keys
+from hisparse_pd.serving.http.prefixes import BLOCK_BYTES, MAX_BLOCKS, PrefixIndex, block_keys
 
 PARTS = [bytes([letter]) * BLOCK_BYTES for letter in b"abc"]
 

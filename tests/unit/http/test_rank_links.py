@@ -7,6 +7,8 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
+from hisparse_pd.base.vocabulary import FinishReason
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
@@ -16,7 +18,7 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     Tokens,
 )
-from hisparse_pd.http.engine_link import (
+from hisparse_pd.serving.http.engine_link import (
     ByPrefix,
     EngineLink,
     LinkState,
@@ -24,10 +26,8 @@ from hisparse_pd.http.engine_link import (
     by_room,
     least_loaded,
 )
-from hisparse_pd.http.http_errors import QueueFull
-from hisparse_pd.http.prefixes import BLOCK_BYTES
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
-from hisparse_pd.vocabulary import FinishReason
+from hisparse_pd.serving.http.http_errors import QueueFull
+from hisparse_pd.serving.http.prefixes import BLOCK_BYTES
 from tests.unit.http.links import group_of, make_link, sent
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.step_rows import StepRows
+from hisparse_pd.kernels.step_rows import StepRows
 
 PAGE_SIZE, SCRATCH_DEVICE, SCRATCH_INDEX = 4, 1000, 2000
 NUM_REQS, NUM_REAL = 40, 37

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.hot_state import HotBufferState, StepRequests
-from kernels.miss_plan import MissPlan
-from kernels.swap_in import RowStart, swap_in
+from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.swap_in import RowStart, swap_in
 from tests.unit.kernels.table_rules import check_consistency
 
 NUM_LAYERS, NUM_SLOTS, NUM_HOST_SLOTS, NUM_LOOKUP_SLOTS, ITEM_BYTES = 2, 24, 40, 48, 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.hot_state import ABSENT, HotBufferState, ring_entries
-from kernels.reference import Table
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ring_entries
+from hisparse_pd.kernels.reference import Table
 
 
 def check_consistency(

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import flashmla
-from kernels.attention import (
+from hisparse_pd.kernels import flashmla
+from hisparse_pd.kernels.attention import (
     BACKEND_NAMES,
     FLASHMLA_KV,
     FLASHMLA_SPARSE,
@@ -20,9 +20,9 @@ from kernels.attention import (
     AttentionBackendError,
     TorchAttention,
 )
-from kernels.attention_backends import choose_backend
-from kernels.checks import KernelArgumentError
-from kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, KvFormat
+from hisparse_pd.kernels.attention_backends import choose_backend
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, KvFormat
 from tests.unit.kernels.triton_here import interpreted, interprets_loops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -100,8 +100,8 @@ def test_flashmla_is_refused_where_it_does_not_fit(
 def test_gpus_without_flashmla_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashmla, "_flash_mla", lambda: "no such wheel")
-    monkeypatch.setitem(sys.modules, "kernels.triton_attention", None)
-    monkeypatch.delattr("kernels.triton_attention", raising=False)
+    monkeypatch.setitem(sys.modules, "hisparse_pd.kernels.triton_attention", None)
+    monkeypatch.delattr("hisparse_pd.kernels.triton_attention", raising=False)
     kv_format = KvFormat(BFLOAT16, 512, 64)
     backend = choose_backend("auto", device=CUDA, kv_format=kv_format, num_heads=128, top_k=2048)
     assert backend.name == TORCH
@@ -199,7 +199,7 @@ of bfloat16 matrices as integers."""
 
 
 def compare(split_slots: int) -> None:
-    from kernels import triton_attention
+    from hisparse_pd.kernels import triton_attention
 
     generator = torch.Generator().manual_seed(split_slots)
     for name, rank, rope, num_heads, top_k in TRITON_CASES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.block_linear import takes_matrix
+from hisparse_pd.kernels.block_linear import takes_matrix
 
 
 @pytest.mark.parametrize(

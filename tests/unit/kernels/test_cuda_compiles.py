@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels import cuda, topk
+from hisparse_pd.kernels import cuda, topk
 from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
 
 ENTRIES = {"swap_in", "copy_planned", "check_rows", "fill_row", "backup_newest", "newest_slots"}

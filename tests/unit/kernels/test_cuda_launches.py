@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import cuda
-from kernels.hot_state import HotBufferState
-from kernels.reference import plan_warm_up
+from hisparse_pd.kernels import cuda
+from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.reference import plan_warm_up
 
 NUM_GROUPS, PAGE_SIZE = 61, 64
 

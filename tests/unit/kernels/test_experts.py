@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK, dequantize, quantize, scales_shape
-from kernels.expert_routing import (
+from hisparse_pd.kernels.block_fp8 import BLOCK, dequantize, quantize, scales_shape
+from hisparse_pd.kernels.expert_routing import (
     FEW_TILE_ROWS,
     MANY_TILE_ROWS,
     ExpertMatrices,
@@ -23,7 +23,7 @@ from kernels.expert_routing import (
     most_tiles,
     rounds,
 )
-from kernels.experts import run_experts
+from hisparse_pd.kernels.experts import run_experts
 from tests.unit.kernels.triton_here import compiled_for_hopper, interpreted, needs_triton, output_of
 
 NUM_EXPERTS, TOP_K = 7, 3
@@ -191,7 +191,7 @@ def test_tiles_of_few_rows_have_one_size() -> None:
 
 
 def interpret_cases() -> None:
-    from kernels.triton_experts import run_experts_triton
+    from hisparse_pd.kernels.triton_experts import run_experts_triton
 
     for num_tokens, is_fp8 in ((1, False), (1, True), (60, True), (9, False)):
         x, expert_ids, weights, *dense = draw(num_tokens)
@@ -215,7 +215,7 @@ def test_interpreted_kernel() -> None:
 
 
 def compile_kernel() -> None:
-    from kernels.triton_experts import (
+    from hisparse_pd.kernels.triton_experts import (
         NARROW_BFLOAT16_TILING,
         NARROW_TILING,
         ROUNDED_TILING,

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from decode_node import engine as decode_engine
-from decode_node.sizing import check_swap_in
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.vocabulary import MAX_DRAFTS, RankPlace, StartError
+from hisparse_pd.core.memory.device import use_device
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.decode_node import engine as decode_engine
+from hisparse_pd.decode_node.sizing import check_swap_in
 from hisparse_pd.engine import start as engine_process
-from hisparse_pd.memory.device import use_device
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from hisparse_pd.vocabulary import MAX_DRAFTS, RankPlace, StartError
-from kernels.attention import AttentionBackendError
-from kernels.gpu_sizes import check_indexer_sizes, check_swap_in_sizes
-from prefill_node import engine as prefill_engine
+from hisparse_pd.kernels.attention import AttentionBackendError
+from hisparse_pd.kernels.gpu_sizes import check_indexer_sizes, check_swap_in_sizes
+from hisparse_pd.prefill_node import engine as prefill_engine
 from tests.unit.model.model_specs import make_spec
 
 INDEXER = {"num_heads": 64, "head_dim": 128, "top_k": 2048, "context_length": 163840}

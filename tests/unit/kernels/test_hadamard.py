@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.checks import KernelArgumentError
-from kernels.hadamard import hadamard_matrix, takes_dim
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hadamard import hadamard_matrix, takes_dim
 
 
 @pytest.mark.parametrize("dim", [1, 2, 32, 128])

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse_pd.model.attention_kernels import AttentionKernels
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.spec import load_spec
-from kernels import flashmla, inventory
-from kernels.attention import FLASHMLA_KV, TorchAttention
-from kernels.inventory import kernels_in_use
-from kernels.kv_format import FP8_E4M3, KvFormat
+from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.kernels import flashmla, inventory
+from hisparse_pd.kernels.attention import FLASHMLA_KV, TorchAttention
+from hisparse_pd.kernels.inventory import kernels_in_use
+from hisparse_pd.kernels.kv_format import FP8_E4M3, KvFormat
 from tools.checkpoints.make_tiny import write_checkpoint
 
 FP8 = KvFormat(FP8_E4M3, 512, 64)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
-from kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 
 SIZES = [(512, 64), (96, 16), (300, 6), (36, 2), (4, 0)]
 

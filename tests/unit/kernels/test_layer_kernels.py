@@ -11,16 +11,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import quantize
-from kernels.block_linear import block_product, dense_product
-from kernels.expert_choice import ExpertChoice, narrow_product
-from kernels.expert_routing import FEW_TILE_ROWS, ExpertMatrices, Routing, most_tiles
-from kernels.fp8_rows import Activations, Rounded, Rounding, gated_rows, quantize_gated, quantize_rows
-from kernels.hadamard import hadamard_matrix
-from kernels.kv_format import IndexKeyFormat, KvFormat
-from kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
-from kernels.latents import finish_latents, index_queries, latent_queries, lift_values
-from kernels.norms import NormGate, add_norm, add_parts
+from hisparse_pd.kernels.block_fp8 import quantize
+from hisparse_pd.kernels.block_linear import block_product, dense_product
+from hisparse_pd.kernels.expert_choice import ExpertChoice, narrow_product
+from hisparse_pd.kernels.expert_routing import FEW_TILE_ROWS, ExpertMatrices, Routing, most_tiles
+from hisparse_pd.kernels.fp8_rows import (
+    Activations,
+    Rounded,
+    Rounding,
+    gated_rows,
+    quantize_gated,
+    quantize_rows,
+)
+from hisparse_pd.kernels.hadamard import hadamard_matrix
+from hisparse_pd.kernels.kv_format import IndexKeyFormat, KvFormat
+from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Rotation
+from hisparse_pd.kernels.latents import finish_latents, index_queries, latent_queries, lift_values
+from hisparse_pd.kernels.norms import NormGate, add_norm, add_parts
 from tests.unit.kernels.triton_here import (
     compiles_launches,
     interpreted,
@@ -75,9 +82,9 @@ def rotation_of(num_tokens: int, rope: int) -> Rotation:
 
 
 def norms_and_roundings() -> None:
-    from kernels import triton_norms
-    from kernels.triton_fp8 import gated_rows_triton, quantize_gated_triton, quantize_rows_triton
-    from kernels.triton_norms import add_norm_triton
+    from hisparse_pd.kernels import triton_norms
+    from hisparse_pd.kernels.triton_fp8 import gated_rows_triton, quantize_gated_triton, quantize_rows_triton
+    from hisparse_pd.kernels.triton_norms import add_norm_triton
 
     for num_rows, size in ((3, 200), (1, 128)):
         hidden, weight = draw(num_rows, size).bfloat16(), draw(size).bfloat16()
@@ -107,8 +114,8 @@ def norms_and_roundings() -> None:
 
 
 def latents_and_heads() -> None:
-    from kernels.triton_heads import index_queries_triton, latent_queries_triton
-    from kernels.triton_latents import finish_latents_triton
+    from hisparse_pd.kernels.triton_heads import index_queries_triton, latent_queries_triton
+    from hisparse_pd.kernels.triton_latents import finish_latents_triton
 
     num_tokens, q_rank, latent, rope, key_dim, index_heads, heads = 3, 200, 48, 16, 32, 5, 2
     rotation = rotation_of(num_tokens, rope)
@@ -155,7 +162,7 @@ def values_of_heads() -> None:
     import triton.language as tl
     from triton.language.extra import libdevice
 
-    from kernels.triton_heads import lift_values_triton
+    from hisparse_pd.kernels.triton_heads import lift_values_triton
 
     libdevice.exp = lambda x: tl.exp(x)  # the interpreter's; in a process of its own
     num_tokens, heads, latent, value_dim = 3, 2, 72, 128
@@ -168,7 +175,7 @@ def values_of_heads() -> None:
 
 
 def products_of_few_rows() -> None:
-    from kernels.triton_linear import linear_parts, num_parts
+    from hisparse_pd.kernels.triton_linear import linear_parts, num_parts
 
     for num_tokens, rows, columns in ((3, 136, 1152), (17, 48, 384), (66, 136, 1152)):
         values, scales = quantize(draw(rows, columns))
@@ -183,8 +190,8 @@ def products_of_few_rows() -> None:
 
 
 def products_by_a_narrow_matrix() -> None:
-    from kernels import triton_routing
-    from kernels.triton_routing import narrow_parts
+    from hisparse_pd.kernels import triton_routing
+    from hisparse_pd.kernels.triton_routing import narrow_parts
 
     triton_routing.FEW_TOKENS = 64  # type: ignore[misc]  # in a process of its own
     x, matrix = draw(65, 700), draw(40, 700)
@@ -196,7 +203,7 @@ def products_by_a_narrow_matrix() -> None:
 
 
 def experts_are_chosen_and_planned() -> None:
-    from kernels.triton_routing import choose_triton, plan_triton
+    from hisparse_pd.kernels.triton_routing import choose_triton, plan_triton
 
     for num_groups, num_chosen, num_experts, is_softmax in (
         (1, 1, 9, False),
@@ -231,7 +238,7 @@ def experts_are_chosen_and_planned() -> None:
 
 
 def rows_of_pools() -> None:
-    from kernels.triton_kv_format import store
+    from hisparse_pd.kernels.triton_kv_format import store
 
     for made, num_quantised, tile in (
         (KvFormat("fp8_e4m3", 256, 8), 256, 128),
@@ -278,16 +285,20 @@ NUM_EXPERTS, HEADS, HIDDEN, Q_RANK, LATENT, ROPE, KEY_DIM, VALUE_DIM = 256, 128,
 
 def compile_a_layer() -> None:
     """At DeepSeek-V3.2's sizes, by tensors that have no memory."""
-    from kernels import gluon_linear
-    from kernels.triton_experts import run_experts_triton
-    from kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton
-    from kernels.triton_heads import index_queries_triton, latent_queries_triton, lift_values_triton
-    from kernels.triton_kv_format import store
-    from kernels.triton_latents import finish_latents_triton
-    from kernels.triton_linear import linear_parts
-    from kernels.triton_norms import add_norm_triton
-    from kernels.triton_rope import angles, rotate
-    from kernels.triton_routing import choose_triton, narrow_parts, plan_triton
+    from hisparse_pd.kernels import gluon_linear
+    from hisparse_pd.kernels.triton_experts import run_experts_triton
+    from hisparse_pd.kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton
+    from hisparse_pd.kernels.triton_heads import (
+        index_queries_triton,
+        latent_queries_triton,
+        lift_values_triton,
+    )
+    from hisparse_pd.kernels.triton_kv_format import store
+    from hisparse_pd.kernels.triton_latents import finish_latents_triton
+    from hisparse_pd.kernels.triton_linear import linear_parts
+    from hisparse_pd.kernels.triton_norms import add_norm_triton
+    from hisparse_pd.kernels.triton_rope import angles, rotate
+    from hisparse_pd.kernels.triton_routing import choose_triton, narrow_parts, plan_triton
 
     fp8 = torch.float8_e4m3fn
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
-from kernels.indexer import index_logits, index_topk
-from kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
-from kernels.selection import select_topk
-from kernels.topk import choose_cluster_size
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.indexer import index_logits, index_topk
+from hisparse_pd.kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
+from hisparse_pd.kernels.selection import select_topk
+from hisparse_pd.kernels.topk import choose_cluster_size
 from tests.gpu.index_batch import Batch
 from tests.unit.kernels.triton_here import (
     compiled_for_hopper,
@@ -162,7 +162,7 @@ CASES = [
 
 def interpret_cases() -> None:
     """Compare the logits kernel with the reference."""
-    from kernels.triton_indexer import write_logits
+    from hisparse_pd.kernels.triton_indexer import write_logits
 
     for case in CASES:
         options = {name: value for name, value in case.items() if name != "q_dtype"}
@@ -202,7 +202,7 @@ def test_interpreted_logits() -> None:
 
 def compile_logits_kernel() -> None:
     """Print, as JSON by key type, what the kernel of 64 heads and 128 dimensions becomes on Hopper."""
-    from kernels.triton_indexer import TUNING, _logits_kernel
+    from hisparse_pd.kernels.triton_indexer import TUNING, _logits_kernel
 
     result = {}
     for key_format, key_type, stride in (("fp8_e4m3", "fp8e4nv", 132), ("bfloat16", "bf16", 128)):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
-from kernels.rope import rotate
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.rope import rotate
 from tests.unit.kernels.triton_here import interpreted, needs_triton
 
 SHAPES = [(3, 5, 8, 8), (1, 1, 12, 8), (4, 17, 19, 6), (2, 40, 130, 64), (0, 3, 8, 8), (2, 0, 8, 8)]
@@ -77,7 +77,7 @@ def test_refuses_what_does_not_fit() -> None:
 
 
 def interpret_cases() -> None:
-    from kernels import triton_rope
+    from hisparse_pd.kernels import triton_rope
 
     for shape in SHAPES:
         for is_wide in (False, True):

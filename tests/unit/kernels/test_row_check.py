@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import HotBufferError, HotBufferState, ReadAt
-from kernels.reference_check import reference_checks
-from kernels.row_check import check_in_place, row_checks_of, store_row_checks, void_row_checks, wrong_row
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt
+from hisparse_pd.kernels.reference_check import reference_checks
+from hisparse_pd.kernels.row_check import (
+    check_in_place,
+    row_checks_of,
+    store_row_checks,
+    void_row_checks,
+    wrong_row,
+)
 
 SIZES = [1, 2, 3, 4, 9, 656, 1152, 2304]
 PAGE_SIZE, ROW = 4, 1

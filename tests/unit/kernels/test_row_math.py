@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.indexer import index_logits
-from kernels.row_math import RowLinear, matmul_heads, products_are_fixed, sigmoid, silu, softcap
+from hisparse_pd.kernels.indexer import index_logits
+from hisparse_pd.kernels.row_math import RowLinear, matmul_heads, products_are_fixed, sigmoid, silu, softcap
 
 NUM_OTHERS = (1, 2, 3, 5, 16, 17, 33, 300)
 

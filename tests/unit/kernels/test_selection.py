@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.indexer import index_topk
-from kernels.selection import ranked_topk, select_topk
+from hisparse_pd.kernels.indexer import index_topk
+from hisparse_pd.kernels.selection import ranked_topk, select_topk
 from tools.checkpoints.oracle import LowestFirst
 
 SCORES = st.sampled_from([0.0, -0.0, 1.0, 2.5, -1.0, -math.inf, 3e38, 1e-40])

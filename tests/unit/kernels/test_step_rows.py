@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.step_rows import StepRows, place_rows, slots_of
+from hisparse_pd.kernels.step_rows import StepRows, place_rows, slots_of
 from tests.unit.kernels.drawn_rows import NUM_REQS, PAGE_SIZE, check, check_slots
 from tests.unit.kernels.triton_here import compiled_for_hopper, interpreted, needs_triton
 
@@ -22,7 +22,7 @@ def test_slots_in_torch() -> None:
 
 
 def interpret_cases() -> None:
-    from kernels import triton_step_rows
+    from hisparse_pd.kernels import triton_step_rows
 
     def place(**given: Any) -> StepRows:
         rows = torch.full((5, NUM_REQS * (given["num_new"] - given["first_row"])), 77)
@@ -47,7 +47,7 @@ def test_interpreted_kernel() -> None:
 
 
 def compile_cases() -> None:
-    from kernels.triton_step_rows import place_rows_kernel
+    from hisparse_pd.kernels.triton_step_rows import place_rows_kernel
 
     pointers = dict.fromkeys(("seq_lens_ptr", "req_rows_ptr", "ends_ptr", "rows_ptr"), "*i64")
     pointers |= dict.fromkeys(("num_real_ptr", "newest_slots_ptr", "index_pages_ptr"), "*i32")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import HITS, HotBufferError, HotBufferState, StepRequests
-from kernels.indexer import gather_pages, index_topk
-from kernels.miss_plan import MissPlan
-from kernels.swap_in import (
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import HITS, HotBufferError, HotBufferState, StepRequests
+from hisparse_pd.kernels.indexer import gather_pages, index_topk
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.swap_in import (
     KernelUnavailableError,
     backup_newest,
     newest_slots,
@@ -210,11 +210,3 @@ def test_gather_pages_reads_a_partial_last_page() -> None:
     assert keys[:, 0].tolist() == [16, 18, 20, 22, 0, 2]
     with pytest.raises(KernelArgumentError, match="page_ids length: expected at least 2, got 1"):
         gather_pages(pool, torch.tensor([2]), 4, 6)
-
-
-def test_transformers_does_not_take_our_kernels_for_its_optional_package() -> None:
-    import transformers.integrations.hub_kernels
-    from transformers.utils.import_utils import is_kernels_available
-
-    assert transformers.integrations.hub_kernels
-    assert not is_kernels_available()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.checks import KernelArgumentError
-from kernels.hot_state import HotBufferError, HotBufferState
-from kernels.swap_in import backup_newest, newest_slots, swap_in
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
+from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.unit.kernels.one_buffer import HOST_PAGES, HOT_SLOTS, LOOKUP_PAGES, ROW, Buffer
 from tests.unit.kernels.table_rules import check_consistency
 

@@ -89,7 +89,7 @@ def compiles_launches() -> Iterator[set[str]]:
     """
     from triton.runtime.jit import JITFunction
 
-    from kernels import triton_launch
+    from hisparse_pd.kernels import triton_launch
 
     compiled: set[str] = set()
     seen: set[str] = set()

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hisparse_pd.model import loader
-from hisparse_pd.model.experts import RoutedExperts
-from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.core.model import loader
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.spec import ModelSpec
 from tests.unit.model.rank_stand_in import RankStandIn
 
 CPU = torch.device("cpu")

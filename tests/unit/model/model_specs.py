@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.core.model.spec import ModelSpec
 
 
 def make_spec(**changes: Any) -> ModelSpec:

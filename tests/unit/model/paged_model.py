@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.spec import ModelSpec
 
 Part = tuple[Tensor, int, Sequence[int]]
 """Of a request: its page ids, how many tokens are there, and new ones."""

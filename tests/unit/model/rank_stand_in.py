@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse_pd.model.rank_group import RankGroup
+from hisparse_pd.core.model.rank_group import RankGroup
 
 
 class RankStandIn(RankGroup):

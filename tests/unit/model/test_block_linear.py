@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
-from kernels.block_fp8 import SMALLEST_PEAK, dequantize, quantize
-from kernels.fp8_rows import Activations, dequantize_rows, quantize_rows
-from kernels.row_math import silu
+from hisparse_pd.core.model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
+from hisparse_pd.kernels.block_fp8 import SMALLEST_PEAK, dequantize, quantize
+from hisparse_pd.kernels.fp8_rows import Activations, dequantize_rows, quantize_rows
+from hisparse_pd.kernels.row_math import silu
 
 COLUMNS = 200
 

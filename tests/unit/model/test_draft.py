@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.rank_group import RankGroup
-from hisparse_pd.model.spec import load_spec
-from hisparse_pd.vocabulary import CheckpointError
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.core.model.spec import load_spec
 from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.loading import joined, load_ours

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model import loader
-from hisparse_pd.model.block_linear import BlockLinear
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest, PagedRows
-from hisparse_pd.model.spec import ModelSpec, load_spec
-from hisparse_pd.vocabulary import CheckpointError
-from kernels.attention import TorchAttention
-from kernels.fp8_rows import Activations
-from kernels.hadamard import hadamard_matrix
-from kernels.latents import finish_latents
-from kernels.rope import rotate
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model import loader
+from hisparse_pd.core.model.block_linear import BlockLinear
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest, PagedRows
+from hisparse_pd.core.model.spec import ModelSpec, load_spec
+from hisparse_pd.kernels.attention import TorchAttention
+from hisparse_pd.kernels.fp8_rows import Activations
+from hisparse_pd.kernels.hadamard import hadamard_matrix
+from hisparse_pd.kernels.latents import finish_latents
+from hisparse_pd.kernels.rope import rotate
 from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.loading import load_ours
@@ -249,8 +249,8 @@ def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_mode
         tables.append((cos, sin))
         return rotate(x, cos, sin, **options)
 
-    monkeypatch.setattr("kernels.latents.rotate", spy)
-    monkeypatch.setattr("kernels.latent_vectors.rotate", spy)
+    monkeypatch.setattr("hisparse_pd.kernels.latents.rotate", spy)
+    monkeypatch.setattr("hisparse_pd.kernels.latent_vectors.rotate", spy)
     for ranks in (None, RankStandIn(0, 1)):  # the two ways to read a checkpoint
         tiny_model = load_model(tmp_path, spec, ranks=ranks)
         attention = tiny_model._layers[2]._attention

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse_pd.model import loader
-from hisparse_pd.model.block_linear import BlockLinear
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.experts import RoutedExperts
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.spec import DUMMY, load_spec
-from hisparse_pd.vocabulary import CheckpointError
-from kernels.block_fp8 import BLOCK
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model import loader
+from hisparse_pd.core.model.block_linear import BlockLinear
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.spec import DUMMY, load_spec
+from hisparse_pd.kernels.block_fp8 import BLOCK
 from tests.checkpoint_edits import edit_config
 from tests.unit.model.loading import load_ours
 from tests.unit.model.paged_model import PagedModel

@@ -11,8 +11,8 @@ from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
 from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextTopkRouter
 
-from hisparse_pd.model.families import FAMILIES
-from hisparse_pd.model.feed_forward import ExpertRouter
+from hisparse_pd.core.model.families import FAMILIES
+from hisparse_pd.core.model.feed_forward import ExpertRouter
 
 TYPES: dict[str, tuple[Any, Any]] = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32TopkRouter),

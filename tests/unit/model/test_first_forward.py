@@ -17,11 +17,11 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from kernels.row_math import fix_arithmetic
+from hisparse_pd.kernels.row_math import fix_arithmetic
 fix_arithmetic()
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.spec import load_spec
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.spec import load_spec
 
 checkpoint = Path(sys.argv[1])
 spec = load_spec(checkpoint)

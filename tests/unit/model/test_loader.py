@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse_pd.model import loader
-from hisparse_pd.model.block_linear import BlockLinear
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.experts import RoutedExperts
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.spec import ModelSpec, load_spec
-from hisparse_pd.vocabulary import CheckpointError
-from kernels.block_fp8 import BLOCK
-from kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model import loader
+from hisparse_pd.core.model.block_linear import BlockLinear
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.spec import ModelSpec, load_spec
+from hisparse_pd.kernels.block_fp8 import BLOCK
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
 from tests.unit.model.loading import CPU, joined, load_ours

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model import prompt_scores
-from hisparse_pd.model.prompt_scores import SLICE_BYTES, score_rows
+from hisparse_pd.core.model import prompt_scores
+from hisparse_pd.core.model.prompt_scores import SLICE_BYTES, score_rows
 
 VOCAB_SIZE = 50
 

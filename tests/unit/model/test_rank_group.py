@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hisparse_pd.model.rank_group import RankGroup, RankGroupError
-from hisparse_pd.ports import free_port
-from hisparse_pd.vocabulary import RankPlace
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.base.vocabulary import RankPlace
+from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
 
 REPO = Path(__file__).parents[3]
 PROGRAM = """
@@ -24,11 +24,11 @@ import os
 import sys
 import time
 import torch
-from kernels.block_fp8 import DTYPE as FP8
-from kernels.row_math import fix_arithmetic
-from hisparse_pd.model.experts import RoutedExperts
-from hisparse_pd.model.rank_group import RankGroup, RankGroupError
-from hisparse_pd.vocabulary import RankPlace
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.row_math import fix_arithmetic
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
+from hisparse_pd.base.vocabulary import RankPlace
 
 fix_arithmetic()
 rank, size, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

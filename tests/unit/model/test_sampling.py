@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hisparse_pd.model.sampling import finish_reason, sample
-from hisparse_pd.vocabulary import FinishReason, SamplingParams
+from hisparse_pd.base.vocabulary import FinishReason, SamplingParams
+from hisparse_pd.core.model.sampling import finish_reason, sample
 
 EOS = (3,)
 

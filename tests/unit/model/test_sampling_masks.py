@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model.sampling import finish_reason, sample
-from hisparse_pd.vocabulary import FinishReason, SamplingParams
-from kernels.bit_masks import allowed_logits
-from kernels.checks import KernelArgumentError
+from hisparse_pd.base.vocabulary import FinishReason, SamplingParams
+from hisparse_pd.core.model.sampling import finish_reason, sample
+from hisparse_pd.kernels.bit_masks import allowed_logits
+from hisparse_pd.kernels.checks import KernelArgumentError
 
 EOS = (3,)
 KINDS: list[dict[str, object]] = [

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model import token_counts
-from hisparse_pd.model.sampling import _uniform, sample
-from hisparse_pd.model.token_counts import CountedRows, TokenCounts
-from hisparse_pd.vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
+from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
+from hisparse_pd.core.model import token_counts
+from hisparse_pd.core.model.sampling import _uniform, sample
+from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts
 
 EOS = (3,)
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.model import weight_reader
-from hisparse_pd.model.weight_reader import Placement, WeightFiles, describe, read_weights
-from hisparse_pd.vocabulary import CheckpointError
-from kernels.block_fp8 import dequantize, quantize
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model import weight_reader
+from hisparse_pd.core.model.weight_reader import Placement, WeightFiles, describe, read_weights
+from hisparse_pd.kernels.block_fp8 import dequantize, quantize
 
 CPU = torch.device("cpu")
 PIECE_BYTES = 4096

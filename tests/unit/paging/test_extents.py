@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.paging.extents import (
+from hisparse_pd.core.paging.extents import (
     as_slots,
     expand_pages,
     extents_to_slots,
@@ -16,7 +16,7 @@ from hisparse_pd.paging.extents import (
     slice_extents,
     total_length,
 )
-from protocol.messages import Extent
+from hisparse_pd.protocol.messages import Extent
 
 extent_lists = st.lists(st.builds(Extent, st.integers(0, 500), st.integers(1, 40)), max_size=12)
 quick = settings(derandomize=True, max_examples=100)

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from hisparse_pd.paging.allocator import PoolExhausted, PoolIntegrityError
-from hisparse_pd.paging.extents import extents_to_pages
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
-from protocol.messages import Room
+from hisparse_pd.core.paging.allocator import PoolExhausted, PoolIntegrityError
+from hisparse_pd.core.paging.extents import extents_to_pages
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.protocol.messages import Room
 
 TOTALS = SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4)
 NEED = SlotCounts(host=10, device=17, index=10, lookup=10, aux=1, req_row=1)

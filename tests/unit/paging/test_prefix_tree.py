@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from hisparse_pd.core.paging.allocator import PoolIntegrityError
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix, PrefixTree
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.paging.allocator import PoolIntegrityError
-from hisparse_pd.paging.extents import extents_to_slots
-from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.paging.prefix_tree import Kinds, Prefix, PrefixTree
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
-from protocol.messages import Room
+from hisparse_pd.protocol.messages import Room
 
 pytestmark = pytest.mark.I2
 
@@ -92,7 +92,7 @@ def test_neighbours_are_one_run_unless_something_tells_them_apart(node: Node) ->
 def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hisparse_pd.paging.prefix_tree.MAX_RUNS", 4)
+    monkeypatch.setattr("hisparse_pd.core.paging.prefix_tree.MAX_RUNS", 4)
     node, keys = Node(), pages(*range(9))
     sides = [(*keys[:number], b"side %d" % number) for number in range(9)]
     for number in range(1, 7):  # an answer is left behind at the end of each page

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.http.prefixes import BLOCK_BYTES, block_keys
-from hisparse_pd.paging.prompt_keys import (
+from hisparse_pd.core.paging.prompt_keys import (
     NO_ISOLATION,
     PageKey,
     PromptIdentity,
@@ -16,6 +14,8 @@ from hisparse_pd.paging.prompt_keys import (
     page_keys,
     root_of,
 )
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.serving.http.prefixes import BLOCK_BYTES, block_keys
 
 pytestmark = pytest.mark.I5
 

@@ -23,6 +23,15 @@ import pytest
 import torch
 import zmq
 
+from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.vocabulary import SamplingParams
+from hisparse_pd.core.memory.host import HostPool, allocate_host
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.spec import ModelSpec, load_spec
+from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.core.paging.prompt_keys import PromptIdentity
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     EngineReady,
@@ -36,24 +45,15 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.sockets import EngineSocket
-from hisparse_pd.memory.host import HostPool, allocate_host
-from hisparse_pd.model.dsa import DsaModel
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.spec import ModelSpec, load_spec
-from hisparse_pd.paging.extents import expand_pages, extents_to_slots
-from hisparse_pd.paging.prompt_keys import PromptIdentity
-from hisparse_pd.settings import PrefillSettings
-from hisparse_pd.vocabulary import SamplingParams
-from kernels.row_check import row_checks_of
-from prefill_node.compute import LayerWritten
-from prefill_node.engine import PrefillEngine
-from prefill_node.memory import PrefillMemory
-from prefill_node.room_life import RoomLife
-from prefill_node.rooms import RoomRecord
-from prefill_node.scheduler import Chunk
-from protocol.channels import ControlClient
-from protocol.messages import (
+from hisparse_pd.kernels.row_check import row_checks_of
+from hisparse_pd.prefill_node.compute import LayerWritten
+from hisparse_pd.prefill_node.engine import PrefillEngine
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.room_life import RoomLife
+from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.protocol.channels import ControlClient
+from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     ROW_CHECK_BYTES,
     Bootstrap,
@@ -67,13 +67,13 @@ from protocol.messages import (
     Room,
     RoomDone,
 )
-from protocol.polling import Poller
+from hisparse_pd.protocol.polling import Poller
+from hisparse_pd.transfer.aux_record import AuxLayout, AuxRecord
+from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
+from hisparse_pd.transfer.sender import Ready, WriteBatch
+from hisparse_pd.transfer.transport import TCP
 from tests.identities import ANY, DIGEST
 from tests.unit.kept_engines import kept_engine, kept_engines
-from transfer.aux_record import AuxLayout, AuxRecord
-from transfer.lane_host import LaneHost, SharedMemory
-from transfer.sender import Ready, WriteBatch
-from transfer.transport import TCP
 
 T = TypeVar("T")
 TIMEOUT_SECS = 60.0
@@ -182,7 +182,7 @@ class EngineThread(Listener):
     def _serve(self) -> None:
         front = EngineSocket([self._endpoint])
         try:
-            with kept_engines("prefill_node.engine"):
+            with kept_engines("hisparse_pd.prefill_node.engine"):
                 self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP)
             run, submit = self.engine._runner.run, self.engine._sender.submit
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hisparse_pd.engine.messages import FlushCache
-from protocol.messages import Extent, Geometry, Refused, RegionKind
+from hisparse_pd.protocol.messages import Extent, Geometry, Refused, RegionKind
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
+from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.engine.messages import (
     Abort,
     FlushCache,
@@ -17,9 +19,7 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     pack_token_ids,
 )
-from hisparse_pd.paging.prompt_keys import root_of
-from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
-from protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
+from hisparse_pd.protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
 from tests.identities import ANY, identity_of
 from tests.unit.prefill_node.support import (
     GREEDY,

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 
 import pytest
 
+from hisparse_pd.base.vocabulary import SamplingParams
+from hisparse_pd.core.grammar.matcher import GrammarError
+from hisparse_pd.core.grammar.token_trie import Grammar
 from hisparse_pd.engine.messages import Abort, RequestFailed
-from hisparse_pd.grammar.matcher import GrammarError
-from hisparse_pd.grammar.token_trie import Grammar
-from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.scheduler import Waiting
-from protocol.messages import RoomDone, RoomFailed
+from hisparse_pd.prefill_node.scheduler import Waiting
+from hisparse_pd.protocol.messages import RoomDone, RoomFailed
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
@@ -80,7 +80,7 @@ def test_rooms_that_wait_hold_few_compiled_grammars(
 ) -> None:
     """None before they could be admitted, and then so many: whoever is behind waits for one of these."""
     slow, ask = compiled_by_hand(engine, monkeypatch)
-    monkeypatch.setattr("prefill_node.room_life.MAX_WAITING_GRAMMARS", 1)
+    monkeypatch.setattr("hisparse_pd.prefill_node.room_life.MAX_WAITING_GRAMMARS", 1)
     first, second, plain, unpaired = (next_room() for _ in range(4))
     tokens = prompt(9, 20)
     for room, grammar in [(unpaired, "U"), (first, "Q"), (second, "R"), (plain, "")]:
@@ -100,7 +100,7 @@ def test_a_room_does_not_wait_for_its_grammar_for_ever(
     engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled_by_hand(engine, monkeypatch)
-    monkeypatch.setattr("prefill_node.room_life.MAX_WAIT_SECS", 0.0)
+    monkeypatch.setattr("hisparse_pd.prefill_node.room_life.MAX_WAIT_SECS", 0.0)
     room = next_room()
     peer.bootstrap(room, 20)
     engine.generate(room, prompt(9, 20), SamplingParams(4, grammar='start: "Q"'))

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from hisparse_pd.engine.messages import PeerLane
-from protocol.messages import HeartbeatAck, Registered, RoomFailed
+from hisparse_pd.protocol.messages import HeartbeatAck, Registered, RoomFailed
+from hisparse_pd.transfer.errors import TransferError
+from hisparse_pd.transfer.lane_memory import Mapping
 from tests.unit.prefill_node.support import (
     EngineThread,
     decode_peer,
@@ -17,8 +19,6 @@ from tests.unit.prefill_node.support import (
     prompt,
     wait_for,
 )
-from transfer.errors import TransferError
-from transfer.lane_memory import Mapping
 
 SAME = "both see the same memory"
 
@@ -88,7 +88,9 @@ def test_a_node_hears_that_its_memory_is_being_opened(
     with decode_peer(engine, "slow") as peer:
         may_open = threading.Event()
         make = Mapping
-        monkeypatch.setattr("transfer.lane.Mapping", lambda *args: may_open.wait(60) and make(*args))
+        monkeypatch.setattr(
+            "hisparse_pd.transfer.lane.Mapping", lambda *args: may_open.wait(60) and make(*args)
+        )
         for _ in range(2):
             peer.client.send(peer.registration(lane=peer.lane_host.offer))
             assert peer.expect(HeartbeatAck) == HeartbeatAck(0, engine.ready.instance_id)

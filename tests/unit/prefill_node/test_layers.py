@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hisparse_pd.engine.messages import RequestFailed
-from prefill_node.compute import layer_hook
-from protocol.messages import RoomFailed, RoomQuiet
+from hisparse_pd.prefill_node.compute import layer_hook
+from hisparse_pd.protocol.messages import RoomFailed, RoomQuiet
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,

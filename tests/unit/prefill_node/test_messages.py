@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.vocabulary import DECODE_NODE_FAILED
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prompt_keys import PromptIdentity, page_keys, root_of
 from hisparse_pd.engine.messages import PrefillFinished, RequestFailed, Shutdown, pack_token_ids
-from hisparse_pd.paging.pools import PoolKind
-from hisparse_pd.paging.prompt_keys import PromptIdentity, page_keys, root_of
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED
-from prefill_node.registrations import Registrations
-from protocol.access import PeerList
-from protocol.messages import (
+from hisparse_pd.prefill_node.registrations import Registrations
+from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRoom,
     Bootstrap,
@@ -32,6 +32,7 @@ from protocol.messages import (
     RoomQuiet,
     encoder,
 )
+from hisparse_pd.transfer.lane import Lane, Lanes
 from tests.identities import DIGEST, identity_of
 from tests.unit.prefill_node.support import (
     ControlPeer,
@@ -41,7 +42,6 @@ from tests.unit.prefill_node.support import (
     next_room,
     wait_for,
 )
-from transfer.lane import Lane, Lanes
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from hisparse_pd.base.vocabulary import FinishReason, SamplingParams
+from hisparse_pd.core.model import prompt_scores
 from hisparse_pd.engine.messages import (
     Abort,
     FlushCache,
@@ -27,9 +29,7 @@ from hisparse_pd.engine.messages import (
     pack_token_ids,
     score_dtype,
 )
-from hisparse_pd.model import prompt_scores
-from hisparse_pd.vocabulary import FinishReason, SamplingParams
-from protocol.messages import RoomFailed
+from hisparse_pd.protocol.messages import RoomFailed
 from tests.identities import ANY
 from tests.unit.prefill_node.support import (
     GREEDY,

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hisparse_pd.paging.extents import expand_pages, extents_to_slots
-from hisparse_pd.paging.pools import Holding, PoolKind, Stage
-from prefill_node import push as push_module
-from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
-from prefill_node.registrations import Peer
-from prefill_node.rooms import RoomRecord, RoomState
-from protocol.messages import Bootstrap, Extent, RegionKind, Room
+from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Stage
+from hisparse_pd.prefill_node import push as push_module
+from hisparse_pd.prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.protocol.messages import Bootstrap, Extent, RegionKind, Room
+from hisparse_pd.transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
+from hisparse_pd.transfer.sender import Ready, WriteBatch
 from tests.identities import DIGEST
-from transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
-from transfer.sender import Ready, WriteBatch
 
 PAGE_SIZE = 4
 NUM_SLOTS = 64

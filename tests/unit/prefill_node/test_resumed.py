@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.engine.messages import Generate
-from hisparse_pd.vocabulary import SamplingParams
-from kernels.attention import TORCH, TorchAttention
-from kernels.kv_format import KvFormat
-from prefill_node.compute import Computed, PromptRunner
-from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord, RoomState
-from prefill_node.scheduler import Chunk
-from protocol.messages import Room
+from hisparse_pd.kernels.attention import TORCH, TorchAttention
+from hisparse_pd.kernels.kv_format import KvFormat
+from hisparse_pd.prefill_node.compute import Computed, PromptRunner
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.protocol.messages import Room
 from tests.unit.prefill_node.support import checkpoint, prompt
 
 PAGE_SIZE = 16

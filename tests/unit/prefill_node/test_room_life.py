@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import pytest
 
+from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.engine.messages import FromEngine, Generate, GenerateGroup, RequestFailed, pack_token_ids
-from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.push import MAX_PENDING_SHARE, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
-from prefill_node.registrations import Peer
-from prefill_node.room_life import RoomLife
-from prefill_node.scheduler import StepLimits
-from protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
+from hisparse_pd.prefill_node.push import MAX_PENDING_SHARE, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.prefill_node.room_life import RoomLife
+from hisparse_pd.prefill_node.scheduler import StepLimits
+from hisparse_pd.protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
+from hisparse_pd.transfer.plan import SLICE_BYTES, RegionView
+from hisparse_pd.transfer.send_queue import Completion, Outcome, SendQueue
 from tests.identities import ANY, DIGEST
-from transfer.plan import SLICE_BYTES, RegionView
-from transfer.send_queue import Completion, Outcome, SendQueue
 
 pytestmark = [pytest.mark.I1, pytest.mark.I8]
 

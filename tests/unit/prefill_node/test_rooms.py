@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.engine.messages import Generate
-from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.rooms import ENDED, MOVES, EndedRoom, IllegalRoomMove, RoomState, RoomTable
-from protocol.messages import Room
+from hisparse_pd.prefill_node.rooms import ENDED, MOVES, EndedRoom, IllegalRoomMove, RoomState, RoomTable
+from hisparse_pd.protocol.messages import Room
 
 ROOM = Room(42)
 

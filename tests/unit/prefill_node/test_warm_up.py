@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from hisparse_pd.base.vocabulary import SamplingParams
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.spec import load_spec
 from hisparse_pd.engine.messages import Generate
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.spec import load_spec
-from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.compute import PromptRunner
-from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord, RoomState
-from prefill_node.scheduler import Chunk
-from protocol.messages import Room
+from hisparse_pd.prefill_node.compute import PromptRunner
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.protocol.messages import Room
 from tools.checkpoints.make_tiny import write_checkpoint
 
 PAGE_SIZE = 16

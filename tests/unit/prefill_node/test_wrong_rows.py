@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
+from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT
 from hisparse_pd.engine import held_rows
 from hisparse_pd.engine.held_rows import HeldRows
 from hisparse_pd.engine.messages import PrefillFinished, ReleasePage, RequestFailed
-from hisparse_pd.vocabulary import KV_ROW_CORRUPT
-from protocol.messages import Extent, RoomDone, RoomFailed
+from hisparse_pd.protocol.messages import Extent, RoomDone, RoomFailed
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,

@@ -1,7 +1,7 @@
 """One of every control message with its golden bytes, and the geometry that tests give their nodes."""
 
-from protocol.lane import LaneOffer
-from protocol.messages import (
+from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.protocol.messages import (
     AbortRoom,
     Bootstrap,
     Extent,

@@ -17,9 +17,9 @@ import httpx
 import msgspec
 import pytest
 
-from protocol import bootstrap, names
-from protocol.access import PeerList
-from protocol.bootstrap import (
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.protocol import bootstrap, names
+from hisparse_pd.protocol.bootstrap import (
     BOOTSTRAP_PATH,
     CODE_HEADER,
     MAX_INFO_BYTES,
@@ -29,8 +29,8 @@ from protocol.bootstrap import (
     RankInfo,
     look_up,
 )
-from protocol.channels import ControlAddressError, ControlClient, ControlKeys
-from protocol.messages import PROTOCOL_VERSION
+from hisparse_pd.protocol.channels import ControlAddressError, ControlClient, ControlKeys
+from hisparse_pd.protocol.messages import PROTOCOL_VERSION
 from tests.unit.api.scripted_engine import deliver
 from tests.unit.api.support import Node, serving
 from tests.unit.protocol.examples import GEOMETRY

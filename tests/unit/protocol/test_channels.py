@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from protocol import messages
-from protocol.access import PeerList
-from protocol.channels import (
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.protocol import messages
+from hisparse_pd.protocol.channels import (
     ControlAddressError,
     ControlClient,
     ControlKeyError,
@@ -22,9 +22,9 @@ from protocol.channels import (
     ControlServer,
     Heartbeats,
 )
-from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToPrefill
-from protocol.polling import Poller, Wakeup
-from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
+from hisparse_pd.protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToPrefill
+from hisparse_pd.protocol.polling import Poller, Wakeup
+from hisparse_pd.protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 from tests.identities import DIGEST
 from tests.unit.endless import Endless
 from tests.waiting import WAIT_SECS, wait_until
@@ -229,7 +229,7 @@ def test_with_a_list_only_its_addresses_get_through(
     assert server.send(peer, HeartbeatAck(5, "inst"))
     assert receive_one(member) == HeartbeatAck(5, "inst")
     assert not list(server.receive())
-    (record,) = [record for record in caplog.records if record.name == "protocol.zap"]
+    (record,) = [record for record in caplog.records if record.name == "hisparse_pd.protocol.zap"]
     assert "'127.0.0.3' is not in allowed_peers (127.0.0.2, 10.0.0.0/8)" in record.getMessage()
 
 

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protocol import decoding
-from protocol.decoding import MAX_NESTING, NestedTooDeeply, TypedDecoder, check_nesting, decode_json
+from hisparse_pd.protocol import decoding
+from hisparse_pd.protocol.decoding import (
+    MAX_NESTING,
+    NestedTooDeeply,
+    TypedDecoder,
+    check_nesting,
+    decode_json,
+)
 
 pytestmark = pytest.mark.I8
 

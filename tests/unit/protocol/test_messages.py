@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from protocol import messages
-from protocol.messages import Bootstrap, Registered, RoomDone
+from hisparse_pd.protocol import messages
+from hisparse_pd.protocol.messages import Bootstrap, Registered, RoomDone
 from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 
 

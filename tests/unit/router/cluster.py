@@ -14,10 +14,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from hisparse_pd.settings import RouterSettings
-from router.drain import Drain
-from router.nodes import NodeKind
-from router.server import create_app
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.router.drain import Drain
+from hisparse_pd.router.nodes import NodeKind
+from hisparse_pd.router.server import create_app
 from tests.unit import servers
 from tests.waiting import WAIT_SECS
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.http.http_errors import ApiError
-from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, RequestBody
+from hisparse_pd.router.body import MAX_OTHER_BYTES, MAX_PROMPTS, RequestBody
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.http.http_errors import ApiError
 from tests.property.fuzzing import peak_bytes
 
 COMPLETIONS, CHAT, GENERATE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.GENERATE

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.settings import RouterSettings
-from hisparse_pd.vocabulary import StartError
-from router.connect import NO_TLS, Call, tls_context
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.router.connect import NO_TLS, Call, tls_context
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
 from tests.waiting import WAIT_SECS
 

@@ -19,12 +19,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from hisparse_pd.base.ports import free_port
 from hisparse_pd.engine.messages import Generate
-from hisparse_pd.http import rank_link
-from hisparse_pd.http.engine_link import EngineLink, LinkState
-from hisparse_pd.ports import free_port
-from router import supervisor
-from router.supervisor import Child, Supervisor
+from hisparse_pd.router import supervisor
+from hisparse_pd.router.supervisor import Child, Supervisor
+from hisparse_pd.serving.http import rank_link
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY

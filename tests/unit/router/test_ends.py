@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.settings import RouterSettings
-from router.connect import RawHeaders
-from router.drain import Drain
-from router.journal import JournalBudget
-from router.metrics import RouterMetrics
-from router.node_calls import Answer, NodeCalls
-from router.nodes import Node, NodeKind, NodePool, Pair
-from router.relay import _Exchange
-from router.request_ids import RequestIds
-from router.server import _RelayEndpoint
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.router.connect import RawHeaders
+from hisparse_pd.router.drain import Drain
+from hisparse_pd.router.journal import JournalBudget
+from hisparse_pd.router.metrics import RouterMetrics
+from hisparse_pd.router.node_calls import Answer, NodeCalls
+from hisparse_pd.router.nodes import Node, NodeKind, NodePool, Pair
+from hisparse_pd.router.relay import _Exchange
+from hisparse_pd.router.request_ids import RequestIds
+from hisparse_pd.router.server import _RelayEndpoint
+from hisparse_pd.serving.api.bodies import Endpoint
 
 pytestmark = pytest.mark.anyio
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from hisparse_pd.api.bodies import TokenPath
-from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
-from router.local_faults import local_fault
+from hisparse_pd.base.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
+from hisparse_pd.router.local_faults import local_fault
+from hisparse_pd.serving.api.bodies import TokenPath
 from tests.unit.router.cluster import (
     OK,
     WAIT_SECS,
@@ -249,7 +249,7 @@ async def test_a_prefill_node_whose_decode_node_gave_up_is_not_to_blame(
     says_why: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode node's own answer counts, if it comes; the prefill node's word of it may be faster."""
-    monkeypatch.setattr("router.relay.DECODE_SAYS_WHY_SECS", WAIT_SECS if says_why else 0.0)
+    monkeypatch.setattr("hisparse_pd.router.relay.DECODE_SAYS_WHY_SECS", WAIT_SECS if says_why else 0.0)
 
     async def gives_up(node: FakeNode, send: Send) -> None:
         await node.release.wait()

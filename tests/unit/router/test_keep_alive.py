@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from hisparse_pd.api import frame
+from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
-from hisparse_pd.http.patience import Patience
-from hisparse_pd.settings import RouterSettings
-from hisparse_pd.vocabulary import FinishReason
-from router import connect
-from router.relay import DECODE_SILENCE_SECS
-from router.server import create_app
+from hisparse_pd.router import connect
+from hisparse_pd.router.relay import DECODE_SILENCE_SECS
+from hisparse_pd.router.server import create_app
+from hisparse_pd.serving.api import frame
+from hisparse_pd.serving.http.patience import Patience
 from tests.unit.api import support
 from tests.unit.router.cluster import WAIT_SECS, FakeNode, delivers, error_of, serving
 from tests.waiting import until

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse_pd.settings import RouterPolicy, RouterSettings
-from hisparse_pd.vocabulary import MAX_RANKS, StartError
-from router.errors import RouterError
-from router.health import HealthWatch
-from router.node_calls import NodeCalls
-from router.nodes import NUM_ROOMS, Node, NodeKind, NodePool, Pair, draw_room
+from hisparse_pd.base.settings import RouterPolicy, RouterSettings
+from hisparse_pd.base.vocabulary import MAX_RANKS, StartError
+from hisparse_pd.router.errors import RouterError
+from hisparse_pd.router.health import HealthWatch
+from hisparse_pd.router.node_calls import NodeCalls
+from hisparse_pd.router.nodes import NUM_ROOMS, Node, NodeKind, NodePool, Pair, draw_room
 from tests.unit.router.cluster import OK, cluster, delivers
 from tests.waiting import until
 

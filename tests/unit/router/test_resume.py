@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from hisparse_pd.http.journal_lines import LEAVING, OVER, journal_line
-from hisparse_pd.vocabulary import ENGINE_LOST, MOVED
-from router.drain import Drain
+from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED
+from hisparse_pd.router.drain import Drain
+from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 from tests.unit.router.cluster import (
     Behaviour,
     Cluster,
@@ -107,7 +107,7 @@ async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.M
         pair.decode[0].release.set()
         await GOES_ON(node, send)
 
-    monkeypatch.setattr("router.relay.DECODE_SILENCE_SECS", 0.3)
+    monkeypatch.setattr("hisparse_pd.router.relay.DECODE_SILENCE_SECS", 0.3)
     async with cluster(decode=[hangs, wakes_the_other], resume_timeout_secs=30) as pair:
         assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
 
@@ -194,7 +194,7 @@ async def test_a_client_hears_something_until_its_stream_goes_on(
         await node.release.wait()
         await GOES_ON(node, send)
 
-    monkeypatch.setattr("router.relay._SEARCH_PING_SECS", 0.05)
+    monkeypatch.setattr("hisparse_pd.router.relay._SEARCH_PING_SECS", 0.05)
     async with (
         cluster(decode=[LOST, waits], resume_timeout_secs=30) as pair,
         pair.client.stream("POST", path, json=BODY) as response,

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from hisparse_pd.api.bodies import Endpoint
-from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
-from hisparse_pd.vocabulary import VERSION
-from protocol.access import KeyFileError
-from router.server import RELAYED, create_app
+from hisparse_pd.base.access import KeyFileError
+from hisparse_pd.base.settings import MAX_BODY_BYTES, RouterSettings
+from hisparse_pd.base.vocabulary import VERSION
+from hisparse_pd.router.server import RELAYED, create_app
+from hisparse_pd.serving.api.bodies import Endpoint
 from tests.unit.router.cluster import (
     EVENTS,
     OK,

@@ -15,11 +15,11 @@ import pytest
 from starlette.types import Send
 
 from hisparse_pd.engine.messages import EngineStats
-from hisparse_pd.http.node_load import NodeLoad
-from router import status
-from router.drain import Drain
-from router.live_page import PAGE_PATHS
-from router.node_calls import MAX_TOLD_BYTES
+from hisparse_pd.router import status
+from hisparse_pd.router.drain import Drain
+from hisparse_pd.router.live_page import PAGE_PATHS
+from hisparse_pd.router.node_calls import MAX_TOLD_BYTES
+from hisparse_pd.serving.http.node_load import NodeLoad
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
 
 pytestmark = pytest.mark.anyio
@@ -232,4 +232,4 @@ async def test_the_pages_files_are_small_local_and_packaged() -> None:
     patterns = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     for file in files:
         name = file.relative_to(REPO / "router").as_posix()
-        assert any(fnmatch(name, pattern) for pattern in patterns["router"]), f"{name} is in no wheel"
+        assert any(fnmatch(name, each) for each in patterns["hisparse_pd.router"]), f"{name} is in no wheel"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hisparse_pd.model.loader import load_model
-from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.model.spec import load_spec
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.core.model.spec import load_spec
 from tests.unit.model.paged_model import PagedModel
 from tests.unit.training.networks import SMALL, small_network
 from tools.training.checkpoint import DRAFT_FILE, write_checkpoint, write_with_draft

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hisparse_pd.memory.machine import Machine
+from hisparse_pd.core.memory.machine import Machine
 
 ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 LINK_LOCAL_GID = "fe80:0000:0000:0000:0ac0:ebff:fe12:3456"

@@ -8,13 +8,13 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 
-from hisparse_pd.memory.host import HostPool, allocate_host
-from protocol.lane import LaneOffer
+from hisparse_pd.core.memory.host import HostPool, allocate_host
+from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.transfer.errors import TransferError
+from hisparse_pd.transfer.lane import Lane, Lanes
+from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
+from hisparse_pd.transfer.plan import Descriptors, Writes
 from tests.waiting import wait_until
-from transfer.errors import TransferError
-from transfer.lane import Lane, Lanes
-from transfer.lane_host import LaneHost, SharedMemory
-from transfer.plan import Descriptors, Writes
 
 WAIT_SECS = 60.0
 SESSION = "127.0.0.1:15001"

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from protocol.lane import LaneOffer, encoder
+from hisparse_pd.protocol.lane import LaneOffer, encoder
+from hisparse_pd.transfer.lane_memory import Mapping
 from tests.other_process import OtherProcess
-from transfer.lane_memory import Mapping
 
 
 class LaneWriter(OtherProcess):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hisparse_pd.transfer.engine import TransferEngine, quiet_mooncake_logs
 from tests.other_process import OtherProcess
-from transfer.engine import TransferEngine, quiet_mooncake_logs
 
 
 class Peer(OtherProcess):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hisparse_pd.vocabulary import TokenLogprob
-from transfer.aux_record import AuxLayout, AuxMismatch
+from hisparse_pd.base.vocabulary import TokenLogprob
+from hisparse_pd.transfer.aux_record import AuxLayout, AuxMismatch
 
 LAYOUT = AuxLayout(num_index_groups=3, index_topk=8, max_logprobs=4)
 HINT = np.arange(24, dtype=np.int32).reshape(3, 8) - 1

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.transfer.peer import Peer, has_ipv6
-from transfer import engine as engine_module
-from transfer.engine import (
+from hisparse_pd.transfer import engine as engine_module
+from hisparse_pd.transfer.engine import (
     MAX_BATCH_DESCRIPTORS,
     TransferEngine,
     TransferError,
     TransferSetupError,
     quiet_mooncake_logs,
 )
-from transfer.plan import MAX_DESCRIPTOR_BYTES, as_descriptors
-from transfer.transport import TCP, Transport
+from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, as_descriptors
+from hisparse_pd.transfer.transport import TCP, Transport
+from tests.unit.transfer.peer import Peer, has_ipv6
 
 PEER_BYTES = 12 << 20
 SOURCE_BYTES = 10 << 20
@@ -244,7 +244,7 @@ def test_the_session_is_the_host_that_was_asked_for_and_answers() -> None:
 def test_an_ipv6_host_is_reached_at_its_session() -> None:
     """In a process of its own, because Mooncake decides once a process whether it listens on IPv6."""
     code = (
-        "import os; from transfer.engine import *; "
+        "import os; from hisparse_pd.transfer.engine import *; "
         "print(TransferEngine('::1').session, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -19,21 +19,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import transfer.lane
-import transfer.lane_memory
-from hisparse_pd.memory.host import allocate_host
-from hisparse_pd.paging.extents import SlotArray
-from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
+import hisparse_pd.transfer.lane
+import hisparse_pd.transfer.lane_memory
+from hisparse_pd.core.memory.host import allocate_host
+from hisparse_pd.core.paging.extents import SlotArray
+from hisparse_pd.protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
+from hisparse_pd.transfer.errors import TransferError, TransferSetupError
+from hisparse_pd.transfer.lane import Lane
+from hisparse_pd.transfer.lane_copy import SHORT_BYTES, copy_ranges
+from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory, remove_stale
+from hisparse_pd.transfer.lane_memory import LaneError, Mapping
+from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+from hisparse_pd.transfer.sender import Sender, WriteBatch
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of
 from tests.unit.transfer.lane_writer import LaneWriter
 from tests.waiting import wait_until
-from transfer.errors import TransferError, TransferSetupError
-from transfer.lane import Lane
-from transfer.lane_copy import SHORT_BYTES, copy_ranges
-from transfer.lane_host import LaneHost, SharedMemory, remove_stale
-from transfer.lane_memory import LaneError, Mapping
-from transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
-from transfer.sender import Sender, WriteBatch
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def answering(name: str, packet: bytes | None, descriptors: list[int]) -> Iterat
 
 @pytest.mark.I7
 def test_a_wrong_answer_is_refused_and_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer.lane_memory, "ANSWER_SECS", 0.2)
+    monkeypatch.setattr(hisparse_pd.transfer.lane_memory, "ANSWER_SECS", 0.2)
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 4096)
     pool = allocate_host(4096, pinned=False, shared=True)
@@ -230,7 +230,7 @@ def test_a_flood_of_another_user_is_one_line_of_the_log(
 ) -> None:
     user = os.geteuid()
     with monkeypatch.context() as patch:
-        patch.setattr("transfer.lane_host.os.geteuid", lambda: user + 1)
+        patch.setattr("hisparse_pd.transfer.lane_host.os.geteuid", lambda: user + 1)
         for _ in range(100):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.settimeout(WAIT_SECS)
@@ -247,7 +247,7 @@ def test_a_pair_is_on_the_network_for_good_where_the_memory_was_not_open_in_time
     """What it sent over the network may still land when this process has ended."""
     with pair.host_stands_still():
         assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
-        monkeypatch.setattr(transfer.lane, "OPEN_SECS", 0.0)
+        monkeypatch.setattr(hisparse_pd.transfer.lane, "OPEN_SECS", 0.0)
         lane = pair.lanes.register(SESSION, pair.host.offer, pair.regions)
         assert lane == Lane("tcp", "the decode node's memory was not open within 0 s")
     wait_until(lambda: not pair.is_opening, "the memory was opened, and let go of")
@@ -358,7 +358,7 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
         assert may_go_on.wait(WAIT_SECS)
         copy_ranges(src, dst, lengths)
 
-    monkeypatch.setattr(transfer.lane_memory, "copy_ranges", copy)
+    monkeypatch.setattr(hisparse_pd.transfer.lane_memory, "copy_ranges", copy)
     thread = threading.Thread(target=pair.write, args=([0], [0], [100]))
     thread.start()
     assert is_copying.wait(WAIT_SECS)

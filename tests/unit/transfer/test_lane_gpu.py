@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import transfer.lane
-import transfer.lane_memory
-from hisparse_pd.paging.extents import SlotArray
+import hisparse_pd.transfer.lane
+import hisparse_pd.transfer.lane_memory
+from hisparse_pd.core.paging.extents import SlotArray
+from hisparse_pd.transfer.errors import TransferError
+from hisparse_pd.transfer.lane import Lane
+from hisparse_pd.transfer.lane_copy import copy_ranges
+from hisparse_pd.transfer.lane_host import SharedMemory
+from hisparse_pd.transfer.lane_memory import PIECE_BYTES, RUN_BYTES
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of
 from tests.waiting import wait_until
-from transfer.errors import TransferError
-from transfer.lane import Lane
-from transfer.lane_copy import copy_ranges
-from transfer.lane_host import SharedMemory
-from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
 
 
 class FakeCopying:
@@ -128,8 +128,8 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
 def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(
     stops_after: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.lane_memory, "PART_BYTES", 1000)
-    monkeypatch.setattr(transfer.lane_memory, "PART_RANGES", 3)
+    monkeypatch.setattr(hisparse_pd.transfer.lane_memory, "PART_BYTES", 1000)
+    monkeypatch.setattr(hisparse_pd.transfer.lane_memory, "PART_RANGES", 3)
     with pair_with_gpu() as (pair, gpu):
         assert pair.register().kind == "shm"
         num_in_flight = []
@@ -180,7 +180,7 @@ def test_memory_that_cuda_registered_too_late_is_let_go_of(monkeypatch: pytest.M
     with pair_with_gpu() as (pair, gpu):
         gpu.may_register.clear()
         assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
-        monkeypatch.setattr(transfer.lane, "OPEN_SECS", 0.0)
+        monkeypatch.setattr(hisparse_pd.transfer.lane, "OPEN_SECS", 0.0)
         lane = pair.register()
         assert lane.kind == "tcp"
         assert "not open within 0 s; `hisparse-pd doctor`" in lane.reason

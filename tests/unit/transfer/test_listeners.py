@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from protocol.access import MAX_NETWORKS, PeerList
+from hisparse_pd.base.access import MAX_NETWORKS, PeerList
+from hisparse_pd.transfer.engine import TransferSetupError
+from hisparse_pd.transfer.listeners import guarded_listeners, reachable_from
 from tests.unit.transfer.peer import has_ipv6
-from transfer.engine import TransferSetupError
-from transfer.listeners import guarded_listeners, reachable_from
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
@@ -95,7 +95,7 @@ def test_a_kernel_that_cannot_filter_stops_only_who_asked_for_it(
     def refuses(descriptor: int, program: bytes) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("transfer.listeners._attach", refuses)
+    monkeypatch.setattr("hisparse_pd.transfer.listeners._attach", refuses)
     with (
         pytest.raises(TransferSetupError, match=r"192\.0\.2\.1.*not supported.*firewall"),
         guarded_listeners(ELSEWHERE, PeerList.parse([ELSEWHERE])),

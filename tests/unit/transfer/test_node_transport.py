@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from decode_node import engine as decode_engine
-from decode_node import memory as decode_memory
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node import engine as decode_engine
+from hisparse_pd.decode_node import memory as decode_memory
 from hisparse_pd.engine import start
-from hisparse_pd.paging.pools import SlotCounts
-from hisparse_pd.settings import DecodeSettings, PrefillSettings
-from prefill_node import engine as prefill_engine
-from prefill_node import memory as prefill_memory
+from hisparse_pd.prefill_node import engine as prefill_engine
+from hisparse_pd.prefill_node import memory as prefill_memory
+from hisparse_pd.transfer.errors import TransferSetupError
+from hisparse_pd.transfer.transport import choose_transport
 from tests.unit.decode_node.support import (
     Checkpoint,
     EngineHarness,
@@ -24,8 +26,6 @@ from tests.unit.decode_node.support import (
     random_prompt,
 )
 from tests.unit.transfer.fake_machine import ROCE, FakeMachine
-from transfer.errors import TransferSetupError
-from transfer.transport import choose_transport
 
 CPU, GPU = torch.device("cpu"), torch.device("meta")
 PAGE_SIZE = 64
@@ -68,7 +68,7 @@ def test_a_node_asks_for_the_memory_that_it_registers(
         return choose_transport(of_node, engine.registered_host_bytes(of_node, checkpoint.spec))
 
     machine = FakeMachine(tmp_path, ROCE, memlock_bytes=lambda: 4096).machine
-    monkeypatch.setattr("transfer.transport.Machine", lambda: machine)
+    monkeypatch.setattr("hisparse_pd.transfer.transport.Machine", lambda: machine)
     assert transport().protocol == "tcp"
     assert "limited to 4096 bytes" in transport(transfer_protocol="auto").reason
     with pytest.raises(TransferSetupError, match="limited to 4096 bytes"):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer import plan as plan_module
-from transfer.plan import (
+from hisparse_pd.transfer import plan as plan_module
+from hisparse_pd.transfer.plan import (
     DESCRIPTOR_COST_BYTES,
     MAX_DESCRIPTOR_BYTES,
     SLICE_BYTES,

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.memory.machine import Machine, gpu_direct, list_verbs_devices, memlock_fault, show_bytes
+from hisparse_pd.core.memory.machine import Machine, gpu_direct, list_verbs_devices, memlock_fault, show_bytes
+from hisparse_pd.transfer.rdma import (
+    GidGrade,
+    RdmaDevice,
+    chosen_gid_index,
+    device_fault,
+    device_names,
+    port_number,
+    read_devices,
+)
 from tests.unit.transfer.fake_machine import (
     IB_GID,
     INFINIBAND,
@@ -19,15 +28,6 @@ from tests.unit.transfer.fake_machine import (
     FakeDevice,
     FakeMachine,
     ipv4_gid,
-)
-from transfer.rdma import (
-    GidGrade,
-    RdmaDevice,
-    chosen_gid_index,
-    device_fault,
-    device_names,
-    port_number,
-    read_devices,
 )
 
 ADDRESS = ip_address("192.0.2.7")
@@ -132,7 +132,7 @@ def test_a_device_that_can_be_used(tmp_path: Path, device: FakeDevice, environ: 
 
 def test_a_node_in_dev_that_is_not_open_to_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = FakeMachine(tmp_path, ROCE).machine
-    monkeypatch.setattr("transfer.rdma.os.access", lambda path, mode: False)
+    monkeypatch.setattr("hisparse_pd.transfer.rdma.os.access", lambda path, mode: False)
     assert "cannot be read and written by this user" in str(device_fault(read(machine), machine))
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.messages import Room
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.transfer.engine import TransferEngine, TransferError
+from hisparse_pd.transfer.plan import Descriptors, Writes
+from hisparse_pd.transfer.sender import Completion, Sender, WriteBatch
 from tests.unit.transfer.peer import Peer
 from tests.waiting import WAIT_SECS, wait_until
-from transfer.engine import TransferEngine, TransferError
-from transfer.plan import Descriptors, Writes
-from transfer.sender import Completion, Sender, WriteBatch
 
 PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
 

@@ -10,20 +10,12 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.http.metrics import split_labels
-from hisparse_pd.memory.machine import Machine
-from hisparse_pd.settings import TransportSettings
-from tests.unit.transfer.fake_machine import (
-    INFINIBAND,
-    LINK_LOCAL_GID,
-    ROCE,
-    FakeDevice,
-    FakeMachine,
-    ipv4_gid,
-)
-from transfer.errors import TransferSetupError
-from transfer.rdma import wanted_devices
-from transfer.transport import (
+from hisparse_pd.base.settings import TransportSettings
+from hisparse_pd.core.memory.machine import Machine
+from hisparse_pd.serving.http.metrics import split_labels
+from hisparse_pd.transfer.errors import TransferSetupError
+from hisparse_pd.transfer.rdma import wanted_devices
+from hisparse_pd.transfer.transport import (
     TCP,
     AskedProtocol,
     Transport,
@@ -31,6 +23,14 @@ from transfer.transport import (
     addresses_of,
     choose_transport,
     is_local,
+)
+from tests.unit.transfer.fake_machine import (
+    INFINIBAND,
+    LINK_LOCAL_GID,
+    ROCE,
+    FakeDevice,
+    FakeMachine,
+    ipv4_gid,
 )
 
 HOST = "192.0.2.7"
@@ -273,7 +273,7 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     def unknown(*arguments: object, **options: object) -> None:
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("protocol.names.socket.getaddrinfo", unknown)
+    monkeypatch.setattr("hisparse_pd.protocol.names.socket.getaddrinfo", unknown)
     fault = address_fault("node-a")
     assert fault is not None
     assert "node-a cannot be resolved" in fault.what

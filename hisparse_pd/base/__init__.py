@@ -1,0 +1,1 @@
+"""Words, settings, and what every process does first: under everything else."""

@@ -1,0 +1,128 @@
+"""Which addresses may reach this node.
+
+Pure functions over addresses. The control socket (``zap.py``), the bootstrap endpoint and look-up
+(``bootstrap.py``), the registration (``prefill_node/registrations.py``) and the KV ports
+(``transfer/listeners.py``) ask the same ``PeerList``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from hisparse_pd.base.vocabulary import StartError
+
+Network = IPv4Network | IPv6Network
+
+MAX_NETWORKS = 256
+"""Each is a few instructions of the filter before the KV ports, of which the kernel takes 4096."""
+
+MAX_HOST_CHARS = 253
+
+WILDCARD_HOSTS = ("", "0.0.0.0", "::", "*")
+"""Every address of a machine: right to bind, and none that a peer could connect to."""
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
+_LOOPBACK = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
+
+
+class KeyFileError(StartError):
+    """A file with keys cannot be used. The message names it and never shows what stands in it."""
+
+
+@dataclass(frozen=True)
+class PeerList:
+    """The addresses and networks of ``--allowed-peers``; empty allows every address."""
+
+    networks: tuple[Network, ...] = ()
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> PeerList:
+        """Raises ValueError for an entry that is neither an address nor a network."""
+        networks = tuple(_network(entry) for entry in entries)
+        if len(networks) > MAX_NETWORKS:
+            raise ValueError(f"{len(networks)} entries, {MAX_NETWORKS} at most; name networks, not addresses")
+        return cls(networks)
+
+    @classmethod
+    def loopback(cls) -> PeerList:
+        """This machine alone."""
+        return cls(_LOOPBACK)
+
+    def __bool__(self) -> bool:
+        return bool(self.networks)
+
+    def allows(self, address: str) -> bool:
+        """Whether a peer may have ``address``. With a list, a name or any other text is refused."""
+        if not self.networks:
+            return True
+        peer = parse_address(address)
+        return peer is not None and any(peer in network for network in self.networks)
+
+    def why_refused(self, address: str) -> str | None:
+        """Why a peer may not have ``address``, naming it and the list; None when it may."""
+        if self.allows(address):
+            return None
+        return f"address {address[:MAX_HOST_CHARS]!r} is not in allowed_peers ({self})"
+
+    def __str__(self) -> str:
+        return ", ".join(
+            str(network.network_address if network.num_addresses == 1 else network)
+            for network in self.networks
+        )
+
+
+def parse_address(text: str) -> IPv4Address | IPv6Address | None:
+    """An address without brackets and scope; IPv4 that a dual-stack socket shows as IPv6 is IPv4."""
+    try:
+        address = ip_address(text.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
+
+
+def exposure(hosts: Iterable[str], dangers: Iterable[str]) -> str | None:
+    """One warning about a service that binds, or is reached at, ``hosts``; None when all are loopback."""
+    others = [host for host in dict.fromkeys(hosts) if not is_loopback(host)]
+    told = "; ".join(dangers)
+    if not others or not told:
+        return None
+    return f"this service is open to other machines at {' and '.join(others)}: {told}"
+
+
+def is_host(text: str) -> bool:
+    """Whether ``text`` can be a host in a URL: a name or an address, without brackets."""
+    is_short = 0 < len(text) <= MAX_HOST_CHARS
+    return is_short and (_NAME.fullmatch(text) is not None or (":" in text and _is_ipv6(text)))
+
+
+def in_url(host: str) -> str:
+    """A host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a socket bound to ``host`` is reached from this machine alone."""
+    address = parse_address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", text) is not None
+
+
+def _network(entry: str) -> Network:
+    try:
+        return ip_network(entry)
+    except ValueError as error:
+        raise ValueError(
+            f"{entry!r} is neither an address nor a network such as 10.0.0.0/24: {error}"
+        ) from None

@@ -1,0 +1,573 @@
+"""Settings of the three services: frozen, validated once, the same from the command line and from a file.
+
+Each field's description gives its unit; ``hisparse_pd.commands.cli`` turns the fields into options
+(``page_size`` is ``--page-size``) and reads the same names from a TOML or YAML file. Unknown keys and bad
+values raise ``pydantic.ValidationError``.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from hisparse_pd.base.access import WILDCARD_HOSTS, PeerList, exposure, is_host
+from hisparse_pd.base.vocabulary import MAX_DRAFTS, MAX_RANKS
+
+MAX_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
+TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
+RouterPolicy = Literal["round_robin", "least_loaded", "cache_aware"]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
+CollectorUrl = Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
+Secs = Annotated[float, Field(gt=0, le=86400)]
+DrainSecs = Annotated[float, Field(ge=0, le=86400)]
+TransferProtocol = Literal["tcp", "rdma", "auto"]
+CacheDtype = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
+AttentionBackend = Literal["auto", "torch", "triton", "flashmla_sparse", "flashmla_kv"]
+
+
+def _networks(entries: tuple[str, ...]) -> tuple[str, ...]:
+    PeerList.parse(entries)
+    return entries
+
+
+Networks = Annotated[tuple[str, ...], AfterValidator(_networks)]
+
+STREAMS_A_FRONT = 256
+"""A step gives each of them a token: a burst of some 10 ms for one process."""
+MAX_FRONTS = 64
+MAX_BODY_BYTES = 16 << 20
+"""Of an HTTP request, at a node and at the router."""
+MAX_HEARTBEAT_FAILURES = 2
+"""In a row: after so many intervals without a sign of life a peer is lost."""
+HEALTH_TIMEOUT_SECS = 30.0
+"""Silence of an engine that fails ``/health``, unless six heartbeat intervals are longer."""
+STARTUP_TIMEOUT_SECS = 900.0
+"""Loading without progress that fails ``/liveness``, and the wait for other ranks and machines of a node. 500
+GB of shared memory take six minutes to be touched and registered, in which nothing moves."""
+
+_OPEN_API = "anybody can use its HTTP API (--api-key-file)"
+_OPEN_CONTROL = "anybody can register and read the control traffic (--control-key-file)"
+_OPEN_KV = "the KV ports, which know no keys, take connections from anywhere (--allowed-peers)"
+
+
+class HisparsePolicy(StrEnum):
+    """What a request without the flag gets; a request's own flag always wins."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+_OF_ONE_MACHINE = {
+    *("node_rank", "dist_init_addr", "host", "port", "bootstrap_port", "control_port", "advertise_host"),
+    *("model_path", "served_model_name", "control_key_file", "api_key_file", "allowed_peers"),
+    *("ssl_certfile", "ssl_keyfile", "device", "ib_device", "num_threads", "log_level"),
+    "otlp_traces_endpoint",
+}
+"""Settings that may differ between the machines of a node."""
+
+
+class FrozenSettings(BaseModel):
+    """Knows no other keys than its fields. ``model_`` is no prefix of pydantic's here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class _Settings(FrozenSettings):
+    """What every service has, for it speaks HTTP."""
+
+    host: str = Field("127.0.0.1", description="address that the HTTP server binds")
+    api_key_file: Path | None = Field(
+        None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
+    )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="file with the certificate and its chain (PEM), for https; read again when changed",
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="file with its key (PEM), without a password; default: in --ssl-certfile"
+    )
+    drain_timeout_secs: DrainSecs = Field(
+        15.0,
+        description="what requests in flight have to finish after SIGTERM, in seconds; the rest is answered "
+        "503",
+    )
+    otlp_traces_endpoint: CollectorUrl = Field(
+        "",
+        description="collector that gets traces, by OTLP over HTTP (protobuf), such as "
+        "http://collector:4318; its path, if none is given, is /v1/traces; OTEL_ variables say the rest; "
+        "default: no traces",
+        title="URL",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> Self:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError(
+                f"ssl_keyfile {self.ssl_keyfile}: a key serves nothing without ssl_certfile; give both"
+            )
+        return self
+
+
+class TransportSettings(FrozenSettings):
+    """What the KV transport of a node on this machine is to be; the doctor is told the same."""
+
+    host: str = Field("127.0.0.1", description="address that this process listens on")
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N: of the model and the device pool")
+    transfer_protocol: TransferProtocol = Field(
+        "tcp",
+        description="what the KV transport runs on, the same on all nodes; rdma: or not at all; "
+        "auto: rdma where it can be used, else tcp",
+    )
+    ib_device: str = Field(
+        "",
+        description="RDMA devices for rdma and auto, such as mlx5_0,mlx5_1, which must all be usable; "
+        "default: all that are",
+    )
+    advertise_host: str = Field(
+        "", description="address that peers reach this node at, for control and KV; default: --host"
+    )
+    same_host_dir: str = Field(
+        "",
+        max_length=64,
+        description="directory that all nodes of one machine see, for the decode nodes' sockets, where "
+        "containers have networks of their own; default: names of the network namespace",
+        title="DIR",
+    )
+    allowed_peers: Networks = Field(
+        (),
+        description="addresses and networks of the other nodes, such as 10.0.0.0/24; repeatable; no other "
+        "reaches bootstrap, control and KV ports; default: any",
+        title="NETWORK",
+    )
+
+    @property
+    def reachable_host(self) -> str:
+        return self.advertise_host or self.host
+
+
+class NodeSettings(_Settings, TransportSettings):
+    """What prefill and decode nodes share."""
+
+    model_path: Path = Field(description="directory of the checkpoint in the Hugging Face layout")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto",
+        description="where weights come from, the same on all nodes; auto: the checkpoint; dummy: they are "
+        "drawn, for measuring, and of the checkpoint only configuration and tokenizer are needed",
+    )
+    served_model_name: str = Field("", description="name in the API; default: the last part of --model-path")
+    port: Port = Field(30000, description="port of the HTTP server")
+    page_size: int = Field(64, ge=1, le=65536, description="token slots in a page")
+    max_running_requests: int = Field(64, ge=1, le=65536, description="requests in a batch at most")
+    context_length: int = Field(
+        0, ge=0, description="prompt plus output of a request at most, in tokens; 0: the model's own"
+    )
+    default_max_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens of a chat's answer at most whose request has no max_tokens, the same on all "
+        "nodes; 0: all that context and pools leave",
+    )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="what temperature, top_p and top_k are for a request that does not say, the same on all "
+        "nodes; model: what generation_config.json of the checkpoint names; openai: 1, 1 and no top_k",
+    )
+    kv_cache_dtype: CacheDtype = Field(
+        "auto", description="format of the KV items, the same on all nodes; auto: --dtype"
+    )
+    indexer_cache_dtype: CacheDtype = Field(
+        "auto", description="format of the indexer keys, the same on all nodes; auto: like the KV items"
+    )
+    attention_backend: AttentionBackend = Field(
+        "auto", description="what computes the sparse attention; auto: the fastest that runs here"
+    )
+    attention_split_tile_size: int | None = Field(
+        None,
+        ge=0,
+        le=65536,
+        description="positions of a split of a query's attention in decode steps on a GPU, the same on all "
+        "nodes: small ones are faster for few requests and slower for many; 0: no query is split; default: "
+        "512 with FlashMLA, 256 with Triton",
+    )
+    dp_size: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks: engine processes of this node, each with its own requests, pools and GPU, from "
+        "--device on, and with its share of the routed experts. Sizes of pools and batches are a rank's",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="machines that the ranks are on, as many on each; the node is started on every one of "
+        "them, with the same settings",
+    )
+    node_rank: int = Field(
+        0, ge=0, lt=MAX_RANKS, description="which of --nnodes machines this is; 0 has the HTTP port"
+    )
+    dist_init_addr: str = Field(
+        "",
+        description="HOST:PORT of machine 0 where the ranks of several machines meet; the ports behind it "
+        "are taken too, one a rank and front",
+    )
+    api_server_count: int = Field(
+        0,
+        ge=0,
+        le=MAX_FRONTS,
+        description="front processes of this node, which serve HTTP on its port together; 0: one for every "
+        f"{STREAMS_A_FRONT} requests that may run, --dp-size times --max-running-requests",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
+    )
+    mem_fraction_static: float = Field(
+        0.85,
+        gt=0,
+        lt=1,
+        description="share of the GPU's memory for weights, pools and tables together, where the size of the "
+        "device pool is left to the node",
+    )
+    same_host_lane: Literal["auto", "off"] = Field(
+        "auto",
+        description="whether KV goes through shared memory between two nodes of one machine; auto: where "
+        "both see the same memory, else over --transfer-protocol",
+    )
+    control_key_file: Path | None = Field(
+        None, description="file with the cluster's CURVE secret key (Z85); unset: control traffic is plain"
+    )
+    room_timeout_secs: Secs = Field(
+        300.0,
+        description="a room's wait for its other half, or for its KV, at most, in seconds; a prefill node "
+        "waits for the heartbeat limit longer",
+    )
+    heartbeat_interval_secs: Secs = Field(
+        5.0,
+        description="between heartbeats of a decode node, the same on all nodes, in seconds; a peer is lost "
+        f"after {MAX_HEARTBEAT_FAILURES} without a sign of life",
+    )
+    max_queued_requests: int = Field(
+        4096,
+        ge=0,
+        description="requests, each sample for one, that wait beside --max-running-requests; more are "
+        "answered 429",
+    )
+    num_threads: int = Field(
+        0, ge=0, le=4096, description="torch CPU threads of the engine; 0: torch's own choice"
+    )
+    disable_prefix_cache: bool = Field(
+        False,
+        description="keep no KV of requests that have ended; otherwise one that begins alike finds it: a "
+        "prefill node computes only the rest, and a decode node is sent only the rest",
+    )
+    verify_rows: bool = Field(
+        True,
+        description="keep a check of each KV item, and end a request whose attention would read an item that "
+        "is not the one that was written",
+    )
+    debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
+
+    @model_validator(mode="after")
+    def _peers_have_an_address(self) -> Self:
+        # The engine would notice, but only once the model is loaded.
+        if self.reachable_host in WILDCARD_HOSTS:
+            raise ValueError(
+                f"host {self.reachable_host!r} is every address of this machine, and peers need one; give "
+                "--advertise-host"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _machines_have_ranks(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank {self.node_rank} must be below nnodes {self.nnodes}")
+        if self.dp_size % self.nnodes != 0:
+            raise ValueError(
+                f"dp_size {self.dp_size} must be a multiple of nnodes {self.nnodes}: the ranks of all "
+                "machines together, as many on each"
+            )
+        if (self.nnodes > 1) != bool(self.dist_init_addr):
+            raise ValueError(
+                f"nnodes {self.nnodes} with dist_init_addr {self.dist_init_addr!r}: a node of several "
+                "machines needs both, one of a single machine neither"
+            )
+        if self.dist_init_addr:
+            host, port = self.meeting
+            if not is_host(host) or host in WILDCARD_HOSTS:
+                raise ValueError(f"dist_init_addr {self.dist_init_addr!r}: expected HOST:PORT of a machine")
+            num_engine_ports = self.num_fronts * self.dp_size
+            if not 1 <= port <= MAX_PORT - num_engine_ports:
+                raise ValueError(
+                    f"dist_init_addr {self.dist_init_addr!r}: the port must be from 1 to "
+                    f"{MAX_PORT - num_engine_ports}, for {num_engine_ports} ports behind it are taken, too"
+                )
+        return self
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Host and port of ``dist_init_addr``; the port is 0 where none is given."""
+        host, _, port = self.dist_init_addr.rpartition(":")
+        return host.strip("[]"), int(port) if port.isascii() and port.isdecimal() and len(port) < 6 else 0
+
+    def ranks_of(self, machine: int) -> range:
+        """The ranks of the machine with that ``node_rank``."""
+        num_each = self.dp_size // self.nnodes
+        return range(machine * num_each, (machine + 1) * num_each)
+
+    @property
+    def ranks_here(self) -> range:
+        return self.ranks_of(self.node_rank)
+
+    @property
+    def num_fronts(self) -> int:
+        """``api_server_count``, or its default."""
+        by_size = -(-self.dp_size * self.max_running_requests // STREAMS_A_FRONT)
+        return self.api_server_count or min(by_size, MAX_FRONTS)
+
+    def of_rank(self, rank: int) -> Self:
+        """The settings of the engine of one of ``ranks_here``: its GPU, or its share of the CPU."""
+        if self.dp_size == 1:
+            return self
+        kind, _, first = self.device.partition(":")
+        if kind == "cuda":
+            number = int(first or 0) + self.ranks_here.index(rank)
+            return self.model_copy(update={"device": f"cuda:{number}"})
+        num_threads = self.num_threads or max(1, (os.cpu_count() or 1) // len(self.ranks_here))
+        return self.model_copy(update={"num_threads": num_threads})
+
+    @property
+    def of_all_machines(self) -> dict[str, Any]:
+        """What has to be the same on every machine of a node, by name."""
+        return self.model_dump(mode="json", exclude=_OF_ONE_MACHINE)
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model_path.resolve().name
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        """How many the node runs, as ``hisparse_pd.core.model.spec.load_spec`` takes it."""
+        return 0
+
+    @property
+    def heartbeat_timeout_secs(self) -> float:
+        """Time without a sign of life after which a peer is lost."""
+        return self.heartbeat_interval_secs * MAX_HEARTBEAT_FAILURES
+
+    @property
+    def health_timeout_secs(self) -> float:
+        return max(HEALTH_TIMEOUT_SECS, 6 * self.heartbeat_interval_secs)
+
+    def _check_free_memory_is_known(self, name: str, num_tokens: int) -> None:
+        """Raises ValueError for a pool that is to take free GPU memory where there is no GPU."""
+        if num_tokens == 0 and not self.device.startswith("cuda"):
+            raise ValueError(
+                f"{name} 0: the size comes from free GPU memory with --device cuda only, and this node is on "
+                f"{self.device}; give a number of tokens"
+            )
+
+    @property
+    def exposure(self) -> str | None:
+        """What other machines can do to this node, and the options against it; None when they cannot."""
+        dangers = {
+            _OPEN_API: self.api_key_file is None,
+            _OPEN_CONTROL: self.control_key_file is None,
+            _OPEN_KV: not self.allowed_peers,
+        }
+        return exposure((self.host, self.reachable_host), (text for text, holds in dangers.items() if holds))
+
+
+class PrefillSettings(NodeSettings):
+    """One prefill node."""
+
+    bootstrap_port: Port = Field(8998, description="port of the bootstrap endpoint")
+    control_port: Port = Field(
+        0, description="port of the control socket, the next ranks have the next ones; 0: any free one"
+    )
+    chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
+    kv_pool_tokens: TokensOrFree = Field(
+        65536,
+        description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
+    )
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        return None
+
+    def of_rank(self, rank: int) -> Self:
+        settings = super().of_rank(rank)
+        if self.control_port == 0:
+            return settings
+        return settings.model_copy(update={"control_port": self.control_port + rank})
+
+    @model_validator(mode="after")
+    def _ranks_have_control_ports(self) -> Self:
+        # The engines would notice, but only once the model is loaded.
+        if self.control_port == 0:
+            return self
+        last = self.control_port + self.dp_size - 1
+        what = f"control_port {self.control_port} with dp_size {self.dp_size} takes the ports up to {last}"
+        if last > MAX_PORT:
+            raise ValueError(f"{what}, and the last one there is is {MAX_PORT}; choose a lower control_port")
+        for name in ("port", "bootstrap_port"):
+            if self.control_port <= getattr(self, name) <= last:
+                raise ValueError(f"{what}, and {name} {getattr(self, name)} is among them; choose another")
+        return self
+
+    @model_validator(mode="after")
+    def _pool_holds_a_page(self) -> Self:
+        self._check_free_memory_is_known("kv_pool_tokens", self.kv_pool_tokens)
+        if 0 < self.kv_pool_tokens < self.page_size:
+            raise ValueError(
+                f"kv_pool_tokens {self.kv_pool_tokens} must be at least page_size {self.page_size}"
+            )
+        return self
+
+
+class DecodeSettings(NodeSettings):
+    """One decode node."""
+
+    hisparse: HisparsePolicy = Field(
+        HisparsePolicy.AUTO,
+        description="what a request without the flag gets: auto picks dense while the device pool has room",
+    )
+    device_buffer_size: TokensOrFree = Field(
+        0,
+        description="tokens in a request's hot buffer at most; 0: 4096, or what the drafts of a step need",
+    )
+    host_pool_tokens: Tokens = Field(262144, description="token slots in the registered host pool")
+    device_pool_tokens: TokensOrFree = Field(
+        65536, description="token slots in the device pool; 0: as many as free GPU memory holds"
+    )
+    quarantine_secs: Secs = Field(
+        60.0,
+        description="wait before slots or pages of a failed write are reused, in seconds; above "
+        "Mooncake's 30",
+    )
+    index_pool_tokens: int = Field(
+        0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
+    )
+    stream_interval: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="tokens of a request that leave for its client together; more spare the servers work "
+        "where hundreds of requests stream, and a request's first and last tokens never wait",
+    )
+    cuda_graph_max_bs: int | None = Field(
+        None,
+        ge=0,
+        le=65536,
+        description="largest batch that a captured CUDA graph runs; default: --max-running-requests; "
+        "0: no graphs",
+    )
+    micro_batch_min_bs: int | None = Field(
+        None,
+        ge=0,
+        le=65536,
+        description="hisparse requests in a batch from which on a GPU splits it in two, one of which copies "
+        "misses while the other computes; 0: never; default: from where that is faster, which the node "
+        "measures when it starts",
+    )
+    speculative_num_steps: int = Field(
+        0,
+        ge=0,
+        le=MAX_DRAFTS,
+        description="tokens that the checkpoint's draft layer guesses a step at most, which the next step "
+        "verifies; how many it is follows what they have brought; 0: none",
+    )
+
+    @model_validator(mode="after")
+    def _device_pool_can_be_sized(self) -> Self:
+        self._check_free_memory_is_known("device_pool_tokens", self.device_pool_tokens)
+        return self
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        return 1 if self.speculative_num_steps else 0
+
+    @model_validator(mode="after")
+    def _positions_of_a_step_are_in_two_pages(self) -> Self:
+        if self.page_size < self.speculative_num_steps + 1:
+            raise ValueError(
+                f"speculative_num_steps {self.speculative_num_steps} needs a page_size of at least "
+                f"{self.speculative_num_steps + 1}, and it is {self.page_size}"
+            )
+        return self
+
+    @property
+    def graph_batches(self) -> list[int]:
+        """Batch sizes that CUDA graphs are captured of, smallest first; none: no graphs."""
+        most = self.max_running_requests
+        if self.cuda_graph_max_bs is not None:
+            most = min(self.cuda_graph_max_bs, most)
+        ours = {1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, most + 1, 32), most}
+        return sorted(size for size in ours if 0 < size <= most)
+
+
+class RouterSettings(_Settings):
+    """The router."""
+
+    port: Port = Field(8000, description="port of the HTTP server")
+    prefill: tuple[tuple[str, int | None], ...] = Field(
+        description="prefill node: URL and, when it is not the node's own, the bootstrap port; repeatable"
+    )
+    decode: tuple[str, ...] = Field(description="decode node: URL; repeatable")
+    node_ca_file: Path | None = Field(
+        None, description="file with the CA certificates (PEM) of https nodes; default: the system's"
+    )
+    node_api_key_file: Path | None = Field(
+        None,
+        description="file whose first key goes to the nodes; unset: the client's, if it is not needed here",
+    )
+    cors_allow_origins: tuple[Origin, ...] = Field(
+        (),
+        description="origin whose pages may call the API in a browser, such as https://chat.example.com, or "
+        "* for any; repeatable; none: only the router's own page",
+    )
+    policy: RouterPolicy = Field(
+        "round_robin",
+        description="how a pair of nodes is picked for a request; cache_aware: by load, but prompts that "
+        "begin alike go to the same nodes while these have little more to do than the others",
+    )
+    health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
+    request_timeout_secs: Secs = Field(600.0, description="silence of a node in a request, in seconds")
+    max_retries: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="times that a request goes to another pair when a node cannot be reached, is not ready, "
+        "or, the prefill node, fails before its client has a byte",
+    )
+    resume_timeout_secs: DrainSecs = Field(
+        30.0,
+        description="how long a request whose decode node is lost, or leaves, looks for another pair to go "
+        "on with, in seconds; 0: it ends",
+    )
+    journal_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="bytes that may be remembered of all streams together, for another decode node to go on "
+        "with; a stream for which there is no room ends with its node; 0: none goes on",
+    )
+
+    @model_validator(mode="after")
+    def _has_nodes(self) -> Self:
+        for name, nodes in (("prefill", self.prefill), ("decode", self.decode)):
+            if not nodes:
+                raise ValueError(f"{name}: at least one node is needed")
+        return self
+
+    @property
+    def exposure(self) -> str | None:
+        """What other machines can do to the router; None when they cannot."""
+        return exposure((self.host,), () if self.api_key_file is not None else (_OPEN_API,))

@@ -1,0 +1,175 @@
+"""Where settings come from: options of the command line, and TOML or YAML files.
+
+Both know a setting under the name of its field in ``hisparse_pd.base.settings``. Whatever is wrong raises
+SettingsError, which says where the value came from and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from hisparse_pd.base.settings import RouterSettings
+
+S = TypeVar("S", bound=BaseModel)
+
+_MAX_SHOWN_CHARS = 200
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, missing or out of its bounds; the message names it and what is allowed."""
+
+
+def load_settings(model: type[S], given: Mapping[str, Any], config: Path | None = None) -> S:
+    """Settings from a file, overridden by ``given`` from the command line. Raises SettingsError."""
+    from_file = read_file(config) if config is not None else {}
+    check_known(from_file, model.model_fields, str(config))
+    return validate(model, from_file, str(config), given)
+
+
+def validate(model: type[S], from_file: Mapping[str, Any], source: str, given: Mapping[str, Any]) -> S:
+    """Settings from known keys; ``given`` wins. ``source`` names the file in errors. Raises SettingsError."""
+    for name, value in from_file.items():
+        field = model.model_fields[name]
+        if isinstance(value, bool) and field.annotation is not bool:  # pydantic would read it as 0 or 1
+            raise SettingsError(f"{source}: {name}: expected {metavar(field)}, got {value}")
+    values = {**from_file, **given}
+    if model is RouterSettings and isinstance(values.get("prefill"), list):
+        values["prefill"] = [_with_bootstrap_port(entry) for entry in values["prefill"]]
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(_explain(model, problem, source, given) for problem in error.errors())
+        raise SettingsError(problems) from error
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The top level of a TOML or YAML file, with underscores in the keys. Raises SettingsError."""
+    suffix = path.suffix.lower()
+    if suffix not in (".toml", ".yaml", ".yml"):
+        raise SettingsError(f"--config {path}: expected a .toml, .yaml or .yml file, got {suffix!r}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: Any = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text) or {}
+    except RecursionError as error:
+        raise SettingsError(f"--config {path}: it is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: also impossible dates and numbers
+        raise SettingsError(f"--config {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"--config {path}: expected keys with values, got a {type(content).__name__}")
+    return with_underscores(content, str(path))
+
+
+def with_underscores(section: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """``page-size`` and ``page_size`` are one key. Raises SettingsError when both are there."""
+    renamed: dict[str, Any] = {}
+    for key, value in section.items():
+        name = str(key).replace("-", "_")
+        if name in renamed:
+            raise SettingsError(f"{source}: {name} stands there twice, with dashes and with underscores")
+        renamed[name] = value
+    return renamed
+
+
+def check_known(section: Mapping[str, Any], known: Iterable[str], source: str) -> None:
+    """Raises SettingsError for a key that is not in ``known``."""
+    allowed = sorted(known)
+    for name in section:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed)
+            raise SettingsError(f"{source}: unknown key {name!r}{hint}; allowed: {', '.join(allowed)}")
+
+
+def to_options(settings: BaseModel) -> list[str]:
+    """The command-line options that give these settings again."""
+    options: list[str] = []
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if value is None or value == field.default:
+            continue
+        match value:
+            case bool():
+                options.append(flag(name) if value else flag(f"no_{name}"))
+            case tuple():
+                for entry in value:
+                    words = entry if isinstance(entry, tuple) else (entry,)
+                    options += [flag(name), *(str(word) for word in words if word is not None)]
+            case _:
+                options.append(f"{flag(name)}={value}")
+    return options
+
+
+def flag(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def metavar(field: FieldInfo) -> str:
+    """What kind of value a field takes, for people."""
+    if field.title is not None:
+        return field.title
+    if allowed := choices(field):
+        return "{" + ",".join(allowed) + "}"
+    types = set(get_args(field.annotation)) or {field.annotation}
+    if Path in types:
+        return "PATH"
+    return "INT" if int in types else "FLOAT" if float in types else "TEXT"
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The values of a field that allows only some words, else nothing."""
+    annotation = field.annotation
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return [choice.value for choice in annotation]
+    return []
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message that suggests close matches, empty when there are none."""
+    close = difflib.get_close_matches(word, list(known), n=3)
+    return f", did you mean {' or '.join(close)}?" if close else ""
+
+
+def _explain(
+    model: type[BaseModel], problem: Mapping[str, Any], source: str, given: Mapping[str, Any]
+) -> str:
+    location = problem["loc"]
+    if not location:  # a rule over several fields, which names them itself
+        return str(problem["msg"]).removeprefix("Value error, ")
+    name = str(location[0])
+    field = model.model_fields[name]
+    if problem["type"] == "missing" and len(location) == 1:
+        return f"{flag(name)} is required: {field.description}"
+    where = flag(name) if name in given else f"{source}: {name}"
+    hint = did_you_mean(_shown(problem["input"]).strip("'"), choices(field))
+    return f"{where}: {_shown(problem['input'])}: {problem['msg']}{hint}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no integer of thousands of digits
+        text = f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
+
+
+def _with_bootstrap_port(entry: Any) -> Any:
+    """``URL``, ``[URL]`` or ``[URL, PORT]`` as the pair that the settings hold."""
+    match entry:
+        case str():
+            return (entry, None)
+        case [url]:
+            return (url, None)
+        case _:
+            return entry

@@ -1,0 +1,26 @@
+"""Whether this process makes traces. What it takes, with opentelemetry, is in ``tracing.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hisparse_pd.base.tracing import Tracer
+
+
+def open_tracer(
+    endpoint: str,
+    service_name: str,
+    instance: str,
+    count: Callable[[str, int], None],
+    *,
+    follows: bool = True,
+) -> Tracer | None:
+    """As of ``Tracer``; None without an ``endpoint``. Raises StartError."""
+    if not endpoint:
+        return None
+    # Late: who has no traces does not pay for them, not even with an import.
+    from hisparse_pd.base.tracing import Tracer
+
+    return Tracer(endpoint, service_name, instance, count, follows=follows)

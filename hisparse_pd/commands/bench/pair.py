@@ -1,0 +1,121 @@
+"""A pair and its router on loopback, started through the command line, for what is measured by HTTP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from hisparse_pd.base.ports import free_port
+from hisparse_pd.commands.bench.facts import ROOT
+
+STOP_TIMEOUT_SECS = 90.0
+METRICS_TIMEOUT_SECS = 5.0
+
+
+@dataclass
+class Pair:
+    """The running services."""
+
+    router_url: str
+    prefill_url: str
+    decode_url: str
+
+    def counter(self, url: str, name: str) -> int:
+        """The sum of a counter of a node over its labels."""
+        text = httpx.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_SECS, trust_env=False).text
+        return int(counters_in(text, (name,))[name])
+
+
+def counters_in(text: str, names: Iterable[str]) -> dict[str, float]:
+    """Counters of a page of metrics, each the sum over its labels, 0 where it is not there."""
+    totals = dict.fromkeys(names, 0.0)
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        if (name := sample.name.removeprefix("hisparse_pd:")) in totals:
+            totals[name] += sample.value
+    return totals
+
+
+class PairError(Exception):
+    """The pair did not start or did not stop."""
+
+
+@contextmanager
+def running_pair(model_path: Path, options: Sequence[str], console: Console) -> Iterator[Pair]:
+    """Starts prefill node, decode node and router with these options of ``hisparse-pd pair``.
+
+    Raises PairError.
+    """
+    ports = {name: free_port() for name in ("--port", "--prefill-port", "--decode-port", "--bootstrap-port")}
+    words = [*options, *(f"{name}={port}" for name, port in ports.items())]
+    with tempfile.TemporaryDirectory(prefix="hisparse-pd-bench-") as directory:
+        log_path = Path(directory) / "pair.log"
+        with log_path.open("wb") as log_file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hisparse_pd", "pair", "--model-path", str(model_path), *words],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                process_group=0,  # Ctrl-C reaches the caller, which stops the pair
+            )
+        try:
+            urls = (ports[name] for name in ("--port", "--prefill-port", "--decode-port"))
+            pair = Pair(*(f"http://127.0.0.1:{port}" for port in urls))
+            _wait_healthy(process, pair, console)
+            yield pair
+        except PairError:
+            console.print(log_path.read_text(errors="replace")[-6000:], markup=False, highlight=False)
+            raise
+        finally:
+            status = _stop(process)
+        if status != 0:
+            console.print(log_path.read_text(errors="replace")[-6000:], markup=False, highlight=False)
+            raise PairError(f"the pair stopped with status {status}")
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console) -> None:
+    """As long as the pair has patience: it ends when nothing gets further."""
+    waiting = {"prefill node": pair.prefill_url, "decode node": pair.decode_url, "router": pair.router_url}
+    with console.status("") as status:
+        while waiting:
+            status.update(f"waiting for {', '.join(waiting)}")
+            waiting = {name: url for name, url in waiting.items() if not is_healthy(url)}
+            if process.poll() is not None:
+                raise PairError(f"the pair exited with status {process.returncode} while it started")
+            time.sleep(0.1)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def wait_healthy(url: str, timeout_secs: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Whether the service gets healthy in time, and before ``is_over``."""
+    deadline = time.monotonic() + timeout_secs
+    while not is_healthy(url):
+        if is_over() or time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> int:
+    process.terminate()
+    try:
+        return process.wait(STOP_TIMEOUT_SECS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -1,0 +1,260 @@
+"""Measures how fast one machine writes to another through the KV transport, by message size.
+
+Two doctors of one machine measure the lane between its nodes as well. The serving side registers a buffer and
+answers questions; the measuring side writes to it as a prefill node would, in batches of descriptors, and in
+the end compares checksums: a rate of bytes that did not arrive is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hisparse_pd.commands.doctor.channel import (
+    DOCTOR_VERSION,
+    Answer,
+    DoctorClient,
+    DoctorError,
+    DoctorServer,
+    Offer,
+    Question,
+    Refused,
+)
+from hisparse_pd.commands.doctor.lane import lane_to
+from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, TransferError
+from hisparse_pd.transfer.lane import Lane, LaneKind
+from hisparse_pd.transfer.lane_host import SharedMemory
+from hisparse_pd.transfer.plan import Descriptors
+from hisparse_pd.transfer.sender import Writer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hisparse_pd.core.memory.host import HostPool
+    from hisparse_pd.core.memory.peer import GpuWriter
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 64 << 20
+"""What is offered. The largest message and the longest batch fit in it."""
+MESSAGE_BYTES = (1152, 4096, 65536, 1 << 20, 4 << 20)
+"""Sizes that are measured; the first is a token's item in bf16."""
+
+MAX_ATTEMPTS = 2
+_POLL_SECS = 0.2
+_SEED = 20261121
+
+
+class Buffer:
+    """Registered memory on ``device`` (a torch device), zeroed. ``close`` before the engine closes.
+
+    ``shared``: of a memfd, where that can be had, on the CPU. Raises TransferError, DoctorError.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, num_bytes: int, device: str = "cpu", *, shared: bool = False
+    ) -> None:
+        self.num_bytes = num_bytes
+        self._engine = engine
+        self._pool: HostPool | None = None
+        try:  # imported here: a doctor of a machine where torch is broken has to say so
+            import torch
+
+            from hisparse_pd.core.memory.host import allocate_host
+
+            if device == "cpu" and shared:
+                self._pool = allocate_host(num_bytes, pinned=False, shared=True, name="the doctor's buffer")
+                self._memory: Tensor = self._pool.tensor
+            else:
+                self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except Exception as error:
+            raise DoctorError(
+                f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
+            ) from error
+        self.base_addr = engine.register(self._memory)
+
+    @property
+    def shared_memory(self) -> tuple[SharedMemory, ...]:
+        """What processes of this machine can be given of it."""
+        if self._pool is None:
+            return ()
+        return (SharedMemory(self.base_addr, self.num_bytes, self._pool.shared_fd),)
+
+    def gpu_writer(self) -> GpuWriter | None:
+        """What copies from it on a GPU; None: a CPU does."""
+        if self._memory.device.type == "cpu":
+            return None
+        from hisparse_pd.core.memory.peer import GpuWriter
+
+        return GpuWriter(self._memory.device, (self._memory,))
+
+    def fill(self, content: NDArray[np.uint8]) -> None:
+        """``content``: [num_bytes]."""
+        import torch
+
+        self._memory.copy_(torch.from_numpy(content))
+        if self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+
+    def crc32(self, num_bytes: int) -> int:
+        """Of the first ``num_bytes``."""
+        return zlib.crc32(self._memory[:num_bytes].cpu().numpy().tobytes())
+
+    def close(self) -> None:
+        self._engine.unregister(self.base_addr)
+        if self._pool is not None:
+            self._pool.close()
+
+
+@dataclass(frozen=True)
+class Rate:
+    """``num_messages`` of ``message_bytes`` each were written in ``secs`` over tcp, rdma or shm."""
+
+    message_bytes: int
+    num_messages: int
+    secs: float
+    over: LaneKind
+
+    @property
+    def bytes_per_sec(self) -> float:
+        return self.message_bytes * self.num_messages / self.secs
+
+    @property
+    def secs_per_message(self) -> float:
+        return self.secs / self.num_messages
+
+
+def serve(
+    server: DoctorServer,
+    engine: TransferEngine,
+    buffer: Buffer,
+    deadline_secs: float,
+    is_stopped: Callable[[], bool],
+    lane: LaneOffer | None = None,
+) -> None:
+    """Offer the buffer to whoever asks, until ``deadline_secs`` of the monotonic clock or ``is_stopped``.
+
+    ``lane``: offers it to processes of this machine.
+    """
+
+    def answer(question: Question) -> Answer:
+        if why := _why_refused(question, engine.transport.protocol, buffer.num_bytes):
+            return Refused(why)
+        crc32 = buffer.crc32(question.num_bytes)
+        return Offer(engine.session, buffer.base_addr, buffer.num_bytes, lane, crc32)
+
+    while not is_stopped() and (left_secs := deadline_secs - time.monotonic()) > 0:
+        server.serve_one(answer, min(_POLL_SECS, left_secs))
+
+
+def measure(
+    client: DoctorClient,
+    engine: TransferEngine,
+    message_bytes: Sequence[int],
+    secs_per_size: float,
+    device: str = "cpu",
+    directory: str = "",
+) -> tuple[list[Rate], Lane]:
+    """Write to the buffer of the doctor behind ``client``, ``secs_per_size`` and one batch at least a size.
+
+    Over the network, and over the lane of one machine when that can be had; the lane says why not. Raises
+    DoctorError, TransferError.
+    """
+    offer = _ask(client, engine)
+    if offer.num_bytes < max(message_bytes):
+        raise DoctorError(
+            f"the other doctor offers {offer.num_bytes} bytes, a message of {max(message_bytes)} does not fit"
+        )
+    num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
+    source = Buffer(engine, num_bytes, device)
+    drawn = np.random.default_rng(_SEED)
+
+    def rates_over(kind: LaneKind, writer: Writer) -> list[Rate]:
+        source.fill(drawn.integers(0, 256, num_bytes, np.uint8))
+        rates = [_measure_size(kind, writer, offer, source, size, secs_per_size) for size in message_bytes]
+        arrived = _ask(client, engine, num_bytes).crc32
+        if arrived != (sent := source.crc32(num_bytes)):
+            raise DoctorError(
+                f"the first {num_bytes} bytes arrived with checksum {arrived:#010x}, sent was {sent:#010x}; "
+                "does another doctor write to the same one?"
+            )
+        return rates
+
+    try:
+        rates = rates_over(engine.transport.protocol, engine)
+        region = (offer.base_addr, offer.num_bytes)
+        gpu = source.gpu_writer()
+        with lane_to(offer.lane, offer.session, region, engine, directory, gpu) as (lanes, lane):
+            if lane.kind == "shm":
+                rates += rates_over("shm", lanes)
+    finally:
+        source.close()
+    return rates, lane
+
+
+def _measure_size(
+    over: LaneKind, writer: Writer, offer: Offer, source: Buffer, size: int, secs: float
+) -> Rate:
+    num_messages = _batch_length(size, offer.num_bytes)
+    offsets = np.arange(num_messages, dtype=np.int64) * size
+    lengths = np.full(num_messages, size, np.int64)
+    writes = Descriptors(offsets + source.base_addr, offsets + offer.base_addr, lengths)
+    _write(writer, offer.session, writes)  # opens the connections
+    start_secs = time.perf_counter()
+    num_batches, took_secs = 0, 0.0
+    while not num_batches or took_secs < secs:
+        _write(writer, offer.session, writes)
+        num_batches += 1
+        took_secs = time.perf_counter() - start_secs
+    return Rate(size, num_messages * num_batches, took_secs, over)
+
+
+def _write(writer: Writer, session: str, writes: Descriptors) -> None:
+    """Write, and again where the transport failed: a connection that broke, or that did not come up in time,
+    is made anew. Raises TransferError, which says how often it was tried.
+    """
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return writer.write(session, writes)
+        except TransferError as error:
+            if not error.may_still_land:
+                raise
+            if attempt == MAX_ATTEMPTS:
+                raise TransferError(f"in {attempt} attempts: {error}", may_still_land=True) from error
+            log.warning("%s; once more", error)
+
+
+def _batch_length(message_bytes: int, buffer_bytes: int) -> int:
+    """Messages in one batch: as many as a prefill node sends at once, if the buffer has room for them."""
+    return min(MAX_BATCH_DESCRIPTORS, buffer_bytes // message_bytes)
+
+
+def _why_refused(asked: Question, transfer_protocol: str, buffer_bytes: int) -> str:
+    if asked.version != DOCTOR_VERSION:
+        return (
+            f"version: you speak {asked.version}, this doctor {DOCTOR_VERSION}; run the same release on both"
+        )
+    if asked.transfer_protocol != transfer_protocol:
+        return (
+            f"transfer_protocol: you are on {asked.transfer_protocol!r}, this doctor on "
+            f"{transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
+        )
+    if asked.num_bytes > buffer_bytes:
+        return f"checksum of {asked.num_bytes} bytes: the buffer has {buffer_bytes}"
+    return ""
+
+
+def _ask(client: DoctorClient, engine: TransferEngine, num_bytes: int = 0) -> Offer:
+    """With the checksum of the first ``num_bytes``."""
+    answer = client.ask(Question(DOCTOR_VERSION, engine.transport.protocol, num_bytes))
+    if isinstance(answer, Refused):
+        raise DoctorError(f"the other doctor refuses: {answer.error}")
+    return answer

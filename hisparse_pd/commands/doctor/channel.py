@@ -1,0 +1,140 @@
+"""How two doctors meet: a question and its answer over a ZMQ REQ/REP pair, in msgpack like control messages.
+
+The one that serves offers a buffer that the other may write to, with the checksum of what has arrived. It is
+not encrypted: what passes is the address of an empty buffer. Every wait has a timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
+import zmq
+from msgspec import Meta, Struct
+
+from hisparse_pd.base.access import in_url
+from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.protocol.messages import Address, Count, Name, Text
+
+DOCTOR_VERSION = 2
+MAX_MESSAGE_BYTES = 16 << 10
+
+M = TypeVar("M")
+
+
+class DoctorError(Exception):
+    """The other doctor is not there, refuses, or got other bytes than were sent; or no buffer can be had."""
+
+
+class Question(Struct, frozen=True, array_like=True, tag=1):
+    """Answered by Offer, or by Refused when the versions or the transports differ, or the buffer is shorter.
+
+    ``num_bytes``: of the buffer's beginning, whose checksum is wanted.
+    """
+
+    version: Annotated[int, Meta(ge=0, lt=2**16)]
+    transfer_protocol: Name
+    num_bytes: Count = 0
+
+
+class Offer(Struct, frozen=True, array_like=True, tag=1):
+    """Memory that may be written to, ``num_bytes`` from ``base_addr``, through ``session``.
+
+    ``lane``: how processes of the same machine get at it; None: not at all. ``crc32``: of what was asked for.
+    """
+
+    session: Name
+    base_addr: Address
+    num_bytes: Count
+    lane: LaneOffer | None = None
+    crc32: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=3):
+    error: Text
+
+
+Answer = Offer | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_question_decoder: TypedDecoder[Question] = TypedDecoder(Question)
+_answer_decoder: TypedDecoder[Answer] = TypedDecoder(Answer)
+
+
+class _Socket(Generic[M]):
+    """One end, with a context of its own. ``M``: what it receives."""
+
+    def __init__(self, kind: int, decoder: TypedDecoder[M], is_ipv6: bool) -> None:
+        self._decoder = decoder
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.IPV6, is_ipv6)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _receive(self, timeout_secs: float) -> bytes | None:
+        """One message; None when none came in time."""
+        if not self._socket.poll(round(timeout_secs * 1000)):
+            return None
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        return frames[0] if len(frames) == 1 else b""
+
+
+class DoctorServer(_Socket[Question]):
+    """The end that serves. ``port`` 0 takes any free one. Raises DoctorError."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(zmq.REP, _question_decoder, ":" in host)
+        endpoint = f"tcp://{in_url(host)}:{port or '*'}"
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise DoctorError(f"cannot listen on {endpoint}: {error}") from error
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def serve_one(self, answer: Callable[[Question], Answer], timeout_secs: float) -> None:
+        """Answer one question if it comes in time. A malformed one is refused without asking ``answer``."""
+        frame = self._receive(timeout_secs)
+        if frame is None:
+            return
+        reply: Answer
+        try:
+            reply = answer(self._decoder.decode(frame))
+        except msgspec.MsgspecError as error:
+            reply = Refused(f"malformed question of {len(frame)} bytes: {error}"[:1000])
+        self._socket.send(_encoder.encode(reply), zmq.NOBLOCK)
+
+
+class DoctorClient(_Socket[Answer]):
+    """The end that asks, one question at a time."""
+
+    def __init__(self, host: str, port: int, timeout_secs: float) -> None:
+        super().__init__(zmq.REQ, _answer_decoder, ":" in host)
+        self._endpoint = f"tcp://{in_url(host)}:{port}"
+        self._timeout_secs = timeout_secs
+        try:
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise DoctorError(f"cannot connect to {self._endpoint}: {error}") from error
+
+    def ask(self, question: Question) -> Answer:
+        """Raises DoctorError, after which no other question can be asked."""
+        self._socket.send(_encoder.encode(question), zmq.NOBLOCK)
+        frame = self._receive(self._timeout_secs)
+        if frame is None:
+            raise DoctorError(
+                f"no answer from {self._endpoint} within {self._timeout_secs:g} s; "
+                "is `hisparse-pd doctor --serve` running there, with a --host that this machine reaches?"
+            )
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            raise DoctorError(f"{self._endpoint} answers what is no answer: {error}") from error

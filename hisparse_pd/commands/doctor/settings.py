@@ -1,0 +1,40 @@
+"""Settings of ``hisparse-pd doctor``: what a node on this machine is to be, and the peer to measure."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from hisparse_pd.base.settings import Port, Secs, TransportSettings
+
+
+class DoctorSettings(TransportSettings):
+    """With the names and meanings of a node's own settings."""
+
+    host_pool_gib: float = Field(
+        0.0, ge=0, le=1 << 20, description="main memory that the node is to register, in GiB; 0: not checked"
+    )
+
+    serve: bool = Field(False, description="check nothing, but let the doctor of another machine write here")
+    port: Port = Field(8997, description="port of --serve; 0: any free one")
+    peer: str = Field("", description="HOST:PORT of a doctor that serves: measure how fast it is written to")
+    peer_timeout_secs: Secs = Field(10.0, description="wait for an answer of --peer at most, in seconds")
+
+    @model_validator(mode="after")
+    def _peer_is_an_address(self) -> Self:
+        host, port = self.peer_address
+        if self.peer and not (host and port.isdecimal() and 1 <= int(port) <= 65535):
+            raise ValueError(f"--peer {self.peer!r}: expected HOST:PORT with a port in 1 to 65535")
+        if self.peer and self.serve:
+            raise ValueError("--peer and --serve: one doctor serves, the other one measures")
+        return self
+
+    @property
+    def peer_address(self) -> tuple[str, str]:
+        host, _, port = self.peer.rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), port
+
+    @property
+    def host_pool_bytes(self) -> int:
+        return round(self.host_pool_gib * (1 << 30))

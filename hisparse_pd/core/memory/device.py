@@ -1,0 +1,123 @@
+"""Which devices there are, and what of a GPU's memory is there for pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hisparse_pd.base.vocabulary import StartError
+
+_GIB = 1 << 30
+
+
+def check_devices(names: Iterable[str]) -> None:
+    """Raise StartError unless all devices, such as ``cpu``, ``cuda`` and ``cuda:1``, are there."""
+    for name in names:
+        device = torch.device(name)
+        if device.type != "cuda":
+            continue
+        if torch.version.cuda is None:
+            raise StartError(
+                f"device {name}: torch {torch.__version__} is built without CUDA; install another build, or "
+                "give --device cpu"
+            )
+        num_devices = torch.cuda.device_count()
+        if num_devices <= (device.index or 0):
+            raise StartError(
+                f"device {name}: this process sees {num_devices} CUDA devices; check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES"
+            )
+
+
+def use_device(name: str) -> None:
+    """Make ``name`` the current device of this thread: kernels are compiled for and launched on that one, and
+    a stream, an event or a graph that names no device belongs to it.
+
+    Once in a process, by the thread that launches, before anything else of CUDA.
+    """
+    if torch.device(name).type == "cuda":
+        torch.cuda.set_device(torch.device(name).index or 0)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """``used_bytes`` are everybody's: weights, the CUDA context, other processes."""
+
+    total_bytes: int
+    used_bytes: int
+
+    @classmethod
+    def read(cls, device: torch.device) -> DeviceMemory:
+        """As it is now. Gives back first what torch keeps for later and nothing uses."""
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return cls(total_bytes, total_bytes - free_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+    def budget(self, fraction: float) -> int:
+        """Bytes left of that share of the device; negative when more is in use already."""
+        return int(fraction * self.total_bytes) - self.used_bytes
+
+
+@dataclass(frozen=True)
+class PoolDemand:
+    """What the pools of a node take: ``fixed`` bytes by what they are for, and bytes for each token.
+
+    ``option`` sets the number of tokens, which come in pages of ``page_size``. ``remedy``: what else can be
+    changed.
+    """
+
+    option: str
+    fixed: Mapping[str, int]
+    bytes_per_token: int
+    page_size: int
+    remedy: str
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return sum(self.fixed.values()) + num_tokens * self.bytes_per_token
+
+    def num_tokens(self, asked: int, memory: DeviceMemory | None, fraction: float, min_tokens: int) -> int:
+        """Tokens of the pool: those ``asked`` for, checked against ``memory``. Of 0 as many as that share of
+        the device has room for, in whole pages. ``memory`` None: there is no GPU, and settings have a number.
+
+        ``min_tokens``: fewer are of no use. Raises StartError when they do not fit.
+        """
+        if memory is None:
+            return asked
+        if asked:
+            self._check_fits(memory, asked)
+            return asked
+        budget = memory.budget(fraction)
+        num_pages = (budget - self.num_bytes(0)) // (self.bytes_per_token * self.page_size)
+        if num_pages * self.page_size < min_tokens:
+            there = (
+                f"{_show(budget)} are there: {fraction:g} of {_show(memory.total_bytes)} less "
+                f"{_show(memory.used_bytes)} in use"
+            )
+            raise StartError(
+                f"{self.option} 0: {self._needs(min_tokens)}, but {there}; raise --mem-fraction-static, "
+                f"{self.remedy}"
+            )
+        return num_pages * self.page_size
+
+    def _check_fits(self, memory: DeviceMemory, num_tokens: int) -> None:
+        """Raises StartError unless ``num_tokens`` fit in what is free."""
+        if self.num_bytes(num_tokens) > memory.free_bytes:
+            raise StartError(
+                f"{self.option} {num_tokens}: {self._needs(num_tokens)}, but {_show(memory.free_bytes)} of "
+                f"{_show(memory.total_bytes)} are free; lower {self.option}, {self.remedy}"
+            )
+
+    def _needs(self, num_tokens: int) -> str:
+        parts = [f"{what} {_show(num_bytes)}" for what, num_bytes in self.fixed.items() if num_bytes]
+        parts.append(f"{num_tokens} tokens {_show(num_tokens * self.bytes_per_token)}")
+        return f"{_show(self.num_bytes(num_tokens))} of GPU memory are needed ({', '.join(parts)})"
+
+
+def _show(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({num_bytes / _GIB:.2f} GiB)"

@@ -1,0 +1,93 @@
+"""How much main memory a process may still take: the machine's, and what its control groups leave."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.core.memory.machine import Fault, Machine, read_text, show_bytes
+
+
+class FreeMemory(NamedTuple):
+    """Bytes, and which of the limits leaves no more."""
+
+    num_bytes: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{show_bytes(self.num_bytes)} in {self.where}"
+
+
+def free_memory(machine: Machine) -> FreeMemory | None:
+    """None where the machine does not tell."""
+    bounds = {
+        "the machine": _available_bytes(machine),
+        "the control group (memory limit)": cgroup_available_bytes(machine),
+    }
+    known = [FreeMemory(free, where) for where, free in bounds.items() if free is not None]
+    return min(known, default=None)
+
+
+def memory_fault(num_bytes: int, machine: Machine) -> Fault | None:
+    """Why a node cannot have ``num_bytes`` of main memory for its pools."""
+    free = free_memory(machine)
+    if free is None or num_bytes <= free.num_bytes:
+        return None
+    return Fault(
+        f"{free}, {show_bytes(num_bytes)} asked for",
+        "lower --host-pool-tokens (on CPUs --device-pool-tokens and --kv-pool-tokens too), or raise the "
+        "limit of the node's container",
+    )
+
+
+def check_host_memory(num_bytes: int, machine: Machine | None = None) -> None:
+    """Raise StartError unless ``num_bytes`` of main memory are free, in machine and container."""
+    fault = memory_fault(num_bytes, machine or Machine())
+    if fault is not None:
+        raise StartError(f"the pools in main memory need {num_bytes} bytes, more than are free: {fault}")
+
+
+def cgroup_available_bytes(machine: Machine) -> int | None:
+    """What the memory limits of this process's control groups leave; None without a limit."""
+    left = [
+        _group_available_bytes(directory, *names)
+        for directory, names in _memory_groups(machine)
+        if (directory / names[0]).is_file()
+    ]
+    return min((free for free in left if free is not None), default=None)
+
+
+def _available_bytes(machine: Machine) -> int | None:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", read_text(machine.proc / "meminfo"), re.MULTILINE)
+    return int(match[1]) << 10 if match else None
+
+
+def _memory_groups(machine: Machine) -> list[tuple[Path, tuple[str, str, str]]]:
+    """Directories of this process's memory groups with their ancestors, and the names of their files.
+
+    A container sees its own group at the top, under whatever path its process is listed with.
+    """
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    v2 = ("memory.max", "memory.current", "inactive_file")
+    top = machine.sys / "fs" / "cgroup"
+    groups: list[tuple[Path, tuple[str, str, str]]] = []
+    for line in read_text(machine.proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base, names = (top, v2) if not controllers else (top / "memory", v1)
+        relative = Path(path.lstrip("/"))
+        groups += [(base / part, names) for part in (relative, *relative.parents) if ".." not in part.parts]
+    return groups
+
+
+def _group_available_bytes(directory: Path, limit: str, usage: str, cache: str) -> int | None:
+    """Limit less usage, of which file pages that nobody uses lately do not count."""
+    limit_text, usage_text = read_text(directory / limit), read_text(directory / usage)
+    if not limit_text.isdecimal() or not usage_text.isdecimal():  # "max": no limit
+        return None
+    match = re.search(rf"^{cache} (\d+)$", read_text(directory / "memory.stat"), re.MULTILINE)
+    reclaimable = int(match[1]) if match else 0
+    return max(0, int(limit_text) - int(usage_text) + reclaimable)

@@ -1,0 +1,234 @@
+"""Main memory for the pools: page-aligned, touched by several threads, registered once with CUDA.
+
+A pinned allocator rounds hundreds of gigabytes up to a power of two, and makes their pages in one thread.
+Here the pages are of an anonymous mapping, are made by all cores at once, and the driver only has to pin
+them. Memory that another process is to map as well is of a memfd, which has no name: nothing is left of it
+when its processes have ended.
+
+A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
+mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import resource
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import StartError
+
+log = logging.getLogger(__name__)
+
+PAGE_BYTES = mmap.PAGESIZE
+MAX_TOUCH_THREADS = 32
+"""More get no more pages a second out of the kernel."""
+MIN_TOUCH_BYTES = 64 << 20
+"""Of one thread; less is not worth a thread."""
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_PORTABLE, _MAPPED = 1, 2
+"""cudaHostRegisterPortable, cudaHostRegisterMapped"""
+_GIB = 1 << 30
+
+
+class HostMemoryError(StartError):
+    """Main memory cannot be had or pinned; the message names the limit, the value and the remedy."""
+
+
+class Pinning(Protocol):
+    """What lets a GPU read main memory."""
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        """Pin. Raises any error of the driver's."""
+
+    def unregister(self, addr: int) -> None:
+        """Undo ``register``, by its address."""
+
+
+class CudaPinning:
+    """Pins through the CUDA runtime, for all devices of the process."""
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        from cupy.cuda import runtime  # takes a second, and there is none on a machine without a GPU
+
+        runtime.hostRegister(addr, num_bytes, _PORTABLE | _MAPPED)
+
+    def unregister(self, addr: int) -> None:
+        from cupy.cuda import runtime
+
+        torch.cuda.synchronize()  # kernels that still read from it
+        runtime.hostUnregister(addr)
+
+
+class _Mapping(mmap.mmap):
+    """A class of Python's, whose finalizers run before the memory goes."""
+
+
+class HostPool:
+    """One piece of main memory, zeroed; see ``allocate_host``."""
+
+    def __init__(self, mapping: mmap.mmap, num_bytes: int, shared_fd: int | None = None) -> None:
+        self._mapping: mmap.mmap | None = mapping
+        self.num_bytes = num_bytes
+        self._close_fd: Callable[[], object] = lambda: None
+        if shared_fd is not None:
+            self._close_fd = weakref.finalize(mapping, os.close, shared_fd)
+        self.shared_fd = shared_fd
+        """The memfd that is this memory, from its byte 0, until ``close``; None for private memory."""
+        self._unpin: Callable[[], object] | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """uint8 [num_bytes] on the CPU, page-aligned. It keeps the memory mapped, but not pinned.
+
+        Raises HostMemoryError once the pool is closed.
+        """
+        if self._mapping is None:
+            raise HostMemoryError(f"the host pool of {self.num_bytes} bytes is closed")
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.num_bytes)
+
+    def close(self) -> None:
+        """Unpin, and unmap once no tensor is left on it. May be called again.
+
+        The transport must have unregistered the memory. Waits for the GPU, which may still read it.
+        """
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            try:
+                unpin()
+            except Exception:  # a broken CUDA context, say: what is left of the process ends all the same
+                log.warning("CUDA cannot unregister %d bytes", self.num_bytes, exc_info=True)
+        self._close_fd()
+        self.shared_fd = self._mapping = None
+
+
+def allocate_host(
+    num_bytes: int,
+    *,
+    pinned: bool,
+    touch: bool = True,
+    shared: bool = False,
+    name: str = "host memory",
+    pinning: Pinning | None = None,
+) -> HostPool:
+    """Zeroed memory of ``num_bytes`` bytes that starts at a page.
+
+    ``pinned``: a GPU may read and write it, by the same address. ``touch``: make all pages now, with several
+    threads, and not with their first write. ``shared``: of a memfd, which other processes can map
+    (``HostPool.shared_fd``). ``name``: for the log and for errors. ``pinning``: CUDA's when not given. Raises
+    HostMemoryError, and has kept nothing then.
+    """
+    if num_bytes < 1:
+        raise HostMemoryError(f"{name}: {num_bytes} bytes; expected at least 1")
+    started = time.perf_counter()
+    try:
+        mapping, shared_fd = _map_shared(num_bytes) if shared else (_Mapping(-1, num_bytes, _PRIVATE), None)
+    except (OSError, OverflowError) as error:
+        bound = (
+            "the limits on a process's address space (ulimit -v) and on committed memory "
+            "(vm.overcommit_memory) bound it"
+        )
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            bound = "the limit on a process's descriptors (ulimit -n) bounds it"
+        remedy = "; --same-host-lane off asks for private memory" if shared else ""
+        raise HostMemoryError(
+            f"{name}: {num_bytes} bytes ({num_bytes / _GIB:.1f} GiB) cannot be mapped: {error}; "
+            f"{bound}{remedy}"
+        ) from error
+    pool = HostPool(mapping, num_bytes, shared_fd)
+    advise(mapping)
+    addr = pool.tensor.data_ptr()
+    mapped = time.perf_counter()
+    if touch:
+        _touch(addr, num_bytes)
+    touched = time.perf_counter()
+    if pinned:
+        _pin(pool, mapping, addr, name, pinning or CudaPinning())
+    pinning_secs = time.perf_counter() - touched
+    log.info(
+        "%s: %.2f GiB mapped in %.3f s, touched in %.3f s, %s",
+        name,
+        num_bytes / _GIB,
+        mapped - started,
+        touched - mapped,
+        f"registered with CUDA in {pinning_secs:.3f} s" if pinned else "not registered with CUDA",
+    )
+    return pool
+
+
+def _map_shared(num_bytes: int) -> tuple[_Mapping, int]:
+    """A mapping and its memfd. Raises OSError, and OverflowError for what no file can be as long as."""
+    fd = os.memfd_create("hisparse-pd pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, num_bytes)
+        # Whoever has it mapped could be killed (SIGBUS) by another who makes it shorter.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mapping = _Mapping(fd, num_bytes, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(fd)
+        raise
+    return mapping, fd
+
+
+def num_touch_threads(num_bytes: int, num_cores: int) -> int:
+    """Threads that touch ``num_bytes`` on a machine of ``num_cores``."""
+    return max(1, min(num_cores, MAX_TOUCH_THREADS, num_bytes // MIN_TOUCH_BYTES))
+
+
+def touch_slices(num_bytes: int, num_threads: int) -> list[tuple[int, int]]:
+    """Half-open ranges of bytes, one a thread, that cover ``num_bytes`` and meet at pages."""
+    num_pages = -(-num_bytes // PAGE_BYTES)
+    bounds = [min(num_bytes, part * num_pages // num_threads * PAGE_BYTES) for part in range(num_threads + 1)]
+    return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
+
+
+def _touch(addr: int, num_bytes: int) -> None:
+    """Write to all pages. ctypes releases the interpreter's lock, so threads run side by side."""
+    num_cores = len(os.sched_getaffinity(0))
+    slices = touch_slices(num_bytes, num_touch_threads(num_bytes, num_cores))
+    with ThreadPoolExecutor(len(slices)) as threads:
+        list(threads.map(lambda part: ctypes.memset(addr + part[0], 0, part[1] - part[0]), slices))
+
+
+def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinning) -> None:
+    try:
+        pinning.register(addr, pool.num_bytes)
+    except Exception as error:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        memlock = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+        raise HostMemoryError(
+            f"{name}: CUDA cannot register {pool.num_bytes} bytes ({pool.num_bytes / _GIB:.1f} GiB): "
+            f"{type(error).__name__}: {error}; locked memory is limited to {memlock} (ulimit -l, docker's "
+            "--ulimit memlock=-1), and a container's memory limit counts pinned pages: raise them, or ask "
+            "for a smaller pool"
+        ) from error
+    # A pool that is dropped without close must not leave its addresses pinned: whatever is mapped there next
+    # could not be registered. At exit there is nothing to do, the driver may be gone by then.
+    unpin = weakref.finalize(mapping, pinning.unregister, addr)
+    unpin.atexit = False
+    pool._unpin = unpin
+
+
+def advise(mapping: mmap.mmap) -> None:
+    """Hints that make it cheaper; a kernel that does not know one does without."""
+    # A child of fork would get its own copy of all pinned pages.
+    hints = ("MADV_DONTFORK", "MADV_HUGEPAGE")  # huge pages: 512 times fewer faults, and fewer to pin
+    for hint in hints:
+        if (advice := getattr(mmap, hint, None)) is not None:
+            with contextlib.suppress(OSError):
+                mapping.madvise(advice)

@@ -1,0 +1,178 @@
+"""Memory that a GPU of this process writes to and another process owns: main memory, and a GPU's.
+
+Main memory that both processes have mapped is registered with CUDA in either. A GPU's memory, also that of
+another GPU, is opened by a handle of its owner's (CUDA IPC). Long ranges are copied by the GPU's copy engine,
+short ones by a kernel (``csrc/lane_copy.cu``). cupy is imported, and the code compiled, on the first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hisparse_pd.core.memory.host import CudaPinning
+from hisparse_pd.kernels.cuda_launch import cupy_module, translation_unit
+
+Addresses = npt.NDArray[np.int64]
+
+NUM_BLOCKS = 32
+NUM_THREADS = 256
+"""So few blocks fill PCIe, and leave the rest of the GPU to the forward beside them."""
+_MEMCPY_DEFAULT = 4
+_LAZY_PEER_ACCESS = 1
+"""cudaMemcpyDefault, cudaIpcMemLazyEnablePeerAccess"""
+
+
+def ipc_handle(memory: Tensor) -> tuple[bytes, int]:
+    """What another process opens ``memory`` by, on a GPU, and where in the opened memory it begins.
+
+    Raises RuntimeError, or any error of the driver's, where there is none: of expandable segments, say.
+    """
+    from cuda.bindings import driver
+
+    with torch.cuda.device(memory.device):
+        error, base, _ = driver.cuMemGetAddressRange(memory.data_ptr())
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{error.name} from cuMemGetAddressRange at {memory.data_ptr():#x}")
+        handle = cupy_module().cuda.runtime.ipcGetMemHandle(int(base))
+    return bytes(handle), memory.data_ptr() - int(base)
+
+
+class GpuWriter:
+    """Writes from ``sources``, tensors on ``device``, to memory of other processes. For any thread."""
+
+    def __init__(self, device: torch.device, sources: Sequence[Tensor]) -> None:
+        self._device = device
+        in_order = sorted((source.data_ptr(), source.data_ptr() + source.nbytes) for source in sources)
+        self._starts = np.array([0, *(start for start, _ in in_order)], np.int64)
+        self._ends = np.array([0, *(end for _, end in in_order)], np.int64)
+        self._sources = tuple(sources)  # keeps them
+        self._pinning = CudaPinning()
+        self._of_thread = threading.local()
+
+    def owns(self, addrs: Addresses) -> npt.NDArray[np.bool_]:
+        """Which addresses are in the sources."""
+        return addrs < self._ends[np.searchsorted(self._starts, addrs, side="right") - 1]
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        """Let the GPU write to main memory, at some 1.5 GB/s of 4 KiB pages. Raises the driver's error."""
+        with torch.cuda.device(self._device):
+            self._pinning.register(addr, num_bytes)
+
+    def unregister(self, addr: int) -> None:
+        """Undo ``register``; no copy may be in progress."""
+        with torch.cuda.device(self._device):
+            self._pinning.unregister(addr)
+
+    def open(self, handle: bytes) -> int:
+        """The address here of another process's memory, by its ``ipc_handle``. Raises the driver's error."""
+        with torch.cuda.device(self._device):
+            return int(cupy_module().cuda.runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+
+    def close(self, addr: int) -> None:
+        """Undo ``open``; no copy may be in progress."""
+        with torch.cuda.device(self._device):
+            cupy_module().cuda.runtime.ipcCloseMemHandle(addr)
+
+    def start_copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> GpuCopy:
+        """Copy long ranges and short ones, sources, destinations and lengths in bytes of each: int64 [n].
+
+        Returns when the GPU has been told, or before that waits for the last copy of this thread but one.
+        Raises the driver's error; then some of it may land later.
+        """
+        with torch.cuda.device(self._device):
+            channel = self._channel()
+            copying = channel.next_copy()
+            with torch.cuda.stream(channel.stream):
+                for src, dst, length in zip(*(column.tolist() for column in runs), strict=True):
+                    cupy_module().cuda.runtime.memcpyAsync(
+                        dst, src, length, _MEMCPY_DEFAULT, channel.stream.cuda_stream
+                    )
+                if pieces[0].size:
+                    channel.launch(pieces, copying)
+                copying.over.record(channel.stream)
+        return copying
+
+    def _channel(self) -> _Channel:
+        if not hasattr(self._of_thread, "channel"):
+            self._of_thread.channel = _Channel(self._device)
+        channel: _Channel = self._of_thread.channel
+        return channel
+
+
+class _Handle:
+    """A stream of torch's, as cupy takes those of others."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+class GpuCopy:
+    """A copy that the GPU has been told of, and where the addresses are that its kernel reads."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Waits in the driver: a thread that spins would take a core from the forward.
+        self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.staged = torch.empty(0, dtype=torch.int64)
+        self.addresses = torch.empty(0, dtype=torch.int64, device=device)
+
+    def wait(self) -> None:
+        """Block, without the interpreter lock, until all of it has landed. Raises the driver's error."""
+        self.over.synchronize()
+
+    def stage(self, columns: Addresses) -> None:
+        """Put ``columns`` into ``addresses``, on the current stream."""
+        size = columns.size
+        if size > self.staged.numel():
+            self.staged = torch.empty(2 * size, dtype=torch.int64, pin_memory=True)
+            self.addresses = torch.empty(2 * size, dtype=torch.int64, device=self.addresses.device)
+        self.staged[:size].copy_(torch.from_numpy(columns.reshape(-1)))
+        self.addresses[:size].copy_(self.staged[:size], non_blocking=True)
+
+
+class _Channel:
+    """A thread's stream, for two copies at a time: one is made up while the other goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._cupy_stream = cupy_module().cuda.Stream.from_external(_Handle(self.stream.cuda_stream))
+        self._copies = deque([GpuCopy(device), GpuCopy(device)])
+
+    def next_copy(self) -> GpuCopy:
+        self._copies.rotate()
+        self._copies[0].wait()
+        return self._copies[0]
+
+    def launch(self, pieces: Sequence[Addresses], copying: GpuCopy) -> None:
+        columns = np.stack(pieces)
+        copying.stage(columns)
+        kernel = _kernel(word_bytes(columns))
+        with self._cupy_stream:
+            kernel(
+                (NUM_BLOCKS,),
+                (NUM_THREADS,),
+                (np.uint64(copying.addresses.data_ptr()), np.int32(columns.shape[1])),
+            )
+
+
+def word_bytes(columns: Addresses) -> int:
+    """The widest word, of 16 bytes at most, that all addresses and lengths are multiples of."""
+    bits = int(np.bitwise_or.reduce(columns, axis=None))
+    return next(width for width in (16, 8, 4, 1) if bits % width == 0)
+
+
+@functools.cache
+def _kernel(width: int) -> Any:
+    module = cupy_module().RawModule(code=translation_unit("lane_copy.cu"), backend="nvrtc")
+    return module.get_function(f"copy_ranges_{width}")

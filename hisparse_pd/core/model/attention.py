@@ -1,0 +1,285 @@
+"""A layer's attention: the token's own item and index key, what it selects, and attention over that.
+
+Multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved into the latent
+space, so that the KV of a token is one item ``[latent, rotated key]`` that all heads share. Where items and
+indexer keys live, and which slots a position has, is the business of a ``KvAccess``. The parts that not every
+model has (a gate, layers without rope or without KV of their own, queries without a latent) follow the
+``ModelSpec``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model.block_linear import JoinedLinears, parts_of, product_of, rounding_of
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.kernels.expert_choice import narrow_product
+from hisparse_pd.kernels.fp8_rows import Activations, Rounding
+from hisparse_pd.kernels.hadamard import hadamard_matrix
+from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
+from hisparse_pd.kernels.latents import finish_latents, index_queries, latent_queries, lift_values
+from hisparse_pd.kernels.norms import add_parts
+
+
+class KvAccess(Protocol):
+    """Where a forward's keys are written and read; one object a forward, tokens in the forward's order."""
+
+    def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
+        """Store the new tokens' items [num_tokens, item_dim], unless the layer attends to another one's, and
+        their indexer keys [num_tokens, index_head_dim], unless it shares an index. Called for every layer."""
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        """Positions, int32 [num_tokens, index_topk], -1 for none, that each token attends to in this group.
+
+        ``q_index``: [num_tokens, num_index_heads, index_head_dim]; ``weights``: float32 [num_tokens,
+        num_index_heads]. Called after ``write`` of the group's first layer.
+        """
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        """Attention of ``q`` [num_tokens, num_heads, item_dim] over ``positions``, the last ``select``'s
+        result.
+
+        Returns [num_tokens, num_heads, kv_lora_rank].
+        """
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a forward makes of its tokens' positions, int64 [num_tokens]; some of it when a layer asks."""
+
+    positions: Tensor
+    rotation: Rotation
+
+    @cached_property
+    def no_rotation(self) -> Rotation:
+        """That of layers without rope, which turns nothing."""
+        cos, sin = self.rotation
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    @cached_property
+    def logs(self) -> Tensor:
+        """float32 [num_tokens]: the logarithm of how many positions a token can see."""
+        return (self.positions + 1).double().log().float()  # in float64, so that a row's bits are its own
+
+
+class Attention:
+    """Absorbed multi-head latent attention of one layer, with its indexer and KV of its own when it has them.
+
+    Without rope, queries and keys have a rotated part all the same, which is zero.
+    """
+
+    def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
+        self._number = number
+        self._group = spec.index_group_of_layer[number]
+        self._scale: float = module.scaling
+        indexer = module.indexer
+        first = module.q_a_proj if hasattr(module, "q_a_proj") else module.q_proj
+        keys = [] if indexer is None else [indexer.wk]
+        self._has_kv = module.kv_a_proj_with_mqa is not None
+        self._of_hidden = JoinedLinears(
+            [first, *keys, *([module.kv_a_proj_with_mqa] if self._has_kv else [])]
+        )
+        self._queries = _queries_of(module)
+        self._norms = _latent_norms(spec, module, latent_eps)
+        self._missing_rope_dim = 0 if getattr(module, "use_rope", True) else spec.qk_rope_head_dim
+        self._o_proj = module.o_proj
+        up = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
+        # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
+        self._key_up = up[:, : module.qk_nope_head_dim].contiguous()
+        self._value_up = up[:, module.qk_nope_head_dim :].transpose(1, 2).contiguous()
+        self._indexer = None if indexer is None else _Indexer(spec, indexer)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of the input; None where nothing takes it so."""
+        return self._of_hidden.rounding
+
+    def forward(
+        self, x: Activations, places: Places, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What to add to the hidden states, [parts, num_tokens, hidden_size], and what was selected."""
+        indexer = self._indexer if runs_indexer else None
+        rotation = self._rotation(places)
+        q_a, latents = self._write(x, rotation, kv, indexer, asks=True)
+        normed = x if latents.q is None else latents.q
+        q, gate, queries = self._queries(normed, q_a, places, with_index=indexer is not None)
+        if self._missing_rope_dim:
+            q = functional.pad(q, (0, self._missing_rope_dim))
+        if indexer is not None and queries is not None and latents.head_weights is not None:
+            q_index = index_queries(queries, indexer.vectors, rotation, x.dense.dtype)
+            selected = kv.select(self._group, q_index, latents.head_weights)
+        if selected is None:
+            raise CheckpointError(
+                f"layer {self._number} shares an index, but no layer before it has an indexer"
+            )
+        attended = kv.attend(self._number, latent_queries(q, self._key_up, rotation), selected, self._scale)
+        values = lift_values(attended, self._value_up, gate, rounding_of(self._o_proj))
+        return parts_of(self._o_proj, values), selected
+
+    def write(self, x: Activations, places: Places, kv: KvAccess) -> None:
+        """What ``forward`` writes, and nothing else of it."""
+        self._write(x, self._rotation(places), kv, self._indexer, asks=False)
+
+    def _rotation(self, places: Places) -> Rotation:
+        return places.no_rotation if self._missing_rope_dim else places.rotation
+
+    def _write(
+        self, x: Activations, rotation: Rotation, kv: KvAccess, indexer: _Indexer | None, *, asks: bool
+    ) -> tuple[Tensor, Latents]:
+        """Write what the layer has of items and, with ``indexer``, its keys. Returns the raw query latent, or
+        the queries where there is none, and what was made.
+
+        ``asks``: queries follow, so that their latent is rounded and head weights are wanted.
+        """
+        q_a, *made = self._of_hidden(x)
+        kv_a = made.pop() if self._has_kv else None
+        if kv_a is not None and self._missing_rope_dim:
+            kv_a = functional.pad(kv_a, (0, self._missing_rope_dim))
+        latents = finish_latents(
+            None if self._norms.q_weight is None else q_a,
+            kv_a,
+            self._norms,
+            rotation,
+            self._queries.rounding if asks else None,
+            keeps_raw=asks and self._queries.takes_raw,
+            index_keys=None if indexer is None else made[0],
+            vectors=None if indexer is None else indexer.vectors,
+            head_weights=indexer.head_weights(x) if asks and indexer is not None else None,
+        )
+        kv.write(self._number, latents.item, latents.index_keys)
+        return q_a, latents
+
+
+def _latent_norms(spec: ModelSpec, module: Any, eps: float | None) -> LatentNorms:
+    """``eps``: of both norms; None: each has its own."""
+    norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
+    weights = [None if norm is None else norm.weight for norm in norms]
+    own = [0.0 if norm is None else norm.variance_epsilon if eps is None else eps for norm in norms]
+    return LatentNorms(weights[0], own[0], weights[1], own[1], spec.dtype)
+
+
+def _queries_of(module: Any) -> _Queries | _GatedQueries | _DirectQueries:
+    if hasattr(module, "q_gate_proj"):
+        return _GatedQueries(module)
+    return _Queries(module) if hasattr(module, "q_b_proj") else _DirectQueries(module)
+
+
+class _Queries:
+    """What becomes of the latent query: the heads' queries and, in the same product, the indexer's."""
+
+    takes_raw = False
+    """Whether ``normed`` is to have the latent query before its norm behind it."""
+
+    def __init__(self, module: Any) -> None:
+        queries = [] if module.indexer is None else [module.indexer.wq_b]
+        self._linears = JoinedLinears([module.q_b_proj, *queries])
+        self._num_heads: int = module.num_heads
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of the latent query behind its norm."""
+        return self._linears.rounding
+
+    def __call__(
+        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of the latent query behind its norm (``Latents.q``) and, in parts, before it: queries [parts,
+        num_tokens, num_heads, head_dim]; a gate of each head's values, so too, or None; and ``with_index``
+        what wq_b makes, [parts, num_tokens, columns]."""
+        q, *index_queries = self._linears(normed) if with_index else [self._linears.first(normed)]
+        return _of_heads(q, self._num_heads), None, next(iter(index_queries), None)
+
+
+class _GatedQueries:
+    """``_Queries`` of A.X-K2: one projection of the latent query, normed and raw, makes queries and gates."""
+
+    takes_raw = True
+
+    def __init__(self, module: Any) -> None:
+        self._projection = module.q_gate_proj
+        self._index_queries = module.indexer.wq_b
+        self._num_heads: int = module.num_heads
+        self._parts: list[int] = [module.qk_head_dim, module.v_head_dim]
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of the latent query behind its norm."""
+        return rounding_of(self._index_queries)
+
+    def __call__(
+        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        made = _of_heads(parts_of(self._projection, Activations(normed.dense)), self._num_heads)
+        q, gate = torch.split(made, self._parts, dim=-1)
+        normed = Activations(normed.dense.chunk(2, dim=-1)[0], normed.rounded)
+        return q, gate, parts_of(self._index_queries, normed) if with_index else None
+
+
+class _DirectQueries:
+    """``_Queries`` of Mistral-Large-4: of the hidden state itself, and scaled by the token's position."""
+
+    rounding: Rounding | None = None
+    """There is no latent query."""
+    takes_raw = False
+
+    def __init__(self, module: Any) -> None:
+        self._scaling = _PositionScaling(module.softmax_scaling)
+        self._num_heads: int = module.num_heads
+        self._indexer: Any = module.indexer
+        if module.indexer is not None:
+            self._index_scaling = _PositionScaling(module.indexer.softmax_scaling)
+
+    def __call__(
+        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``normed``: the hidden state behind its norm; ``raw``: what q_proj made of it."""
+        in_one_part = add_parts(raw).to(normed.dense.dtype)[None]
+        q = self._scaling(_of_heads(in_one_part, self._num_heads), places)
+        if not with_index:
+            return q, None, None
+        indexer = self._indexer
+        queries = product_of(indexer.wq_b, indexer.q_input_norm(normed.dense))[None]
+        return q, None, self._index_scaling(_of_heads(queries, indexer.n_heads), places).flatten(2)
+
+
+class _PositionScaling:
+    """Multiplies each head's queries by a line in the logarithm of how many positions a token can see."""
+
+    def __init__(self, module: Any) -> None:
+        self._slope: Tensor = module.scale.float()
+        self._offset: Tensor = module.bias.float()
+
+    def __call__(self, q: Tensor, places: Places) -> Tensor:
+        """``q``: [parts, num_tokens, heads, dim]; so is the result, in the same dtype."""
+        factors = places.logs[:, None] * self._slope + self._offset
+        return (q * factors[:, :, None]).to(q.dtype)
+
+
+def _of_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x.view(*x.shape[:2], num_heads, -1)
+
+
+class _Indexer:
+    """The lightning indexer's side of the projections; the scoring itself is ``kernels.indexer``."""
+
+    def __init__(self, spec: ModelSpec, module: Any) -> None:
+        norm = module.k_norm
+        hadamard = None
+        if spec.index_rotation:
+            hadamard = hadamard_matrix(spec.index_head_dim, spec.dtype, norm.weight.device)
+        is_interleaved = spec.family.interleaves_index_rope
+        self.vectors = IndexVectors(
+            norm.weight.float(), norm.bias.float(), norm.eps, is_interleaved, hadamard
+        )
+        self._head_matrix: Tensor = module.weights_proj.weight
+
+    def head_weights(self, x: Activations) -> Tensor:
+        """float32 [parts, num_tokens, heads], see ``kernels.latents``."""
+        return narrow_product(x.dense, self._head_matrix)

@@ -1,0 +1,278 @@
+"""The configuration of a checkpoint and its files: what they say of the model, and whether it can be served.
+
+All raise CheckpointError, which names the file, what it says and what was expected. ``config``: as
+``read_config`` returns it; ``path``: the checkpoint's directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model.families import FAMILIES
+from hisparse_pd.kernels.block_fp8 import BLOCK
+from hisparse_pd.kernels.kv_format import FORMAT_NAMES
+from hisparse_pd.protocol.messages import MAX_LAYERS
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+UE8M0 = "ue8m0"
+"""A ``scale_fmt``: scales have an exponent and no more, so they are powers of two."""
+_PARTS = ("text_config", "vision_config")
+_SAMPLE_BYTES = 64 << 10
+_CHANGING_ROPE_TYPES = ("dynamic", "longrope")
+_VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """All that config.json says, with the defaults of transformers' class for it."""
+    if not path.is_dir():
+        raise CheckpointError(f"model_path {path}: no such directory; give a local Hugging Face checkpoint")
+    config_file = path / "config.json"
+    try:
+        config = json.loads(config_file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"model_path {path}: there is no config.json in it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{config_file}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{config_file}: expected a JSON object, got {type(config).__name__}")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise CheckpointError(f"{config_file}: model_type is {model_type!r}; supported are {supported}")
+    _check_quantization(config, config_file)
+    _check_num_layers(config, config_file)
+    # The defaults of the configuration class count too: a checkpoint may leave them out.
+    from transformers import AutoConfig
+
+    try:
+        resolved = AutoConfig.from_pretrained(path, local_files_only=True)
+        text_config = resolved.get_text_config().to_dict()
+    except Exception as error:
+        raise CheckpointError(f"{config_file}: transformers refuses it: {str(error) or error!r}") from error
+    _check_rope(text_config.get("rope_parameters"), config_file)
+    _check_experts(text_config, config_file)
+    # A model that also sees images has what is of the text in a part of its own.
+    of_text = {key: value for key, value in text_config.items() if value is not None}
+    of_all = {key: value for key, value in resolved.to_dict().items() if key not in _PARTS}
+    return {**of_all, **of_text, "model_type": model_type}
+
+
+def _check_num_layers(config: dict[str, Any], config_file: Path) -> None:
+    """Before transformers makes lists of that length. Raises CheckpointError."""
+    for part in (config, config.get("text_config")):
+        num_layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+            raise CheckpointError(
+                f"{config_file}: num_hidden_layers is {num_layers}; {MAX_LAYERS} are the most"
+            )
+
+
+def _check_rope(parameters: object, config_file: Path) -> None:
+    """Angles must follow the position alone (I5), also those of one kind of layer. Raises CheckpointError."""
+    if not isinstance(parameters, dict):
+        return
+    for of_layers in parameters.values():
+        _check_rope(of_layers, config_file)
+    kind = parameters.get("rope_type")
+    if kind in _CHANGING_ROPE_TYPES:
+        raise CheckpointError(
+            f"{config_file}: rope_type is {kind!r}, whose angles follow the longest request of a batch, so "
+            "that a request's tokens would depend on others; supported are those that follow the position "
+            "alone, such as 'default' and 'yarn'"
+        )
+
+
+def _check_experts(config: dict[str, Any], config_file: Path) -> None:
+    """A token gets as many as it shall. Raises CheckpointError."""
+    num_experts, num_chosen = config.get("n_routed_experts"), config.get("num_experts_per_tok")
+    num_groups, num_chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1
+    if isinstance(num_experts, int) and isinstance(num_chosen, int):
+        most = num_experts * min(num_chosen_groups, num_groups) // num_groups
+        if not 0 < num_chosen <= most:
+            raise CheckpointError(
+                f"{config_file}: num_experts_per_tok is {num_chosen}; a token chooses among {most}: "
+                f"n_routed_experts {num_experts}, {num_chosen_groups} of {num_groups} groups"
+            )
+
+
+def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
+    """Raises CheckpointError for weights in other formats than the model's dtype and fp8 in blocks."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{config_file}: quantization_config is {quantization!r}; expected an object")
+    expected: dict[str, tuple[object, ...]] = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", None),
+        "weight_block_size": ([BLOCK, BLOCK],),
+        "scale_fmt": (UE8M0, None),
+    }
+    for key, allowed in expected.items():
+        if quantization.get(key) not in allowed:
+            raise CheckpointError(
+                f"{config_file}: quantization_config: {key} is {quantization.get(key)!r}; supported is "
+                f"{allowed[0]!r}; convert the checkpoint to bfloat16"
+            )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a checkpoint's weights. Raises CheckpointError when some are missing."""
+    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
+    if not files:
+        raise CheckpointError(
+            f"model_path {path}: there is no *.safetensors file in it; a link whose target is gone is none"
+        )
+    index_file = path / "model.safetensors.index.json"
+    if index_file.exists():
+        try:
+            wanted = set(json.loads(index_file.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index_file}: cannot be read: {error!r}") from error
+        if missing := sorted(wanted - {file.name for file in files}):
+            raise CheckpointError(
+                f"model_path {path}: {len(missing)} weight files are missing, first {missing[0]}"
+            )
+    return files
+
+
+def positive_integer(config: dict[str, Any], path: Path, key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{path / 'config.json'}: {key} is {value!r}; expected a positive integer")
+    return value
+
+
+def index_groups_of(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:
+    types = config.get("indexer_types") or ["full"] * num_layers
+    where = f"{path / 'config.json'}: indexer_types"
+    if len(types) != num_layers:
+        raise CheckpointError(
+            f"{where} has {len(types)} entries; expected one of each of {num_layers} layers"
+        )
+    if unknown := sorted(set(types) - {"full", "shared"}):
+        raise CheckpointError(f"{where} has {unknown[0]!r}; expected 'full' or 'shared'")
+    if types[0] != "full":
+        raise CheckpointError(f"{where}: the first layer is 'shared'; it has no selection to share")
+    num_indexers = accumulate(int(kind == "full") for kind in types)  # up to each layer
+    return tuple(number - 1 for number in num_indexers)
+
+
+def kv_source_layers_of(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:
+    """transformers has checked that each is an earlier layer with KV of its own."""
+    sources = tuple(config.get("kv_source_layers") or range(num_layers))
+    with_rope = config.get("no_rope_layers") or [1] * num_layers  # 1 where there is rope
+    for layer, source in enumerate(sources):
+        if bool(with_rope[layer]) != bool(with_rope[source]):
+            raise CheckpointError(
+                f"{path / 'config.json'}: kv_source_layers: layer {layer} attends to the KV of layer "
+                f"{source}, but only one of them has rope in no_rope_layers; expected both or none"
+            )
+    return sources
+
+
+def num_draft_layers_of(
+    config: dict[str, Any], path: Path, files: list[Path] | None, wanted: int | None
+) -> int:
+    """``wanted``, or what there is. An export may have left the weights out and not what declares them.
+
+    ``files``: None where weights are drawn.
+    """
+    if wanted not in (None, 0, 1):
+        raise CheckpointError(f"num_draft_layers is {wanted}; expected 0 or 1")
+    if wanted == 0:
+        return 0
+    declared = config.get("num_nextn_predict_layers") or 0
+    if not isinstance(declared, int):
+        raise CheckpointError(
+            f"model_path {path}: num_nextn_predict_layers is {declared!r}; expected a number"
+        )
+    name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    is_there = declared > 0 and (
+        files is None or any(f'"{name}"'.encode() in _header(file) for file in files)
+    )
+    if wanted and not is_there:
+        raise CheckpointError(
+            f"model_path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"
+            f"{', but there is no ' + name if declared else ''}); use --speculative-num-steps 0"
+        )
+    return int(is_there)
+
+
+def eos_token_ids_of(config: dict[str, Any], path: Path) -> tuple[int, ...]:
+    """Of generation_config.json when it names them, as transformers' generate does, else of config.json."""
+    generation_file = path / "generation_config.json"
+    eos = config.get("eos_token_id")
+    if generation_file.exists():
+        try:
+            eos = json.loads(generation_file.read_bytes()).get("eos_token_id", eos)
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{generation_file}: cannot be read: {error}") from error
+    ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    if not all(type(token) is int and 0 <= token < config["vocab_size"] for token in ids):
+        raise CheckpointError(f"model_path {path}: eos_token_id is {eos!r}; expected ids of the vocabulary")
+    return tuple(ids)
+
+
+def compute_dtype_of(config: dict[str, Any], dtype: str, device: str) -> torch.dtype:
+    if dtype != "auto":
+        return _named_dtype("dtype", dtype)
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return _named_dtype("dtype of the checkpoint", own)
+
+
+def _named_dtype(name: str, value: str) -> torch.dtype:
+    if value not in DTYPES:
+        raise CheckpointError(f"{name} is {value!r}; supported are {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+def cache_format_of(name: str, value: str, auto: str) -> str:
+    """``value``, or what ``auto`` says."""
+    if value not in ("auto", *FORMAT_NAMES):
+        raise CheckpointError(f"{name} is {value!r}; supported are auto, {', '.join(FORMAT_NAMES)}")
+    return auto if value == "auto" else value
+
+
+def fingerprint_of(config: dict[str, Any], files: list[Path]) -> str:
+    """Hash of the configuration and, for each weight file, its name, size, header and two samples of its
+    data.
+
+    Samples, because a real checkpoint is hundreds of gigabytes.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    lasting = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
+    digest.update(json.dumps(lasting, sort_keys=True, default=str).encode())
+    for file in files:
+        num_bytes = file.stat().st_size
+        digest.update(f"{file.name}:{num_bytes}".encode())
+        header = _header(file)
+        digest.update(header)
+        with file.open("rb") as stream:
+            stream.seek(8 + len(header))
+            digest.update(stream.read(_SAMPLE_BYTES))
+            stream.seek(max(8 + len(header), num_bytes - _SAMPLE_BYTES))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _header(file: Path) -> bytes:
+    """What a safetensors file says of its tensors, JSON."""
+    num_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if header_bytes > num_bytes - 8:
+            raise CheckpointError(
+                f"{file}: header of {header_bytes} bytes in a file of {num_bytes}; truncated?"
+            )
+        return stream.read(header_bytes)

@@ -1,0 +1,35 @@
+"""Weights that are drawn instead of read: a model of any shape runs from its configuration alone.
+
+What it says means nothing, and takes as long as what the checkpoint would say. A tensor depends on its name
+alone, so that two nodes on the same kind of device, and the ranks of a node, have the same model.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.kernels.block_fp8 import BLOCK
+
+_PIECE_ROWS = 4096
+"""Of a matrix that is drawn at once, in float32."""
+
+
+def draw(name: str, target: Tensor) -> None:
+    """Fill a model's tensor, on its device.
+
+    Matrices are normal and keep the variance of what they multiply; in fp8 their values have variance 1, and
+    their scales, [blocks down, blocks across], do the rest. Norms' weights are 1, and biases 0: all but
+    those of scaled queries, which so stay as they are.
+    """
+    if target.ndim < 2:
+        target.fill_(float(name.endswith(("weight", "ssmax_scaling.b"))))
+    elif name.endswith("_scale_inv"):
+        target.fill_((BLOCK * target.shape[1]) ** -0.5)
+    else:
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
+        scale = 1.0 if target.dtype == torch.float8_e4m3fn else target.shape[1] ** -0.5
+        for piece in target.split(_PIECE_ROWS):  # type: ignore[no-untyped-call]
+            piece.copy_(torch.randn(piece.shape, device=target.device, generator=generator) * scale)

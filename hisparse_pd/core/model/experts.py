@@ -1,0 +1,143 @@
+"""The routed experts of one MoE layer: all of them, or this rank's share of them.
+
+They are nearly all of a large model's weights, and need nothing of a request but one hidden state a token. So
+each rank of a node holds some of them: in every layer each rank gets the tokens of all ranks, computes what
+its experts add to them, and gets back the sums of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.block_fp8 import scales_shape
+from hisparse_pd.kernels.expert_routing import ExpertMatrices, Routing, rounds
+from hisparse_pd.kernels.experts import run_experts
+from hisparse_pd.kernels.fp8_rows import Activations
+
+
+class RoutedExperts(torch.nn.Module):
+    """In the place of transformers' module of the same job, with the same call."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: RankGroup | None = None,
+        *,
+        ue8m0: bool = False,
+        has_room: bool = False,
+    ) -> None:
+        """``dtype``: of the weights, which are for the loader to fill in; ``kernels.block_fp8.DTYPE`` has
+        scales. ``ranks``: who has the experts that this rank has not; None: nobody. ``ue8m0``: see
+        ``kernels.fp8_rows``. ``has_room``: for one more, which ``take_shared`` fills.
+        """
+        super().__init__()
+        self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
+        num_held = len(self.experts) + has_room
+        self.gate_up = _empty((num_held, 2, inner_size, hidden_size), dtype, device, ue8m0=ue8m0)
+        self.down = _empty((num_held, 1, hidden_size, inner_size), dtype, device, ue8m0=ue8m0)
+        self._num_experts = num_experts + has_room
+        self._has_room = has_room
+        self._ranks = ranks
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of each token's experts.
+
+        ``hidden``: [num_tokens, hidden_size]; ``expert_ids``, ``weights``: [num_tokens, top_k]. All ranks
+        make this call, for equally many tokens or for up to ``step_tokens``.
+        """
+        return self.parts(Activations(hidden), expert_ids, weights).sum(dim=0)
+
+    @torch.no_grad()
+    def take_shared(self, mlp: Any) -> bool:
+        """Make a gated MLP that every token has, of the experts' form, one more of them, behind all others.
+        False: there is no room for it, or its weights are not as theirs."""
+        places = (
+            (mlp.gate_proj, self.gate_up, 0),
+            (mlp.up_proj, self.gate_up, 1),
+            (mlp.down_proj, self.down, 0),
+        )
+        if not self._has_room or any(
+            layer.weight.dtype != matrices.values.dtype or getattr(layer, "bias", None) is not None
+            for layer, matrices, _ in places
+        ):
+            return False
+        for layer, matrices, number in places:
+            matrices.values[-1, number] = layer.weight
+            if matrices.scales is not None:
+                matrices.scales[-1, number] = layer.weight_scale_inv
+        return True
+
+    def parts(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """The same before it is added up, [parts, num_tokens, hidden_size]."""
+        if self._ranks is None:
+            return _parts(self._compute(x, expert_ids, weights))
+        hidden, num_tokens = x.dense, x.num_tokens
+        num_padding = max(self._ranks.step_tokens - num_tokens, 0)
+        if num_padding:
+            hidden, weights = (pad(part, (0, 0, 0, num_padding)) for part in (hidden, weights))
+            expert_ids = pad(expert_ids, (0, 0, 0, num_padding), value=self._num_experts)  # of nobody
+        rows = self._ranks.gather(_pack(hidden, expert_ids, weights))
+        hidden, expert_ids, weights = _unpack(rows, expert_ids.shape[1], hidden.dtype)
+        added = self._compute(Activations(hidden), expert_ids, weights)
+        if hidden.dtype == torch.float32:
+            # Each of the values to be added up is one rank's, and zero elsewhere. So nothing is rounded, and
+            # what follows is what one rank alone computes, for top_k times as much to send.
+            return _parts(self._ranks.sum_own(added)[:num_tokens])
+        return self._ranks.sum_own(added.sum(dim=1))[None, :num_tokens]
+
+    def forward_of_others(self, like: Tensor, top_k: int) -> None:
+        """Take part in the call of the other ranks without a token. ``like``: [0, hidden_size]."""
+        self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
+
+    def _compute(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        is_rounded = rounds(x.dense, self.gate_up)
+        in_bfloat16 = x.dense.dtype == torch.bfloat16 == self.gate_up.values.dtype and x.dense.is_cuda
+        routing = Routing.plan(
+            expert_ids, weights, self._num_experts, is_rounded=is_rounded, in_bfloat16=in_bfloat16
+        )
+        return run_experts(
+            x.dense,
+            routing,
+            self.gate_up,
+            self.down,
+            self.experts.start,
+            x.rounded,
+            has_others=self._ranks is not None,
+        )
+
+
+def _parts(added: Tensor) -> Tensor:
+    """Of [num_tokens, top_k, hidden_size]; a GPU adds them up where it adds them to the hidden states."""
+    return added.transpose(0, 1) if added.is_cuda else added.sum(dim=1)[None]
+
+
+def _pack(hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """One row of bytes a token, so that one operation sends all of it."""
+    parts: Sequence[Tensor] = (expert_ids.int(), weights.float(), hidden.contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+
+
+def _unpack(rows: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    ids, weights, hidden = torch.split(rows, [4 * top_k, 4 * top_k, rows.shape[1] - 8 * top_k], dim=1)
+    return hidden.view(dtype), ids.view(torch.int32), weights.view(torch.float32)
+
+
+def _empty(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, ue8m0: bool
+) -> ExpertMatrices:
+    values = torch.empty(shape, dtype=dtype, device=device)
+    if dtype != FP8:
+        return ExpertMatrices(values, None)
+    scales = torch.empty((*shape[:2], *scales_shape(*shape[2:])), dtype=torch.float32, device=device)
+    return ExpertMatrices(values, scales, ue8m0)

@@ -1,0 +1,324 @@
+"""Loads a checkpoint's weights onto one device: all of them, or a rank's share of the routed experts.
+
+transformers gives the modules, without memory; what they need is allocated here, on the device that it is
+for, and read straight into it (``weight_reader.py``), converted to the model's dtype on the way; or drawn
+there (``dummy_weights.py``). Nothing is ever whole in main memory on its way to a GPU. Routed experts are
+modules of ours, and keep the checkpoint's fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model.block_linear import BlockLinear
+from hisparse_pd.core.model.checkpoint_config import weight_files
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.dummy_weights import draw
+from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.weight_reader import (
+    Placement,
+    Progress,
+    StoredTensor,
+    WeightFiles,
+    is_same,
+    read_weights,
+)
+from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.block_fp8 import scales_shape
+from hisparse_pd.kernels.block_linear import takes_device, takes_matrix
+from hisparse_pd.kernels.expert_routing import ExpertMatrices
+from hisparse_pd.kernels.fp8 import FP8_CAPABILITY
+from hisparse_pd.kernels.row_math import RowLinear
+
+SCALES = "_scale_inv"
+"""Behind the name of a matrix in fp8: the name of its scales."""
+ABSORBED = "kv_b_proj"
+"""The matrix that ``model.dsa`` splits by head and moves into queries and results: in the model's dtype."""
+HEAD_WEIGHTS = "weights_proj"
+"""The matrix of the indexer's head weights: in float32, whatever the checkpoint has it in."""
+IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
+"""In the names of weights that are in float32 whatever the model's dtype is, as in DeepSeek's reference."""
+NEVER_IN_FP8 = (ABSORBED, HEAD_WEIGHTS, "fc1", "fc2")
+"""Linear layers whose matrices become another dtype, whatever the checkpoint has them in: the last two are
+those of a norm's gate, of which 16 rows or columns are too few to be cut into blocks."""
+PUBLISHED_DENSE = ("lm_head", "eh_proj")
+"""Linear layers that checkpoints in fp8 have in bfloat16."""
+
+
+def load_model(
+    model_path: Path | str,
+    spec: ModelSpec,
+    device: torch.device | str = "cpu",
+    ranks: RankGroup | None = None,
+    on_progress: Progress = lambda done, total: None,
+    draw_weight: Callable[[str, Tensor], None] = draw,
+) -> DsaModel:
+    """Load the weights in ``spec.dtype`` onto ``device``, of the routed experts those that are this rank's.
+
+    ``on_progress`` is called by the calling thread. ``draw_weight`` fills each tensor of dummy weights, by
+    its name. Raises CheckpointError when weights are missing, or cannot be used there.
+    """
+    path, on = Path(model_path), _with_index(device)
+    _check_device(spec, on)
+    loader = _Loader(path, spec, on, ranks, keeps_fp8=keeps_fp8(spec, on), draw_weight=draw_weight)
+    return DsaModel(spec, loader.load(on_progress), ranks)
+
+
+def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
+    """Whether linear layers in fp8 stay so, in half the memory; otherwise they become the model's dtype.
+
+    That is the exact product of the weights, and what float32 and a CPU are used for.
+    """
+    is_wanted = spec.weights_are_fp8 and device.type == "cuda" and spec.dtype == torch.bfloat16
+    return is_wanted and takes_device(device)
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    """So that ``cuda`` and ``cuda:0`` are the same device."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _not_loaded(path: Path, error: Exception) -> CheckpointError:
+    remedy = ""
+    if isinstance(error, torch.OutOfMemoryError):
+        remedy = "; spread the routed experts over more GPUs with --dp-size"
+    return CheckpointError(f"model_path {path}: the weights cannot be loaded: {error}{remedy}")
+
+
+def _check_device(spec: ModelSpec, device: torch.device) -> None:
+    if device.type != "cuda" or not spec.weights_are_fp8:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise CheckpointError(
+            f"the weights are in fp8, which {device} cannot convert: it has compute capability "
+            f"{capability[0]}.{capability[1]}, not 8.9; convert the checkpoint to bfloat16"
+        )
+
+
+class _Loader:
+    """One loading of a checkpoint. First everything is given its place, then all is read at once."""
+
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        device: torch.device,
+        ranks: RankGroup | None,
+        *,
+        keeps_fp8: bool = False,
+        draw_weight: Callable[[str, Tensor], None] = draw,
+    ) -> None:
+        self._path = path
+        self._spec = spec
+        self._device = device
+        self._ranks = ranks
+        self._keeps_fp8 = keeps_fp8
+        self._draw_weight = draw_weight
+        self._placements: list[Placement] = []
+
+    def load(self, on_progress: Progress = lambda done, total: None) -> Any:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self._path, local_files_only=True).get_text_config()
+        if config.hidden_act != "silu":
+            raise CheckpointError(
+                f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; only 'silu' is supported"
+            )
+        try:
+            with torch.device("meta"):  # shapes, and no memory
+                hf_model = _language_model(
+                    config,
+                    dtype=self._spec.dtype,
+                    attn_implementation="eager",
+                    experts_implementation="eager",
+                )
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._path / 'config.json'}: transformers makes no model of it: {error!r}"
+            ) from error
+        try:
+            with WeightFiles([] if self._spec.weights_are_dummy else weight_files(self._path)) as files:
+                if self._spec.num_draft_layers:
+                    self._append_draft_layer(files, hf_model)
+                for layer, module in enumerate(hf_model.model.layers):
+                    if (experts := getattr(module.mlp, "experts", None)) is not None:
+                        module.mlp.experts = self._routed_experts(files, layer, experts, module.mlp)
+                if self._keeps_fp8:
+                    self._put_block_linears(files, hf_model)
+                if self._device.type == "cpu":
+                    _put_row_linears(hf_model)
+                state = self._state(files, hf_model)
+                read_weights(self._placements, self._device, on_progress)
+        except (OSError, RuntimeError) as error:
+            raise _not_loaded(self._path, error) from error
+        hf_model.load_state_dict(state, assign=True)
+        rotary = hf_model.model.rotary_emb  # most of it is made of the configuration, and in no checkpoint
+        hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
+        hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
+        return hf_model.eval()
+
+    def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
+        """Behind transformers' layers, which leave it out: one more, and by its side what else an MTP layer
+        has, all by their names in the checkpoint."""
+        number = self._spec.num_layers
+        name = f"model.layers.{number}"
+        config = copy.deepcopy(hf_model.config)
+        is_sparse = self._spec.weights_are_dummy or files.get(f"{name}.mlp.gate.weight") is not None
+        config.mlp_layer_types = [*config.mlp_layer_types[:number], "sparse" if is_sparse else "dense"]
+        if getattr(config, "indexer_types", None):
+            config.indexer_types = [*config.indexer_types[:number], "full"]
+        size, eps, norm_type = config.hidden_size, config.rms_norm_eps, type(hf_model.model.norm)
+        with torch.device("meta"):
+            layer = type(hf_model.model.layers[0])(config, number)
+            layer.enorm, layer.hnorm = norm_type(size, eps), norm_type(size, eps)
+            layer.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
+            layer.shared_head = torch.nn.Module()
+            layer.shared_head.norm = norm_type(size, eps)
+            if _has_own(files, f"{name}.embed_tokens.weight", "model.embed_tokens.weight"):
+                layer.embed_tokens = torch.nn.Embedding(config.vocab_size, size)
+            if _has_own(files, f"{name}.shared_head.head.weight", "lm_head.weight"):
+                layer.shared_head.head = torch.nn.Linear(size, config.vocab_size, bias=False)
+        hf_model.model.layers.append(layer)
+
+    def _put_block_linears(self, files: WeightFiles, hf_model: Any) -> None:
+        """In the place of linear layers whose matrices are in fp8, and of a shape that can stay so."""
+        for name, module in list(hf_model.named_modules()):
+            parent, _, last = name.rpartition(".")
+            if not isinstance(module, torch.nn.Linear) or last in NEVER_IN_FP8:
+                continue
+            stored = files.get(self._spec.family.stored_name(f"{name}.weight"))
+            is_fp8 = stored is not None and stored.dtype == FP8
+            if self._spec.weights_are_dummy:
+                is_fp8 = last not in PUBLISHED_DENSE
+            if is_fp8 and takes_matrix(module.out_features, module.in_features):
+                with torch.device("meta"):
+                    linear = BlockLinear(
+                        module.in_features, module.out_features, ue8m0=self._spec.scales_are_ue8m0
+                    )
+                setattr(hf_model.get_submodule(parent), last, linear)
+
+    def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
+        """A tensor for each of the modules', in the dtype that the model computes with."""
+        state: dict[str, Tensor] = {}
+        for name, weight in hf_model.state_dict().items():
+            if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
+                state[name] = state["model.embed_tokens.weight"]
+                continue
+            in_float32 = any(part in name for part in (*hf_model._keep_in_fp32_modules_strict, *IN_FLOAT32))
+            dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
+            dtype = FP8 if weight.dtype == FP8 else dtype
+            state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
+            self._place(files, self._spec.family.stored_name(name), state[name])
+        return state
+
+    def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
+        """``target`` is to get the tensor, as the model computes with it."""
+        if self._spec.weights_are_dummy:
+            self._draw_weight(name, target)
+            return
+        stored = self._find(files, name, target.shape)
+        scales = None
+        if stored.dtype == FP8 and target.dtype != FP8:
+            scales = self._find(files, name + SCALES, scales_shape(*target.shape))
+        self._placements.append(Placement(stored, target, scales))
+
+    def _routed_experts(self, files: WeightFiles, layer: int, module: Any, mlp: Any) -> RoutedExperts:
+        num_experts, hidden_size, inner_size = module.down_proj.shape
+        shared = getattr(mlp, "shared_experts", None)
+        is_like_shared = shared is not None and shared.down_proj.in_features == inner_size
+        if self._ranks is not None and self._ranks.size > num_experts:
+            raise CheckpointError(
+                f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
+            )
+        dtype = FP8 if self._spec.weights_are_fp8 else self._spec.dtype
+        routed = RoutedExperts(
+            num_experts,
+            hidden_size,
+            inner_size,
+            dtype,
+            self._device,
+            self._ranks,
+            ue8m0=self._spec.scales_are_ue8m0,
+            has_room=is_like_shared and self._ranks is None and self._device.type == "cuda",
+        )
+        for place, expert in enumerate(routed.experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            self._fill(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
+            self._fill(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
+            self._fill(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
+        return routed
+
+    def _fill(
+        self, files: WeightFiles, name: str, matrices: ExpertMatrices, expert: int, number: int
+    ) -> None:
+        """A matrix is to come to where it belongs as it is, with its scales."""
+        name = self._spec.family.stored_name(name)
+        target = matrices.values[expert, number]
+        if self._spec.weights_are_dummy:
+            self._draw_weight(name, target)
+            if matrices.scales is not None:
+                self._draw_weight(name + SCALES, matrices.scales[expert, number])
+            return
+        stored = self._find(files, name, target.shape)
+        if stored.dtype != target.dtype and FP8 in (stored.dtype, target.dtype):
+            raise CheckpointError(
+                f"model_path {self._path}: {name} is in {stored.dtype}; with the quantization_config of "
+                f"config.json all experts are expected in {target.dtype}"
+            )
+        self._placements.append(Placement(stored, target))
+        if matrices.scales is not None:
+            scales = matrices.scales[expert, number]
+            self._placements.append(Placement(self._find(files, name + SCALES, scales.shape), scales))
+
+    def _find(self, files: WeightFiles, name: str, shape: Sequence[int]) -> StoredTensor:
+        stored = files.get(name)
+        if stored is None:
+            raise CheckpointError(f"model_path {self._path}: {name} is missing")
+        if stored.shape != tuple(shape):
+            raise CheckpointError(
+                f"model_path {self._path}: {name} is {list(stored.shape)}; expected {list(shape)}"
+            )
+        return stored
+
+
+def _language_model(config: Any, **options: Any) -> Any:
+    """transformers' modules; of a text model that it has no class with an LM head for, with one beside it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(config, **options)
+    model: Any = AutoModel.from_config(config, **options)
+    whole: Any = torch.nn.Module()
+    whole.model, whole.config = model, config
+    whole.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    whole._keep_in_fp32_modules_strict = model._keep_in_fp32_modules_strict
+    return whole
+
+
+def _has_own(files: WeightFiles, name: str, of_model: str) -> bool:
+    """Whether an MTP layer's matrix differs from the model's. Checkpoints repeat it: gigabytes on a GPU."""
+    own, shared = files.get(name), files.get(of_model)
+    return own is not None and (shared is None or not is_same(own, shared))
+
+
+def _put_row_linears(hf_model: Any) -> None:
+    """In the place of all linear layers that are left: a row has the same bits alone and among others."""
+    for name, module in list(hf_model.named_modules()):
+        if type(module) is torch.nn.Linear:
+            parent, _, last = name.rpartition(".")
+            with torch.device("meta"):
+                linear = RowLinear(module.in_features, module.out_features, bias=module.bias is not None)
+            setattr(hf_model.get_submodule(parent), last, linear)

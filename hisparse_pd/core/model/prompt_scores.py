@@ -1,0 +1,70 @@
+"""Logprobs of a prompt's own tokens: how likely the model holds each of them behind those before it.
+
+A slice of rows at a time, so that no more than ``SLICE_BYTES`` of float32 logits are there, and what is made
+of them: a dozen times as much, which is less than the layers took whose activations are gone by then. The
+values are those of the unscaled logits, as the output's logprobs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.kernels.selection import ranked_topk
+
+SLICE_BYTES = 32 << 20
+"""65 rows of a vocabulary of 129,280 tokens."""
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """On the host, once the stream of ``score_rows`` has come this far. Best first, of equals the lowest id.
+
+    ``logprobs``: float32 [n]; ``ranks``: int32 [n], from 1; ``top_ids``: int32 [n, num_top];
+    ``top_logprobs``: float32 [n, num_top].
+    """
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def score_rows(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, num_top: int, vocab_size: int
+) -> ScoredRows:
+    """Without waiting for the device.
+
+    ``logits_of``: from rows of ``hidden`` [n, hidden_size] to their logits, float32 [_, vocab_size];
+    ``token_ids``: int64 [n] on the same device, the token behind each row; ``num_top``: how many of the best
+    tokens, at most the whole vocabulary.
+    """
+    num_rows, num_top = hidden.shape[0], min(num_top, vocab_size)
+    scored = ScoredRows(
+        _host(torch.float32, hidden.device, num_rows),
+        _host(torch.int32, hidden.device, num_rows),
+        _host(torch.int32, hidden.device, num_rows, num_top),
+        _host(torch.float32, hidden.device, num_rows, num_top),
+    )
+    slice_rows = max(1, SLICE_BYTES // (4 * vocab_size))
+    places = torch.arange(vocab_size, device=hidden.device)
+    for start in range(0, num_rows, slice_rows):
+        rows = slice(start, start + slice_rows)
+        wanted = token_ids[rows, None]
+        logprobs = torch.log_softmax(logits_of(hidden[rows]), dim=-1)
+        of_token = logprobs.gather(1, wanted)
+        is_before = (logprobs > of_token) | ((logprobs == of_token) & (places < wanted))
+        scored.logprobs[rows].copy_(of_token[:, 0], non_blocking=True)
+        scored.ranks[rows].copy_((is_before.sum(1) + 1).int(), non_blocking=True)
+        if num_top:
+            best, best_ids = ranked_topk(logprobs, num_top)
+            scored.top_ids[rows].copy_(best_ids.int(), non_blocking=True)
+            scored.top_logprobs[rows].copy_(best, non_blocking=True)
+    return scored
+
+
+def _host(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,0 +1,242 @@
+"""The ranks of a node: what one of them sees of the others. The only user of torch.distributed.
+
+A rank is an engine process with its own GPU, or its share of the CPU. Ranks have the model's routed experts
+in common, so they make their forwards together: every rank calls the same operations in the same order. An
+operation in which a rank is missing fails everywhere when its time is up, or when the connection breaks.
+What comes before, a start, takes some ranks minutes longer than others, so they meet before their first one;
+and forwards that compile kernels, which on a fresh machine takes longer than an operation, are rehearsals.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import RankPlace, StartError
+from hisparse_pd.core.model.rank_bells import RankBells
+from hisparse_pd.protocol.names import interface_of, own_address_towards
+
+_LAST_WORDS_SECS = 10.0
+
+
+class RankGroupError(StartError):
+    """The ranks of a node cannot work together, or not any more."""
+
+
+class RankGroup:
+    """The operations of all ranks, which raise RankGroupError. One object a process."""
+
+    def __init__(
+        self,
+        place: RankPlace,
+        device: torch.device,
+        *,
+        agree_secs: float,
+        forward_secs: float,
+        start_secs: float = 300.0,
+    ) -> None:
+        """Waits for the other ranks: ``start_secs`` at most here and in ``meet``, ``agree_secs`` in an
+        agreement, ``forward_secs`` in a forward, where a rank may compute a chunk, or compile a kernel, while
+        others have nothing to do.
+        """
+        self.rank, self.size = place.rank, place.size
+        self.step_tokens = 0
+        """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
+        self._is_rehearsal = False
+        self._agree_timeout = timedelta(seconds=agree_secs)
+        self._forward_secs = forward_secs
+        self._start_secs = start_secs
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
+        try:
+            own_address = _use_network(place)
+            self._store = _open_store(place, start_secs)
+            self.bells = RankBells(_bell_of(place, own_address))
+        except (OSError, RuntimeError) as error:
+            raise RankGroupError(f"rank {self.rank} finds no other rank: {error}") from error
+        try:
+            bells = self.meet("started", self.bells.endpoint)
+            self.bells.connect({rank: bell for rank, bell in bells.items() if rank != self.rank})
+        except RankGroupError:
+            self.bells.close()
+            raise
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=self._store,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timedelta(seconds=forward_secs),
+                device_id=device if device.type == "cuda" else None,
+            )
+            self.gather(torch.zeros((1, 1), device=device))  # NCCL connects with its first operation
+        except (OSError, RuntimeError, ValueError) as error:
+            raise RankGroupError(f"rank {self.rank} does not reach the other ranks: {error}") from error
+
+    def meet(self, what: str, word: str = "") -> dict[int, str]:
+        """Wait until all ranks have done ``what``: no operation, and with more patience than one has.
+
+        Returns the ``word`` of each rank.
+        """
+        keys = {rank: f"{what} {rank}" for rank in range(self.size)}
+        try:
+            self._store.set(keys[self.rank], word)
+            self._store.wait(list(keys.values()), timedelta(seconds=self._start_secs))
+            return {rank: self._store.get(key).decode() for rank, key in keys.items()}
+        except dist.DistNetworkError as error:
+            raise RankGroupError(
+                f"rank {self.rank} has {what}, and rank 0 of this node, where ranks meet, has ended before "
+                "all have; see its log"
+            ) from error
+        except RuntimeError as error:
+            raise RankGroupError(
+                f"rank {self.rank} has {what}, and another rank of this node has not "
+                f"{self._start_secs:g} s later; see its log"
+            ) from error
+
+    def check_same(self, mine: Mapping[str, object]) -> None:
+        """Raises RankGroupError where another rank has other values of these settings."""
+        words = self.meet("been configured", json.dumps(mine, sort_keys=True))
+        self._store.set(f"compared {self.rank}", "")
+        of_all = {rank: json.loads(word) for rank, word in words.items()}
+        for rank, theirs in of_all.items():
+            for name, value in of_all[self.rank].items():
+                if theirs.get(name) != value:
+                    self._wait_for_readers()
+                    raise RankGroupError(
+                        f"{name} is {value!r} on rank {self.rank} and {theirs.get(name)!r} on rank {rank}; "
+                        "start the node with the same settings and the same release on all machines"
+                    )
+
+    def _wait_for_readers(self) -> None:
+        """Rank 0 is about to end, and the others' words with it: until all ranks have read them."""
+        if self.rank == 0:
+            others = [f"compared {rank}" for rank in range(1, self.size)]
+            with suppress(RuntimeError):  # the error that this rank ends with says more
+                self._store.wait(others, timedelta(seconds=_LAST_WORDS_SECS))
+
+    def share_of(self, num_experts: int) -> range:
+        """The experts of this rank."""
+        return range(num_experts * self.rank // self.size, num_experts * (self.rank + 1) // self.size)
+
+    def agree(self, *values: int) -> list[tuple[int, ...]]:
+        """What every rank said, in the order of ranks."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        of_all = mine.new_empty(self.size * len(values))
+        self._together(lambda: _all_gather(of_all, mine, async_op=True).wait(self._agree_timeout))
+        return [tuple(row) for row in of_all.view(self.size, -1).tolist()]
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Forwards within are this rank's alone, with itself in every rank's place; their results are no use.
+
+        At the end all ranks meet, with the patience of a start. Once in a process.
+        """
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
+        self.meet("rehearsed")
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[size * n, …]: ``x`` [n, …] of every rank, in the order of ranks."""
+        if self._is_rehearsal:
+            return torch.cat([x] * self.size)
+        of_all = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        self._in_order(lambda: _all_gather(of_all, x))
+        return of_all
+
+    def sum_own(self, x: Tensor) -> Tensor:
+        """[n, …]: this rank's part of ``x`` [size * n, …], summed over all ranks."""
+        if self._is_rehearsal:
+            return x[: x.shape[0] // self.size].clone()
+        own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        self._in_order(lambda: _reduce_scatter(own, x))
+        return own
+
+    @contextmanager
+    def bounded_wait(self) -> Iterator[None]:
+        """Around a wait for the device, which another rank may keep for ever: this process ends before."""
+        faulthandler.dump_traceback_later(self._forward_secs, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def leave(self) -> None:
+        """Done. On a GPU this process ends here, with status 0: NCCL waits for CUDA graphs that hold its
+        operations to be gone, and so an orderly exit never ends.
+        """
+        if self._stream is None:
+            dist.destroy_process_group()
+            self.bells.close()
+            return
+        sys.stdout.flush()
+        os._exit(0)
+
+    def _in_order(self, operation: Callable[[], Any]) -> None:
+        """Streams of one rank that run beside each other have to do these in the order of their calls: in one
+        stream, between what the current one has and what it gets.
+        """
+        if self._stream is None:
+            self._together(operation)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._together(operation)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _together(self, operation: Callable[[], Any]) -> None:
+        try:
+            operation()
+        except RuntimeError as error:
+            raise RankGroupError(
+                f"rank {self.rank}: another rank of this node has died, or stands still: {error}"
+            ) from error
+
+
+def _use_network(place: RankPlace) -> str:
+    """The address of this rank's machine, on the interface that gloo and NCCL are told to use."""
+    if not place.meeting_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        return ""
+    address = own_address_towards(place.meeting_host)
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return address
+
+
+def _open_store(place: RankPlace, start_secs: float) -> Any:
+    """Where ranks leave words for each other before they are connected: a file, or with rank 0."""
+    if not place.meeting_host:
+        return dist.FileStore(place.meeting_path, place.size)  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        place.meeting_host,
+        place.meeting_port,
+        is_master=place.rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=start_secs),
+    )
+
+
+def _bell_of(place: RankPlace, own_address: str) -> str:
+    if not own_address:
+        return f"ipc://{place.meeting_path}-bell-{place.rank}"
+    return f"tcp://[{own_address}]:*" if ":" in own_address else f"tcp://{own_address}:*"
+
+
+# torch 2.13 has new names for both, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,234 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, seeds, logprobs, and when a request is
+finished. Penalties and biases come first (``token_counts.py``).
+
+A row's outcome depends on its own logits, settings and output index only, never on the rest of the batch,
+and a seeded draw is a function of (seed, output index, logits), up to the rounding of float64: whichever node
+samples token ``i``, the stream is one.
+
+Random numbers are made on the host, and everything else happens on the logits' device without waiting for it,
+so that a decode node can launch the next step before anybody has read this one's tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import FinishReason, SamplingParams, TokenLogprob
+from hisparse_pd.core.model.token_counts import CountedRows, to_device
+from hisparse_pd.kernels.bit_masks import allowed_logits
+from hisparse_pd.kernels.row_math import cumulate
+from hisparse_pd.kernels.selection import ranked_topk
+
+_DRAW_BITS = 53
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What ``enqueue_sample`` gives: on the device now, and on the host when the device is done."""
+
+    token_ids: Tensor
+    """int64 [num_reqs] on the logits' device."""
+    logprobs: tuple[_Logprobs, ...]
+
+    def read_logprobs(self, token_ids: Sequence[int]) -> list[TokenLogprob | None]:
+        """A value for each row, None where nobody asked; ``token_ids``: the tokens, as the host knows them.
+
+        On a GPU to be called when the stream of ``enqueue_sample`` has come this far.
+        """
+        results: list[TokenLogprob | None] = [None] * len(token_ids)
+        for part in self.logprobs:
+            ids, values = part.token_ids.tolist(), part.values.tolist()
+            for row, row_ids, (chosen, *best) in zip(part.rows, ids, values, strict=True):
+                results[row] = TokenLogprob(token_ids[row], chosen, tuple(zip(row_ids, best, strict=True)))
+        return results
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    """Of the rows that asked for equally many; on the host, or on their way there."""
+
+    rows: Sequence[int]
+    token_ids: Tensor
+    """int64 [num_rows, num_logprobs]: the likeliest tokens, of equally likely ones the lowest ids first."""
+    values: Tensor
+    """float32 [num_rows, 1 + num_logprobs]: of the sampled token, then of the likeliest ones."""
+
+
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    num_generated: Sequence[int],
+    eos_token_ids: Sequence[int],
+    *,
+    counts: CountedRows | None = None,
+    masks: Tensor | None = None,
+) -> tuple[list[int], list[TokenLogprob | None]]:
+    """One token for each row, with its logprobs where they are asked for; see ``enqueue_sample``."""
+    if counts is None and any(param.changes_logits for param in params):
+        raise ValueError("sample: params with penalties or biases, and no counts")
+    sampled = enqueue_sample(logits, params, num_generated, eos_token_ids, counts=counts, masks=masks)
+    token_ids: list[int] = sampled.token_ids.tolist()  # waits for the device, and so for the logprobs
+    return token_ids, sampled.read_logprobs(token_ids)
+
+
+def enqueue_sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    num_generated: Sequence[int],
+    eos_token_ids: Sequence[int],
+    *,
+    counts: CountedRows | None = None,
+    masks: Tensor | None = None,
+) -> Sampled:
+    """``sample`` on the logits' device and current stream, without waiting.
+
+    ``logits``: float32 [num_reqs, vocab_size], not changed; ``num_generated``: output tokens of each
+    request so far, resumed ones left out, which is the index of the token drawn now behind those.
+    ``counts``: needed where params change logits.
+    ``masks``: int32 [num_reqs, num_words], bits of the tokens that may be drawn, as of ``kernels.bit_masks``;
+    None: all. Where a mask leaves only tokens that end the request, one of them is drawn, min_new_tokens or
+    not. Logprobs are those of the logits as they came: unscaled, unmasked, without penalties and biases.
+    """
+    if not len(params) == len(num_generated) == logits.shape[0]:
+        raise ValueError(
+            f"sample: {logits.shape[0]} rows of logits, {len(params)} params, "
+            f"{len(num_generated)} output lengths"
+        )
+    changed = logits if counts is None else counts.change(logits, params)
+    masked = changed if masks is None else allowed_logits(changed, masks)
+    masked = _forbid_early_stop(masked, params, num_generated, eos_token_ids, may_yield=masks is not None)
+    token_ids = masked.argmax(dim=-1)
+    drawn: dict[bool, list[int]] = defaultdict(list)
+    for row, param in enumerate(params):
+        if param.temperature > 0:
+            drawn[0 < param.top_k < logits.shape[1] or param.top_p < 1].append(row)
+    for is_cut, rows in drawn.items():
+        rows_dev = to_device(rows, logits.device)
+        token_ids[rows_dev] = _draw(
+            masked[rows_dev], [params[row] for row in rows], [num_generated[row] for row in rows], is_cut
+        )
+    return Sampled(token_ids, _enqueue_logprobs(logits, params, token_ids))
+
+
+def finish_reason(
+    token_id: int, num_output: int, params: SamplingParams, eos_token_ids: Sequence[int]
+) -> tuple[FinishReason | None, int | None]:
+    """Why a request ends with ``token_id`` as its ``num_output``-th output token, and the stop token met."""
+    # Where eos is ignored, a grammar allows it only when it is over.
+    is_eos = token_id in eos_token_ids and (not params.ignore_eos or bool(params.grammar))
+    if is_eos or token_id in params.stop_token_ids:
+        return FinishReason.STOP, token_id
+    if num_output >= params.max_new_tokens:
+        return FinishReason.LENGTH, None
+    return None, None
+
+
+def _forbid_early_stop(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    num_generated: Sequence[int],
+    eos_token_ids: Sequence[int],
+    *,
+    may_yield: bool,
+) -> Tensor:
+    """``logits`` without the tokens that would end a request before its min_new_tokens; with ``may_yield``
+    only in rows that have others."""
+    rows: list[int] = []
+    forbidden: list[int] = []
+    for row, (param, generated) in enumerate(zip(params, num_generated, strict=True)):
+        if generated >= param.min_new_tokens:
+            continue
+        ending = set(param.stop_token_ids) | (set() if param.ignore_eos else set(eos_token_ids))
+        # Ids outside the vocabulary can never be drawn.
+        ending = {token_id for token_id in ending if 0 <= token_id < logits.shape[1]}
+        rows += [row] * len(ending)
+        forbidden += sorted(ending)
+    if not rows:
+        return logits
+    where = (to_device(rows, logits.device), to_device(forbidden, logits.device))
+    allowed = logits.index_put(where, logits.new_full((), float("-inf")))
+    if not may_yield:
+        return allowed
+    return torch.where(allowed.amax(dim=1, keepdim=True) > float("-inf"), allowed, logits)
+
+
+def _draw(
+    logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], is_cut: bool
+) -> Tensor:
+    """int64 [num_rows]: drawn from softmax(logits / temperature), by inverting its sum.
+
+    ``is_cut``: whether top_k or top_p of every row leaves tokens out; of none otherwise. Those of top_k are
+    left out first, then those of top_p, then those of min_p. Of equal logits the lower id comes first.
+    """
+    device, vocab_size = logits.device, logits.shape[1]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return to_device(values, device, torch.float64)[:, None]
+
+    scaled = logits.double()
+    # The largest logit is taken off before the division, so that a tiny temperature cannot overflow.
+    scaled = (scaled - scaled.amax(dim=1, keepdim=True)) / column([param.temperature for param in params])
+    candidates = None
+    rank = torch.arange(vocab_size, device=device)
+    if is_cut:
+        scaled, candidates = scaled.sort(dim=1, descending=True, stable=True)
+        top_k = column([param.top_k if param.top_k > 0 else vocab_size for param in params])
+        scaled = scaled.masked_fill(rank >= top_k, float("-inf"))
+    probs = torch.softmax(scaled, dim=1)
+    if is_cut:
+        # Kept: every token before which less than top_p has gathered, and always the likeliest.
+        is_kept = (cumulate(probs) - probs < column([param.top_p for param in params])) | (rank == 0)
+        probs = probs * is_kept
+    if any(param.min_p > 0 for param in params):
+        probs = probs * (probs >= column([param.min_p for param in params]) * probs.amax(1, keepdim=True))
+    cumulative = cumulate(probs)
+    uniform = column(
+        [
+            _uniform(param.seed, param.num_resumed_tokens + index)
+            for param, index in zip(params, output_indices, strict=True)
+        ]
+    )
+    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    # Rounding may put the threshold at the very end, behind the last token of non-zero probability.
+    last = torch.where(probs > 0, rank, 0).amax(dim=1, keepdim=True)
+    drawn = torch.minimum(drawn, last)
+    return (drawn if candidates is None else candidates.gather(1, drawn))[:, 0]
+
+
+def _uniform(seed: int | None, output_index: int) -> float:
+    """A number in [0, 1): of the OS's entropy without a seed, else a function of seed and output index."""
+    if seed is None:
+        return secrets.randbits(_DRAW_BITS) / (1 << _DRAW_BITS)
+    digest = hashlib.blake2b(f"{seed}:{output_index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
+
+
+def _enqueue_logprobs(
+    logits: Tensor, params: Sequence[SamplingParams], token_ids: Tensor
+) -> tuple[_Logprobs, ...]:
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, param in enumerate(params):
+        if param.num_logprobs is not None:
+            rows_of[min(param.num_logprobs, logits.shape[1])].append(row)
+    parts = []
+    for num_logprobs, rows in rows_of.items():
+        rows_dev = to_device(rows, logits.device)
+        logprobs = torch.log_softmax(logits[rows_dev], dim=-1)
+        best, best_ids = ranked_topk(logprobs, num_logprobs)
+        values = torch.cat((logprobs.gather(1, token_ids[rows_dev, None]), best), dim=1)
+        parts.append(_Logprobs(rows, _to_host(best_ids), _to_host(values)))
+    return tuple(parts)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in main memory, there when the current stream has come this far."""
+    if values.device.type == "cpu":
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

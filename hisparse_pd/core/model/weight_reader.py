@@ -1,0 +1,334 @@
+"""Reads tensors of safetensors files to where they belong, with several threads at once.
+
+A ``Placement`` is a tensor of the checkpoint and the memory that it is for. Tensors are read in pieces of
+whole rows, so that threads share a large one, and each needs no more memory of its own than one piece: none
+where a piece can be read straight into its target, otherwise a buffer, pinned for a GPU, from which it is
+copied while the other threads read. Files are read rather than mapped: what a file cannot give is an error
+that names the tensor, where a mapping would kill the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.kernels.block_fp8 import BLOCK, dequantize
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 8
+PIECE_BYTES = 16 << 20
+"""Of a piece of more than one row (with scales: of one row of blocks)."""
+SAMPLE_BYTES = 64 << 10
+REPORT_INTERVAL_SECS = 0.5
+LOG_INTERVAL_SECS = 5.0
+
+Progress = Callable[[int, int], None]
+"""Called now and then with the bytes that were read so far, and all that there are to read."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is. ``dtype`` as safetensors calls it; ``offset``: of its first byte in the file."""
+
+    name: str
+    path: Path
+    descriptor: int
+    dtype_name: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises CheckpointError for one that no weights are in."""
+        if self.dtype_name not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {self.name} is in {self.dtype_name}; supported are {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[self.dtype_name]
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    def sample(self, start: int) -> bytes:
+        """``SAMPLE_BYTES`` from byte ``start`` on, or what there is. Raises OSError."""
+        num_bytes = min(SAMPLE_BYTES, self.num_bytes - start)
+        return os.pread(self.descriptor, num_bytes, self.offset + start)
+
+    def read(self, first_row: int, part: Tensor) -> None:
+        """The rows from ``first_row`` on into ``part``, a contiguous CPU tensor of their shape and dtype.
+
+        Raises CheckpointError when the file does not give them.
+        """
+        if part.numel() == 0:
+            return
+        rest = part.view(-1).view(torch.uint8).numpy().data
+        at = self.offset + first_row * (self.num_bytes // self.num_rows)
+        while rest:
+            try:
+                num_bytes = os.preadv(self.descriptor, [rest], at)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {self.name} cannot be read: {error}") from error
+            if num_bytes == 0:
+                raise CheckpointError(f"{self.path}: the file ends at byte {at}, within {self.name}")
+            rest, at = rest[num_bytes:], at + num_bytes
+
+
+def is_same(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are the same by dtype, shape, and their first and last ``SAMPLE_BYTES``."""
+    if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
+        return False
+    rest = max(0, one.num_bytes - SAMPLE_BYTES)
+    return all(one.sample(start) == other.sample(start) for start in (0, rest))
+
+
+class WeightFiles:
+    """The open files of a checkpoint, and what is where in them."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises CheckpointError naming a file that is no safetensors file, or not whole."""
+        self._descriptors: list[int] = []
+        self._tensors: dict[str, StoredTensor] = {}
+        try:
+            for path in paths:
+                self._open(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(stored.num_bytes for stored in self._tensors.values())
+
+    def get(self, name: str) -> StoredTensor | None:
+        return self._tensors.get(name)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt"):  # its checks: every tensor is within the file, and is whole
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptors.append(descriptor)
+            header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            header: dict[str, Any] = json.loads(os.pread(descriptor, header_bytes, 8))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: the file cannot be read: {error}") from error
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            self._tensors[name] = StoredTensor(
+                name,
+                path,
+                descriptor,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                8 + header_bytes + begin,
+                end - begin,
+            )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A tensor of the checkpoint, and the memory of its shape that it is for, on any device and in any dtype.
+
+    With ``scales``, those of its blocks, it is in fp8, and ``target`` gets the values times these.
+    """
+
+    stored: StoredTensor
+    target: Tensor
+    scales: StoredTensor | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Nothing stands between file and target."""
+        target = self.target
+        is_same = self.scales is None and target.dtype == self.stored.dtype
+        return is_same and target.device.type == "cpu" and target.is_contiguous()
+
+    @property
+    def rows_of_a_piece(self) -> int:
+        stored = self.stored
+        rows = max(1, PIECE_BYTES * stored.num_rows // max(1, stored.num_bytes))
+        return rows if self.scales is None else max(BLOCK, rows // BLOCK * BLOCK)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    placement: Placement
+    first_row: int
+    num_rows: int
+
+    @property
+    def num_bytes(self) -> int:
+        stored = self.placement.stored
+        return stored.num_bytes // stored.num_rows * self.num_rows
+
+    @property
+    def target(self) -> Tensor:
+        target = self.placement.target
+        return target[self.first_row : self.first_row + self.num_rows] if target.ndim else target
+
+
+def read_weights(
+    placements: Sequence[Placement],
+    device: torch.device,
+    on_progress: Progress = lambda done, total: None,
+    num_threads: int = NUM_THREADS,
+) -> None:
+    """Fill all targets. ``device``: of this process, whose driver pins the buffers of targets on GPUs.
+
+    ``on_progress`` is called by the calling thread. Raises CheckpointError when a tensor cannot be read, and
+    what else a thread failed with, torch.OutOfMemoryError for one; all threads have ended by then.
+    """
+    gpus = {placement.target.device for placement in placements if placement.target.device.type == "cuda"}
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)  # targets may stand where something queued has yet to read or to write
+    reading = _Reading(placements, device, pinned=bool(gpus))
+    started = time.monotonic()
+    next_log_at = started + LOG_INTERVAL_SECS
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
+        running = {threads.submit(reading.work) for _ in range(num_threads)}
+        try:
+            while running:
+                done, running = wait(running, REPORT_INTERVAL_SECS, FIRST_EXCEPTION)
+                for thread in done:
+                    thread.result()
+                on_progress(reading.num_done, reading.num_bytes)
+                if (now := time.monotonic()) >= next_log_at:
+                    next_log_at = now + LOG_INTERVAL_SECS
+                    log.info("%s", describe(reading.num_done, reading.num_bytes, now - started))
+        finally:
+            reading.stop()
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
+    log.info("%s", describe(reading.num_done, reading.num_bytes, time.monotonic() - started))
+
+
+def describe(num_done: int, num_bytes: int, secs: float) -> str:
+    """One line of progress, after ``secs`` of reading."""
+    rate = num_done / max(secs, 1e-9)
+    line = f"read {num_done / 1e9:.1f} of {num_bytes / 1e9:.1f} GB of weights in {secs:.0f} s"
+    if num_done == num_bytes:
+        return f"{line}, {rate / 1e9:.2f} GB/s"
+    left = f"{(num_bytes - num_done) / rate:.0f} s left" if num_done else "nothing yet"
+    return f"{line}, {rate / 1e9:.2f} GB/s, {left}"
+
+
+class _Reading:
+    """What the threads share: the pieces that are left, and how much is done."""
+
+    def __init__(self, placements: Sequence[Placement], device: torch.device, *, pinned: bool) -> None:
+        in_order = sorted(placements, key=lambda placement: (placement.stored.path, placement.stored.offset))
+        self.num_bytes = sum(placement.stored.num_bytes for placement in in_order)
+        self.num_done = 0
+        self._pieces = _pieces(in_order)
+        self._device = device
+        self._is_pinned = pinned
+        self._buffer_bytes = max(
+            (piece.num_bytes for piece in _pieces(in_order) if _is_staged(piece)), default=0
+        )
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Every thread ends with the piece that it has."""
+        with self._lock:
+            self._pieces = iter(())
+
+    @torch.inference_mode()  # as the caller may be, whose tensors nothing else may write then
+    def work(self) -> None:
+        """One thread: piece after piece, until there is none, or one fails, here or elsewhere."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread; pinning would start the driver on the first
+        buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        copied: torch.cuda.Event | None = None
+        try:
+            while (piece := self._next()) is not None:
+                if not _is_staged(piece):
+                    piece.placement.stored.read(piece.first_row, piece.target)
+                else:
+                    if copied is not None:
+                        copied.synchronize()
+                    copied = _place(piece, buffer)
+                with self._lock:
+                    self.num_done += piece.num_bytes
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            if copied is not None:
+                copied.synchronize()  # the buffer is free only then
+
+    def _next(self) -> _Piece | None:
+        with self._lock:
+            return next(self._pieces, None)
+
+
+def _pieces(placements: Sequence[Placement]) -> Iterator[_Piece]:
+    for placement in placements:
+        num_rows, step = placement.stored.num_rows, placement.rows_of_a_piece
+        for first in range(0, num_rows, step):
+            yield _Piece(placement, first, min(step, num_rows - first))
+
+
+def _is_staged(piece: _Piece) -> bool:
+    return not piece.placement.is_direct
+
+
+def _place(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
+    """Read through ``buffer``. Returns what says when the copy out of it is over; None: it is."""
+    placement, target = piece.placement, piece.target
+    stored = placement.stored
+    staged = buffer[: piece.num_bytes].view(stored.dtype).view(target.shape)
+    stored.read(piece.first_row, staged)
+    if placement.scales is not None:
+        scales = _scales(placement.scales, piece).to(target.device)
+        staged = dequantize(staged.to(target.device, non_blocking=True), scales, target.dtype)
+    elif stored.dtype != target.dtype:  # converted there: torch would do it here, into memory of its own
+        staged = staged.to(target.device, non_blocking=True)
+    target.copy_(staged, non_blocking=True)
+    if target.device.type != "cuda":
+        return None
+    copied: torch.cuda.Event = torch.cuda.current_stream(target.device).record_event()
+    return copied
+
+
+def _scales(stored: StoredTensor, piece: _Piece) -> Tensor:
+    first = piece.first_row // BLOCK
+    num_rows = -(-piece.num_rows // BLOCK)
+    scales = torch.empty((num_rows, *stored.shape[1:]), dtype=stored.dtype)
+    stored.read(first, scales)
+    return scales

@@ -1,0 +1,125 @@
+"""Arithmetic on extents and token slots: pure functions, no state.
+
+A landing zone travels as extents, ``(start, length)`` of contiguous token slots in position order, and is
+planned as an int64 array with one token slot a position. Pages expand to the same kind of array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hisparse_pd.protocol.messages import Extent
+
+SlotArray: TypeAlias = NDArray[np.int64]
+"""int64 [num_tokens]: one token slot a position."""
+
+
+def total_length(extents: Iterable[Extent]) -> int:
+    """Token slots in all ``extents`` together."""
+    return sum(extent.length for extent in extents)
+
+
+def has_slot(extents: Iterable[Extent], slot: int) -> bool:
+    return any(extent.start <= slot < extent.end for extent in extents)
+
+
+def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
+    """Every token slot of ``extents``, in order: int64 [total_length]."""
+    num_extents = len(extents)
+    starts = np.fromiter(map(attrgetter("start"), extents), np.int64, num_extents)
+    lengths = np.fromiter(map(attrgetter("length"), extents), np.int64, num_extents)
+    return ranges_to_slots(starts, lengths)
+
+
+def extents_to_pages(extents: Sequence[Extent], page_size: int) -> list[int]:
+    """The pages of ``extents``, which are whole ones, in order."""
+    pages: list[int] = (extents_to_slots(extents)[::page_size] // page_size).tolist()
+    return pages
+
+
+def ranges_to_slots(starts: SlotArray, lengths: SlotArray) -> SlotArray:
+    """``lengths[i]`` slots from ``starts[i]`` on, one range after the other: int64 [lengths.sum()]."""
+    ends = np.cumsum(lengths)
+    num_slots = int(ends[-1]) if ends.size else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(num_slots, dtype=np.int64)
+
+
+def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """The same slots in the same order, in as few extents as can be."""
+    result: list[Extent] = []
+    for extent in extents:
+        if result and result[-1].end == extent.start:
+            result[-1] = Extent(result[-1].start, result[-1].length + extent.length)
+        else:
+            result.append(extent)
+    return tuple(result)
+
+
+def slice_extents(extents: Iterable[Extent], start: int, stop: int) -> tuple[Extent, ...]:
+    """The token slots of positions ``[start, stop)``, counted from the first slot of ``extents``. Raises
+    ValueError when the range is reversed or reaches past the end."""
+    if not 0 <= start <= stop:
+        raise ValueError(f"positions [{start}, {stop}) are not a range from 0 on")
+    sliced = []
+    offset = 0
+    for extent in extents:
+        if offset >= stop:
+            break
+        first = max(start - offset, 0)
+        last = min(stop - offset, extent.length)
+        if first < last:
+            sliced.append(Extent(extent.start + first, last - first))
+        offset += extent.length
+    if offset < stop:
+        raise ValueError(f"positions [{start}, {stop}) reach past the {offset} token slots of the extents")
+    return tuple(sliced)
+
+
+def expand_pages(page_ids: ArrayLike, page_size: int, start_token: int, stop_token: int) -> SlotArray:
+    """Token slots of positions ``[start_token, stop_token)`` of a request that owns ``page_ids``.
+
+    ``page_ids``: integers [num_pages], in position order; the first and the last page may be partial.
+    Returns int64 [stop_token - start_token]. Raises ValueError when the range is reversed or reaches past
+    the pages.
+    """
+    pages = as_slots(page_ids)
+    if page_size < 1:
+        raise ValueError(f"page_size {page_size} must be at least 1 token")
+    if not 0 <= start_token <= stop_token:
+        raise ValueError(f"positions [{start_token}, {stop_token}) are not a range from 0 on")
+    if stop_token > pages.size * page_size:
+        raise ValueError(
+            f"positions [{start_token}, {stop_token}) reach past {pages.size} pages of {page_size} tokens"
+        )
+    first_page = start_token // page_size
+    last_page = -(-stop_token // page_size)
+    in_page = np.arange(page_size, dtype=np.int64)
+    slots = (pages[first_page:last_page, None] * page_size + in_page).reshape(-1)
+    skipped = start_token - first_page * page_size
+    return slots[skipped : skipped + stop_token - start_token]
+
+
+def as_slots(values: ArrayLike) -> SlotArray:
+    """``values`` as a one-dimensional int64 array. Raises ValueError for anything but integers."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"expected a list of integers, got shape {array.shape}, dtype {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def ranges_around(starts: SlotArray, ends: SlotArray, addrs: SlotArray, num_bytes: SlotArray) -> SlotArray:
+    """For each ``[addrs[i], addrs[i] + num_bytes[i])`` which of the ranges ``[starts, ends)`` it lies in.
+
+    ``starts``: sorted; the ranges do not overlap. -1: in none, or not in one alone, or it is empty.
+    """
+    if starts.size == 0:
+        return np.full(addrs.size, -1, np.int64)
+    nearest = np.searchsorted(starts, addrs, side="right") - 1
+    # No end is computed: numpy wraps around silently.
+    is_inside = (nearest >= 0) & (num_bytes >= 1) & (num_bytes <= ends[nearest] - addrs)
+    return np.where(is_inside, nearest, -1)

@@ -1,0 +1,332 @@
+"""Owns which slot of which pool belongs to whom: free, or one request's, or quarantined, or held.
+
+Pure bookkeeping, of either node. The memory behind the slots is in its ``memory.py``; nothing here runs a
+kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing. At any time, for
+every pool,
+
+    free + landing + running + ending + quarantined + held + set aside = total
+
+and ``check_integrity`` verifies it slot by slot, printing every term when it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import add, attrgetter, sub
+from typing import Final
+
+from hisparse_pd.core.paging.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
+from hisparse_pd.core.paging.extents import has_slot, joined, slice_extents, total_length
+from hisparse_pd.protocol.messages import Extent, Room
+
+
+class PoolKind(StrEnum):
+    """HOST, DEVICE and INDEX count token slots, LOOKUP those of the tables that say what is hot (there are no
+    bytes behind these), AUX aux records, REQ_ROW rows of the per-request tables.
+
+    A prefill node has DEVICE, whose pages are those of its KV pool and of its index pool, and AUX.
+    """
+
+    HOST = "host"
+    DEVICE = "device"
+    INDEX = "index"
+    LOOKUP = "lookup"
+    AUX = "aux"
+    REQ_ROW = "req_row"
+
+
+TOKEN_POOLS: Final = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
+"""Those of token slots, which are handed out in pages."""
+
+
+class Stage(StrEnum):
+    """Why a Holding is not free: the terms of the conservation law."""
+
+    LANDING = "landing"
+    RUNNING = "running"
+    ENDING = "ending"
+    """Of a request that is over, as long as a step in flight uses them, or a write in flight reads them."""
+    QUARANTINED = "quarantined"
+    HELD = "held"
+    """A prefix that requests share, or that one left for others: see ``prefix_tree.py``."""
+    SET_ASIDE = "set aside"
+    """A page in which something was not as it was written. Nobody gets it."""
+
+
+@dataclass(frozen=True)
+class SlotCounts:
+    """A number of slots of each pool, in the order of PoolKind. Arithmetic is element by element."""
+
+    host: int = 0
+    device: int = 0
+    index: int = 0
+    lookup: int = 0
+    aux: int = 0
+    req_row: int = 0
+
+    @classmethod
+    def of(cls, kinds: Iterable[PoolKind], num_slots: int) -> SlotCounts:
+        """As many of each of ``kinds``."""
+        return cls(**dict.fromkeys((kind.value for kind in kinds), num_slots))
+
+    def __getitem__(self, kind: PoolKind) -> int:
+        return int(getattr(self, kind.value))
+
+    def __add__(self, other: SlotCounts) -> SlotCounts:
+        return SlotCounts(*map(add, _in_order(self), _in_order(other)))
+
+    def __sub__(self, other: SlotCounts) -> SlotCounts:
+        return SlotCounts(*map(sub, _in_order(self), _in_order(other)))
+
+    def fits_in(self, available: SlotCounts) -> bool:
+        return (
+            self.host <= available.host
+            and self.device <= available.device
+            and self.index <= available.index
+            and self.lookup <= available.lookup
+            and self.aux <= available.aux
+            and self.req_row <= available.req_row
+        )
+
+
+_in_order = attrgetter(*(kind.value for kind in PoolKind))
+
+
+@dataclass(eq=False)
+class Holding:
+    """What one request, one quarantined room or one held prefix owns. Changed by ``Pools`` only. ``room``: of
+    a held prefix the one that it was of."""
+
+    room: Room
+    stage: Stage
+    extents: dict[PoolKind, tuple[Extent, ...]] = field(default_factory=dict)
+
+    def __getitem__(self, kind: PoolKind) -> tuple[Extent, ...]:
+        return self.extents.get(kind, ())
+
+    def num_slots(self, kind: PoolKind) -> int:
+        return total_length(self[kind])
+
+    def only_slot(self, kind: PoolKind) -> int:
+        """The slot of a pool of which the holding has exactly one. Raises ValueError otherwise."""
+        if self.num_slots(kind) != 1:
+            raise ValueError(f"room {self.room} holds {self.num_slots(kind)} {kind} slots, expected one")
+        return self[kind][0].start
+
+
+class Pools:
+    """The allocators of all pools and every Holding that was reserved from them.
+
+    ``host``, ``device``, ``index``, ``lookup``: token slots, handed out in pages; a part of a page at their
+    end stays unused.
+    """
+
+    def __init__(self, totals: SlotCounts, page_size: int) -> None:
+        """Raises ValueError for a pool that has slots, and no page."""
+        self.page_size = page_size
+        self._allocators: dict[PoolKind, ExtentAllocator] = {}
+        for kind in PoolKind:
+            granularity = _granularity(kind, page_size)
+            if 0 < totals[kind] < granularity:
+                raise ValueError(
+                    f"{kind} pool: {totals[kind]} token slots are less than a page of {page_size}"
+                )
+            num_slots = totals[kind] // granularity * granularity
+            self._allocators[kind] = ExtentAllocator(num_slots, granularity, f"{kind} pool")
+        self._holdings: set[Holding] = set()
+        self._set_aside: dict[tuple[PoolKind, int], Holding] = {}
+        """By pool and first slot, pages that nobody gets any more."""
+        self._condemned: set[tuple[PoolKind, int]] = set()
+        """Those that are set aside once they are given up."""
+        self.num_changes = 0
+        """Of who holds what, and why: while it stays the same, what did not fit fits no better."""
+
+    @property
+    def totals(self) -> SlotCounts:
+        return SlotCounts(*(self._allocators[kind].num_slots for kind in PoolKind))
+
+    @property
+    def free(self) -> SlotCounts:
+        return SlotCounts(*(self._allocators[kind].num_free for kind in PoolKind))
+
+    def used(self, stage: Stage) -> SlotCounts:
+        """What all holdings of ``stage`` own together."""
+        return self.owned_by(holding for holding in self._holdings if holding.stage is stage)
+
+    def owned_by(self, holdings: Iterable[Holding]) -> SlotCounts:
+        """What ``holdings`` own together."""
+        counts = dict.fromkeys(PoolKind, 0)
+        for holding in holdings:
+            for kind, extents in holding.extents.items():
+                counts[kind] += total_length(extents)
+        return SlotCounts(*counts.values())
+
+    def rounded(self, need: SlotCounts) -> SlotCounts:
+        """``need`` in whole pages where the pool is paged: what a reservation really takes."""
+        return SlotCounts(*(round_up(need[kind], _granularity(kind, self.page_size)) for kind in PoolKind))
+
+    def reserve(self, room: Room, need: SlotCounts, stage: Stage = Stage.LANDING) -> Holding:
+        """Take ``need`` from all pools. All or nothing: raises PoolExhausted."""
+        for kind in PoolKind:
+            if not self._allocators[kind].can_allocate(need[kind]):
+                free, total = self.free[kind], self.totals[kind]
+                raise PoolExhausted(f"room {room}, {kind} pool", need[kind], free, total)
+        self.num_changes += 1
+        holding = Holding(room, stage)
+        for kind in PoolKind:
+            if need[kind]:
+                holding.extents[kind] = self._allocators[kind].allocate(need[kind])
+        self._holdings.add(holding)
+        return holding
+
+    def move(self, holding: Holding, stage: Stage) -> None:
+        """Hold the same slots for another reason."""
+        self._check_known(holding)
+        self.num_changes += 1
+        holding.stage = stage
+
+    def grow(self, holding: Holding, kind: PoolKind, num_slots: int) -> None:
+        """Add slots behind those that ``holding`` has. Raises PoolExhausted, and then nothing changed."""
+        self._check_known(holding)
+        self.num_changes += 1
+        holding.extents[kind] = self._allocators[kind].grow(holding[kind], num_slots)
+
+    def give_up(self, holding: Holding, kinds: Iterable[PoolKind]) -> None:
+        """Free what ``holding`` has of ``kinds``; the rest stays its own."""
+        self._check_known(holding)
+        self.num_changes += 1
+        for kind in kinds:
+            extents = holding.extents.pop(kind, ())
+            self._allocators[kind].free(self._good(holding.room, kind, extents))
+
+    def set_aside(self, kind: PoolKind, slot: int) -> int:
+        """Nobody gets the page of ``slot`` any more, once those have given it up who have it: until
+        ``take_back``. Returns its first slot."""
+        start = slot // self.page_size * self.page_size
+        page = Extent(start, self.page_size)
+        if self._allocators[kind].take(page):
+            self._keep(Room(0), kind, page)
+        elif (kind, start) not in self._set_aside:
+            self._condemned.add((kind, start))
+        return start
+
+    def take_back(self, kind: PoolKind, start: int) -> bool:
+        """The page that begins at slot ``start`` is as good as any. False when it was not set aside."""
+        if (kind, start) in self._condemned:
+            self._condemned.remove((kind, start))
+            return True
+        holding = self._set_aside.pop((kind, start), None)
+        if holding is not None:
+            self.release(holding)
+        return holding is not None
+
+    def is_condemned(self, kind: PoolKind, start: int) -> bool:
+        """Whether somebody still has a page that nobody else is to get."""
+        return (kind, start) in self._condemned
+
+    @property
+    def num_set_aside(self) -> int:
+        """Pages that nobody has, and nobody gets."""
+        return len(self._set_aside)
+
+    def _good(self, room: Room, kind: PoolKind, extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
+        """What is left of ``extents``, about to be freed, when condemned pages are set aside."""
+        for its_kind, start in tuple(self._condemned):
+            if its_kind is kind and has_slot(extents, start):
+                page = Extent(start, self.page_size)
+                extents = _without(extents, page)
+                self._condemned.remove((kind, start))
+                self._keep(room, kind, page)
+        return extents
+
+    def _keep(self, room: Room, kind: PoolKind, page: Extent) -> None:
+        self.num_changes += 1
+        self._set_aside[kind, page.start] = Holding(room, Stage.SET_ASIDE, {kind: (page,)})
+        self._holdings.add(self._set_aside[kind, page.start])
+
+    def split(self, holding: Holding, kinds: Iterable[PoolKind], num_slots: int) -> Holding:
+        """A new holding, HELD, of the first ``num_slots`` slots that ``holding`` has of each of ``kinds``;
+        the rest stays. Raises ValueError for part of a page, or for more than there are."""
+        self._check_known(holding)
+        if num_slots % self.page_size:
+            raise ValueError(f"room {holding.room}: {num_slots} slots are no whole pages of {self.page_size}")
+        first = {kind: slice_extents(holding[kind], 0, num_slots) for kind in kinds}
+        self.num_changes += 1
+        for kind in first:
+            rest = slice_extents(holding[kind], num_slots, holding.num_slots(kind))
+            del holding.extents[kind]
+            if rest:
+                holding.extents[kind] = rest
+        split = Holding(holding.room, Stage.HELD, first)
+        self._holdings.add(split)
+        return split
+
+    def join(self, first: Holding, second: Holding) -> None:
+        """``second`` has the slots of ``first`` before its own from now on, and ``first`` is no more."""
+        self._check_known(first)
+        self._check_known(second)
+        self._holdings.remove(first)
+        for kind, extents in first.extents.items():
+            seam = joined((*extents[-1:], *second[kind][:1]))
+            second.extents[kind] = (*extents[:-1], *seam, *second[kind][1:])
+
+    def trim(self, holding: Holding, num_slots: int) -> None:
+        """Free what ``holding`` has beyond its first ``num_slots`` slots of each of its pools."""
+        self._check_known(holding)
+        self.num_changes += 1
+        for kind, extents in holding.extents.items():
+            rest = slice_extents(extents, num_slots, total_length(extents))
+            holding.extents[kind] = slice_extents(extents, 0, num_slots)
+            self._allocators[kind].free(self._good(holding.room, kind, rest))
+
+    def release(self, holding: Holding) -> None:
+        """Free everything; ``holding`` must not be used afterwards."""
+        self.give_up(holding, tuple(holding.extents))
+        self._holdings.discard(holding)
+
+    def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
+        """Raise PoolIntegrityError unless the conservation law holds for every pool, slot by slot, and there
+        are as many holdings of each stage as are ``expected``."""
+        used = {stage: self.used(stage) for stage in Stage}
+        for kind, allocator in self._allocators.items():
+            terms = {stage: used[stage][kind] for stage in Stage}
+            law = " + ".join([f"free {allocator.num_free}", *(f"{stage} {n}" for stage, n in terms.items())])
+            if allocator.num_free + sum(terms.values()) != allocator.num_slots:
+                raise PoolIntegrityError(f"{kind} pool: {law} is not total {allocator.num_slots}")
+            try:
+                allocator.check_integrity(holding[kind] for holding in self._holdings)
+            except PoolIntegrityError as error:
+                raise PoolIntegrityError(f"{error} [{law} = total {allocator.num_slots}]") from error
+        if expected is not None:
+            found = {stage: sum(holding.stage is stage for holding in self._holdings) for stage in Stage}
+            if wrong := {stage for stage in Stage if found[stage] != expected.get(stage, 0)}:
+                detail = ", ".join(
+                    f"{s}: {found[s]} found, {expected.get(s, 0)} known" for s in sorted(wrong)
+                )
+                raise PoolIntegrityError(f"holdings and requests disagree: {detail}")
+
+    def _check_known(self, holding: Holding) -> None:
+        if holding not in self._holdings:
+            raise PoolIntegrityError(f"room {holding.room}: its holding was released already")
+
+
+def _without(extents: Iterable[Extent], page: Extent) -> tuple[Extent, ...]:
+    """``extents`` but ``page``, which is in one of them or in none."""
+    left = []
+    for extent in extents:
+        if extent.start <= page.start < extent.end:
+            parts = ((extent.start, page.start), (page.end, extent.end))
+            left += [Extent(start, stop - start) for start, stop in parts if start < stop]
+        else:
+            left.append(extent)
+    return tuple(left)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _granularity(kind: PoolKind, page_size: int) -> int:
+    return page_size if kind in TOKEN_POOLS else 1

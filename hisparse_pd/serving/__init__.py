@@ -1,0 +1,1 @@
+"""What serves HTTP: processes and connections, and the API of a node behind them."""

@@ -1,0 +1,147 @@
+"""One HTTP answer from the output of its samples, whole or streamed, in the dialect of its endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.base.vocabulary import TokenLogprob
+from hisparse_pd.serving.api.answers import Chat, Completions, Dialect, Generate
+from hisparse_pd.serving.api.anthropic_answers import Messages
+from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.journal import Journal
+from hisparse_pd.serving.api.output import Delta, SampleOutput
+from hisparse_pd.serving.api.responses_answers import Responses
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, RequestFailedError
+from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
+
+Deltas = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
+"""Feeds the outputs, and yields what is new until all have finished. Raises RequestFailedError."""
+
+_RECORDS_BETWEEN_YIELDS = 16
+
+
+async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
+    """JSON."""
+    outputs, dialect = _outputs(front, work), _dialect(front, work)
+    choices: dict[int, Raw] = {}
+    async with aclosing(deltas_of(outputs)) as deltas:
+        async for delta in deltas:
+            dialect.keep(outputs[delta.index], delta)
+            if delta.finish is not None:
+                choices[delta.index] = dialect.choice(outputs[delta.index])
+    return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
+
+
+def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
+    """Server-sent events; in units with lines between them where a router keeps a journal."""
+    outputs, dialect = _outputs(front, work), _dialect(front, work)
+    if (journal := work.request.journal) is not None:
+        return _journaled(front, work, journal, dialect, outputs, deltas_of)
+    return _plain(dialect, outputs, deltas_of)
+
+
+async def _plain(
+    dialect: Dialect, outputs: Sequence[SampleOutput], deltas_of: Deltas
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(deltas_of(outputs)) as deltas:
+            async for delta in deltas:
+                for piece in dialect.pieces(outputs[delta.index], delta):
+                    yield piece
+    except RequestFailedError as error:
+        if (last := dialect.failed(error)) is None:
+            raise
+        yield last
+        return
+    for piece in dialect.last_pieces(outputs):
+        yield piece
+
+
+async def _journaled(
+    front: Front,
+    work: Work,
+    journal: Journal,
+    dialect: Dialect,
+    outputs: Sequence[SampleOutput],
+    deltas_of: Deltas,
+) -> AsyncGenerator[bytes, None]:
+    """The same, from behind what the journal has.
+
+    An error for which the answer may go on at another node ends the stream without its last line. Behind the
+    first unit after the node has begun to leave stands a line that says so.
+    """
+    for number, record in enumerate(journal.records, 1):
+        output = outputs[record.sample]
+        dialect.replay(output, output.feed(record.message))
+        if number % _RECORDS_BETWEEN_YIELDS == 0:
+            await asyncio.sleep(0)
+    records = _Records(outputs)
+    has_begun = has_said_leaving = False
+    try:
+        async with aclosing(deltas_of(outputs)) as deltas:
+            async for delta in deltas:
+                output = outputs[delta.index]
+                if unit := records.unit(output, delta, b"".join(dialect.pieces(output, delta))):
+                    has_begun = True
+                    if front.link.is_leaving and not has_said_leaving:
+                        has_said_leaving = True
+                        unit += journal_line(LEAVING)
+                    yield unit
+    except ApiError as error:
+        if not has_begun:
+            raise
+        line = journal_line(OVER) if error.status < 500 else b""
+        yield (dialect.failed(error) or error.event(ErrorShape.of_path(work.request.endpoint))) + line
+        return
+    yield b"".join(dialect.last_pieces(outputs)) + journal_line(OVER)
+
+
+class _Records:
+    """Puts a record behind the events of each delta that has some."""
+
+    def __init__(self, outputs: Sequence[SampleOutput]) -> None:
+        """``outputs``: with the tokens that are in the journal already."""
+        self._num_recorded = Counter({output.index: len(output.token_ids) for output in outputs})
+        self._logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        """Of tokens that were not recorded yet, by sample."""
+
+    def unit(self, output: SampleOutput, delta: Delta, events: bytes) -> bytes:
+        """Nothing where there are no ``events``: the tokens stand in a later record."""
+        index = output.index
+        if delta.logprobs:
+            self._logprobs[index] += delta.logprobs
+        if not events:
+            return b""
+        record: list[object] = [index, output.token_ids[self._num_recorded[index] : delta.last_token]]
+        self._num_recorded[index] = delta.last_token
+        if delta.finish is not None or delta.logprobs:
+            record.append(self._logprobs.pop(index, ()))
+        if (finish := delta.finish) is not None:
+            matched = finish.matched if isinstance(finish.matched, int) else None
+            record += [finish.reason, matched, output.stats]
+        return events + journal_line(msgspec.json.encode(record))
+
+
+_DIALECTS: Mapping[Endpoint, type[Dialect]] = {
+    Endpoint.COMPLETIONS: Completions,
+    Endpoint.CHAT: Chat,
+    Endpoint.GENERATE: Generate,
+    Endpoint.MESSAGES: Messages,
+    Endpoint.RESPONSES: Responses,
+}
+
+
+def _dialect(front: Front, work: Work) -> Dialect:
+    return _DIALECTS[work.request.endpoint](front, work)
+
+
+def _outputs(front: Front, work: Work) -> list[SampleOutput]:
+    token_bytes = front.codec.token_bytes
+    return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]

@@ -1,0 +1,515 @@
+"""Answers to OpenAI's completions and chats and to SGLang's native ``/generate``.
+
+A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
+last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). A call encodes
+what one engine message brought: all logprobs of a long answer would hold the event loop up.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import assert_never
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
+from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.chat_reading import ChatReading, chat_readings
+from hisparse_pd.serving.api.detokenizer import TokenBytes
+from hisparse_pd.serving.api.frame import SSE_DONE, sse
+from hisparse_pd.serving.api.output import Delta, Finish, SampleOutput
+from hisparse_pd.serving.api.schemas import StreamedUsage
+from hisparse_pd.serving.http.http_errors import ApiError
+
+_MIN_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON has not."""
+
+Json = dict[str, object]
+
+
+class Dialect(ABC):
+    """How one endpoint shows the samples of one request."""
+
+    def __init__(self, front: Front, work: Work) -> None:
+        self._work = work
+        self._identity = work.identity
+        self._token_bytes = front.codec.token_bytes
+        self._model_name = front.settings.model_name
+
+    @abstractmethod
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta of a sample that is to be shown whole."""
+
+    @abstractmethod
+    def choice(self, output: SampleOutput) -> Raw:
+        """A finished sample in the body of a non-streaming answer."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        """That body."""
+
+    @abstractmethod
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        """The events for one delta; none when it shows nothing new."""
+
+    def replay(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta whose events the client has."""
+        for _ in self.pieces(output, delta):
+            pass
+
+    @abstractmethod
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        """The events after the last delta of all samples."""
+
+    def failed(self, error: ApiError) -> bytes | None:
+        """The event that ends a stream which has begun; None: an error as of its endpoint."""
+        return None
+
+
+class _Kept:
+    """Logprobs of the samples so far, as lists of JSON by name: encoded once, and smaller than objects."""
+
+    def __init__(self) -> None:
+        self._pieces: defaultdict[int, defaultdict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
+        """By sample and name, without brackets."""
+
+    def extend(self, output: SampleOutput, lists: Mapping[str, Sequence[object]]) -> None:
+        pieces = self._pieces[output.index]
+        for name, values in lists.items():
+            pieces[name] += encoded(values)
+
+    def show(self, output: SampleOutput) -> Mapping[str, Raw]:
+        pieces = self._pieces[output.index]
+        for name, of_name in pieces.items():
+            pieces[name] = [b",".join(of_name)] if of_name else []
+        return shown_lists(pieces)
+
+
+def encoded(entries: Sequence[object]) -> list[bytes]:
+    """A piece of the JSON of a list, without brackets; none of no entries."""
+    return [msgspec.json.encode(entries)[1:-1]] if entries else []
+
+
+def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
+    """The lists whose pieces these are."""
+    return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}
+
+
+# --- OpenAI --------------------------------------------------------------------------------------------
+
+
+class _OpenAi(Dialect):
+    """What completions and chat share: the envelope, usage and the order of chunks."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        self._usage = work.request.usage
+        self._id = work.identity.name(f"{self.id_prefix}-", 12)
+        self._kept = _Kept()
+        self._shows_ids = work.request.returns_token_ids
+        self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
+        self._encoded_prompts: dict[int, Raw] = {}
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if output.sample.options.sampling.num_logprobs is not None:
+            self._kept.extend(output, self._logprobs(output, delta))
+
+    def choice(self, output: SampleOutput) -> Raw:
+        shows_logprobs = output.sample.options.sampling.num_logprobs is not None
+        logprobs = self._shown_logprobs(self._kept.show(output)) if shows_logprobs else None
+        return Raw(msgspec.json.encode(self._choice(output, logprobs)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
+        return self._envelope(self.whole_object, choices) | {"usage": self._used(outputs)}
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        if self._usage is not StreamedUsage.NONE:
+            yield sse(self._envelope(self.chunk_object, []) | {"usage": self._used(outputs)})
+        yield SSE_DONE
+
+    def _chunk(self, output: SampleOutput, choice: Json, **added: object) -> bytes:
+        envelope = self._envelope(self.chunk_object, [choice]) | added
+        match self._usage:
+            case StreamedUsage.NONE:
+                return sse(envelope)
+            case StreamedUsage.LAST:
+                return sse(envelope | {"usage": None})
+            case StreamedUsage.EVERY:
+                return sse(envelope | {"usage": self._used([output])})
+            case _:
+                assert_never(self._usage)
+
+    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+        return usage(outputs)
+
+    def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
+        """Whether the delta has tokens that the client is to see, be there text of them or not."""
+        shows = self._shows_ids or output.sample.options.sampling.num_logprobs is not None
+        return shows and delta.last_token > delta.first_token
+
+    def _prompt_ids(self, prompt_index: int) -> Json:
+        """As vLLM shows a prompt's token ids, where they are asked for."""
+        if not self._shows_ids:
+            return {}
+        if prompt_index not in self._encoded_prompts:
+            token_ids = unpack_token_ids(self._prompts[prompt_index]).tolist()
+            self._encoded_prompts[prompt_index] = Raw(msgspec.json.encode(token_ids))
+        return {"prompt_token_ids": self._encoded_prompts[prompt_index]}
+
+    def _ids(self, output: SampleOutput, first: int = 0, last: int | None = None) -> Json:
+        """The same of an answer's tokens in [first, last)."""
+        return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
+
+    def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
+        if output.sample.options.sampling.num_logprobs is None:
+            return None
+        return self._shown_logprobs(self._logprobs(output, delta))
+
+    def _envelope(self, kind: str, choices: Sequence[Json | Raw]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._identity.created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+    @abstractmethod
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        """A finished sample in a whole answer."""
+
+    @abstractmethod
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        """Of the tokens of a delta, by field: lists that those of the next one go on."""
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return dict(lists)
+
+
+class Completions(_OpenAi):
+    """``/v1/completions``."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        self._num_chars: dict[int, int] = {}
+        """Of the echo and the tokens shown so far, by sample: with logprobs each of them is shown once, in
+        order."""
+        self._echoed: set[int] = set()
+        """Samples whose stream has begun, with the prompt where it is echoed."""
+
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        shown = self._show(output, output.sample.echo + output.text, logprobs, output.finish)
+        return shown | self._prompt_ids(output.sample.prompt_index) | self._ids(output)
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        text = delta.text if output.index in self._echoed else output.sample.echo + delta.text
+        self._echoed.add(output.index)
+        if text or delta.finish or self._shows_tokens(output, delta):
+            choice = self._show(output, text, self._new_logprobs(output, delta), delta.finish)
+            choice |= self._ids(output, delta.first_token, delta.last_token)
+            choice |= self._prompt_ids(output.sample.prompt_index) if delta.first_token == 0 else {}
+            yield self._chunk(output, choice)
+
+    def _show(self, output: SampleOutput, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
+        return {
+            "index": output.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish and finish.reason,
+            "matched_stop": finish and finish.matched,
+        }
+
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        token_ids = output.token_ids[delta.first_token : delta.last_token]
+        tokens = [self._token_bytes.text(token_id) for token_id in token_ids]
+        num_chars = self._num_chars.get(output.index, len(output.sample.echo))
+        offsets = []
+        for token in tokens:
+            offsets.append(num_chars)
+            num_chars += len(token)
+        self._num_chars[output.index] = num_chars
+        return {
+            "tokens": [*tokens],
+            "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
+            "top_logprobs": [
+                likeliest_by_text(self._token_bytes, entry.token_id, entry.logprob, entry.top)
+                for entry in delta.logprobs
+            ],
+            "text_offset": [*offsets],
+        }
+
+
+class Chat(_OpenAi):
+    """``/v1/chat/completions``."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        self._readings = chat_readings(front, work)
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        self._readings[output.index].feed(output, delta)
+        super().keep(output, delta)
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        reading = self._readings[output.index]
+        if delta.first_token == 0:
+            role: Json = {"role": "assistant", "content": ""}
+            choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
+            yield self._chunk(output, choice, **(self._prompt_ids(0) if output.index == 0 else {}))
+        finish = delta.finish
+        changes = reading.feed(output, delta)
+        shown = [part for change in changes if (part := self._shown_change(output.index, *change))]
+        if not shown and (finish or self._shows_tokens(output, delta)):
+            shown.append({})
+        for number, part_delta in enumerate(shown, 1):
+            is_first, is_last = number == 1, number == len(shown)
+            choice = {
+                "index": output.index,
+                "delta": part_delta,
+                "logprobs": self._new_logprobs(output, delta) if is_first else None,
+                "finish_reason": _finish_reason(finish, reading) if finish and is_last else None,
+                "matched_stop": finish.matched if finish and is_last else None,
+            }
+            choice |= self._ids(
+                output, delta.first_token, delta.last_token if is_first else delta.first_token
+            )
+            yield self._chunk(output, choice)
+
+    def _shown_change(self, sample: int, change: Change, block: Block, text: str) -> Json:
+        """The delta of a change of a block; empty where it shows nothing."""
+        match change, block.kind:
+            case Change.GREW, BlockKind.REASONING:
+                return {"reasoning_content": text}
+            case Change.GREW, BlockKind.TEXT:
+                return {"content": text}
+            case Change.OPENED, BlockKind.CALL:
+                return {"tool_calls": [self._shown_call(sample, block, "")]}
+            case Change.GREW, BlockKind.CALL:
+                return {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
+            case _:
+                return {}
+
+    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+        return usage(outputs, sum(self._readings[output.index].num_reasoning_tokens for output in outputs))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
+        return super().whole(outputs, choices) | self._prompt_ids(0)
+
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        finish, reading = output.finish, self._readings[output.index]
+        assert finish is not None
+        message: Json = {"role": "assistant"}
+        if reasoning := "".join(block.text for block in reading.of_kind(BlockKind.REASONING)):
+            message["reasoning_content"] = reasoning
+        if calls := reading.of_kind(BlockKind.CALL):
+            message["tool_calls"] = [self._shown_call(output.index, call, call.text) for call in calls]
+        content = "".join(block.text for block in reading.of_kind(BlockKind.TEXT))
+        return {
+            "index": output.index,
+            "message": message | {"content": content or (None if calls else ""), "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": _finish_reason(finish, reading),
+            "matched_stop": finish.matched,
+            **self._ids(output),
+        }
+
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        return {
+            "content": [
+                self._token(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
+                for entry in delta.logprobs
+            ]
+        }
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return {**lists, "refusal": None}
+
+    def _shown_call(self, sample: int, call: Block, arguments: str) -> Json:
+        return {
+            "index": call.number,  # by which clients join deltas; in a whole message it is one field more
+            "id": self._identity.name("call_", 12, sample, call.number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments},
+        }
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        token = self._token_bytes.of(token_id)
+        return {
+            "token": token.decode(errors="replace"),
+            "logprob": finite(logprob),
+            "bytes": list(token),
+        }
+
+
+def _finish_reason(finish: Finish, reading: ChatReading) -> str:
+    return "tool_calls" if reading.calls_tools(finish) else finish.reason
+
+
+# --- SGLang --------------------------------------------------------------------------------------------
+
+
+class Generate(Dialect):
+    """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are.
+
+    So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
+    """
+
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        self._is_list = work.request.is_batch or len(work.samples) > 1
+        self._kept = _Kept()
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if (num_logprobs := output.sample.options.sampling.num_logprobs) is None:
+            return
+        lists = {
+            "output_token_logprobs": [
+                self._token(output, entry.token_id, entry.logprob) for entry in delta.logprobs
+            ]
+        }
+        if num_logprobs:
+            lists["output_top_logprobs"] = [
+                [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
+                for entry in delta.logprobs
+            ]
+        self._kept.extend(output, lists)
+
+    def choice(self, output: SampleOutput) -> Raw:
+        return Raw(msgspec.json.encode(self._show(output)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        return choices if self._is_list else choices[0]
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        self.keep(output, delta)
+        if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
+            yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
+
+    def replay(self, output: SampleOutput, delta: Delta) -> None:
+        self.keep(output, delta)  # an event has all that those before it have
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        yield SSE_DONE
+
+    def _show(self, output: SampleOutput) -> Json:
+        meta: Json = {
+            "id": self._request_id(output),
+            "finish_reason": output.finish and self._finish_reason(output, output.finish),
+            "prompt_tokens": output.num_prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": output.num_cached_tokens,
+            "held_tokens": output.num_held_tokens,
+            "e2e_latency": time.monotonic() - self._work.arrived_at,
+            "hisparse": hisparse_usage([output]),
+        }
+        if output.stats.num_drafted:
+            meta["spec_draft_token_num"] = output.stats.num_drafted
+            meta["spec_accept_token_num"] = output.stats.num_accepted
+        if output.sample.options.sampling.num_logprobs is not None:
+            meta["input_token_logprobs"] = []
+            meta |= self._kept.show(output)
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
+        return sglang_token(self._token_bytes, token_id, logprob, output.sample.options.text_in_logprobs)
+
+    def _request_id(self, output: SampleOutput) -> str:
+        given = self._work.request.request_ids
+        return given[output.sample.prompt_index] if given else self._identity.name("", 12, output.index)
+
+    @staticmethod
+    def _finish_reason(output: SampleOutput, finish: Finish) -> Json:
+        shown: Json = {"type": finish.reason}
+        if finish.reason == "length":
+            shown["length"] = len(output.token_ids)
+        if finish.matched is not None:
+            shown["matched"] = finish.matched
+        return shown
+
+
+# --- usage ---------------------------------------------------------------------------------------------
+
+
+def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = None) -> Json:
+    """OpenAI's usage object. A prompt counts once, however many samples it has.
+
+    ``num_reasoning_tokens``: of all samples together; None where answers have no reasoning.
+    """
+    firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
+    num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
+    num_new_tokens = sum(len(output.token_ids) for output in outputs)
+    details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
+    if num_drafted := sum(output.stats.num_drafted for output in outputs):
+        num_accepted = sum(output.stats.num_accepted for output in outputs)
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_drafted - num_accepted
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.num_cached_tokens for output in firsts),
+            "held_tokens": sum(output.num_held_tokens for output in firsts),
+        },
+        **({"completion_tokens_details": details} if details else {}),
+        "hisparse": hisparse_usage(outputs),
+    }
+
+
+def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
+    """Mode, and hits and misses of all samples together; None before the engine has told, and where no
+    decode node took part.
+
+    Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them. Of an
+    answer that went on at another node, how often it did, with the hits and misses of the last one.
+    """
+    stats = [output.stats for output in outputs if output.stats.mode is not None]
+    if not stats:
+        return None
+    modes = [entry.mode for entry in stats]
+    shown: Json = {
+        "mode": modes[0] if len(set(modes)) == 1 else "mixed",
+        "hits": sum(entry.hits for entry in stats),
+        "misses": sum(entry.misses for entry in stats),
+    }
+    if num_resumes := outputs[0].sample.num_resumes:
+        shown["resumes"] = num_resumes
+    return shown if len(set(modes)) == 1 else shown | {"modes": modes}
+
+
+def likeliest_by_text(
+    token_bytes: TokenBytes, token_id: int, logprob: float, top: Sequence[tuple[int, float]]
+) -> dict[str, float]:
+    """The likeliest tokens and the one that is there. Of those that look alike the likeliest."""
+    shown: dict[str, float] = {}
+    for top_id, of_top in (*top, (token_id, logprob)):
+        shown.setdefault(token_bytes.text(top_id), finite(of_top))
+    return shown
+
+
+def sglang_token(
+    token_bytes: TokenBytes, token_id: int, logprob: float | None, with_text: bool
+) -> list[object]:
+    text = token_bytes.text(token_id) if with_text else None
+    return [None if logprob is None else finite(logprob), token_id, text]
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

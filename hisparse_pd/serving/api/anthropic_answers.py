@@ -1,0 +1,151 @@
+"""Answers to ``/v1/messages``, as Anthropic publishes them, whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import assert_never
+
+import pydantic_core
+from msgspec import Raw
+
+from hisparse_pd.base.vocabulary import FinishReason
+from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
+from hisparse_pd.serving.api.answers import hisparse_usage
+from hisparse_pd.serving.api.anthropic_messages import signature_of
+from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.blocks import BlockAnswer
+from hisparse_pd.serving.api.frame import sse
+from hisparse_pd.serving.api.output import Finish, SampleOutput
+from hisparse_pd.serving.api.raw_json import is_object
+
+Json = dict[str, object]
+
+
+class Messages(BlockAnswer):
+    """``/v1/messages``. Thinking that is shown has no signature; what is omitted is in its signature."""
+
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        self._id = work.identity.name("msg_", 12)
+        self._omits_thinking = work.request.omits_thinking
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        (output,) = outputs
+        return self._message([self._whole_block(block) for block in self._reading.blocks], output)
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        (output,) = outputs
+        yield _event("message_delta", delta=self._stop(output.finish), usage=self._usage(output))
+        yield _event("message_stop")
+
+    def _begin(self, output: SampleOutput) -> Iterator[bytes]:
+        yield _event("message_start", message=self._message([], output) | self._stop(None))
+
+    def _show(self, change: Change, block: Block, text: str) -> Iterator[bytes]:
+        match change:
+            case Change.OPENED:
+                yield _event("content_block_start", index=block.index, content_block=self._empty_block(block))
+            case Change.GREW:
+                if not self._omits(block):
+                    yield _event("content_block_delta", index=block.index, delta=_delta(block.kind, text))
+            case Change.CLOSED:
+                if block.kind is BlockKind.REASONING:
+                    text = signature_of(block.text) if self._omits(block) else ""
+                    signature = {"type": "signature_delta", "signature": text}
+                    yield _event("content_block_delta", index=block.index, delta=signature)
+                yield _event("content_block_stop", index=block.index)
+            case _:
+                assert_never(change)
+
+    def _omits(self, block: Block) -> bool:
+        return self._omits_thinking and block.kind is BlockKind.REASONING
+
+    def _whole_block(self, block: Block) -> Json:
+        if self._omits(block):
+            return {"type": "thinking", "thinking": "", "signature": signature_of(block.text)}
+        if block.kind is BlockKind.CALL:
+            return self._empty_block(block) | {"input": _input(block)}
+        return _shown_block(block.kind, block.text)
+
+    def _empty_block(self, block: Block) -> Json:
+        """As a stream opens it."""
+        if block.kind is BlockKind.CALL:
+            tool_id = self._identity.name("toolu_", 12, block.index)
+            return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
+        return _shown_block(block.kind, "")
+
+    def _message(self, content: list[Json], output: SampleOutput) -> Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model_name,
+            "content": content,
+            **self._stop(output.finish),
+            "usage": self._usage(output),
+        }
+
+    def _stop(self, finish: Finish | None) -> Json:
+        reason: str | None = None
+        if finish is not None:
+            by_string = finish.reason is FinishReason.STOP and isinstance(finish.matched, str)
+            if finish.reason is FinishReason.LENGTH:
+                reason = "max_tokens"
+            elif self._reading.calls_tools(finish):
+                reason = "tool_use"
+            else:
+                reason = "stop_sequence" if by_string else "end_turn"
+        sequence = finish.matched if finish is not None and reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self, output: SampleOutput) -> Json:
+        """The prompt's tokens are those that were computed and those that were cached, together."""
+        num_cached_tokens = output.num_cached_tokens
+        return {
+            "input_tokens": output.num_prompt_tokens - num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached_tokens,
+            "output_tokens": len(output.token_ids),
+            "output_tokens_details": {"thinking_tokens": self._reading.num_reasoning_tokens},
+            "held_tokens": output.num_held_tokens,
+            "hisparse": hisparse_usage([output]),
+        }
+
+
+def _event(name: str, **fields: object) -> bytes:
+    return sse({"type": name, **fields}, name)
+
+
+def _delta(kind: BlockKind, text: str) -> Json:
+    match kind:
+        case BlockKind.REASONING:
+            return {"type": "thinking_delta", "thinking": text}
+        case BlockKind.TEXT:
+            return {"type": "text_delta", "text": text}
+        case BlockKind.CALL:
+            return {"type": "input_json_delta", "partial_json": text}
+        case _:
+            assert_never(kind)
+
+
+def _shown_block(kind: BlockKind, text: str) -> Json:
+    if kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _input(block: Block) -> object:
+    """The arguments of a whole call. Of one that was cut off, those that are complete, as in a stream.
+
+    A text that is no JSON object stands in an object as Anthropic's documentation has it.
+    """
+    text = block.text
+    if block.is_cut:
+        with suppress(ValueError):
+            found = pydantic_core.from_json(text or "{}", allow_partial=True)
+            if isinstance(found, dict):
+                return found
+    elif is_object(text):
+        return Raw(text.encode())
+    return {"INVALID_JSON": text}

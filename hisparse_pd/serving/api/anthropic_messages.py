@@ -1,0 +1,175 @@
+"""The conversation of ``/v1/messages``, Anthropic's, as the one that a chat completion would have.
+
+Blocks become what chat templates know: text, reasoning, calls and results of tools. Texts of one message are
+joined by nothing, as in the other APIs. What a model behind a chat template cannot take is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Sequence
+
+from msgspec import Raw
+
+from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api.bodies import Turns
+from hisparse_pd.serving.api.declared import decode, tag_of
+from hisparse_pd.serving.api.prompts import (
+    ChatPrompt,
+    Turn,
+    message_items,
+    refuse_hosted_alone,
+    result_message,
+    template_arguments,
+    text_of_part,
+    tool_items,
+    within_values,
+    without_hosted,
+)
+from hisparse_pd.serving.api.raw_json import decode_item
+from hisparse_pd.serving.http.http_errors import InvalidField
+
+Message = dict[str, object]
+
+
+def parse_messages(body: Turns) -> ChatPrompt:
+    """Raises ApiError 400."""
+    messages: list[Message] = []
+    if body.system is not None:
+        system = body.system
+        text = system if isinstance(system, str) else "".join(block.text for block in system)
+        messages.append({"role": "system", "content": text})
+    items = message_items("messages", body.messages)
+    decoded = list(within_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
+    num_answered = max(
+        (i for i, item in enumerate(decoded) if isinstance(item, parts.AssistantMessage)), default=0
+    )
+    first_thinking = _first_thinking(decoded, body.context_management)
+    for index, ((name, _), item) in enumerate(zip(items, decoded, strict=True)):
+        messages += _messages_of(
+            name, item, is_answered=index < num_answered, keeps_thinking=index >= first_thinking
+        )
+    last = messages[-1]
+    is_continued = last["role"] == "assistant"
+    if is_continued and "tool_calls" in last:
+        rule = "must not end with a tool_use, but with its tool_result"
+        raise InvalidField("messages", items, rule)
+    may_call = body.tool_choice is None or body.tool_choice.type != "none"
+    described, left_out = without_hosted(tool_items("tools", body.tools))
+    refuse_hosted_alone(left_out, are_alone=not described)
+    tools = tuple(_tool(name, item) for name, item in described)
+    return ChatPrompt(
+        tuple(messages),
+        _template_arguments(body),
+        continue_final_message=is_continued,
+        tools=tools if may_call else (),
+        separate_reasoning=True,
+        add_generation_prompt=not is_continued,
+        left_out=left_out,
+    )
+
+
+def _first_thinking(items: Sequence[parts.AnthropicMessage], asked: parts.ContextManagement | None) -> int:
+    """The index of the first message whose thinking is kept.
+
+    The assistant's last turns keep theirs. A turn ends at a question, which the result of a tool is not.
+    """
+    kept = [_num_turns(edit.keep) for edit in (asked.edits or () if asked is not None else ())]
+    num_turns = min((num for num in kept if num is not None), default=None)
+    if num_turns is None:
+        return 0
+    is_in_turn = False
+    for index in range(len(items) - 1, -1, -1):
+        match items[index]:
+            case parts.AssistantMessage() if not is_in_turn:
+                if num_turns == 0:
+                    return index + 1
+                num_turns, is_in_turn = num_turns - 1, True
+            case parts.UserMessage(content=content) if not any(
+                isinstance(block, parts.ToolResult) for block in content
+            ):
+                is_in_turn = False
+    return 0
+
+
+def _num_turns(keep: str | parts.KeptThinking | None) -> int | None:
+    """None: all."""
+    if keep is None:
+        return 1  # what Anthropic's API does
+    if isinstance(keep, str) or keep.type == "all":
+        return None
+    if keep.value is None:
+        raise InvalidField("context_management.edits.keep.value", None, "must be a number of turns")
+    return keep.value
+
+
+def _messages_of(
+    name: str, message: parts.AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
+) -> Iterator[Message]:
+    role: Message = {"role": tag_of(message)}
+    if isinstance(message.content, str):
+        yield role | {"content": message.content}
+        return
+    turn = Turn()
+    for index, block in enumerate(message.content):
+        place = f"{name}.content[{index}]"
+        match block:
+            case parts.ThinkingBlock():
+                if keeps_thinking:
+                    turn.reasoning.append(block.thinking or thinking_of(block.signature))
+            case parts.RedactedThinking():
+                pass
+            case parts.ToolUse():
+                turn.call(block.name, block.input, block.id)
+            case parts.ToolResult():
+                if turn.texts:
+                    yield turn.message() | role
+                    turn = Turn()
+                content, call_id = block.content or "", block.tool_use_id
+                yield result_message(f"{place}.content", content, call_id, is_answered=is_answered)
+            case _:
+                turn.texts.append(text_of_part(place, block, is_answered=False))
+    if not turn.is_empty or not message.content:
+        yield turn.message() | role
+
+
+def _tool(name: str, item: Raw) -> Message:
+    decode(parts.AnthropicTool, item, name)
+    tool = decode_item(name, item)
+    function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
+    if tool.get("strict"):
+        function["strict"] = True
+    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
+
+
+def _template_arguments(body: Turns) -> dict[str, object]:
+    """Thinking is switched as templates have it: DeepSeek's by ``thinking``, GLM's by ``enable_thinking``."""
+    arguments = template_arguments(body, body.output_config.effort if body.output_config else None)
+    if body.thinking is not None:
+        for switch in ("thinking", "enable_thinking"):
+            arguments.setdefault(switch, body.thinking.type != "disabled")
+    return arguments
+
+
+# --- thinking that a client does not want to see ------------------------------------------------------
+
+_MARK = "hisparse-pd:"
+
+
+def signature_of(thinking: str) -> str:
+    """Of an empty block: the thinking itself, in base64. Clients send it back, and the model sees it again.
+
+    No secret: whoever may read the answer may read it.
+    """
+    return _MARK + base64.b64encode(thinking.encode()).decode()
+
+
+def thinking_of(signature: str | None) -> str:
+    """The text behind a signature; "" for one of another service."""
+    if signature is None or not signature.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,50 @@
+"""Answers that are a sequence of blocks: Anthropic's messages and OpenAI's responses.
+
+A stream shows them by events that open a block, let it grow and close it, which a subclass writes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.serving.api.answer_blocks import Block, Change
+from hisparse_pd.serving.api.answers import Dialect
+from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.chat_reading import chat_readings
+from hisparse_pd.serving.api.output import Delta, SampleOutput
+
+_NO_CHOICE = Raw(msgspec.json.encode(None))
+
+
+class BlockAnswer(Dialect):
+    """For requests of one sample."""
+
+    def __init__(self, front: Front, work: Work) -> None:
+        super().__init__(front, work)
+        (self._reading,) = chat_readings(front, work)
+        self._has_begun = False
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        self._reading.feed(output, delta)
+
+    def choice(self, output: SampleOutput) -> Raw:
+        return _NO_CHOICE  # there is one, and ``whole`` shows it
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self._begin(output)
+        for change, block, text in self._reading.feed(output, delta):
+            yield from self._show(change, block, text)
+
+    @abstractmethod
+    def _begin(self, output: SampleOutput) -> Iterator[bytes]:
+        """The events before the first block."""
+
+    @abstractmethod
+    def _show(self, change: Change, block: Block, text: str) -> Iterator[bytes]:
+        """The events of a change; ``text``: by what the block grew."""

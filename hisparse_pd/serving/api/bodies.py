@@ -1,0 +1,390 @@
+"""The bodies of all endpoints that take one, declared: every field with its type and bounds.
+
+Parsing, its errors and the OpenAPI document come from these declarations. Plain classes are groups of fields;
+those under ``declared`` are whole objects. Who reads the fields gives defaults, and checks what several say.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw
+
+from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api.declared import declared, list_of, raw, reference, rule, unsupported
+
+_TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
+
+_ELSEWHERE = (
+    "is not supported here: completions and chats take it, /generate json_schema, regex and ebnf within "
+    "sampling_params, and responses structured_outputs"
+)
+_OLD_WORDS = "is not supported: vLLM calls it structured_outputs now"
+
+_TOOL_CHOICE = raw(
+    anyOf=[
+        {"enum": ["none", "auto", "required"]},
+        *map(reference, ("ChatToolChoice", "ChatAllowedChoice", "ToolChoice", "AllowedChoice")),
+    ]
+)
+
+_TOKEN_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_RECORD: dict[str, object] = {"type": "array", "items": {"anyOf": [{"type": "integer"}, _TOKEN_IDS]}}
+_RECORD_BLOCKS = raw(
+    type="array", items={"type": "array", "items": _RECORD}, maxItems=parts.MAX_RECORD_BLOCKS
+)
+
+
+# --- groups of fields ------------------------------------------------------------------------------------
+
+
+class Refused:
+    """Known to other servers, and nothing that this one does."""
+
+    allowed_token_ids: Annotated[Raw | None, unsupported([])]
+    audio: Annotated[Raw | None, unsupported()]
+    audio_data: Annotated[Raw | None, unsupported([])]
+    bad_words: Annotated[Raw | None, unsupported([])]
+    chat_template: Annotated[Raw | None, unsupported()]
+    custom_logit_processor: Annotated[Raw | None, unsupported()]
+    documents: Annotated[Raw | None, unsupported([])]
+    function_call: Annotated[Raw | None, unsupported("none", "auto")]
+    functions: Annotated[Raw | None, unsupported([])]
+    guided_choice: Annotated[Raw | None, unsupported([], why=_OLD_WORDS)]
+    guided_grammar: Annotated[Raw | None, unsupported(why=_OLD_WORDS)]
+    guided_json: Annotated[Raw | None, unsupported(why=_OLD_WORDS)]
+    guided_regex: Annotated[Raw | None, unsupported(why=_OLD_WORDS)]
+    guided_whitespace_pattern: Annotated[Raw | None, unsupported()]
+    image_data: Annotated[Raw | None, unsupported([])]
+    input_embeds: Annotated[Raw | None, unsupported([])]
+    logits_processors: Annotated[Raw | None, unsupported([])]
+    lora_path: Annotated[Raw | None, unsupported([])]
+    modalities: Annotated[Raw | None, unsupported(["text"])]
+    prediction: Annotated[Raw | None, unsupported()]
+    prompt_embeds: Annotated[Raw | None, unsupported([])]
+    return_hidden_states: Annotated[Raw | None, unsupported(False)]
+    return_routed_experts: Annotated[Raw | None, unsupported(False)]
+    return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
+    stop_regex: Annotated[Raw | None, unsupported([], "")]
+    structural_tag: Annotated[Raw | None, unsupported()]
+    suffix: Annotated[Raw | None, unsupported("")]
+    thinking_token_budget: Annotated[Raw | None, unsupported()]
+    truncate_prompt_tokens: Annotated[Raw | None, unsupported()]
+    use_beam_search: Annotated[Raw | None, unsupported(False)]
+    video_data: Annotated[Raw | None, unsupported([])]
+    web_search_options: Annotated[Raw | None, unsupported()]
+
+
+class VllmFormat:
+    """What an answer's text shall be, in vLLM's words."""
+
+    structured_outputs: parts.StructuredOutputs | None
+
+
+class SglangFormat:
+    """The same in SGLang's."""
+
+    json_schema: Annotated[parts.JsonSchema | None, parts.A_SCHEMA]
+    regex: parts.RegexText | None
+    ebnf: parts.GrammarText | None
+
+
+class NoVllmFormat:
+    structured_outputs: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
+
+
+class NoSglangFormat:
+    json_schema: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
+    regex: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
+    ebnf: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
+
+
+class OnlyOpenAI:
+    """What completions and chat completions have, elsewhere."""
+
+    echo: Annotated[Raw | None, unsupported(False)]
+    prompt_logprobs: Annotated[Raw | None, unsupported()]
+    return_token_ids: Annotated[Raw | None, unsupported(False)]
+
+
+class Addressed:
+    """``model`` must be the one that is served, or none."""
+
+    model: parts.Name | None
+
+
+class Served(Addressed):
+    """What every request that generates may say. A router adds the bootstrap fields, one or one a prompt, and
+    what it keeps in a journal."""
+
+    stream: bool | None
+    speculative: bool | None
+    hisparse: Annotated[bool | Literal["auto"] | None, parts.FLAG]
+    bootstrap_host: Annotated[
+        str | Annotated[list[str], Meta(max_length=parts.MAX_SAMPLES)] | None, parts.HOST
+    ]
+    bootstrap_port: parts.Port | Annotated[list[parts.Port | None], Meta(max_length=parts.MAX_SAMPLES)] | None
+    bootstrap_room: parts.Room | Annotated[list[parts.Room], Meta(max_length=parts.MAX_SAMPLES)] | None
+    prefill_only: bool | None
+    journal: parts.JournalHead | None
+    journal_records: Annotated[Raw | None, _RECORD_BLOCKS]
+    cache_salt: parts.IsolationKeys | None
+    extra_key: parts.IsolationKeys | None
+
+
+class Drawing:
+    """How tokens are drawn, and where an answer ends. What is absent is the checkpoint's, or OpenAI's."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None
+    top_k: Annotated[int, Meta(ge=-1, le=parts.MAX_TOKENS)] | None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None
+    presence_penalty: parts.Penalty | None
+    frequency_penalty: parts.Penalty | None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
+    logit_bias: parts.Biases | None
+    ignore_eos: bool | None
+    stop_token_ids: parts.TokenIds | None
+    skip_special_tokens: bool | None
+    no_stop_trim: bool | None
+    include_stop_str_in_output: bool | None
+
+
+class Bounded:
+    min_tokens: parts.Minimum | None
+    seed: parts.Seed | None
+
+
+class OneSample:
+    n: Annotated[Raw | None, unsupported(1)]
+
+
+class OpenAI(Served, Drawing, Bounded, VllmFormat, SglangFormat, Refused):
+    max_tokens: parts.Minimum | None
+    max_completion_tokens: parts.Minimum | None
+    prompt_logprobs: parts.NumLogprobs | None
+    n: parts.NumSamples | None
+    best_of: parts.NumSamples | None
+    stop: parts.StopString | parts.StopStrings | None
+    stream_options: parts.StreamOptions | None
+    response_format: parts.ResponseFormat | None
+    return_token_ids: bool | None
+
+
+class Templated:
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class Conversation(Templated):
+    """A chat in OpenAI's words."""
+
+    messages: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, "ChatMessage")]
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "Tool", min_items=0)]
+    tool_choice: Annotated[Raw | None, _TOOL_CHOICE]
+    parallel_tool_calls: bool | None
+    reasoning_effort: parts.Effort | None
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+    separate_reasoning: bool | None
+
+
+class Turns(Addressed, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+    """A conversation in Anthropic's words."""
+
+    system: str | Annotated[list[parts.TextBlock], Meta(max_length=parts.MAX_PARTS)] | None
+    messages: Annotated[
+        Raw | None, list_of(parts.MAX_MESSAGES, "UserMessage", "AssistantMessage", "SystemMessage")
+    ]
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "AnthropicTool", "HostedTool", min_items=0)]
+    tool_choice: parts.AnthropicChoice | None
+    thinking: parts.Thinking | None
+    output_config: parts.OutputConfig | None
+    container: Annotated[Raw | None, unsupported()]
+    context_management: parts.ContextManagement | None
+    diagnostics: Annotated[Raw | None, unsupported()]
+    inference_geo: Annotated[Raw | None, unsupported()]
+    mcp_servers: Annotated[Raw | None, unsupported([])]
+    output_format: parts.AnthropicFormat | None
+    speed: Annotated[Raw | None, unsupported("standard")]
+
+
+# --- bodies ----------------------------------------------------------------------------------------------
+
+_TEXT: dict[str, object] = {"type": "string", "minLength": 1}
+_IDS: dict[str, object] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": parts.MAX_TOKEN_ID},
+    "minItems": 1,
+}
+
+
+def _or_list(schema: dict[str, object]) -> list[dict[str, object]]:
+    return [schema, {"type": "array", "items": schema, "minItems": 1, "maxItems": parts.MAX_PROMPTS}]
+
+
+Included = Annotated[
+    Literal[
+        "reasoning.encrypted_content",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    ],
+    rule("is not supported"),
+]
+"""What an answer may be asked to have besides. Reasoning is in the open here, which serves the same end; the
+others are parts of items that no answer has."""
+
+_INPUT_ITEMS = (
+    *("InputMessage", "AnswerMessage", "FunctionCall", "CustomToolCall", "CallOutput"),
+    *("ReasoningItem", "AdditionalTools"),
+)
+
+
+@declared
+class CompletionsBody(OpenAI):
+    """``/v1/completions``, OpenAI's. A list of prompts has as many bootstrap fields of each kind, or one."""
+
+    prompt: Annotated[Raw | None, raw(anyOf=[*_or_list(_TEXT), *_or_list(_IDS)])]
+    logprobs: parts.NumLogprobs | None
+    echo: bool | None
+    add_special_tokens: Annotated[Raw | None, unsupported(True)]
+    tools: Annotated[Raw | None, unsupported([])]
+
+
+@declared
+class ChatBody(OpenAI, Conversation):
+    """``/v1/chat/completions``, OpenAI's."""
+
+    logprobs: bool | None
+    top_logprobs: parts.NumLogprobs | None
+    metadata: parts.Labels | None
+    add_special_tokens: Annotated[Raw | None, unsupported(False, why=_TEMPLATE_WRITES)]
+    echo: Annotated[Raw | None, unsupported(False)]
+
+
+@declared
+class SamplingParams(Drawing, NoVllmFormat, SglangFormat, Refused):
+    """``sampling_params`` of ``/generate``."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None
+    max_new_tokens: parts.Minimum | None
+    min_new_tokens: parts.Minimum | None
+    sampling_seed: parts.Seed | None
+    n: parts.NumSamples | None
+    stop: parts.StopString | parts.StopStrings | None
+
+
+@declared
+class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+    """``/generate``, SGLang's. One of text and input_ids is needed."""
+
+    text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
+    input_ids: Annotated[Raw | None, raw(anyOf=_or_list(_IDS))]
+    sampling_params: Annotated[Raw | None, raw(anyOf=_or_list(reference("SamplingParams")))]
+    rid: parts.Name | Annotated[list[parts.Name], Meta(max_length=parts.MAX_PROMPTS)] | None
+    return_logprob: bool | None
+    top_logprobs_num: parts.NumLogprobs | None
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=parts.MAX_TOKENS)] | None
+    token_ids_logprob: Annotated[Raw | None, unsupported([])]
+    return_text_in_logprobs: bool | None
+    custom_labels: parts.Labels | None
+    tools: Annotated[Raw | None, unsupported([])]
+
+
+@declared
+class MessagesBody(Served, Turns, Drawing, Bounded, OneSample):
+    """``/v1/messages``, Anthropic's."""
+
+    max_tokens: parts.NewTokens
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None
+    stop_sequences: parts.StopStrings | None
+    metadata: parts.Labels | None
+
+
+@declared
+class CountTokensBody(Turns):
+    """``/v1/messages/count_tokens``, Anthropic's."""
+
+
+@declared
+class ResponsesBody(
+    Served, Templated, Drawing, Bounded, OneSample, VllmFormat, NoSglangFormat, OnlyOpenAI, Refused
+):
+    """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
+
+    input: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, *_INPUT_ITEMS, besides=_TEXT)]
+    instructions: str | None
+    max_output_tokens: parts.NewTokens | None
+    stop: parts.StopString | parts.StopStrings | None
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, *parts.RESPONSES_TOOLS, min_items=0)]
+    reasoning: parts.Reasoning | None
+    text: parts.TextOptions | None
+    include: Annotated[list[Included], Meta(max_length=parts.MAX_PARTS)] | None
+    metadata: Annotated[Raw | None, raw(**reference("Labels"))]
+    max_tool_calls: int | None
+    user: str | None
+    safety_identifier: str | None
+    background: Annotated[Raw | None, unsupported(False)]
+    background_options: Annotated[Raw | None, unsupported()]
+    context_management: Annotated[Raw | None, unsupported([])]
+    conversation: Annotated[Raw | None, unsupported()]
+    image: Annotated[Raw | None, unsupported()]
+    moderation: Annotated[Raw | None, unsupported()]
+    parallel_tool_calls: bool | None
+    previous_response_id: Annotated[Raw | None, unsupported()]
+    prompt: Annotated[Raw | None, unsupported()]
+    store: Annotated[Raw | None, unsupported(False)]
+    tool_choice: Annotated[Raw | None, _TOOL_CHOICE]
+    top_logprobs: Annotated[Raw | None, unsupported(0)]
+    truncation: Annotated[Raw | None, unsupported("disabled")]
+
+
+@declared
+class TokenizeBody(Addressed, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+    """``/tokenize``, vLLM's. One of prompt and messages is needed."""
+
+    prompt: Annotated[Raw | None, raw(**_TEXT)]
+    add_special_tokens: bool | None
+    return_token_strs: bool | None
+
+
+@declared
+class DetokenizeBody(Addressed):
+    """``/detokenize``, vLLM's."""
+
+    tokens: Annotated[Raw | None, raw(**_IDS)]
+
+
+class Endpoint(StrEnum):
+    """The paths that take work; a router relays them to a pair."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+    GENERATE = "/generate"
+    MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
+
+
+class TokenPath(StrEnum):
+    """vLLM's paths that are about tokens, and Anthropic's to count; any node answers them."""
+
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+
+
+BODIES: dict[str, type[Any]] = {
+    Endpoint.COMPLETIONS: CompletionsBody,
+    Endpoint.CHAT: ChatBody,
+    Endpoint.GENERATE: GenerateBody,
+    Endpoint.MESSAGES: MessagesBody,
+    Endpoint.RESPONSES: ResponsesBody,
+    TokenPath.TOKENIZE: TokenizeBody,
+    TokenPath.DETOKENIZE: DetokenizeBody,
+    TokenPath.COUNT_TOKENS: CountTokensBody,
+}
+"""By the paths that take them."""

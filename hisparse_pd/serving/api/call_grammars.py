@@ -1,0 +1,299 @@
+# ruff: noqa: RUF001 -- the marks of the models are written with wide bars
+"""Grammars of calls, in each markup that ``chat_format`` reads: what they admit is read back as the call.
+
+One thing they cannot keep out: a mark that is spelled within a string of a JSON value. No model writes one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from hisparse_pd.serving.api.argument_forms import NotWritable, SchemaReader, Steps, texts_of
+from hisparse_pd.serving.api.chat_format import STRING_ATTRIBUTE, Markup, ToolMarkup
+from hisparse_pd.serving.api.constraints import schema_text
+from hisparse_pd.serving.api.lark import ANY, NEWLINE, Lark, json_value, literal, sequence
+from hisparse_pd.serving.api.tool_schemas import ToolSchemas
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
+
+_NAME: Final = re.compile(r'[^\s<>"｜]([^<>"｜\x00-\x1f\x7f]*[^\s<>"｜])?')
+"""What a tool or a parameter may be called where its calls are constrained: no part of markup."""
+
+_FREE_KEY = "/[A-Za-z0-9_.\\-]{1,64}/"
+"""Of a parameter that no schema names."""
+
+_CHARS_A_STEP = 8
+"""That are written in the time of one."""
+
+
+@dataclass(frozen=True)
+class CallableTool:
+    """``place``: as errors call it. ``is_strict``: what its schema says is enforced, or an error."""
+
+    place: str
+    name: str
+    parameters: Mapping[str, object]
+    is_strict: bool
+
+
+class CallWriter(ABC):
+    """Writes the calls of one markup. They begin with ``opening``; ``gap`` may precede it."""
+
+    gap = ""
+
+    def __init__(
+        self, markup: Markup, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps
+    ) -> None:
+        """``tools``: all of the request; ``steps``: what reading their schemas is paid from."""
+        self.opening = markup.openings[-1]
+        self._markup = markup
+        self._lark = lark
+        self._steps = steps
+        self._schemas = ToolSchemas(tools, steps)
+
+    def behind_opening(self, tools: Sequence[CallableTool], *, at_most_one: bool) -> str:
+        """What follows ``opening``: calls of ``tools``, and their end. Raises ApiError 400, TooManySteps."""
+        for tool in tools:
+            if not _NAME.fullmatch(tool.name):
+                raise _refused(tool, "has a name that this model's calls cannot have")
+        return self._calls("(" + " | ".join(map(self._checked_call, tools)) + ")", at_most_one)
+
+    def _checked_call(self, tool: CallableTool) -> str:
+        try:
+            return self._lark.rule(self._call(tool))
+        except NotWritable as error:
+            raise _refused(tool, str(error)) from error
+
+    def _calls(self, call: str, at_most_one: bool) -> str:
+        """What follows the opening; in most markups each further call has an opening of its own."""
+        further = f"({NEWLINE}? {self._lark.mark(self.opening)} {call})*"
+        return call if at_most_one else f"{call} {further}"
+
+    @abstractmethod
+    def _call(self, tool: CallableTool) -> str:
+        """One call. Raises NotWritable."""
+
+
+def _refused(tool: CallableTool, why: str) -> ApiError:
+    return FieldRefused(tool.place, f"{tool.name!r} {why}")
+
+
+class _WithArguments(CallWriter):
+    """A markup in which each argument has marks of its own."""
+
+    def _arguments(self, tool: CallableTool) -> list[str]:
+        reader = SchemaReader(tool.parameters, self._steps, is_lenient=not tool.is_strict)
+        properties, required, others = _members(tool, reader)
+        if not properties:
+            if others is False:
+                return []
+            key, value = self._lark.terminal(_FREE_KEY), self._value(tool, "", others, reader)
+            return [f"({self._argument(key, value)})*"]
+        written = []
+        self._steps.spend(len(properties))
+        for name, schema in properties.items():
+            if not _NAME.fullmatch(name):
+                raise NotWritable(f"has a parameter {name!r}, a name that this model's calls cannot have")
+            try:
+                value = self._value(tool, name, schema, reader)
+            except NotWritable as error:
+                if tool.is_strict:
+                    raise NotWritable(f"has a parameter {name!r} that {error}") from error
+                value = self._value(tool, name, {}, reader)
+            rule = self._lark.rule(self._argument(literal(name), value))
+            written.append(rule if name in required else f"{rule}?")
+        return written
+
+    @abstractmethod
+    def _argument(self, key: str, value: str) -> str:
+        """``value``: with what ends it."""
+
+    @abstractmethod
+    def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
+        """The value, and the mark that ends it."""
+
+    def _texts(self, texts: Sequence[str], strings: Sequence[str]) -> str:
+        """As ``texts_of``, paid for: what many parameters refer to is written for each."""
+        written = texts_of(texts, strings)
+        self._steps.spend(len(written) // _CHARS_A_STEP)
+        return written
+
+    def _json(self, tool: CallableTool, schema: Mapping[str, object], reader: SchemaReader) -> str:
+        return json_value(reader.document(schema), is_lenient=not tool.is_strict)
+
+
+def _members(
+    tool: CallableTool, reader: SchemaReader
+) -> tuple[Mapping[str, object], Mapping[str, None], object]:
+    """Properties, the names of those that are required, and the schema of all others."""
+    root = reader.target_of(tool.parameters)
+    if not isinstance(root, dict):
+        raise NotWritable("has parameters that are no object")
+    known = {"type", "properties", "required", "additionalProperties"}
+    if tool.is_strict and (more := [word for word in _COMBINING if word in root.keys() - known]):
+        raise NotWritable(f"has parameters with {more[0]!r}, which this model's calls cannot be held to")
+    properties, required = root.get("properties") or {}, root.get("required") or []
+    others = root.get("additionalProperties", True)
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise NotWritable("has parameters without a schema")
+    needed = {str(name): None for name in required}
+    return {**properties, **{name: others for name in needed if name not in properties}}, needed, others
+
+
+_COMBINING = (
+    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    "unevaluatedProperties",
+)
+"""What can be said of the arguments together, besides."""
+
+
+class _Glm(_WithArguments):
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``, with line breaks."""
+
+    def _call(self, tool: CallableTool) -> str:
+        end = self._lark.mark(self._markup.call_end)
+        return sequence(literal(tool.name), f"{NEWLINE}?", *self._arguments(tool), end)
+
+    def _argument(self, key: str, value: str) -> str:
+        markup, mark = self._markup, self._lark.mark
+        keyed = sequence(mark(markup.key), key, mark(markup.end_of_key), f"{NEWLINE}?", mark(markup.value))
+        return sequence(keyed, value, f"{NEWLINE}?")
+
+    def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
+        """Bare or JSON, as ``ToolSchemas.to_json`` will tell them apart."""
+        forms = reader.forms(schema)
+        end = self._lark.mark(self._markup.end_of_value)
+        if forms.is_anything:
+            return self._bare(ANY)
+        if forms.whole is not None:
+            if self._schemas.to_json(tool.name, name, '"x"') != '"x"':
+                raise NotWritable("mixes strings with what this model's calls cannot tell from them")
+            return sequence(self._json(tool, forms.whole, reader), end)
+        texts = [text for text in forms.texts if self._is_read_back(tool.name, name, text)]
+        strings = reader.regexes(forms)
+        if strings:
+            if forms.takes_null:
+                texts.append("null")
+            forms = forms.structures()
+            if forms.schemas:
+                strings = [f"({string}) & ~(/[ \\t\\r\\n]*[\\[{{]/ {ANY})" for string in strings]
+        bare = self._texts(texts, strings)
+        written = [self._bare(bare)] if bare else []
+        if (rest := forms.schema) is not None:
+            written.append(sequence(self._json(tool, rest, reader), end))
+        if not written:
+            raise NotWritable("has no value that this model's calls can have")
+        return f"({' | '.join(written)})"
+
+    def _bare(self, text: str) -> str:
+        return self._lark.until(self._markup.end_of_value, text, (self._markup.call_end,))
+
+    def _is_read_back(self, tool: str, name: str, text: str) -> bool:
+        if self._markup.call_end in text or self._markup.end_of_value in text:
+            return False
+        return bool(msgspec.json.decode(self._schemas.to_json(tool, name, text)) == text)
+
+
+class _Dsml(_WithArguments):
+    """DeepSeek-V3.2's, in which each argument says whether it is a bare string."""
+
+    gap = f"({NEWLINE} {NEWLINE})?"
+
+    def _calls(self, call: str, at_most_one: bool) -> str:
+        many = "" if at_most_one else "+"
+        return f"{NEWLINE} ({call} {NEWLINE}){many} {self._lark.mark(self._markup.closing)}"
+
+    def _call(self, tool: CallableTool) -> str:
+        markup, mark = self._markup, self._lark.mark
+        name = sequence(mark(markup.call), literal(f"{tool.name}{markup.end_of_name}\n"))
+        return sequence(name, *(self._arguments(tool) or [f"{NEWLINE}?"]), mark(markup.call_end))
+
+    def _argument(self, key: str, value: str) -> str:
+        return sequence(self._lark.mark(self._markup.key), key, literal(STRING_ATTRIBUTE), value, NEWLINE)
+
+    def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
+        end = self._markup.end_of_value
+        forms = reader.forms(schema)
+        written = []
+        if bare := self._texts([text for text in forms.texts if end not in text], reader.regexes(forms)):
+            written.append(sequence(literal('true">'), self._lark.until(end, bare)))
+        if (rest := forms.schema) is not None:
+            written.append(sequence(literal('false">'), self._json(tool, rest, reader), self._lark.mark(end)))
+        if not written:
+            raise NotWritable("has no value")
+        return f"({' | '.join(written)})"
+
+
+class _DeepSeekV31(CallWriter):
+    """DeepSeek-V3.1's, in which the arguments are one JSON object."""
+
+    def _calls(self, call: str, at_most_one: bool) -> str:
+        return sequence(call if at_most_one else f"{call}+", self._lark.mark(self._markup.closing))
+
+    def _call(self, tool: CallableTool) -> str:
+        markup, mark = self._markup, self._lark.mark
+        name = sequence(mark(markup.call), literal(tool.name), mark(markup.end_of_name))
+        return sequence(name, _json_arguments(tool), mark(markup.call_end))
+
+
+class _Hermes(CallWriter):
+    """``<tool_call>{"name": "...", "arguments": {...}}</tool_call>``, with line breaks."""
+
+    def _call(self, tool: CallableTool) -> str:
+        name = literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
+        end = self._lark.mark(self._markup.call_end)
+        return sequence(f"{NEWLINE}?", name, _json_arguments(tool), literal("}"), f"{NEWLINE}?", end)
+
+
+class _Mistral(CallWriter):
+    """``[TOOL_CALLS]name[ARGS]{...}``, the next call or the answer's end behind it."""
+
+    def _calls(self, call: str, at_most_one: bool) -> str:
+        return call if at_most_one else f"{call} ({self._lark.mark(self.opening)} {call})*"
+
+    def _call(self, tool: CallableTool) -> str:
+        if "[" in tool.name:
+            raise NotWritable("has a name that this model's calls cannot have")
+        return sequence(literal(tool.name), self._lark.mark(self._markup.end_of_name), _json_arguments(tool))
+
+
+def _json_arguments(tool: CallableTool) -> str:
+    if tool.parameters.get("type", "object") != "object":
+        raise NotWritable("has parameters that are no object")
+    return json_value({**tool.parameters, "type": "object"}, is_lenient=not tool.is_strict)
+
+
+CALL_WRITERS: Final[Mapping[ToolMarkup, type[CallWriter]]] = {
+    ToolMarkup.GLM: _Glm,
+    ToolMarkup.DSML: _Dsml,
+    ToolMarkup.DEEPSEEK_V31: _DeepSeekV31,
+    ToolMarkup.HERMES: _Hermes,
+    ToolMarkup.MISTRAL: _Mistral,
+}
+
+
+def callable_tools(tools: Sequence[Mapping[str, object]], names: Sequence[str]) -> Iterator[CallableTool]:
+    """Those of ``names``; of several tools of one name the last, as ``ToolSchemas`` has it. Raises ApiError
+    for a schema that is too large."""
+    found: dict[str, CallableTool] = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or (name := str(function["name"])) not in names:
+            continue
+        parameters = function.get("parameters")
+        schema_text(f"tools[{index}]", parameters)
+        has_none = {"type": "object", "additionalProperties": False}
+        found[name] = CallableTool(
+            f"tools[{index}]",
+            name,
+            parameters if isinstance(parameters, dict) else has_none,
+            function.get("strict") is True,
+        )
+    yield from found.values()

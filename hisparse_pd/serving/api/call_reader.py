@@ -1,0 +1,287 @@
+"""Tool calls out of an answer's text as it comes: the name at once, then arguments as JSON text.
+
+What has been shown is never taken back: an argument of which only its end tells whether it is a string is
+held back until then. A text without a name is no call, but content. What cannot be read of a call that has
+begun follows in its arguments as it stands, with the mark that ends the call: they are no JSON then, and no
+client takes them for what the model meant. A call that is cut off keeps the arguments that were certain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from hisparse_pd.protocol.decoding import TypedDecoder, decode_json
+from hisparse_pd.serving.api.answer_blocks import BlockKind, BlockList
+from hisparse_pd.serving.api.chat_format import STRING_ATTRIBUTE, Markup
+from hisparse_pd.serving.api.tool_schemas import ToolSchemas
+
+T = TypeVar("T")
+Marks = tuple[str, ...]
+Reading: TypeAlias = Generator[Marks, tuple[str, bool], T]
+"""Yields what is markup where it has come to, and is sent what comes next: a text without any of these marks,
+or one of them, and whether it is one. So a text may come in any number of pieces."""
+
+_MAX_NAME_CHARS = 512
+"""With the white space round it: tools have names of 256 characters at most."""
+
+_HEAD_CHARS = 8
+"""Of a value, behind white space: enough to tell text from any word of JSON."""
+
+
+class _JsonCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_JSON_CALLS: TypedDecoder[_JsonCall] = TypedDecoder.json(_JsonCall)
+
+
+def _json_call(text: str) -> _JsonCall | None:
+    """A call that is JSON as a whole; None where it is none."""
+    try:
+        call = _JSON_CALLS.decode(text.encode())
+    except msgspec.MsgspecError:
+        return None
+    return call if call.name else None
+
+
+class CallReader:
+    """The calls behind one ``opening``, which show themselves in ``blocks``."""
+
+    def __init__(self, markup: Markup, schemas: ToolSchemas, opening: str, blocks: BlockList) -> None:
+        self._markup = markup
+        self._ends = markup.ends
+        self._schemas = schemas
+        self._blocks = blocks
+        self._unshown = [opening]
+        """Text and marks that have been read and not been shown yet."""
+        self._shows_end = False
+        """Something between opening and closing was content; so is the closing."""
+        self.num_calls = 0
+        self.is_in_call = False
+        """A call has begun and not ended."""
+        self.is_over = False
+        """The calls have ended; otherwise, once nothing more is read, what was read since then is none."""
+
+    @property
+    def unshown(self) -> str:
+        """What was read and is no call so far, with the opening unless a call followed it."""
+        return "".join(self._unshown)
+
+    def read(self, marks_beside_name: Marks) -> Reading[str]:
+        """Returns the mark that ends them if it is none of theirs alone: another opening, or one of
+        ``marks_beside_name``, by which it shows in a name that there is none."""
+        markup, ends, mark = self._markup, self._ends, ""
+        before = markup.end_of_name or markup.key
+        marks_of_name = (*([before] if before else []), *ends, *(() if markup.call else markup.openings))
+        while mark != markup.closing:
+            if markup.call:
+                mark = yield from self._read_gap((markup.call, markup.closing))
+                if mark == markup.closing:
+                    break
+                self._unshown.append(mark)
+            name, mark = yield from self._collect((*marks_of_name, *marks_beside_name), self._is_no_name)
+            name, ends_call = name.strip(), mark in ends
+            if mark in (*marks_beside_name, *markup.openings) or not (mark or markup.call):
+                return mark  # the opening, which begins a call, was none
+            if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
+                self._begin_call(whole.name)
+                self._end_call(bytes(whole.arguments).decode(), mark)
+            elif not name and ends_call and not markup.end_of_name:
+                break  # an opening and its closing, and nothing else
+            elif name and mark and not markup.is_json and not (ends_call and markup.end_of_name):
+                mark = yield from self._read_call(name, mark)
+            else:
+                self._show_content(mark)
+                if not ends_call:
+                    mark = yield from self._read_content(ends)
+                    if mark in markup.openings:
+                        return mark
+                    self._show_content(mark)
+        self.is_over = True
+        return mark if mark in markup.openings else ""
+
+    def _collect(
+        self, marks: Marks, is_enough: Callable[[str, int], bool] = lambda text, num_chars: False
+    ) -> Reading[tuple[str, str]]:
+        """What is in front of the next of ``marks``, which stays unshown, and that mark; none once there
+        ``is_enough``, by the last piece and the number of all characters."""
+        parts: list[str] = []
+        num_chars = 0
+        while True:
+            text, is_mark = yield marks
+            if is_mark:
+                return "".join(parts), text
+            parts.append(text)
+            self._unshown.append(text)
+            num_chars += len(text)
+            if is_enough(text, num_chars):
+                return "".join(parts), ""
+
+    # --- beside calls ---------------------------------------------------------------------------------
+
+    def _is_no_name(self, text: str, num_chars: int) -> bool:
+        return num_chars > _MAX_NAME_CHARS and not self._markup.is_json
+
+    def _read_gap(self, marks: Marks) -> Reading[str]:
+        """Between two calls, or the opening and the first one: what is no white space there is content, and
+        so is the closing behind it."""
+        _, mark = yield from self._collect(marks, _is_text)
+        if not mark:
+            self._show_content()
+            mark = yield from self._read_content(marks)
+        if mark == self._markup.closing and self._shows_end:
+            self._show_content(mark)
+        return mark
+
+    def _read_content(self, marks: Marks) -> Reading[str]:
+        while True:
+            text, is_mark = yield marks
+            if is_mark:
+                return text
+            self._blocks.add(BlockKind.TEXT, text)
+
+    def _show_content(self, mark: str = "") -> None:
+        self._blocks.add(BlockKind.TEXT, self.unshown + mark)
+        self._unshown.clear()
+        self._shows_end = True
+
+    # --- a call: each method reads on to the mark that ends it, and returns this --------------------------
+
+    def _read_call(self, name: str, mark: str) -> Reading[str]:
+        """``mark``: behind its name."""
+        markup, keys = self._markup, set[str]()
+        self._begin_call(name)
+        if mark in self._ends:
+            return self._end_call("{}", mark)
+        if not markup.key:
+            return (yield from self._read_json(""))
+        while True:
+            if mark != markup.key:
+                _, mark = yield from self._collect((markup.key, *self._ends), _is_text)
+                if not mark:  # JSON in place of all arguments, or a fault
+                    return (yield from self._read_fault() if keys else self._read_json(self.unshown))
+                if mark == markup.call_end:
+                    return self._end_call("}" if keys else "{}", mark)
+                if mark != markup.key:
+                    return self._end_early(mark)
+            mark = yield from self._read_argument(name, keys)
+            if mark:
+                return mark
+
+    def _read_argument(self, tool: str, keys: set[str]) -> Reading[str]:
+        """Behind the mark of its key; "" where the call goes on behind it. ``keys``: of the arguments that
+        have begun, to which its own is added."""
+        markup, said = self._markup, ""
+        self._unshown.append(markup.key)
+        key, mark = yield from self._collect((markup.end_of_key, *self._ends))
+        if mark != markup.end_of_key:
+            return self._end_early(mark)
+        self._unshown.append(mark)
+        if markup.says_type:
+            key, _, said = key.partition(STRING_ATTRIBUTE)
+        else:
+            key = key.strip()
+        if key in keys and not markup.takes_repeated_keys:
+            return (yield from self._read_fault())
+        if markup.value:
+            _, mark = yield from self._collect((markup.value, *self._ends), _is_text)
+            if not mark:
+                return (yield from self._read_fault())
+            if mark != markup.value:
+                return self._end_early(mark)
+        self._show(("{" if not keys else ", ") + f"{_string(key)}: ")
+        keys.add(key)
+        return (yield from self._read_value(tool, key, is_string=said == "true"))
+
+    def _read_value(self, tool: str, key: str, *, is_string: bool) -> Reading[str]:
+        """``is_string``: it is one for sure."""
+        markup, head = self._markup, ""
+        if is_string:
+            self._show('"')
+        marks = (markup.end_of_value, *(() if markup.values_hide_marks else self._ends))
+        text, is_mark = "", False
+        while not is_mark:
+            if is_string:
+                self._show(_string(text)[1:-1])
+            else:
+                self._unshown.append(text)
+                head = (head + text).lstrip()[:_HEAD_CHARS]
+                # Where it says that it is JSON, it may still fail to be.
+                if not markup.says_type and not self._schemas.may_be_json(tool, key, head):
+                    is_string = True
+                    self._show(_string(self.unshown)[:-1])
+            text, is_mark = yield marks
+        if text == markup.end_of_value:
+            self._show('"' if is_string else self._as_json(tool, key))
+            return ""
+        return self._end_call('"' + text, text) if is_string else self._end_early(text)
+
+    def _as_json(self, tool: str, key: str) -> str:
+        text = self.unshown
+        if not self._markup.says_type:
+            return self._schemas.to_json(tool, key, text)
+        try:
+            decode_json(text)
+        except msgspec.DecodeError:
+            return _string(text)
+        return text.strip()  # as it stands: 1.0 stays 1.0
+
+    def _read_json(self, text: str) -> Reading[str]:
+        """Arguments that are written as they are, without the white space round them; ``text``: of them."""
+        self._unshown.clear()
+        space: list[str] = []
+        """Behind what was shown."""
+        has_json = is_mark = False
+        while not is_mark:
+            if shown := text.rstrip() if has_json else text.strip():
+                self._show("".join((*space, shown)))
+                has_json = True
+                space.clear()
+            if has_json:
+                space.append(text[len(text.rstrip()) :])
+            text, is_mark = yield self._ends
+        return self._end_call("" if has_json else "{}", text)
+
+    def _read_fault(self) -> Reading[str]:
+        """What cannot be read of a call, from what is unshown on."""
+        text, is_mark = self.unshown, False
+        while not is_mark:
+            self._show(text)
+            text, is_mark = yield self._ends
+        return self._end_early(text)
+
+    # --- what is shown --------------------------------------------------------------------------------
+
+    def _begin_call(self, name: str) -> None:
+        self.num_calls += 1
+        self.is_in_call = True
+        self._unshown.clear()
+        self._blocks.begin(BlockKind.CALL, name)
+
+    def _end_early(self, mark: str) -> str:
+        return self._end_call(self.unshown + mark, mark)
+
+    def _end_call(self, text: str, mark: str) -> str:
+        """``text``: what has still to be shown of it."""
+        self._blocks.grow(text)
+        self._blocks.close()
+        self._unshown.clear()
+        self.is_in_call = False
+        return mark
+
+    def _show(self, arguments: str) -> None:
+        self._blocks.grow(arguments)
+        self._unshown.clear()
+
+
+def _is_text(text: str, num_chars: int) -> bool:
+    return bool(text.strip())
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

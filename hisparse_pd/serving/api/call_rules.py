@@ -1,0 +1,141 @@
+"""Which tools an answer must call or may: OpenAI's and Anthropic's ``tool_choice``, and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Raw
+
+from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.openai_responses import find_tool
+from hisparse_pd.serving.api.prompts import ChatPrompt
+from hisparse_pd.serving.api.raw_json import decode_item
+from hisparse_pd.serving.http.http_errors import InvalidField
+
+_Choice = parts.ChatToolChoice | parts.ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """Which tools an answer calls. ``field``: what says so.
+
+    ``is_forced``: the answer calls one or more of ``names`` and says nothing else; otherwise it may.
+    """
+
+    field: str
+    names: tuple[str, ...]
+    is_forced: bool
+    at_most_one: bool
+
+
+def openai_calls(
+    tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, in_function: bool
+) -> CallRule | None:
+    """Of chat completions and responses; None where the model calls what it likes as it likes.
+
+    ``in_function``: a tool is named within ``function``, as in chats, and not beside its type.
+    """
+    names = names_of_tools(prompt)
+    at_most_one = parallel_tool_calls is False
+    field, is_forced = "tool_choice", False
+    choice = None if tool_choice is None else decode_item(field, tool_choice)
+    match choice:
+        case None | "auto":
+            field = ""
+        case "none":
+            return None
+        case "required":
+            if not names:
+                raise InvalidField(field, choice, "needs tools")
+            is_forced = True
+        case {"type": "function" | "custom"}:
+            assert tool_choice is not None
+            kind: type[_Choice] = parts.ChatToolChoice if in_function else parts.ToolChoice
+            names, is_forced = (_chosen(decode(kind, tool_choice, field), field, prompt),), True
+            at_most_one = True  # one specific function, as OpenAI has it
+        case {"type": "allowed_tools"}:
+            assert tool_choice is not None
+            names, is_forced = _allowed(tool_choice, field, prompt, in_function)
+        case _:
+            rule = 'must be "none", "auto", "required", or an object of type "function" or "allowed_tools"'
+            raise InvalidField(field, choice, rule)
+    return _rule(prompt, field, names, is_forced, at_most_one, "parallel_tool_calls")
+
+
+def anthropic_calls(choice: parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
+    """Of messages."""
+    names = names_of_tools(prompt)
+    if choice is None:
+        return _rule(prompt, "", names, False, False, "")
+    field, is_forced = "tool_choice.type", True
+    match choice.type:
+        case "none":
+            return None
+        case "auto":
+            field, is_forced = "", False
+        case "any":
+            if not names:
+                raise InvalidField(field, choice.type, "needs tools")
+        case "tool":
+            names = (_known("tool_choice.name", choice.name, names),)
+    at_most_one = bool(choice.disable_parallel_tool_use)
+    return _rule(prompt, field, names, is_forced, at_most_one, "tool_choice.disable_parallel_tool_use")
+
+
+def _rule(
+    prompt: ChatPrompt,
+    field: str,
+    names: tuple[str, ...],
+    is_forced: bool,
+    at_most_one: bool,
+    serial_field: str,
+) -> CallRule | None:
+    """None where the model calls what it likes as it likes. ``field``: of the choice, "" for none."""
+    if not names:
+        return None
+    if not field and at_most_one:
+        field = serial_field
+    if not field and any(_is_strict(tool) for tool in prompt.all_tools):
+        field = "tools"
+    return CallRule(field, names, is_forced, at_most_one) if field else None
+
+
+def _is_strict(tool: dict[str, object]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and function.get("strict") is True
+
+
+def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
+    """Of the tools that may be called, each once."""
+    functions = (tool["function"] for tool in prompt.all_tools)
+    return tuple(dict.fromkeys(str(function["name"]) for function in functions if isinstance(function, dict)))
+
+
+def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
+    """The names, and whether one of them must be called."""
+    allowed: parts.ChatAllowed | parts.AllowedChoice
+    if in_function:
+        allowed = decode(parts.ChatAllowedChoice, choice, field).allowed_tools
+        field = f"{field}.allowed_tools"
+    else:
+        allowed = decode(parts.AllowedChoice, choice, field)
+    tools: Sequence[_Choice] = allowed.tools
+    known = [_chosen(tool, f"{field}.tools[{index}]", prompt) for index, tool in enumerate(tools)]
+    return tuple(dict.fromkeys(known)), allowed.mode == "required"
+
+
+def _chosen(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
+    """The function's name, which has that of its namespace in it."""
+    names = names_of_tools(prompt)
+    if isinstance(tool, parts.ChatToolChoice):
+        return _known(f"{field}.function.name", tool.function.name, names)
+    name = find_tool(prompt.called_tools, tool.name, tool.namespace)
+    return _known(f"{field}.name", tool.name if name is None else name, names)
+
+
+def _known(field: str, name: str | None, names: tuple[str, ...]) -> str:
+    if name is None or name not in names:
+        raise InvalidField(field, name, "is none of the tools")
+    return name

@@ -1,0 +1,196 @@
+"""A chat answer's text, taken apart as it comes: reasoning, content, tool calls.
+
+What may yet turn out to be markup is held back, so blocks do not depend on how the text was cut into deltas.
+Every character is searched once, and those that a marker may begin with once more: the work for a piece of
+text follows its own length, whatever came before it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from hisparse_pd.base.vocabulary import FinishReason
+from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, BlockList, Change
+from hisparse_pd.serving.api.call_reader import CallReader, Marks, Reading
+from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
+from hisparse_pd.serving.api.detokenizer import overlap
+from hisparse_pd.serving.api.tool_schemas import ToolSchemas
+
+
+class MessageParser:
+    """One answer, of which all text is fed.
+
+    ``in_reasoning``: the prompt ended within reasoning. ``separates_reasoning``: otherwise it is content like
+    the rest. ``markup``: None when no tools were offered, and what looks like a call is content. ``think``:
+    the marks of reasoning.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_reasoning: bool,
+        markup: Markup | None,
+        schemas: ToolSchemas,
+        separates_reasoning: bool = True,
+        think: ThinkMarks = THINK,
+    ) -> None:
+        self._in_reasoning = in_reasoning and separates_reasoning
+        self._markup = markup
+        self._openings = markup.openings if markup is not None else ()
+        self._think = think
+        self._schemas = schemas
+        self._list = BlockList()
+        self._is_at_start = separates_reasoning
+        """Only white space and what opens reasoning came: models repeat the opening of the prompt."""
+        self._space: list[str] = []
+        """White space at the start, which is content unless reasoning follows."""
+        self._withheld = ""
+        """Behind what was read: it may be the beginning of a marker."""
+        self._skips_space = False
+        """White space beside markup is part of it."""
+        self._calls: CallReader | None = None
+        """The calls that are read."""
+        self._is_reasoning_open = False
+        """Calls came before the end of reasoning."""
+        self._reading = self._read_message()
+        self._marks: Marks = () if self._is_at_start else next(self._reading)
+        """What is markup now."""
+
+    @property
+    def has_calls(self) -> bool:
+        return self._list.num_of[BlockKind.CALL] > 0
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._calls is not None and self._calls.is_in_call
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self._list.blocks
+
+    def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
+        """What ``text`` changes, as of ``BlockList.take``. ``finish``: nothing follows, for this reason."""
+        text, self._withheld = self._withheld + text, ""
+        unread = self._begin(text) if self._is_at_start else text
+        if unread is not None:
+            self._read(unread)
+        if finish is not None:
+            self._finish(is_cut=finish is FinishReason.LENGTH)
+            self._list.end(is_cut=finish is FinishReason.LENGTH)
+        return self._list.take()
+
+    def _begin(self, text: str) -> str | None:
+        """What is to be read, once it is known what the answer begins with; None before."""
+        openings = _match_openings(text, self._think)
+        if self._think.opening in openings:
+            self._space.clear()
+            self._in_reasoning = True
+        else:
+            self._space.append(openings)
+        begun = text[len(openings) :]
+        if self._think.opening.startswith(begun):
+            self._withheld = begun
+            return None
+        return self._leave_start() + begun
+
+    def _leave_start(self) -> str:
+        """The white space of the start, which is to be read next."""
+        self._is_at_start = False
+        self._skips_space = self._in_reasoning
+        self._marks = next(self._reading)
+        space = "".join(self._space)
+        self._space.clear()
+        return space
+
+    def _read(self, text: str) -> None:
+        at = 0
+        while (found := _search(self._marks, text, at)) is not None:
+            self._send(text[at : found.start()])
+            # What came before it may say that it is none.
+            self._send(found.group(), is_mark=found.group() in self._marks)
+            at = found.end()
+        tail = text[max(at, len(text) - max(map(len, self._marks), default=0)) :]
+        end = len(text) - max((overlap(tail, mark) for mark in self._marks), default=0)
+        self._withheld = text[end:]
+        self._send(text[at:end])
+
+    def _send(self, text: str, *, is_mark: bool = False) -> None:
+        if text:
+            self._marks = self._reading.send((text, is_mark))
+
+    def _read_message(self) -> Reading[None]:
+        while True:
+            text, is_mark = yield self._message_marks()
+            if not is_mark:
+                self._show(text)
+                continue
+            while text in self._openings and self._markup is not None:
+                self._is_reasoning_open |= self._in_reasoning
+                calls = self._calls = CallReader(self._markup, self._schemas, text, self._list)
+                text = yield from calls.read((self._think.closing,) if self._is_reasoning_open else ())
+                if calls.is_over:
+                    self._in_reasoning, self._skips_space = False, True
+                    self._calls = None
+                else:
+                    self._give_up(calls)
+            if text:
+                self._is_reasoning_open &= text != self._think.closing
+                self._in_reasoning, self._skips_space = False, True
+
+    def _message_marks(self) -> Marks:
+        closing, markup = self._think.closing, self._markup
+        if self._in_reasoning:
+            return (closing, *(self._openings if markup is not None and markup.ends_reasoning else ()))
+        if markup is None:
+            return ()
+        # A second end of the same calls, which GLM writes at times, is no content.
+        ends = (*([markup.closing] * self.has_calls), *([closing] * self._is_reasoning_open))
+        return (*self._openings, *ends)
+
+    def _give_up(self, calls: CallReader) -> None:
+        """What was taken for a call, and is none, belongs to what came before it."""
+        self._is_reasoning_open &= not self._in_reasoning
+        self._skips_space = calls.num_calls > 0
+        self._show(calls.unshown)
+        self._calls = None
+
+    def _show(self, text: str) -> None:
+        if self._skips_space:
+            text = text.lstrip()
+        if text:
+            self._skips_space = False
+            self._list.add(BlockKind.REASONING if self._in_reasoning else BlockKind.TEXT, text)
+
+    def _finish(self, *, is_cut: bool) -> None:
+        """Show what was held back and is no markup after all.
+
+        ``is_cut``: the answer would have gone on, so what may be markup is taken for it.
+        """
+        withheld, self._withheld = self._withheld, ""
+        if self._is_at_start:
+            withheld = self._leave_start() + withheld
+        elif self._calls is not None:
+            if is_cut or self._calls.is_in_call:
+                if self._markup is not None and self._markup.ends_with_answer and not is_cut:
+                    self._send(self._markup.call_end, is_mark=True)
+                return
+            self._give_up(self._calls)
+        elif is_cut and self._markup is not None and self._markup.sign in withheld:
+            return
+        self._show(withheld)
+
+
+def _match_openings(text: str, think: ThinkMarks) -> str:
+    found = re.match(rf"\s*({re.escape(think.opening)}\s*)*", text)
+    return found.group() if found is not None else ""
+
+
+def _search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
+    return _pattern(marks).search(text, at) if marks else None
+
+
+@cache
+def _pattern(marks: Marks) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))

@@ -1,0 +1,108 @@
+"""How a chat's answers are read: into blocks, with the tokens of their reasoning counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hisparse_pd.base.vocabulary import FinishReason
+from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
+from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.chat_format import MARKUPS, ThinkMarks
+from hisparse_pd.serving.api.chat_message import MessageParser
+from hisparse_pd.serving.api.detokenizer import TokenBytes
+from hisparse_pd.serving.api.output import Delta, Finish, SampleOutput
+from hisparse_pd.serving.api.prompts import ChatPrompt
+from hisparse_pd.serving.api.tool_schemas import ToolSchemas
+
+
+def chat_readings(front: Front, work: Work) -> list[ChatReading]:
+    """One for each sample of a chat. Tool calls stay text where it is not known how the model writes them."""
+    token_bytes, chat_format = front.codec.token_bytes, front.codec.chat_format
+    (prompt,) = work.request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    tools = prompt.all_tools
+    markup = MARKUPS[chat_format.markup] if tools and chat_format.markup is not None else None
+    openings = markup.openings if markup is not None and markup.ends_reasoning else ()
+    schemas = ToolSchemas(tools)
+    in_reasoning = chat_format.opens_reasoning(work.samples[0].prompt, token_bytes.of)
+    return [
+        ChatReading(
+            MessageParser(
+                in_reasoning=in_reasoning,
+                separates_reasoning=prompt.separate_reasoning,
+                think=chat_format.think,
+                markup=markup,
+                schemas=schemas,
+            ),
+            ReasoningTokens(token_bytes, chat_format.think, openings, in_reasoning=in_reasoning),
+        )
+        for _ in work.samples
+    ]
+
+
+class ChatReading:
+    """Reads one sample of a chat."""
+
+    def __init__(self, parser: MessageParser, reasoning: ReasoningTokens) -> None:
+        self._parser = parser
+        self._reasoning = reasoning
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self._parser.blocks
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reasoning.num_tokens
+
+    def of_kind(self, kind: BlockKind) -> list[Block]:
+        return [block for block in self.blocks if block.kind is kind]
+
+    def calls_tools(self, finish: Finish) -> bool:
+        """Whether an answer, all of which was read, ended to have its calls made, none of them cut off."""
+        parser = self._parser
+        return parser.has_calls and not parser.is_in_call and finish.reason is FinishReason.STOP
+
+    def feed(self, output: SampleOutput, delta: Delta) -> list[tuple[Change, Block, str]]:
+        """What ``delta`` changes, in order; the text is by what a block grew."""
+        self._reasoning.count(output.token_ids[delta.first_token : delta.last_token])
+        return self._parser.feed(delta.text, delta.finish.reason if delta.finish is not None else None)
+
+
+class ReasoningTokens:
+    """Counts the tokens of an answer up to the one that ends its reasoning: with its closing mark, or one of
+    ``interruptions``."""
+
+    def __init__(
+        self, token_bytes: TokenBytes, think: ThinkMarks, interruptions: Sequence[str], *, in_reasoning: bool
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._opening = think.opening.encode()
+        self._ends = tuple(end.encode() for end in (think.closing, *interruptions))
+        self._num_kept_bytes = max(map(len, self._ends))
+        self._seen = self._opening if in_reasoning else b""
+        """Of the answer, as if it began with what opens reasoning: its last bytes."""
+        self._num_tokens = 0
+        self._is_open: bool | None = True if in_reasoning else None
+        """None until it is known whether the answer begins with reasoning."""
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._is_open is False:
+                return
+            self._num_tokens += 1
+            self._seen += self._token_bytes.of(token_id)
+            if self._is_open is None:
+                self._seen = self._seen.lstrip()
+                if self._seen.startswith(self._opening):
+                    self._is_open = True
+                elif not self._opening.startswith(self._seen):
+                    self._is_open, self._num_tokens = False, 0
+            if self._is_open:
+                self._is_open = not any(end in self._seen for end in self._ends)
+                self._seen = self._seen[-self._num_kept_bytes :]
+
+    @property
+    def num_tokens(self) -> int:
+        """0 while it is not known that the answer begins with reasoning."""
+        return 0 if self._is_open is None else self._num_tokens

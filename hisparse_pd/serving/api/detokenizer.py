@@ -1,0 +1,187 @@
+"""Token ids to text, as they come: whole characters only, and nothing of a stop string.
+
+Works on bytes: every token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder
+gives exactly what decoding all tokens at once would give, in time linear in the output. A character whose
+bytes are spread over tokens comes out with its last byte.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.serving.api.chat_format import THINK_MARKS
+
+
+class TokenBytes:
+    """The bytes that each token of a byte-level tokenizer stands for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises CheckpointError for one that is not byte-level."""
+        if not _is_byte_level(tokenizer.decoder):
+            raise CheckpointError(
+                f"the tokenizer decodes with {type(tokenizer.decoder).__name__}; only byte-level tokenizers "
+                "(as those of DeepSeek-V3.2 and GLM-5) are supported"
+            )
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        marks = {mark for think in THINK_MARKS for mark in (think.opening, think.closing)}  # these are read
+        self._special_ids = {i for i, t in added.items() if t.special and t.content not in marks}
+        self._byte_of_char = _byte_alphabet()
+        self._cache: dict[int, bytes] = {}
+
+    def of(self, token_id: int, *, skip_special: bool = False) -> bytes:
+        """b"" for a token that is skipped or that the tokenizer does not know (a padded vocabulary)."""
+        if skip_special and token_id in self._special_ids:
+            return b""
+        found = self._cache.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            found = self._cache[token_id] = b"" if token is None else self._to_bytes(token)
+        return found
+
+    def text(self, token_id: int) -> str:
+        """One token alone, as logprobs show it; bytes that are no whole character appear as U+FFFD."""
+        return self.of(token_id).decode(errors="replace")
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token: no text has fewer tokens than its bytes divided by this."""
+        return max((len(self._to_bytes(token)) for token in self._tokenizer.get_vocab()), default=1)
+
+    def _to_bytes(self, token: str) -> bytes:
+        try:
+            return bytes(self._byte_of_char[char] for char in token)
+        except KeyError:  # an added token with characters outside the alphabet stands for itself
+            return token.encode()
+
+
+class Detokenizer:
+    """The text of one sample. Feed tokens until ``matched`` is set or the sample ends, then ``finish``."""
+
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        no_stop_trim: bool = False,
+    ) -> None:
+        """``no_stop_trim``: the stop string that ends the text is part of it."""
+        self._token_bytes = token_bytes
+        self._skip_special = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stop = StopStrings(stop, keep_match=no_stop_trim)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stop.matched
+
+    def feed(self, token_id: int) -> str:
+        """The text that is certain now. A token after a match adds nothing."""
+        new_bytes = self._token_bytes.of(token_id, skip_special=self._skip_special)
+        return self._stop.feed(self._utf8.decode(new_bytes))
+
+    def finish(self) -> str:
+        """What was held back. An incomplete character at the very end becomes U+FFFD."""
+        return self._stop.feed(self._utf8.decode(b"", final=True)) + self._stop.finish()
+
+
+class StopStrings:
+    """Passes text on, except what may yet turn out to be the beginning of a stop string.
+
+    The first stop string to be complete ends the text; of several that end at the same character, the
+    longest. Takes time linear in the text, whatever the stop strings are (Knuth, Morris and Pratt).
+    """
+
+    def __init__(self, stop: Sequence[str], *, keep_match: bool = False) -> None:
+        self._stop = tuple(stop)
+        self._num_begun = [0] * len(stop)
+        """Characters of each stop string, as many as possible, with which the text ends."""
+        self._keep_match = keep_match
+        self._withheld = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        if self.matched is not None:
+            return ""
+        if not self._stop:
+            return text
+        num_withheld = len(self._withheld)
+        matches = []
+        for number, stop in enumerate(self._stop):
+            self._num_begun[number], end = _advance(stop, self._num_begun[number], text)
+            if self._num_begun[number] == len(stop):
+                matches.append((num_withheld + end, num_withheld + end - len(stop), stop))
+        text = self._withheld + text
+        self._withheld = ""
+        if matches:
+            end, start, self.matched = min(matches)
+            return text[:end] if self._keep_match else text[:start]
+        if num_begun := max(self._num_begun):
+            text, self._withheld = text[:-num_begun], text[-num_begun:]
+        return text
+
+    def finish(self) -> str:
+        """What was held back: the text ends without a stop string."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
+
+
+def _advance(stop: str, num_begun: int, text: str) -> tuple[int, int]:
+    """How much of ``stop`` is begun behind ``text``, where it was ``num_begun`` before, and where that is.
+
+    Ends behind the first whole ``stop``.
+    """
+    if not num_begun and stop[0] not in text:
+        return 0, len(text)
+    borders = _borders(stop)
+    for index, char in enumerate(text):
+        while num_begun and stop[num_begun] != char:
+            num_begun = borders[num_begun - 1]
+        num_begun += stop[num_begun] == char
+        if num_begun == len(stop):
+            return num_begun, index + 1
+    return num_begun, len(text)
+
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Of each beginning of ``stop``, the length of the longest shorter one that it ends with."""
+    borders = [0] * len(stop)
+    for index in range(1, len(stop)):
+        length = borders[index - 1]
+        while length and stop[length] != stop[index]:
+            length = borders[length - 1]
+        borders[index] = length + (stop[length] == stop[index])
+    return tuple(borders)
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that ``stop`` begins with, short of all of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _is_byte_level(decoder: object) -> bool:
+    if isinstance(decoder, decoders.Sequence):
+        return "ByteLevel(" in repr(decoder)
+    return isinstance(decoder, decoders.ByteLevel)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies, inverted.
+
+    Printable Latin-1 bytes stand for themselves; the others, in order, have the characters from U+0100 on.
+    """
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    itself = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    return itself | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,247 @@
+"""The frame round every endpoint that takes a body: its limits, the client's leaving, errors, the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
+
+from hisparse_pd.serving.http.clients import read_body, unless_client_leaves
+from hisparse_pd.serving.http.connections import INTERIM, TAKES_INTERIM
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.serving.http.patience import Patience
+
+if TYPE_CHECKING:
+    from hisparse_pd.base.tracing import RequestSpan, Tracer
+
+log = logging.getLogger(__name__)
+
+Headers = Sequence[tuple[bytes, bytes]]
+Respond: TypeAlias = "Callable[[bytes, float, Reply], Coroutine[Any, Any, None]]"
+
+BODY_TIMEOUT_SECS = 30.0
+"""A client that has not sent its whole body by then is answered 408."""
+
+_PIECES_BETWEEN_YIELDS = 16
+"""Of an answer; a piece takes some 20 us."""
+
+_JSON = "application/json"
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+"""With its charset: some clients take text without one for ISO-8859-1."""
+_CLIENT_LEFT = 499
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A body that is complete or, with ``rest``, the beginning of a stream and the generator of its rest."""
+
+    body: bytes
+    content_type: str = _JSON
+    rest: AsyncGenerator[bytes, None] | None = None
+
+    @classmethod
+    def json(cls, value: object) -> Answer:
+        return cls(msgspec.json.encode(value))
+
+    @classmethod
+    def events(cls, body: bytes) -> Answer:
+        """A stream of server-sent events that is complete."""
+        return cls(body, _EVENT_STREAM)
+
+    @classmethod
+    async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> Answer:
+        """Events as they come. What fails before the first one is raised: it can still have a status."""
+        return cls(await anext(pieces), _EVENT_STREAM, pieces)
+
+
+def sse(value: object, name: str = "") -> bytes:
+    """One server-sent event with ``value`` as JSON."""
+    event = b"event: %s\n" % name.encode() if name else b""
+    return event + b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+PING_SECS = 15.0
+_COMMENT = b": ping\n\n"
+PINGS = {
+    ErrorShape.OPENAI: _COMMENT,
+    ErrorShape.RESPONSES: _COMMENT,
+    ErrorShape.ANTHROPIC: b'event: ping\ndata: {"type": "ping"}\n\n',
+}
+
+
+class KeepAlive:
+    """Says that a request is still at work where its answer has been silent: proxies cut what says nothing,
+    by default after a minute.
+
+    In a stream that has begun it is said by a comment, or by an event that the API has for it. Before that
+    nothing can be sent without fixing the status, but an interim response to clients that read over those, as
+    the router does. A request of an engine that stands still ends by itself, so what is said here is true.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        shape: ErrorShape,
+        send_piece: Callable[[bytes], Coroutine[Any, Any, None]],
+    ) -> None:
+        """``send_piece``: of the reply's body."""
+        self._send_piece = send_piece
+        self._ping = PINGS[shape]
+        headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        takes_interim = (TAKES_INTERIM, b"1") in headers
+        self._interim: Callable[[], None] | None = (
+            scope.get("extensions", {}).get(INTERIM) if takes_interim else None
+        )
+        self._has_begun = False
+        self._sending: asyncio.Task[None] | None = None
+        self._silence = Patience(PING_SECS, self._break)
+        self._silence.begin()
+
+    def note_piece(self) -> None:
+        """A piece of a stream is sent."""
+        self._has_begun = True
+        self._silence.begin()
+
+    def close(self) -> None:
+        """The rest of the answer is sent now, or nothing is any more."""
+        self._silence.close()
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def _break(self) -> None:
+        if not self._has_begun:
+            if self._interim is not None:
+                self._interim()
+        elif self._sending is None or self._sending.done():  # else the client does not read
+            self._sending = asyncio.create_task(self._send_piece(self._ping))
+        self._silence.begin()
+
+
+class FramedEndpoint:
+    """The ASGI application of one path.
+
+    ``respond`` gets the body, and when its request arrived, on the monotonic clock in seconds; it raises
+    ApiError, and is cancelled when the client leaves. ``count`` is told the path and the answer's status.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        respond: Respond,
+        count: Callable[[str, int], None],
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._tracer = tracer
+        self._path = path
+        self._respond = respond
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: Headers = scope["headers"]
+        span = None if self._tracer is None else self._tracer.request(self._path, headers)
+        reply = Reply(send, ErrorShape.of_path(self._path), headers, span)
+        try:
+            arrived_at = time.monotonic()
+            body = await read_body(Request(scope, receive), BODY_TIMEOUT_SECS)
+            reply.keep_alive(scope)
+            await unless_client_leaves(receive, self._respond(body, arrived_at, reply))
+        except ClientDisconnect:
+            reply.status = _CLIENT_LEFT
+        except ApiError as error:
+            await reply.fail(error)
+        except Exception:
+            log.exception("%s failed", self._path)
+            await reply.fail(ApiError(500, "internal error; the node's log has the details"))
+        finally:
+            reply.close()
+            self._count(self._path, reply.status)
+            if span is not None:
+                span.end(reply.status)
+
+
+class Reply:
+    """The one answer to one request, of which it has the headers and, when there are traces, the span."""
+
+    def __init__(
+        self, send: Send, error_shape: ErrorShape, request_headers: Headers, span: RequestSpan | None
+    ) -> None:
+        self._send = send
+        self._error_shape = error_shape
+        self.request_headers = request_headers
+        self.span = span
+        self._begun = False
+        self.status = _CLIENT_LEFT
+        """Of the answer; what it is when the handler is cancelled before there is one."""
+        self._alive: KeepAlive | None = None
+
+    def keep_alive(self, scope: Scope) -> None:
+        """Say from now on that the request is at work."""
+        self._alive = KeepAlive(scope, self._error_shape, self._piece)
+
+    def close(self) -> None:
+        if self._alive is not None:
+            self._alive.close()
+            self._alive = None
+
+    async def send_answer(self, answer: Answer, headers: Headers = ()) -> None:
+        """``headers``: beside those of its body."""
+        if answer.rest is None:
+            await self._begin(200, answer.content_type, len(answer.body), headers)
+            await self._piece(answer.body, last=True)
+            return
+        async with aclosing(answer.rest) as pieces:
+            await self._begin(200, answer.content_type, None, headers)
+            await self._piece(answer.body)
+            num_sent = 0
+            async for piece in pieces:
+                await self._piece(piece)
+                num_sent += 1
+                # Neither a backlog nor a connection that is gone ever waits: without this, a long one would
+                # let nothing else run, not even the watch for the client's leaving.
+                if num_sent % _PIECES_BETWEEN_YIELDS == 0:
+                    await asyncio.sleep(0)
+        await self._piece(b"", last=True)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answer with ``error``; as an event and the end of the stream when one has begun."""
+        if self.span is not None:
+            self.span.error = str(error)
+        if self._begun:
+            await self._piece(error.event(self._error_shape), last=True)
+            return
+        body = error.body(self._error_shape)
+        headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        await self._begin(error.status, _JSON, len(body), headers)
+        await self._piece(body, last=True)
+
+    async def _begin(
+        self, status: int, content_type: str, num_bytes: int | None = None, further: Headers = ()
+    ) -> None:
+        headers = [(b"content-type", content_type.encode()), *further]
+        if num_bytes is None:
+            headers.append((b"cache-control", b"no-cache"))
+        else:
+            self.close()
+            headers.append((b"content-length", b"%d" % num_bytes))
+        self.status = status
+        self._begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _piece(self, piece: bytes, *, last: bool = False) -> None:
+        if last:
+            self.close()
+        elif self._alive is not None:
+            self._alive.note_piece()
+        message: Message = {"type": "http.response.body", "body": piece, "more_body": not last}
+        await self._send(message)

@@ -1,0 +1,174 @@
+"""The grammar of an answer: what its ``Constraint`` says, in the words of the checkpoint at hand.
+
+Reasoning comes first where the prompt has begun it or the model may begin it, free but for its end. Behind it
+is the answer in its format, or calls in the checkpoint's markup, or text in which a call may begin. In some
+markups the first call may be the end of reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from hisparse_pd.core.grammar.gbnf import convert_gbnf
+from hisparse_pd.serving.api.argument_forms import Steps, TooManySteps
+from hisparse_pd.serving.api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
+from hisparse_pd.serving.api.chat_format import MARKUPS, ChatFormat, ReasoningStart, ThinkMarks
+from hisparse_pd.serving.api.constraints import AnswerFormat, Constraint, FormatKind
+from hisparse_pd.serving.api.lark import (
+    ANY,
+    NEWLINE,
+    Lark,
+    TooLarge,
+    json_value,
+    literal,
+    one_of,
+    regex,
+    sequence,
+    without,
+)
+from hisparse_pd.serving.http.http_errors import FieldRefused
+
+_SPACE = "/[ \\n]*/"
+"""Before reasoning, and in front of what looks like it."""
+_GAP = f"{NEWLINE}? {NEWLINE}?"
+"""Beside reasoning, and no part of what follows."""
+
+Tool = Mapping[str, object]
+
+
+def write_grammar(
+    constraint: Constraint,
+    chat_format: ChatFormat,
+    reasoning: ReasoningStart = ReasoningStart.NONE,
+    tools: Sequence[Tool] = (),
+    *,
+    separates_reasoning: bool = True,
+) -> str:
+    """In llguidance's Lark notation; "" where nothing is asked that this checkpoint could do otherwise.
+
+    ``separates_reasoning``: reasoning is no content, so that what looks like a call in it is none.
+    Raises ApiError 400.
+    """
+    answer, calls = constraint.answer, constraint.calls
+    if chat_format.markup is None:
+        if calls is not None and calls.is_forced:
+            raise FieldRefused(
+                calls.field, "a call cannot be forced: how this model writes calls is not known here"
+            )
+        calls = None  # it makes none that would be read
+    asking = answer or calls
+    if asking is None:
+        return ""
+    try:
+        if answer is not None and calls is None and reasoning is ReasoningStart.NONE:
+            return _alone(answer)
+        lark, think = Lark(chat_format.token_ids), chat_format.think
+        # What begins so would be read as reasoning, unless that is over.
+        excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(think.opening)}"]
+        if calls is None or chat_format.markup is None:
+            assert answer is not None
+            return lark.text(
+                sequence(_thoughts(lark, think, reasoning), f"({_answer(lark, answer, excluded)})")
+            )
+        markup = MARKUPS[chat_format.markup]
+        writer = CALL_WRITERS[chat_format.markup](markup, lark, tools, Steps())
+        interrupts = markup.ends_reasoning
+        reads_calls = interrupts or not separates_reasoning
+        thoughts = _thoughts(lark, think, reasoning, [writer.opening] if reads_calls else ())
+        parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
+        called = writer.behind_opening(
+            list(callable_tools(tools, calls.names)), at_most_one=calls.at_most_one
+        )
+        is_text_allowed = answer is None and not calls.is_forced
+        parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
+        ways = [sequence(thoughts, f"({' | '.join(parts)})")]
+        if interrupts and reasoning is not ReasoningStart.NONE:
+            interrupted = _thoughts_until(lark, think, reasoning, writer.opening, [think.closing])
+            ways.append(f"{interrupted} {called}")
+        return lark.text(" | ".join(f"({way})" for way in ways))
+    except (TooLarge, TooManySteps) as error:
+        raise FieldRefused(asking.field, str(error)) from error
+
+
+# --- reasoning ---------------------------------------------------------------------------------------
+
+
+def _thoughts(lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, excluded: Sequence[str] = ()) -> str:
+    """Reasoning with its end; "" where there is none. ``excluded``: marks that are not in it."""
+    match reasoning:
+        case ReasoningStart.NONE:
+            return ""
+        case ReasoningStart.BEGUN:
+            return f"{_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP}"
+        case ReasoningStart.MAY_BEGIN:
+            return f"({_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP})?"
+
+
+def _thoughts_until(
+    lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, mark: str, excluded: Sequence[str]
+) -> str:
+    """Reasoning up to ``mark`` and with it, from its opening on where the prompt has not begun it."""
+    if reasoning is ReasoningStart.BEGUN:
+        return lark.until(mark, excluded=excluded)
+    if think.opening in lark.token_ids:
+        return f"{_GAP} {lark.mark(think.opening)} {lark.until(mark, excluded=excluded)}"
+    free = without(*excluded) if excluded else ANY
+    return lark.until(mark, f"{_SPACE} {literal(think.opening)} {free}")
+
+
+# --- the answer's format -----------------------------------------------------------------------------
+
+
+def _alone(answer: AnswerFormat) -> str:
+    """The whole grammar, where the answer is all."""
+    match answer.kind:
+        case FormatKind.LARK | FormatKind.GBNF:
+            return _in_lark(answer)
+        case _:
+            lark = Lark({})
+            return lark.text(_answer(lark, answer, ()))
+
+
+def _answer(lark: Lark, answer: AnswerFormat, excluded: Sequence[str]) -> str:
+    """``excluded``: what a text does not begin with."""
+    match answer.kind:
+        case FormatKind.JSON:
+            return json_value(json.loads(answer.text))
+        case FormatKind.REGEX:
+            try:
+                pattern = regex(answer.text)
+            except ValueError as error:
+                raise FieldRefused(answer.field, str(error)) from error
+            return lark.terminal(" & ".join((f"({pattern})", *(f"~({begin} {ANY})" for begin in excluded))))
+        case FormatKind.CHOICE:
+            return lark.terminal(one_of(answer.choices))
+        case FormatKind.LARK | FormatKind.GBNF:
+            return f"%lark {{\n{_in_lark(answer)}\n}}"
+
+
+def _in_lark(answer: AnswerFormat) -> str:
+    if answer.kind is FormatKind.LARK:
+        return answer.text
+    try:
+        return convert_gbnf(answer.text)
+    except ValueError as error:
+        raise FieldRefused(answer.field, str(error)) from error
+
+
+# --- calls -------------------------------------------------------------------------------------------
+
+
+def _calls(
+    lark: Lark, writer: CallWriter, called: str, excluded: Sequence[str], *, is_text_allowed: bool
+) -> str:
+    """Calls alone, or with ``is_text_allowed`` text and calls, or only text.
+
+    ``called``: what is behind the opening of the calls.
+    """
+    if not is_text_allowed:
+        return sequence(writer.gap, lark.mark(writer.opening), called)
+    begun = [f"~({begin} {ANY})" for begin in excluded]
+    before = f"({' & '.join((ANY, *begun))})"
+    text = lark.terminal(" & ".join((without(writer.opening), *begun)))
+    return f"{lark.until(writer.opening, before)} {called} | {text}"

@@ -1,0 +1,125 @@
+"""A stream that may go on at another node: what its router says of it, and what the router is told.
+
+Tokens depend on the request alone, so an answer goes on elsewhere with the tokens that it would have had. The
+router gives what must not be drawn again, the seed and the names in the answer. It keeps what each engine
+message of the answer said, a record, and sends all of them along when the node is lost. They are then fed to
+what an engine message is fed to, and yield the very events that the client has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
+from hisparse_pd.engine.messages import RequestStats, Tokens
+from hisparse_pd.serving.api.bodies import Served
+from hisparse_pd.serving.api.body_parts import MAX_RECORD_BLOCKS, TokenId
+from hisparse_pd.serving.api.raw_json import check_size, not_json, split
+from hisparse_pd.serving.http.http_errors import FieldRefused, InvalidField
+from hisparse_pd.serving.http.off_loop import taking_interpreter
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Of an answer: when it began, and what makes its names its own."""
+
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time."""
+
+    def name(self, prefix: str, num_bytes: int, *place: int) -> str:
+        """``prefix`` and hexadecimal digits, the same whenever the answer is asked for the same ``place``."""
+        said = f"{prefix}{place}".encode()
+        return prefix + hashlib.blake2b(said, digest_size=num_bytes, key=self.key).hexdigest()
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    """One engine message, or several together, of one of a request's samples. Fields as of ``Tokens``."""
+
+    sample: int
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop_token: int | None = None
+    stats: RequestStats | None = None
+
+    @property
+    def message(self) -> Tokens:
+        return Tokens(
+            "", self.token_ids, self.logprobs, self.finish_reason, self.matched_stop_token, self.stats
+        )
+
+
+_records_decoder = msgspec.json.Decoder(tuple[Record, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """``seed``: of samples that have none. ``may_move``: another decode node was healthy.
+
+    ``records``: of what the client has, in order.
+    """
+
+    seed: int
+    identity: Identity
+    may_move: bool = False
+    num_resumes: int = 0
+    records: tuple[Record, ...] = ()
+
+    @classmethod
+    def of(cls, body: Served, num_samples: int) -> Journal | None:
+        """Raises ApiError 400."""
+        head = body.journal
+        if head is None:
+            return None
+        records = () if body.journal_records is None else tuple(_records(body.journal_records))
+        if records and not body.stream:
+            raise FieldRefused("journal_records", "an answer that is not streamed has none; leave it out")
+        over: set[int] = set()
+        for record in records:
+            if not 0 <= record.sample < num_samples or record.sample in over:
+                rule = f"must be one of {num_samples} samples, and one that has not ended"
+                raise InvalidField("journal_records", record.sample, rule)
+            if record.finish_reason is not None:
+                over.add(record.sample)
+        identity = Identity(bytes.fromhex(head.id), head.created)
+        return cls(head.seed, identity, bool(head.may_move), head.num_resumes or 0, records)
+
+    def resumed(self) -> dict[int, Resumed]:
+        """What there is of each sample that has begun."""
+        found: dict[int, list[int]] = {}
+        for record in self.records:
+            found.setdefault(record.sample, []).extend(record.token_ids)
+        over = {record.sample for record in self.records if record.finish_reason is not None}
+        return {sample: Resumed(tuple(ids), sample in over) for sample, ids in found.items()}
+
+
+class Resumed(NamedTuple):
+    """Of one sample: its tokens so far, and whether they are all."""
+
+    token_ids: tuple[int, ...] = ()
+    is_over: bool = False
+
+
+NOT_RESUMED = Resumed()
+
+
+def _records(blocks: Raw) -> Iterator[Record]:
+    """Raises ApiError 400."""
+    name = "journal_records"
+    for block in split(name, blocks, MAX_RECORD_BLOCKS):
+        check_size(name, block)
+        try:
+            with taking_interpreter(len(memoryview(block))):
+                records = _records_decoder.decode(block)
+        except msgspec.MsgspecError as error:
+            raise not_json(name, error) from error
+        yield from records

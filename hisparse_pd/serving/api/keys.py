@@ -1,0 +1,144 @@
+"""API keys: the file that holds them, and the gate that asks for one before anything of a request is read.
+
+A key never stands in a command line, a log or an error; messages name the file and the line.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hisparse_pd.base.access import KeyFileError
+from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.serving.http.certificates import stamp_of
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, shown
+
+log = logging.getLogger(__name__)
+
+MIN_KEY_CHARS = 16
+MAX_KEY_CHARS = 512
+MAX_KEYS = 64
+_MAX_FILE_BYTES = 1 << 20
+"""Whatever the file is, a device or weights; it is read under load."""
+
+_KEY = re.compile(r"[!-~]+")
+_SCHEME = b"bearer "
+
+
+class ApiKeys:
+    """The keys of one file, one a line; empty lines and lines that begin with # say nothing.
+
+    The file is read again when it has changed, so keys can be added and removed under load. A file that has
+    become unusable is reported once, and the keys that stood in it last go on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises KeyFileError."""
+        self._path = path
+        self._stamp = stamp_of(path)
+        self._keys = _read(path)
+
+    @property
+    def first(self) -> str:
+        """The key that a client with this file sends."""
+        self._refresh()
+        return self._keys[0].decode()
+
+    def permits(self, key: bytes) -> bool:
+        """Whether ``key`` is one of them. Its time does not tell how much of it is right."""
+        self._refresh()
+        return sum(hmac.compare_digest(key, known) for known in self._keys) > 0
+
+    def _refresh(self) -> None:
+        if (stamp := stamp_of(self._path)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = _read(self._path)
+            log.info("%s has changed and holds %d keys now", self._path, len(self._keys))
+        except KeyFileError as error:
+            log.error("the API keys in use stay as they were: %s", error)
+
+
+class RequireKey:
+    """ASGI middleware: 401 for a request without a key, but on ``open_paths``, before its body is read."""
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str], on_refused: Callable[[], None]
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+        self._on_refused = on_refused
+        self._logged = Seldom()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            return await self._app(scope, receive, send)
+        trouble = self._why_refused(scope["headers"])
+        if trouble is None:
+            return await self._app(scope, receive, send)
+        self._on_refused()
+        client = (scope.get("client") or ("unknown",))[0]
+        if self._logged.permits(client):
+            log.info("refused a request for %s from %s: %s", shown(scope["path"]), client, trouble)
+        error = ApiError(401, f"{trouble}; send the header Authorization: Bearer KEY", code="invalid_api_key")
+        shape = ErrorShape.of_path(scope["path"])
+        await error.response({"www-authenticate": "Bearer"}, shape)(scope, receive, send)
+
+    def _why_refused(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        given = [value for name, value in headers if name == b"authorization"]
+        bare = [value for name, value in headers if name == b"x-api-key"]
+        if not given and len(bare) == 1:  # as Anthropic's clients send it
+            return None if self._keys.permits(bare[0].strip(b" ")) else "the API key is wrong"
+        if not given:
+            return "an API key is needed and none came"
+        if len(given) > 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:
+            return "the Authorization header is no Bearer key"
+        key = given[0][len(_SCHEME) :].strip(b" ")
+        return None if self._keys.permits(key) else "the API key is wrong"
+
+
+def load_api_keys(path: Path | None) -> ApiKeys | None:
+    """None without a file. Raises KeyFileError."""
+    return None if path is None else ApiKeys(path)
+
+
+def _read(path: Path) -> tuple[bytes, ...]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        lines = content.decode().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise KeyFileError(f"API key file {path}: {_reason(error)}") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise KeyFileError(
+            f"API key file {path}: more than {_MAX_FILE_BYTES} bytes; name the file of the keys"
+        )
+    keys: list[bytes] = []
+    for number, line in enumerate(lines, start=1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if not _KEY.fullmatch(key) or not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
+            raise KeyFileError(
+                f"API key file {path}: line {number} is no key: expected {MIN_KEY_CHARS} to {MAX_KEY_CHARS} "
+                f"printable ASCII characters without spaces; make one with `hisparse-pd keygen --api {path}`"
+            )
+        keys.append(key.encode())
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise KeyFileError(
+            f"API key file {path}: it holds {len(keys)} keys, expected 1 to {MAX_KEYS}, one a line; make one "
+            "with `hisparse-pd keygen --api FILE`"
+        )
+    return tuple(keys)
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """Of a failed read; a decoding error's own text would show the bytes."""
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -1,0 +1,63 @@
+"""The models that are served, as OpenAI lists them and, for its own client, as Anthropic does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
+
+MODELS_PATH = "/v1/models"
+MODEL_PATH = "/v1/models/{model:path}"
+
+_ANTHROPIC_HEADER = "anthropic-version"
+"""Anthropic's client sends it with every request: the path is that of both."""
+
+
+def show_models(request: Request, models: Sequence[Mapping[str, object]]) -> Response:
+    """All of ``models``, OpenAI's objects, or the one that the path names; 404 without it."""
+    is_anthropics = _ANTHROPIC_HEADER in request.headers
+    shown = [_as_anthropic(model) for model in models] if is_anthropics else models
+    name = request.path_params.get("model")
+    if name is None:
+        return json_response(_page(shown) if is_anthropics else {"object": "list", "data": shown})
+    for model in shown:
+        if model["id"] == name:
+            return json_response(model)
+    served = ", ".join(repr(model["id"]) for model in shown)
+    error = ApiError(
+        404,
+        f"model: {cut(name)!r} does not exist here; served are {served}",
+        param="model",
+        code="model_not_found",
+    )
+    return error.response(shape=ErrorShape.ANTHROPIC if is_anthropics else ErrorShape.OPENAI)
+
+
+def _as_anthropic(model: Mapping[str, object]) -> Mapping[str, object]:
+    created = model.get("created")
+    since = datetime.fromtimestamp(created if isinstance(created, int) and 0 <= created < 1 << 32 else 0, UTC)
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": f"{since:%Y-%m-%dT%H:%M:%SZ}",
+    }
+
+
+def _page(models: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    ids = [model["id"] for model in models]
+    return {
+        "data": models,
+        "has_more": False,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+    }
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

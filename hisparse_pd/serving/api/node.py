@@ -1,0 +1,200 @@
+"""Starts a node: its engines and further fronts in processes of their own, and the HTTP API in this one.
+
+``run_front`` is all that a node calls. What the API needs and lacks is said before the engine starts to load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from starlette.types import ASGIApp
+
+from hisparse_pd.base.process import setup_logging, stop_signals
+from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.traces import open_tracer
+from hisparse_pd.base.vocabulary import CheckpointError, StartError
+from hisparse_pd.engine.sockets import Crossing
+from hisparse_pd.protocol.channels import load_control_keys
+from hisparse_pd.serving.api.app import Front
+from hisparse_pd.serving.api.keys import load_api_keys
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.board import Board, make_board
+from hisparse_pd.serving.http.certificates import Certificate
+from hisparse_pd.serving.http.descriptors import raise_limit
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
+from hisparse_pd.serving.http.follower import follow
+from hisparse_pd.serving.http.front import EngineProcesses, EngineTarget, serve
+from hisparse_pd.serving.http.fronts import Fronts, serve_further
+from hisparse_pd.serving.http.listening import Listener
+from hisparse_pd.serving.http.metrics import FrontMetrics
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=NodeSettings)
+
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
+"""The decoder of JSON lets nobody else run, and megabytes of lists took it four times as long at 700."""
+
+
+@dataclass(frozen=True)
+class _NodePlan(Generic[S]):
+    """What the fronts of a node are made from; it is handed to those that are spawned."""
+
+    settings: S
+    role: str
+    holds_output: bool
+    choose_rank: RankChoice
+    apps: Callable[[Front], Sequence[ASGIApp]]
+    board: Board
+    started_at: int
+
+    def metrics(self) -> FrontMetrics:
+        return FrontMetrics(self.settings.dp_size)
+
+    def link(
+        self,
+        front: int,
+        endpoints: Sequence[str],
+        metrics: FrontMetrics,
+        on_connected: Callable[[], None] = lambda: None,
+    ) -> EngineLink:
+        return EngineLink(
+            endpoints,
+            self.settings.health_timeout_secs,
+            metrics.update,
+            on_connected,
+            QueueLimits.of(self.settings),
+            self.choose_rank,
+            self.board,
+            front,
+            Crossing.of(self.settings),
+        )
+
+    def front(self, link: EngineLink, metrics: FrontMetrics) -> Front:
+        """Raises StartError and OSError."""
+        codec = TextCodec.load(self.settings.model_path)
+        tracer = open_tracer(
+            self.settings.otlp_traces_endpoint,
+            f"hisparse-pd-{self.role}",
+            f"{self.settings.reachable_host}:{self.settings.port}",
+            metrics.count_spans,
+        )
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
+        return Front(
+            self.role,
+            self.settings,
+            codec,
+            link,
+            metrics,
+            self.holds_output,
+            load_api_keys(self.settings.api_key_file),
+            load_control_keys(self.settings.control_key_file),
+            SamplingDefaults.of(self.settings),
+            self.started_at,
+            self.board.metrics,
+            tracer,
+        )
+
+
+def run_front(
+    settings: S,
+    *,
+    role: str,
+    engine: EngineTarget[S],
+    holds_output: bool,
+    choose_rank: RankChoice,
+    ports: Sequence[int],
+    apps: Callable[[Front], Sequence[ASGIApp]],
+) -> int:
+    """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status. On
+    another machine of the node than the first: the engines alone.
+
+    The first port is served by all fronts, with TLS where the settings have a certificate, the others by this
+    one. ``holds_output``: the node's pools hold what is generated as well, not only prompts. ``choose_rank``:
+    says whose a sample is. Further fronts import the functions by name.
+    """
+    raise_limit()
+    if settings.node_rank > 0:
+        return follow(settings, role, engine)
+    setup_logging(settings.log_level, role)
+    try:
+        if not settings.model_path.is_dir():
+            raise CheckpointError(f"model_path {settings.model_path}: no such directory")
+        sampling_defaults = SamplingDefaults.of(settings)
+        load_api_keys(settings.api_key_file)
+        load_control_keys(settings.control_key_file)
+        listeners = [
+            Listener(settings.host, port, None if index else _certificate(settings))
+            for index, port in enumerate(ports)
+        ]
+        engines = EngineProcesses(engine, settings, f"{role}-engine")
+    except (OSError, StartError) as error:
+        log.error("%s", error)
+        return 1
+    if settings.exposure is not None:
+        log.warning("%s", settings.exposure)
+    num_fronts = settings.num_fronts
+    listeners[0].share(num_fronts)
+    board = make_board(settings.dp_size, num_fronts)
+    plan = _NodePlan(settings, role, holds_output, choose_rank, apps, board, int(time.time()))
+    metrics = plan.metrics()
+    link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
+    endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
+    fronts = Fronts(board, metrics)
+    for number in stop_signals():  # while the tokenizer loads; serve() takes them over
+        signal.signal(number, _exit)
+    try:
+        engines.start()
+        fronts.start(f"{role}-front", _run_further, plan, endpoints, listeners[0])
+        front = plan.front(link, metrics)
+        addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
+        log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
+        if defaults := str(sampling_defaults):
+            log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
+        with contextlib.closing(front):
+            return asyncio.run(
+                serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs)
+            )
+    except (OSError, StartError) as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+        fronts.kill()
+        engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
+
+
+def _certificate(settings: NodeSettings) -> Certificate | None:
+    return Certificate(settings.ssl_certfile, settings.ssl_keyfile) if settings.ssl_certfile else None
+
+
+def _run_further(
+    number: int, plan: _NodePlan[Any], endpoints: Sequence[Sequence[str]], listener: Listener
+) -> None:
+    """Front ``number`` of a node; its exit status is 1 when it cannot start."""
+    setup_logging(plan.settings.log_level, f"{plan.role}-front {number}")
+    metrics = plan.metrics()
+    link = plan.link(number, endpoints[number], metrics)
+    try:
+        with contextlib.closing(plan.front(link, metrics)) as front:
+            app, *_ = plan.apps(front)
+            asyncio.run(serve_further(number, link, metrics, plan.board, listener, app))
+    except (OSError, StartError) as error:
+        log.error("%s", error)
+        raise SystemExit(1) from None
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    log.info("%s: not serving yet, nothing to finish", signal.Signals(number).name)
+    raise SystemExit(0)

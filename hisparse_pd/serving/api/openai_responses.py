@@ -1,0 +1,252 @@
+"""The conversation of ``/v1/responses``, OpenAI's, as the one that a chat completion would have.
+
+Nothing is stored: a request brings its whole conversation, as items of ``input``. Items of one answer, its
+reasoning, text and calls, become one message of the assistant again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pydantic_core
+from msgspec import Raw
+
+from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api.bodies import ResponsesBody
+from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.prompts import (
+    CalledTool,
+    ChatPrompt,
+    HostedTool,
+    Turn,
+    may_call_tools,
+    message_items,
+    parse_text,
+    refuse_hosted_alone,
+    result_message,
+    template_arguments,
+    tool_items,
+    within_values,
+    without_hosted,
+    written_arguments,
+)
+from hisparse_pd.serving.api.raw_json import decode_item, first_chars
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
+
+_ITEMS: dict[str, type[Any]] = {
+    "function_call": parts.FunctionCall,
+    "function_call_output": parts.CallOutput,
+    "custom_tool_call": parts.CustomToolCall,
+    "custom_tool_call_output": parts.CallOutput,
+    "reasoning": parts.ReasoningItem,
+    "additional_tools": parts.AdditionalTools,
+}
+"""By their type; messages may lack it."""
+
+_OF_ANSWERS = (parts.AnswerMessage, parts.FunctionCall, parts.CustomToolCall, parts.ReasoningItem)
+
+_INPUT = "input"
+"""The one argument of a custom tool, as the model knows it."""
+
+_ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
+
+Message = dict[str, object]
+
+
+def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]:
+    """The conversation, and what the answer repeats of the request. Raises ApiError 400."""
+    messages: list[Message] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    tools = ResponseTools()
+    tools.add("tools", body.tools)
+    messages += within_values(_input(body.input, tools))
+    refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
+    may_call = may_call_tools(body.tool_choice)
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    echo: dict[str, object] = {field: getattr(body, field) for field in _ECHOED} | {
+        "metadata": None if body.metadata is None else decode_item("metadata", body.metadata),
+        "tools": tools.described,
+        "tool_choice": decode_item("tool_choice", body.tool_choice) if body.tool_choice else "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": effort, "summary": None},
+        "text": {"format": _text_format(body.text)},
+    }
+    prompt = ChatPrompt(
+        tuple(messages),
+        template_arguments(body, effort),
+        continue_final_message=False,
+        tools=tuple(tools.functions) if may_call else (),
+        separate_reasoning=True,
+        called_tools=tools.called,
+        left_out=tools.left_out,
+    )
+    return prompt, echo
+
+
+def _text_format(text: parts.TextOptions | None) -> object:
+    if text is None or text.format is None:
+        return {"type": "text"}
+    return decode_item("text.format", text.format)
+
+
+def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
+    """The messages; tools among the items go to ``tools``."""
+    if value is None:
+        raise FieldRefused("input", "the field is needed", code="missing_field")
+    if first_chars(value)[0] == b'"':
+        yield {"role": "user", "content": parse_text("input", value)}
+        return
+    turn = Turn()
+    items = [(name, _item(name, raw)) for name, raw in message_items("input", value)]
+    num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _OF_ANSWERS)), default=0)
+    for index, (name, item) in enumerate(items):
+        is_of_next = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
+            turn.calls or turn.texts
+        )
+        if not turn.is_empty and (is_of_next or not isinstance(item, (*_OF_ANSWERS, parts.AdditionalTools))):
+            yield turn.message()
+            turn = Turn()
+        match item:
+            case parts.AnswerMessage():
+                turn.texts.append(_text_of(item.content))
+            case parts.FunctionCall():
+                arguments = written_arguments(f"{name}.arguments", item.arguments)
+                turn.call(shown_name(item.name, item.namespace), arguments, item.call_id)
+            case parts.CustomToolCall():
+                turn.call(shown_name(item.name, item.namespace), {_INPUT: item.input}, item.call_id)
+            case parts.ReasoningItem():
+                turn.reasoning += (part.text for part in item.content or ())
+            case parts.AdditionalTools():
+                tools.add(f"{name}.tools", item.tools)
+            case parts.InputMessage():
+                yield {"role": item.role, "content": _text_of(item.content)}
+            case parts.CallOutput():
+                is_answered = index < num_answered
+                yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
+    if not turn.is_empty:
+        yield turn.message()
+
+
+def _item(name: str, raw: Raw) -> Any:
+    kind = decode(parts.ItemKind, raw, name)
+    if kind.type in (None, "message"):
+        return decode(parts.AnswerMessage if kind.role == "assistant" else parts.InputMessage, raw, name)
+    if kind.type not in _ITEMS:
+        known = f"message, {', '.join(_ITEMS)}"
+        raise InvalidField(f"{name}.type", kind.type, f"is not supported; supported are {known}")
+    return decode(_ITEMS[kind.type], raw, name)
+
+
+def _text_of(
+    content: str | list[parts.InputText] | list[parts.OutputText | parts.InputText | parts.Refusal],
+) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, parts.Refusal) else part.text for part in content)
+
+
+# --- tools ---------------------------------------------------------------------------------------------
+
+
+class ResponseTools:
+    """The tools of one request as the functions by which the model knows them.
+
+    A function of a namespace is called ``namespace.function``, and a custom tool, which takes a text, has one
+    argument, ``input``. ``called_tool`` and ``custom_input`` lead back to what the client knows.
+    """
+
+    def __init__(self) -> None:
+        self.described: list[dict[str, Any]] = []
+        """As the client wrote them, without those that are left out."""
+        self.functions: list[dict[str, object]] = []
+        """For the template."""
+        self.called: dict[str, CalledTool] = {}
+        """What the client calls the functions, by their names."""
+        self.left_out: tuple[HostedTool, ...] = ()
+
+    def add(self, field: str, value: Raw | None) -> None:
+        """Raises ApiError 400."""
+        items, left_out = without_hosted(tool_items(field, value))
+        self.left_out += left_out
+        for name, item in items:
+            kind = decode(parts.ItemKind, item, name).type
+            if kind == "namespace":
+                self._add_namespace(name, decode(parts.NamespaceTool, item, name))
+            else:
+                self._add(name, item, kind)
+            self.described.append(decode_item(name, item))
+
+    def _add_namespace(self, name: str, space: parts.NamespaceTool) -> None:
+        about = f"{space.name}: {space.description}" if space.description else ""
+        for inner, item in tool_items(f"{name}.tools", space.tools):
+            self._add(inner, item, decode(parts.ItemKind, item, inner).type, space.name, about)
+            about = ""  # the first function's description has said it
+
+    def _add(
+        self, name: str, item: Raw, kind: str | None, namespace: str | None = None, about: str = ""
+    ) -> None:
+        match kind:
+            case "function":
+                decode(parts.ResponsesTool, item, name)
+                function = decode_item(name, item)
+                del function["type"]
+            case "custom":
+                function = _function(decode(parts.CustomTool, item, name))
+            case _:
+                known = '"function" or "custom"' if namespace else '"function", "custom" or "namespace"'
+                raise InvalidField(f"{name}.type", kind, f"must be {known}; other tools are not supported")
+        called = CalledTool(function["name"], namespace, kind == "custom")
+        shown = shown_name(called.name, namespace)
+        if about:
+            function["description"] = "\n\n".join(filter(None, (about, function.get("description"))))
+        if len(self.functions) == parts.MAX_TOOLS:
+            message = f"{name}: a request may have {parts.MAX_TOOLS} tools, those of namespaces counted"
+            raise ApiError(400, message, param=name)
+        self.functions.append({"type": "function", "function": function | {"name": shown}})
+        self.called[shown] = called
+
+
+def shown_name(name: str, namespace: str | None) -> str:
+    """What the model knows a tool by."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def find_tool(called: Mapping[str, CalledTool], name: str, namespace: str | None = None) -> str | None:
+    """What the model knows the tool ``name`` by, also in short where no other is called so; None: no tool."""
+    if (shown := shown_name(name, namespace)) in called:
+        return shown
+    found = [shown for shown, tool in called.items() if tool.name == name and namespace is None]
+    return found[0] if len(found) == 1 else None
+
+
+def called_tool(called: Mapping[str, CalledTool], name: str) -> CalledTool:
+    """What the client calls the tool that the model called."""
+    shown = find_tool(called, name)
+    return CalledTool(name) if shown is None else called[shown]
+
+
+def custom_input(arguments: str) -> str:
+    """The text of a call, also of one that was cut off; what else the model wrote is the text itself."""
+    with suppress(ValueError):
+        found = pydantic_core.from_json(arguments or "{}", allow_partial="trailing-strings")
+        if isinstance(found, dict) and isinstance(text := found.get(_INPUT, ""), str):
+            return text
+    return arguments
+
+
+def _function(tool: parts.CustomTool) -> dict[str, Any]:
+    """A format is told, and not enforced."""
+    rule: dict[str, str] = {"type": "string"}
+    if tool.format is not None and tool.format.definition:
+        rule["description"] = f"Follows this {tool.format.syntax or 'grammar'}:\n{tool.format.definition}"
+    parameters = {
+        "type": "object",
+        "properties": {_INPUT: rule},
+        "required": [_INPUT],
+        "additionalProperties": False,
+    }
+    described = {"description": tool.description} if tool.description else {}
+    return {"name": tool.name, **described, "parameters": parameters}

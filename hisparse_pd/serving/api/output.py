@@ -1,0 +1,107 @@
+"""The output of one sample as it grows: tokens, logprobs, text, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
+from hisparse_pd.engine.messages import RequestStats, Tokens, num_packed_tokens
+from hisparse_pd.serving.api.detokenizer import Detokenizer, TokenBytes
+from hisparse_pd.serving.api.requests import SampleRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """``matched``: the stop string or stop token that ended the sample."""
+
+    reason: FinishReason
+    matched: str | int | None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one engine message added to sample ``index``: tokens in [first_token, last_token), and text."""
+
+    index: int
+    text: str
+    first_token: int
+    last_token: int
+    finish: Finish | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One a token, when they were asked for. They are not kept: a dialect shows or encodes them at once."""
+
+
+class SampleOutput:
+    """State of one sample. ``text`` never ends within a character or within what may be a stop string."""
+
+    def __init__(self, index: int, sample: SampleRequest, token_bytes: TokenBytes) -> None:
+        """``index``: among the samples of the HTTP request."""
+        options = sample.options
+        self.index = index
+        self.sample = sample
+        self.token_ids: list[int] = []
+        self.finish: Finish | None = None
+        self.stats = RequestStats(mode=None)
+        """The last that the engine told."""
+        self.is_behind = False
+        """More of this sample has come already: the client or the node is slower than the engine."""
+        self._pieces: list[str] = []
+        self._trims_stop_token = not options.no_stop_trim
+        self._detokenizer = Detokenizer(
+            token_bytes,
+            options.stop,
+            skip_special_tokens=options.skip_special_tokens,
+            no_stop_trim=options.no_stop_trim,
+        )
+
+    @property
+    def text(self) -> str:
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return num_packed_tokens(self.sample.prompt)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt; where the output went on at another node, that one may have had some of it, too."""
+        return min(self.stats.num_cached_tokens, self.num_prompt_tokens)
+
+    @property
+    def num_held_tokens(self) -> int:
+        """The same, of what the decode node held."""
+        return min(self.stats.num_held_tokens, self.num_prompt_tokens)
+
+    def feed(self, message: Tokens) -> Delta:
+        """Take in one engine message of a sample that has not finished.
+
+        A stop string ends the sample at its last token; the engine is then to be told.
+        """
+        if message.stats is not None:
+            self.stats = message.stats
+        first_token = len(self.token_ids)
+        text = ""
+        read, trimmed = message.token_ids, message.token_ids[:0]
+        if self._trims_stop_token and read[-1:] == (message.matched_stop_token,):
+            read, trimmed = read[:-1], read[-1:]
+        for token_id in read:
+            self.token_ids.append(token_id)
+            text += self._detokenizer.feed(token_id)
+            if self._detokenizer.matched is not None:
+                self.finish = Finish(FinishReason.STOP, self._detokenizer.matched)
+                break
+        else:
+            self.token_ids += trimmed
+        if self.finish is None and message.finish_reason is not None:
+            text += self._detokenizer.finish()
+            matched = self._detokenizer.matched  # in the last, incomplete character only
+            if matched is not None:
+                self.finish = Finish(FinishReason.STOP, matched)
+            else:
+                self.finish = Finish(message.finish_reason, message.matched_stop_token)
+        self._pieces.append(text)
+        last_token = len(self.token_ids)
+        logprobs = message.logprobs[: last_token - first_token]
+        return Delta(self.index, text, first_token, last_token, self.finish, logprobs)

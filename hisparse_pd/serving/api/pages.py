@@ -1,0 +1,50 @@
+"""What pages in browsers may ask of a service, such as one of the browser's own machine.
+
+A browser sends any page's POST to any address, as long as its content type is a form's or plain text: that
+the page cannot read the answer undoes nothing. Only about JSON it first asks the service whether this origin
+may. And to a page whose own name was made to resolve to the service's address, everything is of one origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, shown
+
+_SENT_BY_BROWSERS = (b"origin", b"sec-fetch-site")
+"""With every POST, and by no page's own doing. Programs send neither."""
+
+
+class GuardFromPages:
+    """ASGI middleware: from a page, 415 for a POST that is not JSON, and 403 for any to ``closed_paths``."""
+
+    def __init__(self, app: ASGIApp, closed_paths: Collection[str] = ()) -> None:
+        self._app = app
+        self._closed_paths = closed_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and (error := self._why_refused(scope)):
+            return await error.response(shape=ErrorShape.of_path(scope["path"]))(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _why_refused(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        if not any(name in headers for name in _SENT_BY_BROWSERS):
+            return None
+        if scope["path"] in self._closed_paths:
+            origin = shown(headers.get(b"origin", b"").decode("latin-1"))
+            return ApiError(
+                403,
+                f"a page in a browser asks for {scope['path']} (origin {origin}), which pages may not; "
+                "use a program, such as curl, that sends neither Origin nor Sec-Fetch-Site",
+            )
+        content_type = headers.get(b"content-type", b"").decode("latin-1")
+        if content_type.partition(";")[0].strip().lower() == "application/json":
+            return None
+        return ApiError(
+            415,
+            f"content-type: {shown(content_type)} comes from a page in a browser, whose requests must have "
+            "application/json, so that the browser asks whether the page may send them",
+        )

@@ -1,0 +1,196 @@
+"""A prompt's own logprobs as the dialects show them: JSON that is written once a prompt, a piece at a time.
+
+Lists of one answer have up to 40 MB: they are put into it as they are, and never taken apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from hisparse_pd.engine.messages import score_dtype, unpack_token_ids
+from hisparse_pd.serving.api.answers import encoded, finite, likeliest_by_text, sglang_token, shown_lists
+from hisparse_pd.serving.api.app import Work
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.detokenizer import TokenBytes
+from hisparse_pd.serving.api.requests import SampleRequest
+from hisparse_pd.serving.http.http_errors import RequestFailedError
+from hisparse_pd.serving.http.off_loop import off_loop
+
+_PIECE_ENTRIES = 2048
+"""Logprobs that are encoded at a time: a millisecond or two, in which no other thread runs."""
+
+_INLINE_BYTES = 16 << 10
+_INLINE_PROMPTS = 64
+"""Rows of so many bytes and prompts are written at once: what takes no longer than a piece."""
+
+
+class Scores(Struct):
+    """Of one prompt, as they come from the engine: ``rows`` as of ``score_dtype(num_top)``."""
+
+    num_top: int = 0
+    rows: list[bytes] = []
+
+
+class PromptLists(NamedTuple):
+    """Pieces of the JSON of lists, without brackets, by field: of each choice of one prompt, of a choice's
+    ``logprobs``, where they come before the output's, and of ``meta_info``."""
+
+    choice: defaultdict[str, list[bytes]]
+    logprobs: defaultdict[str, list[bytes]]
+    meta_info: defaultdict[str, list[bytes]]
+
+
+async def write_lists(
+    work: Work, scores: Mapping[int, Scores], token_bytes: TokenBytes
+) -> dict[int, PromptLists]:
+    """Of each prompt, by number, of which there are ``scores``. Raises RequestFailedError when the engine
+    left positions out."""
+    written: dict[int, PromptLists] = {}
+    of_prompt = {sample.prompt_index: sample for sample in work.samples}
+    is_short = sum(len(rows) for each in scores.values() for rows in each.rows) <= _INLINE_BYTES
+    for index, of_one in scores.items():
+        written[index] = lists = PromptLists(defaultdict(list), defaultdict(list), defaultdict(list))
+        writing = _write(of_prompt[index], of_one, token_bytes, lists)
+        if is_short and len(scores) <= _INLINE_PROMPTS:
+            deque(writing, maxlen=0)
+        else:
+            while await off_loop(next, writing, False):
+                pass
+    return written
+
+
+def with_lists(work: Work, body: bytes, written: Mapping[int, PromptLists]) -> bytes:
+    """The whole answer ``body`` with the lists of its prompts."""
+    answer: Any = msgspec.json.decode(body)
+    prompts = [written[sample.prompt_index] for sample in work.samples]
+    if work.request.endpoint is Endpoint.GENERATE:
+        for entry, lists in zip(answer if isinstance(answer, list) else [answer], prompts, strict=True):
+            entry["meta_info"] |= shown_lists(lists.meta_info)
+    elif work.request.endpoint is Endpoint.CHAT:
+        answer |= shown_lists(prompts[0].choice)
+    else:
+        for choice, lists in zip(answer["choices"], prompts, strict=True):
+            choice |= shown_lists(lists.choice)
+            if lists.logprobs:
+                output = {name: encoded(entries) for name, entries in choice["logprobs"].items()}
+                both = {name: [*lists.logprobs[name], *pieces] for name, pieces in output.items()}
+                choice["logprobs"] = shown_lists(both)
+    return msgspec.json.encode(answer)
+
+
+def _write(
+    sample: SampleRequest, scores: Scores, token_bytes: TokenBytes, lists: PromptLists
+) -> Iterator[bool]:
+    """Append what the prompt's fields show, a piece at a time; each yields True."""
+    options, wanted = sample.options, sample.wanted_scores
+    assert wanted is not None
+    token_ids = unpack_token_ids(sample.prompt)[wanted.first - 1 :]
+    rows = np.frombuffer(b"".join(scores.rows), score_dtype(scores.num_top))
+    if len(rows) != max(0, len(token_ids) - 1):
+        raise RequestFailedError(500, f"the engine sent {len(rows)} logprobs for {len(token_ids)} tokens")
+    choice, logprobs, meta = lists
+    num_logprobs = options.sampling.num_logprobs
+    num_shown = num_logprobs or 0
+    offsets = _Offsets(sample.echo) if options.echo and num_logprobs is not None else None
+    first = 1
+    """Of the piece, the first token that has a logprob."""
+    for piece in _pieces(token_ids, rows, scores.num_top):
+        unknown, known = [None] * first, piece[first:]
+        if options.num_prompt_logprobs is not None:
+            by_id = [_by_id(token_bytes, token, options.num_prompt_logprobs) for token in known]
+            choice["prompt_logprobs"] += encoded([*unknown, *by_id])
+        if offsets is not None:
+            texts = [token_bytes.text(token.token_id) for token in piece]
+            logprobs["tokens"] += encoded(texts)
+            logprobs["text_offset"] += encoded([offsets.next(text) for text in texts])
+            logprobs["token_logprobs"] += encoded([*unknown, *(finite(token.logprob) for token in known)])
+            likeliest = [
+                likeliest_by_text(token_bytes, token.token_id, token.logprob, token.top[:num_shown])
+                for token in known
+            ]
+            logprobs["top_logprobs"] += encoded([*unknown, *likeliest])
+        if options.logprob_start is not None:
+            # SGLang has no logprob of the first token from where it starts, wherever that is.
+            with_text = options.text_in_logprobs
+            entries: list[tuple[int, float | None]] = [(token.token_id, None) for token in piece[:first]]
+            entries += [(token.token_id, token.logprob) for token in known]
+            shown = [sglang_token(token_bytes, *entry, with_text) for entry in entries]
+            meta["input_token_logprobs"] += encoded(shown)
+            if num_shown:
+                tops = [
+                    [sglang_token(token_bytes, *entry, with_text) for entry in token.top[:num_shown]]
+                    for token in known
+                ]
+                meta["input_top_logprobs"] += encoded([*unknown, *tops])
+        first = 0
+        yield True
+
+
+class _Token(NamedTuple):
+    """One of the prompt, with the likeliest ones in its place and their logprobs."""
+
+    token_id: int
+    logprob: float = 0.0
+    rank: int = 0
+    top: Sequence[tuple[int, float]] = ()
+
+
+def _pieces(
+    token_ids: npt.NDArray[np.int32], rows: npt.NDArray[np.void], num_top: int
+) -> Iterator[list[_Token]]:
+    """All tokens; the first one has no row."""
+    if not len(token_ids):
+        return
+    head = [_Token(int(token_ids[0]))]
+    step = max(1, _PIECE_ENTRIES // (1 + num_top))
+    for start in range(0, max(1, len(rows)), step):
+        part = rows[start : start + step]
+        tops = zip(part["top_ids"].tolist(), part["top_logprobs"].tolist(), strict=True)
+        tokens = map(
+            _Token,
+            token_ids[1 + start : 1 + start + step].tolist(),
+            part["logprob"].tolist(),
+            part["rank"].tolist(),
+            [tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in tops],
+        )
+        yield [*head, *tokens]
+        head = []
+
+
+class _Offsets:
+    """Where each token begins in the text that is echoed.
+
+    Tokens that the tokenizer put before the client's text are not in it, and begin where it does.
+    """
+
+    def __init__(self, echo: str) -> None:
+        self._echo = echo
+        self._next = 0
+        self._has_begun = False
+
+    def next(self, text: str) -> int:
+        self._has_begun = self._has_begun or self._echo.startswith(text)
+        offset = self._next
+        self._next += len(text) * self._has_begun
+        return offset
+
+
+def _by_id(token_bytes: TokenBytes, token: _Token, num_top: int) -> dict[str, object]:
+    """As vLLM shows a prompt's token: itself, then the likeliest ones."""
+    ranked = [(token.token_id, token.logprob, token.rank)]
+    ranked += [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(token.top[:num_top], 1)]
+    return {
+        str(token_id): {
+            "logprob": finite(logprob),
+            "rank": rank,
+            "decoded_token": token_bytes.text(token_id),
+        }
+        for token_id, logprob, rank in ranked
+    }

@@ -1,0 +1,75 @@
+"""A node's endpoints about slots that nobody gets: which and why, and the word that they are good.
+
+On a decode node a room that a prefill node was given keeps its slots until that run says that nothing of it
+is in flight, or is known to be over. A machine that vanishes does neither, and time proves nothing: somebody
+has to say it. Nor does anything but a test of the memory say that a page in which a row went wrong is good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from hisparse_pd.engine.messages import QuarantinedRun, SetAsidePage
+from hisparse_pd.serving.api.models import json_response
+from hisparse_pd.serving.http.engine_link import EngineLink
+from hisparse_pd.serving.http.http_errors import ApiError
+
+
+def quarantine_routes(link: EngineLink) -> list[Route]:
+    """``GET /quarantine``; ``POST /release_quarantine``, with ``?instance_id=`` for a run, or with
+    ``?pool=``, ``&slot=`` and on a node of several ranks ``&rank=`` for a page. Raise ApiError."""
+
+    async def show(request: Request) -> Response:
+        pages = [{"rank": rank, **msgspec.to_builtins(page)} for rank, page in _pages(link)]
+        return json_response({"runs": _runs(link), "pages": pages})
+
+    async def release(request: Request) -> Response:
+        query = request.query_params
+        if "slot" in query:
+            return json_response(_release_page(link, query))
+        instance_id = query.get("instance_id", "")
+        if not instance_id:
+            raise ApiError(400, "instance_id, or pool and slot: missing; /quarantine has what is kept")
+        run = next((run for run in _runs(link) if run.instance_id == instance_id), None)
+        if run is None:
+            raise ApiError(
+                404, f"instance_id: nothing is kept for run {instance_id[:100]!r}; see /quarantine"
+            )
+        link.release_quarantine(instance_id)
+        status = "its slots are free after quarantine_secs, unless it answers: see /quarantine and the log"
+        return json_response({"status": status, "released": run})
+
+    return [
+        Route("/quarantine", show, methods=["GET"]),
+        Route("/release_quarantine", release, methods=["POST"]),
+    ]
+
+
+def _release_page(link: EngineLink, query: Any) -> dict[str, Any]:
+    asked = (query.get("rank", "0"), query.get("pool", ""), query["slot"])
+    for rank, page in _pages(link):
+        if asked == (str(rank), page.pool, str(page.start)):
+            link.release_page(rank, page.pool, page.start)
+            return {"status": "the page is given out again", "released": page}
+    rank_pool_slot = "rank {}, pool {!r}, slot {!r}".format(*(value[:100] for value in asked))
+    raise ApiError(404, f"{rank_pool_slot}: no page that is set aside begins there; see /quarantine")
+
+
+def _runs(link: EngineLink) -> tuple[QuarantinedRun, ...]:
+    link.require_engine()
+    return tuple(run for rank in link.ranks if rank.stats is not None for run in rank.stats.quarantine)
+
+
+def _pages(link: EngineLink) -> list[tuple[int, SetAsidePage]]:
+    link.require_engine()
+    return [
+        (number, page)
+        for number, rank in enumerate(link.ranks)
+        if rank.stats is not None
+        for page in rank.stats.set_aside
+    ]

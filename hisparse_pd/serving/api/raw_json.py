@@ -1,0 +1,127 @@
+"""JSON of clients, looked at, split and decoded in bounded pieces: the decoder lets no other thread run."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from hisparse_pd.protocol.decoding import NestedTooDeeply, check_nesting, decode_json
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
+from hisparse_pd.serving.http.off_loop import taking_interpreter
+
+MAX_FIELD_BYTES = 2 << 20
+"""Of a field's JSON, strings and split lists aside: 0.2 s of decoding at the very worst."""
+
+MAX_FIELD_VALUES = 1 << 16
+"""Of a longer field, by the marks between them, those within strings counted too. Its rest is strings, such
+as images in base64, which cost little."""
+
+_SPACE = (b" ", b"\t", b"\r", b"\n")
+
+_TRUNCATED = "Input data was truncated"
+"""msgspec says it also of a string that ends soon after the first half of a surrogate pair."""
+
+_SHORT_BYTES = 1 << 16
+"""Of a list that is split at once, whatever the number of its entries: a millisecond."""
+
+_decoder = msgspec.json.Decoder()
+_list_decoder = msgspec.json.Decoder(list[Raw])
+
+
+def first_chars(value: bytes | Raw) -> tuple[bytes, bytes]:
+    """The first character of a JSON value and the next one, white space left out."""
+    view = memoryview(value)
+    first = _next_char(view, 0)
+    second = _next_char(view, first + 1)
+    return bytes(view[first : first + 1]), bytes(view[second : second + 1])
+
+
+def _next_char(view: memoryview, start: int) -> int:
+    while bytes(view[start : start + 1]) in _SPACE:
+        start += 1
+    return start
+
+
+def is_object(text: str) -> bool:
+    """Whether the text is a JSON object."""
+    try:
+        return isinstance(decode_json(text), dict)
+    except msgspec.DecodeError:
+        return False
+
+
+def split(name: str, value: Raw, max_items: int) -> list[Raw]:
+    """The entries of a list, each as JSON, at most ``max_items``. Raises ApiError."""
+    if first_chars(value)[0] != b"[":
+        raise InvalidField(name, decode_item(name, value), "must be a list")
+    try:
+        items = split_list(value, max_items)
+    except msgspec.MsgspecError as error:
+        raise not_json(name, error) from error
+    if items is None:
+        raise FieldRefused(name, f"must have at most {max_items} entries; split the request")
+    return items
+
+
+def split_list(value: Raw, max_items: int) -> list[Raw] | None:
+    """The entries of a JSON list, each as JSON; None for more than ``max_items``, whatever their number.
+    Raises what msgspec raises for what is no JSON list."""
+    if len(memoryview(value)) <= _SHORT_BYTES:
+        items = _list_decoder.decode(value)
+    else:
+        with taking_interpreter(len(memoryview(value))):
+            entries = _entries_decoder(max_items + 1).decode(value)
+        items = [item for item in msgspec.structs.astuple(entries) if item is not UNSET]
+    return None if len(items) > max_items else items
+
+
+@cache
+def _entries_decoder(max_items: int) -> msgspec.json.Decoder[Any]:
+    """Of a list as a structure with so many fields: what is behind the last one costs no memory."""
+    fields = [(f"item_{index}", Raw | UnsetType, UNSET) for index in range(max_items)]
+    return msgspec.json.Decoder(msgspec.defstruct("Entries", fields, array_like=True))
+
+
+def decode_item(name: str, value: Raw) -> Any:
+    """The value. Raises ApiError for what is no JSON, or too much of it; a string may have any length."""
+    check_size(name, value)
+    try:
+        with taking_interpreter(len(memoryview(value))):
+            return _decoder.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise not_json(name, error) from error
+
+
+def check_size(name: str, value: Raw) -> None:
+    """Raises ApiError for a value, no string, of more than MAX_FIELD_BYTES and MAX_FIELD_VALUES."""
+    num_bytes = len(memoryview(value))
+    if num_bytes <= MAX_FIELD_BYTES or first_chars(value)[0] == b'"':
+        return
+    text = bytes(value)
+    if sum(text.count(mark) for mark in b",[{") > MAX_FIELD_VALUES:
+        raise FieldRefused(name, f"has {num_bytes} bytes of JSON; {MAX_FIELD_BYTES} are the most for a field")
+
+
+def check_text(body: bytes) -> None:
+    """Raise ApiError for a body that is no UTF-8, or nested more deeply than ``check_nesting`` allows."""
+    try:
+        with taking_interpreter(len(body)):
+            body.decode()
+        with taking_interpreter(len(body)):
+            check_nesting(body)
+    except UnicodeDecodeError as error:
+        message = f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+        raise ApiError(400, message, code="invalid_utf8") from error
+    except NestedTooDeeply as error:
+        raise not_json("", error) from error
+
+
+def not_json(name: str, error: Exception) -> ApiError:
+    """``name``: of the field, "" for the body itself."""
+    what, why = f"{name}: is" if name else "the body is", str(error)
+    if why == _TRUNCATED:
+        why = "it ends too early, or a string has half of a surrogate pair, such as \\ud83d alone"
+    return ApiError(400, f"{what} not valid JSON: {why}", param=name or None, code="invalid_json")

@@ -1,0 +1,314 @@
+"""From a parsed HTTP request to the engine's: token ids, and lengths that fit.
+
+The last of the front's checks. Nothing has been reserved anywhere when one of them fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
+from hisparse_pd.engine.messages import (
+    Generate,
+    GenerateGroup,
+    WantedScores,
+    num_packed_tokens,
+    pack_token_ids,
+    request_prefix,
+)
+from hisparse_pd.serving.api.body_parts import MAX_SAMPLES_PER_PROMPT
+from hisparse_pd.serving.api.chat_format import ReasoningStart
+from hisparse_pd.serving.api.constraints import Constraint
+from hisparse_pd.serving.api.grammars import write_grammar
+from hisparse_pd.serving.api.journal import NOT_RESUMED, Resumed
+from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
+from hisparse_pd.serving.api.sampling_options import SEED_MASK, SampleOptions
+from hisparse_pd.serving.api.schemas import ApiRequest
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
+from hisparse_pd.serving.http.off_loop import off_loop
+
+MAX_SCORES = 1 << 19
+"""Logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
+
+As JSON they have up to 40 MB."""
+MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
+"""Of the grammars of all samples of an HTTP request: each sample is sent its own."""
+
+_SAMPLES_BETWEEN_YIELDS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only.
+
+    ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
+    """
+
+    context_length: int
+    max_total_tokens_hisparse: int
+    max_total_tokens_dense: int
+    holds_output: bool
+    default_max_tokens: int = 0
+
+    @property
+    def request_tokens(self) -> int:
+        """Prompt tokens times samples of one HTTP request at most: a prompt alone may always have all."""
+        return MAX_SAMPLES_PER_PROMPT * self.context_length
+
+    def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
+        """Longest prompt plus output that the pools can ever hold for a request with this flag."""
+        match hisparse:
+            case HisparseFlag.TRUE:
+                return self.max_total_tokens_hisparse
+            case HisparseFlag.FALSE:
+                return self.max_total_tokens_dense
+            case HisparseFlag.AUTO | None:
+                return max(self.max_total_tokens_hisparse, self.max_total_tokens_dense)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample: what the engine gets, and what the front needs to show its output.
+
+    ``prompt``: its token ids as of ``pack_token_ids``; the samples of a prompt share it.
+    """
+
+    generate: Generate
+    prompt: bytes
+    prompt_index: int
+    options: SampleOptions
+    root: PageKey = NO_ISOLATION
+    """Of the prompt's keys."""
+    wanted_scores: WantedScores | None = None
+    """Of the prompt, which its first sample has computed for all."""
+    echo: str = ""
+    """Text of the prompt, which comes before the output's."""
+    resumed: Resumed = NOT_RESUMED
+    """Of its output, what is there already; it stands behind the prompt in what the engine gets."""
+    num_resumes: int = 0
+    """How often it went on at another node."""
+
+
+async def plan_samples(
+    request: ApiRequest, codec: TextCodec, limits: Limits, front: int = 0
+) -> tuple[SampleRequest, ...]:
+    """The samples of ``request``, prompt-major; ``front``: the number of this one. Raises ApiError 400 for a
+    prompt or a grammar that cannot be served."""
+    pool_tokens = limits.pool_tokens(request.hisparse)
+    most_tokens = min(limits.context_length, pool_tokens)
+    prefix = request_prefix(front)
+    names = [
+        f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
+        for index in range(len(request.prompts))
+    ]
+    prompts = await codec.encode(request.prompts, names, most_tokens)
+    samples: list[SampleRequest] = []
+    num_request_tokens = num_scores = 0
+    all_options = await _with_grammars(request, prompts, codec)
+    journal = request.journal
+    all_resumed = {} if journal is None else journal.resumed()
+    for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
+        name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
+        _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, codec.vocab_size)
+        _check_token_ids("logit_bias", options.biased_token_ids, codec.vocab_size)
+        max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
+        num_request_tokens += num_prompt_tokens * options.n
+        _check_request_tokens(request.prompt_field, num_request_tokens, limits)
+        wanted = options.wanted_scores()
+        if wanted is not None:
+            _check_start(name, num_prompt_tokens, options)
+            num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
+            _check_scores(request.prompt_field, num_scores)
+        prompt_text = request.prompts[prompt_index]
+        echo = ""
+        if options.echo:
+            echo = prompt_text if isinstance(prompt_text, str) else await codec.text_of(prompt)
+        for sample_index in range(options.n):
+            meeting = request.rendezvous[len(samples)]
+            sampling = options.sampling_params(max_new_tokens, sample_index)
+            if journal is not None and sampling.seed is None:
+                sampling = msgspec.structs.replace(sampling, seed=(journal.seed + len(samples)) & SEED_MASK)
+            resumed = all_resumed.get(len(samples), NOT_RESUMED)
+            if resumed.token_ids:
+                _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
+                sampling = _resumed(sampling, resumed)
+            generate = Generate(
+                request_id=f"{prefix}-{len(samples)}",
+                room=meeting.room,
+                num_prompt_tokens=num_prompt_tokens + len(resumed.token_ids),
+                sampling=sampling,
+                bootstrap_host=meeting.bootstrap_host,
+                bootstrap_port=meeting.bootstrap_port,
+                hisparse=request.hisparse,
+                is_speculative=request.is_speculative,
+                scores=wanted if sample_index == 0 else None,
+                is_prefill_only=request.is_prefill_only,
+            )
+            root = request.roots[prompt_index]
+            num_resumes = 0 if journal is None else journal.num_resumes
+            samples.append(
+                SampleRequest(
+                    generate, prompt, prompt_index, options, root, wanted, echo, resumed, num_resumes
+                )
+            )
+            if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
+                await asyncio.sleep(0)
+    return tuple(samples)
+
+
+async def _with_grammars(
+    request: ApiRequest, prompts: Sequence[bytes], codec: TextCodec
+) -> Sequence[SampleOptions]:
+    """The options of each prompt with the grammar of its answers. ``prompts``: their token ids."""
+    written: dict[Constraint, str] = {}
+    found: list[SampleOptions] = []
+    num_chars = 0
+    for source, prompt, options in zip(request.prompts, prompts, request.options, strict=True):
+        constraint = options.constraint
+        if constraint is None:
+            found.append(options)
+            continue
+        if constraint not in written:
+            written[constraint] = await _grammar(constraint, source, prompt, codec)
+            if written[constraint]:
+                await codec.check_grammar(written[constraint], constraint.field)
+        num_chars += options.n * len(written[constraint])
+        if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
+            raise FieldRefused(
+                "n",
+                f"the grammars of all samples together have {num_chars} characters or more; "
+                f"{MAX_REQUEST_GRAMMAR_CHARS} are the most for a request: split it",
+            )
+        sampling = msgspec.structs.replace(options.sampling, grammar=written[constraint])
+        found.append(replace(options, sampling=sampling))
+    return found
+
+
+async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec: TextCodec) -> str:
+    """Of the answers to one prompt: all prompts of a request that has several are no conversations."""
+    if isinstance(source, ChatPrompt):
+        reasoning = codec.chat_format.reasoning_start(
+            prompt, codec.token_bytes.of, is_continued=source.continue_final_message
+        )
+        tools, separates = source.all_tools, source.separate_reasoning
+    else:
+        reasoning, tools, separates = ReasoningStart.NONE, [], True
+    return await off_loop(
+        write_grammar, constraint, codec.chat_format, reasoning, tools, separates_reasoning=separates
+    )
+
+
+def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[GenerateGroup]:
+    """What the engine is sent: one message a prompt, which is in it for an engine that computes or holds it,
+    and for samples whose draws depend on it: of one prompt all do or none. Samples that have gone different
+    ways have prompts of their own; nothing is sent of those that are over."""
+    live = [sample for sample in samples if not sample.resumed.is_over]
+    groups = []
+    for _, of_one in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
+        group = list(of_one)
+        prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
+        groups.append(
+            GenerateGroup(
+                tuple(sample.generate for sample in group),
+                PromptIdentity.of(group[0].root, prompt),
+                prompt if with_prompts or group[0].generate.sampling.needs_prompt else b"",
+            )
+        )
+    return groups
+
+
+def _resumed(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
+    """For an engine that draws behind what there is. Raises ApiError 400 where nothing may follow."""
+    num_tokens = len(resumed.token_ids)
+    if not resumed.is_over and num_tokens >= sampling.max_new_tokens:
+        raise InvalidField("journal_records", num_tokens, f"must be below {sampling.max_new_tokens} tokens")
+    return msgspec.structs.replace(
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - num_tokens,
+        min_new_tokens=max(0, sampling.min_new_tokens - num_tokens),
+        num_resumed_tokens=num_tokens,
+    )
+
+
+def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
+    if num_tokens > limits.request_tokens:
+        raise FieldRefused(
+            field,
+            f"prompt tokens times samples are at least {num_tokens}; one request may have "
+            f"{limits.request_tokens}: lower n or split it",
+        )
+
+
+def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
+    if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
+        raise FieldRefused(
+            "logprob_start_len",
+            f"{options.logprob_start} is behind the end of {name}, which has {num_prompt_tokens} tokens",
+        )
+
+
+def _check_scores(field: str, num_scores: int) -> None:
+    if num_scores > MAX_SCORES:
+        raise FieldRefused(
+            field,
+            f"at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
+            f"tokens included; {MAX_SCORES} fit in one answer: split the request, or ask for fewer a token",
+        )
+
+
+def _max_new_tokens(
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
+) -> int:
+    """The asked number when it fits, else an error; without one, the default or what room there is.
+
+    The last new token takes no place: its KV is never computed.
+    """
+    asked = options.max_new_tokens
+    num_new_tokens = asked or 1  # with none, too, the prompt has to fit
+    length = f"{name}: the prompt has {num_prompt_tokens} tokens"
+    if asked == 0:
+        length += ", and none is generated"
+    elif asked is not None:
+        length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
+    else:
+        length += ", and at least one more is generated"
+    if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
+        # In the words by which clients know this error from others.
+        rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
+        raise _too_long(name, f"{length}; {rule}")
+    num_held_tokens = num_prompt_tokens + (num_new_tokens - 1) * limits.holds_output
+    if num_held_tokens > pool_tokens:
+        raise _too_long(
+            name,
+            f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
+        )
+    room = limits.context_length + 1 - num_prompt_tokens
+    if limits.holds_output:
+        room = min(room, pool_tokens + 1 - num_prompt_tokens)
+    max_new_tokens = asked
+    if max_new_tokens is None:
+        max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)
+    min_new_tokens = options.sampling.min_new_tokens
+    if min_new_tokens > max_new_tokens:
+        field = options.min_new_tokens_field
+        raise FieldRefused(
+            field, f"{min_new_tokens} is above {max_new_tokens}, all that this request can get"
+        )
+    return max_new_tokens
+
+
+def _too_long(name: str, message: str) -> ApiError:
+    return ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise FieldRefused(field, f"{token_id} is no token id: the vocabulary has {vocab_size}")

@@ -1,0 +1,86 @@
+"""What sampling is of a request that does not say: the checkpoint's, or OpenAI's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.protocol.decoding import decode_json
+from hisparse_pd.serving.api.body_parts import MAX_TOKENS
+from hisparse_pd.serving.api.declared import declared, decode
+from hisparse_pd.serving.http.http_errors import ApiError
+
+FILE_NAME = "generation_config.json"
+
+
+@declared
+class _GenerationConfig:
+    """What of the file is used."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """As built, OpenAI's. ``top_k``: 0 for all tokens.
+
+    Both nodes must have the same: the prefill node draws an answer's first token, the decode node the others.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> SamplingDefaults:
+        """Those of a node with these settings. Raises CheckpointError."""
+        return cls() if settings.sampling_defaults == "openai" else cls.of_checkpoint(settings.model_path)
+
+    @classmethod
+    def of_checkpoint(cls, model_path: Path) -> SamplingDefaults:
+        """OpenAI's, but for what generation_config.json names. Raises CheckpointError for one that is no use.
+
+        ``do_sample`` is not looked at: like SGLang and vLLM, which do not know it either, a node draws
+        greedily at temperature 0 only.
+        """
+        path = model_path / FILE_NAME
+        try:
+            content = path.read_bytes()
+            values = decode_json(content)
+        except FileNotFoundError:
+            return cls()
+        except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: holds {type(values).__name__}, expected a JSON object")
+        try:
+            given = decode(_GenerationConfig, content)
+        except ApiError as error:
+            raise CheckpointError(
+                f"{path}: {error}; correct it, or start all nodes with --sampling-defaults openai"
+            ) from error
+        return cls().changed_by(given)
+
+    def changed_by(self, given: Any) -> SamplingDefaults:
+        """What attributes of ``given`` say, of these where they are None. Its ``top_k`` may be -1."""
+        said = {name: value for name in asdict(self) if (value := getattr(given, name)) is not None}
+        if "top_k" in said:
+            said["top_k"] = max(said["top_k"], 0)
+        return replace(self, **said)
+
+    def __str__(self) -> str:
+        """What differs from OpenAI's, as nodes compare it; empty for no difference."""
+        ours, openai = asdict(self), asdict(SamplingDefaults())
+        return ", ".join(f"{name} {value!r}" for name, value in ours.items() if value != openai[name])

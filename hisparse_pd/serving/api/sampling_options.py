@@ -1,0 +1,201 @@
+"""How the samples of a prompt are drawn: OpenAI's fields at the top level, SGLang's in sampling_params."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+
+from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
+from hisparse_pd.engine.messages import WantedScores
+from hisparse_pd.serving.api.bodies import (
+    ChatBody,
+    CompletionsBody,
+    Drawing,
+    GenerateBody,
+    MessagesBody,
+    ResponsesBody,
+)
+from hisparse_pd.serving.api.bodies import SamplingParams as SglangParams
+from hisparse_pd.serving.api.body_parts import MAX_PROMPTS
+from hisparse_pd.serving.api.constraints import Constraint, generate_constraint
+from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.raw_json import decode_item, first_chars, split
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.serving.http.http_errors import InvalidField
+
+COMPLETIONS_DEFAULT_TOKENS = 16
+GENERATE_DEFAULT_TOKENS = 128
+
+SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """How the samples of one prompt are drawn, and what of them the client wants to see."""
+
+    sampling: SamplingParams
+    """What the engine is told, but for how many tokens a sample gets; the seed is the first sample's."""
+    n: int = 1
+    max_new_tokens: int | None = None
+    """None: ``default_new_tokens``, or fewer when less room is left."""
+    default_new_tokens: int | None = None
+    """None: the node's own default, or whatever room is left."""
+    max_new_tokens_field: str = "max_tokens"
+    min_new_tokens_field: str = "min_tokens"
+    biased_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    text_in_logprobs: bool = False
+    """``/generate`` shows the text of each token beside its logprob."""
+    constraint: Constraint | None = None
+    """What the answer has to be; the checkpoint's words for it are the grammar of ``sampling``."""
+    echo: bool = False
+    """The prompt's text comes first, with logprobs too when they are asked for."""
+    num_prompt_logprobs: int | None = None
+    """vLLM's ``prompt_logprobs``."""
+    logprob_start: int | None = None
+    """SGLang's ``logprob_start_len``; None: it is -1."""
+
+    def wanted_scores(self) -> WantedScores | None:
+        """Of the prompt's own tokens: all that any of the fields asks for."""
+        asked = [self.num_prompt_logprobs]
+        asked += [self.sampling.num_logprobs] if self.echo or self.logprob_start is not None else []
+        most = max((num for num in asked if num is not None), default=None)
+        return None if most is None else WantedScores((self.logprob_start or 0) + 1, most)
+
+    def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
+        """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
+        seed = self.sampling.seed
+        seed = None if seed is None else (seed + sample_index) & SEED_MASK
+        return msgspec.structs.replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
+
+
+def parse_openai_options(
+    body: CompletionsBody | ChatBody,
+    num_logprobs: int | None,
+    default_new_tokens: int | None,
+    defaults: SamplingDefaults,
+) -> SampleOptions:
+    limit = Given("max_tokens", body.max_tokens)
+    if body.max_completion_tokens is not None:
+        limit = Given("max_completion_tokens", body.max_completion_tokens)
+    minimum = Given("min_tokens", body.min_tokens)
+    options = _options(body, limit, minimum, body.seed, body.stop, defaults, body.n, num_logprobs)
+    if body.best_of is not None and body.best_of != options.n:
+        raise InvalidField(
+            "best_of", body.best_of, f"must equal n, which is {options.n}; leave the field out"
+        )
+    return replace(
+        options,
+        default_new_tokens=default_new_tokens,
+        num_prompt_logprobs=body.prompt_logprobs,
+        echo=isinstance(body, CompletionsBody) and bool(body.echo),
+    )
+
+
+def parse_generate_options(
+    body: GenerateBody, num_prompts: int, defaults: SamplingDefaults
+) -> tuple[SampleOptions, ...]:
+    """One a prompt: the same for all, or from a list."""
+    num_logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
+    start = body.logprob_start_len if num_logprobs is not None else None
+    name, given = "sampling_params", body.sampling_params
+    if given is not None and first_chars(given)[0] == b"[":
+        items = split(name, given, MAX_PROMPTS)
+        if len(items) != num_prompts:
+            shown = decode_item(name, given)
+            raise InvalidField(name, shown, f"must have one entry a prompt, {num_prompts}")
+        params = [decode(SglangParams, item, f"{name}[{index}]") for index, item in enumerate(items)]
+        names = [f"{name}[{index}]" for index in range(num_prompts)]
+    else:
+        params = [decode(SglangParams, b"{}" if given is None else given, name)]
+        names = [name]
+    options = tuple(
+        replace(
+            _sglang_options(each, path, defaults, num_logprobs),
+            logprob_start=None if start == -1 else start,
+            text_in_logprobs=bool(body.return_text_in_logprobs),
+            default_new_tokens=GENERATE_DEFAULT_TOKENS,
+        )
+        for each, path in zip(params, names, strict=True)
+    )
+    return options if len(options) == num_prompts else options * num_prompts
+
+
+def parse_turn_options(body: MessagesBody | ResponsesBody, defaults: SamplingDefaults) -> SampleOptions:
+    """Of Anthropic's messages and OpenAI's responses."""
+    stop: str | list[str] | None
+    if isinstance(body, MessagesBody):
+        limit, stop = Given("max_tokens", body.max_tokens), body.stop_sequences
+    else:
+        limit, stop = Given("max_output_tokens", body.max_output_tokens), body.stop
+    return _options(body, limit, Given("min_tokens", body.min_tokens), body.seed, stop, defaults)
+
+
+def _sglang_options(
+    params: SglangParams, name: str, defaults: SamplingDefaults, num_logprobs: int | None
+) -> SampleOptions:
+    limit = Given(f"{name}.max_new_tokens", params.max_new_tokens)
+    minimum = Given(f"{name}.min_new_tokens", params.min_new_tokens)
+    seed, stop = params.sampling_seed, params.stop
+    options = _options(params, limit, minimum, seed, stop, defaults, params.n, num_logprobs)
+    return replace(options, constraint=generate_constraint(params, name))
+
+
+class Given(NamedTuple):
+    """A field by its path, and its value."""
+
+    name: str
+    value: int | None
+
+
+def _options(
+    drawing: Drawing,
+    limit: Given,
+    minimum: Given,
+    seed: int | None,
+    stop: str | list[str] | None,
+    defaults: SamplingDefaults,
+    n: int | None = None,
+    num_logprobs: int | None = None,
+) -> SampleOptions:
+    min_new_tokens = minimum.value or 0
+    if limit.value is not None and min_new_tokens > limit.value:
+        raise InvalidField(
+            minimum.name, min_new_tokens, f"must be at most {limit.name}, which is {limit.value}"
+        )
+    biases = [(token_id, bias) for token_id, bias in (drawing.logit_bias or {}).items() if bias]
+    sampling = SamplingParams(
+        max_new_tokens=0,
+        min_new_tokens=min_new_tokens,
+        **asdict(defaults.changed_by(drawing)),
+        seed=seed,
+        ignore_eos=bool(drawing.ignore_eos),
+        stop_token_ids=tuple(drawing.stop_token_ids or ()),
+        num_logprobs=num_logprobs,
+        presence_penalty=drawing.presence_penalty or 0.0,
+        frequency_penalty=drawing.frequency_penalty or 0.0,
+        logit_bias=pack_logit_bias(biases),
+    )
+    return SampleOptions(
+        sampling,
+        n=n or 1,
+        max_new_tokens=limit.value,
+        max_new_tokens_field=limit.name,
+        min_new_tokens_field=minimum.name,
+        biased_token_ids=tuple(token_id for token_id, _ in biases),
+        stop=tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or ())),
+        skip_special_tokens=drawing.skip_special_tokens is not False,
+        no_stop_trim=bool(drawing.no_stop_trim or drawing.include_stop_str_in_output),
+    )
+
+
+def chat_logprobs(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidField("top_logprobs", body.top_logprobs, "needs logprobs: true")
+    return None

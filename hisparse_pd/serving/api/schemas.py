@@ -1,0 +1,349 @@
+"""The bodies of the endpoints that generate, parsed and checked.
+
+Prefill and decode nodes get the same body and parse it with the same code into an ``ApiRequest``, so both
+see the same samples, rooms and seeds. Whatever needs no tokenizer is checked here; ``requests.py`` does the
+rest. Unknown fields are ignored; a known field that asks for something unsupported is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+from hisparse_pd.base.access import is_host
+from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.vocabulary import HisparseFlag
+from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
+from hisparse_pd.serving.api.anthropic_messages import parse_messages
+from hisparse_pd.serving.api.bodies import (
+    BODIES,
+    Addressed,
+    ChatBody,
+    CompletionsBody,
+    Endpoint,
+    GenerateBody,
+    MessagesBody,
+    ResponsesBody,
+    Served,
+)
+from hisparse_pd.serving.api.body_parts import MAX_SAMPLES, Labels
+from hisparse_pd.serving.api.constraints import (
+    chat_constraint,
+    completion_constraint,
+    messages_constraint,
+    responses_constraint,
+)
+from hisparse_pd.serving.api.declared import decode, decode_body
+from hisparse_pd.serving.api.journal import Journal
+from hisparse_pd.serving.api.openai_responses import parse_responses
+from hisparse_pd.serving.api.prompts import (
+    ChatPrompt,
+    Prompt,
+    generate_prompt,
+    parse_chat_prompt,
+    parse_prompts,
+)
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.serving.api.sampling_options import (
+    COMPLETIONS_DEFAULT_TOKENS,
+    SampleOptions,
+    chat_logprobs,
+    parse_generate_options,
+    parse_openai_options,
+    parse_turn_options,
+)
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
+
+DEFAULT_BOOTSTRAP_PORT: int = PrefillSettings.model_fields["bootstrap_port"].default
+"""Where a decode node looks when ``bootstrap_port`` is null: a prefill node's default port."""
+
+OPENAI_DEFAULTS = SamplingDefaults()
+
+_NO_MODEL = ("", "unknown", "default")
+"""What public routers and clients fill in when the client named no model."""
+
+
+class StreamedUsage(Enum):
+    """Which chunks of an OpenAI stream carry usage."""
+
+    NONE = auto()
+    LAST = auto()
+    """One more chunk at the end, for the whole request."""
+    EVERY = auto()
+    """That, and each chunk what its sample has used so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where and under which room the two nodes of one sample meet."""
+
+    bootstrap_host: str
+    bootstrap_port: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """One HTTP request. ``options[p]`` and ``roots[p]`` belong to ``prompts[p]``; ``rendezvous`` has one a
+    sample."""
+
+    endpoint: Endpoint
+    prompts: tuple[Prompt, ...]
+    prompt_field: str
+    is_batch: bool
+    """The prompts came as a list: ``/generate`` then answers with a list."""
+    options: tuple[SampleOptions, ...]
+    roots: tuple[PageKey, ...]
+    """Of each prompt's keys, as the request's isolation key has it."""
+    rendezvous: tuple[Rendezvous, ...]
+    stream: bool
+    usage: StreamedUsage
+    hisparse: HisparseFlag | None
+    is_speculative: bool
+    request_ids: tuple[str, ...]
+    """``rid`` of ``/generate``: one a prompt, or ()."""
+    returns_token_ids: bool = False
+    """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
+    echo: dict[str, object] | None = None
+    """Fields of ``/v1/responses`` that its answer repeats."""
+    omits_thinking: bool = False
+    """An answer to ``/v1/messages`` does not show its thinking."""
+    is_prefill_only: bool = False
+    """A prefill node answers alone: nothing is generated, or no more than the token that it draws itself."""
+    journal: Journal | None = None
+    """None: there is no router that keeps one."""
+
+    @property
+    def chat(self) -> ChatPrompt | None:
+        """The conversation, of which a request has one; None: it has other prompts."""
+        (prompt, *_) = self.prompts
+        return prompt if isinstance(prompt, ChatPrompt) else None
+
+    @property
+    def wants_scores(self) -> bool:
+        """Logprobs of a prompt's own tokens."""
+        return any(options.wanted_scores() is not None for options in self.options)
+
+
+def parse_request(
+    endpoint: Endpoint, content: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
+) -> ApiRequest:
+    """Check ``content``, a body; what it does not say of drawing tokens is of ``defaults``. Raises ApiError:
+    400 for a field, 404 for another model than ``model_name``."""
+    body: Served = decode_body(BODIES[endpoint], content)
+    check_model(body, model_name)
+    echo = chat = constraint = None
+    prompt_field = "messages"
+    match body:
+        case CompletionsBody():
+            prompt_field = "prompt"
+            is_batch, prompts = parse_prompts(prompt_field, body.prompt)
+            shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
+            options = (replace(shared, constraint=completion_constraint(body)),) * len(prompts)
+        case GenerateBody():
+            prompt_field, given = generate_prompt(body)
+            is_batch, prompts = parse_prompts(prompt_field, given)
+            options = parse_generate_options(body, len(prompts), defaults)
+        case ChatBody():
+            chat = parse_chat_prompt(body)
+            shared = parse_openai_options(body, chat_logprobs(body), None, defaults)
+            constraint = chat_constraint(body, chat)
+        case MessagesBody():
+            chat = parse_messages(body)
+            shared, constraint = parse_turn_options(body, defaults), messages_constraint(body, chat)
+        case ResponsesBody():
+            prompt_field = "input"
+            chat, echo = parse_responses(body)
+            shared, constraint = parse_turn_options(body, defaults), responses_constraint(body, chat)
+    if chat is not None:
+        is_batch, prompts = False, (chat,)
+        # With tools, special tokens are kept: tokenizers may call the markup of a call special.
+        skips_special = shared.skip_special_tokens and not chat.all_tools
+        options = (replace(shared, skip_special_tokens=skips_special, constraint=constraint),)
+    num_samples = sum(option.n for option in options)
+    if num_samples > MAX_SAMPLES:
+        raise FieldRefused(
+            prompt_field,
+            f"{len(prompts)} prompts with n samples each make {num_samples} samples; "
+            f"at most {MAX_SAMPLES} fit in one request",
+        )
+    labels = _labels(body)
+    parsed = ApiRequest(
+        endpoint=endpoint,
+        prompts=prompts,
+        prompt_field=prompt_field,
+        is_batch=is_batch,
+        options=options,
+        roots=_roots(body, labels, len(prompts)),
+        rendezvous=_rendezvous(body, [option.n for option in options]),
+        stream=bool(body.stream),
+        usage=_streamed_usage(body),
+        hisparse=_hisparse(body, labels),
+        is_speculative=body.speculative is not False,
+        request_ids=_request_ids(body, len(prompts)),
+        returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
+        echo=echo,
+        omits_thinking=_omits_thinking(body),
+        is_prefill_only=_is_prefill_only(body, options),
+        journal=Journal.of(body, num_samples),
+    )
+    if body.stream and parsed.wants_scores:
+        raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
+    if parsed.wants_scores and not body.prefill_only and endpoint is not Endpoint.GENERATE:
+        # Both nodes say so: neither waits for the other. Of /generate SGLang's routers join the two answers.
+        raise ApiError(
+            400,
+            "echo with logprobs, prompt_logprobs: the prefill node alone has the prompt's logprobs, and this "
+            "router asks for the decode node's answer; use hisparse-pd's own, with max_tokens 0 or 1",
+        )
+    return parsed
+
+
+def _is_prefill_only(body: Served, options: Sequence[SampleOptions]) -> bool:
+    """Where nothing is generated, or where the router says so, which then asks no decode node."""
+    limits = [option.max_new_tokens for option in options]
+    if 0 in limits and any(limit != 0 for limit in limits):
+        raise InvalidField(
+            "sampling_params", limits, "must have max_new_tokens 0 for all prompts or for none"
+        )
+    is_told = bool(body.prefill_only)
+    if is_told and any(limit not in (0, 1) for limit in limits):
+        raise InvalidField("prefill_only", True, f"needs {options[0].max_new_tokens_field} of 1 at most")
+    return is_told or 0 in limits
+
+
+def _omits_thinking(body: Served) -> bool:
+    thinking = body.thinking if isinstance(body, MessagesBody) else None
+    return thinking is not None and thinking.display == "omitted"
+
+
+def derive_room(room: int, sample_index: int) -> int:
+    """The room of a prompt's sample ``sample_index``: ``room`` itself for the first, else a hash of both.
+
+    In [0, 2**63), the same on both nodes.
+    """
+    if sample_index == 0:
+        return room
+    key = room.to_bytes(8, "big") + sample_index.to_bytes(4, "big")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def check_model(body: Addressed, model_name: str) -> None:
+    if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
+        raise ApiError(
+            404,
+            f"model: {body.model!r} does not exist here; this node serves {model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+# --- what the router adds, and the rest --------------------------------------------------------------
+
+
+def _rendezvous(body: Served, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
+    """One a sample, prompt-major. Lists have one entry a prompt or one a sample; one value serves all.
+
+    Of a room for several samples the first uses it, the others derive theirs.
+    """
+    for field in ("bootstrap_room", "bootstrap_host"):
+        if getattr(body, field) is None:
+            raise FieldRefused(
+                field,
+                "the field is missing; a node takes work from a router only: send the request "
+                "through the router, which adds it",
+                code="missing_field",
+            )
+    hosts = _spread("bootstrap_host", body.bootstrap_host, samples_per_prompt)
+    ports = _spread("bootstrap_port", body.bootstrap_port, samples_per_prompt)
+    rooms = _spread("bootstrap_room", body.bootstrap_room, samples_per_prompt)
+    meetings = tuple(
+        Rendezvous(
+            _bootstrap_host(host),
+            DEFAULT_BOOTSTRAP_PORT if port is None else port,
+            derive_room(room, sample_index),
+        )
+        for (host, _), (port, _), (room, sample_index) in zip(hosts, ports, rooms, strict=True)
+    )
+    if len({meeting.room for meeting in meetings}) != len(meetings):
+        raise InvalidField("bootstrap_room", body.bootstrap_room, "must be a different room for each sample")
+    return meetings
+
+
+def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[tuple[Any, int]]:
+    """``(value, index among the samples that share it)`` of each sample."""
+    num_samples = sum(samples_per_prompt)
+    if not isinstance(value, list):
+        return [(value, index) for index in range(num_samples)]
+    if len(value) == num_samples:
+        return [(item, 0) for item in value]
+    if len(value) == len(samples_per_prompt):
+        return [(item, i) for item, n in zip(value, samples_per_prompt, strict=True) for i in range(n)]
+    rule = f"must have one entry a prompt, {len(samples_per_prompt)}, or one a sample, {num_samples}"
+    raise InvalidField(field, value, rule)
+
+
+def _bootstrap_host(value: str) -> str:
+    """Without the brackets that a URL puts round an IPv6 address."""
+    host = value.removeprefix("[").removesuffix("]")
+    if not is_host(host):
+        raise InvalidField("bootstrap_host", value, "must be a host name or an address")
+    return host
+
+
+def _streamed_usage(body: Served) -> StreamedUsage:
+    options = body.stream_options if isinstance(body, CompletionsBody | ChatBody) else None
+    if options is None:
+        return StreamedUsage.NONE
+    if not body.stream:
+        raise FieldRefused("stream_options", "needs stream: true", code="invalid_value")
+    if not options.include_usage:
+        return StreamedUsage.NONE
+    return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST
+
+
+def _labels(body: Served) -> Labels:
+    """What public routers let pass of the fields that they drop at the top level, where these count first."""
+    match body:
+        case ChatBody() | MessagesBody():
+            labels = body.metadata
+        case ResponsesBody():
+            labels = None if body.metadata is None else decode(Labels, body.metadata, "metadata")
+        case GenerateBody():
+            labels = body.custom_labels
+        case _:
+            labels = None
+    return labels or Labels()
+
+
+def _hisparse(body: Served, labels: Labels) -> HisparseFlag | None:
+    given = labels.hisparse if body.hisparse is None else body.hisparse
+    return None if given is None else HisparseFlag(str(given).lower())
+
+
+def _roots(body: Served, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
+    """One a prompt: each field is one value for all, or a list of one a prompt."""
+    keys: list[list[str | None]] = []
+    for field in ("cache_salt", "extra_key"):
+        given = getattr(body, field)
+        if given is None:
+            given = getattr(labels, field)
+        of_prompts = given if isinstance(given, list) else [given] * num_prompts
+        if len(of_prompts) != num_prompts:
+            rule = f"must be a string, or a list of one string a prompt, {num_prompts}"
+            raise InvalidField(field, given, rule)
+        keys.append(of_prompts)
+    return tuple(map(root_of, *keys))
+
+
+def _request_ids(body: Served, num_prompts: int) -> tuple[str, ...]:
+    if not isinstance(body, GenerateBody) or body.rid is None:
+        return ()
+    rid = body.rid
+    ids = rid if isinstance(rid, list) else [rid, *(f"{rid}-{i}" for i in range(1, num_prompts))]
+    if len(ids) != num_prompts:
+        raise InvalidField("rid", rid, f"must be a string, or a list of one string a prompt, {num_prompts}")
+    return tuple(ids)

@@ -1,0 +1,281 @@
+"""The checkpoint's tokenizer and chat template: prompts to token ids, in a thread when they are long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.engine.messages import pack_token_ids, unpack_token_ids
+from hisparse_pd.serving.api.chat_format import THINK, ChatFormat, think_marks, tool_markup
+from hisparse_pd.serving.api.detokenizer import TokenBytes
+from hisparse_pd.serving.api.grammar_checks import GrammarChecks
+from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
+from hisparse_pd.serving.api.template_fit import TemplateFit
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
+from hisparse_pd.serving.http.off_loop import off_loop
+
+_INLINE_CHARS = 4096
+"""Up to this length, encoding takes well under a millisecond and is done at once."""
+
+_WITHOUT_TEMPLATE = "deepseek_v32"
+"""The family of models that is published so; the file of its name is ours."""
+
+_BATCH_CHARS = 1 << 18
+_BATCH_PROMPTS = 64
+"""Prompts are encoded in batches of no more than these; a longer one is a batch of its own."""
+
+
+class TextCodec:
+    """Encodes prompts. ``token_bytes`` decodes."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        model_type: str = "",
+        grammar_checks: GrammarChecks | None = None,
+        first_token_id: int | None = None,
+    ) -> None:
+        """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
+        ``model_type``: of config.json, the family of models that it belongs to; ``first_token_id``: begins a
+        text that gets special tokens, also where the tokenizer itself puts nothing before it.
+        """
+        self._tokenizer = tokenizer
+        self._first_token = b"" if first_token_id is None else pack_token_ids([first_token_id])
+        self._grammar_checks = grammar_checks
+        self._has_our_template = tokenizer.chat_template is None and model_type == _WITHOUT_TEMPLATE
+        if self._has_our_template:
+            tokenizer.chat_template = (
+                Path(__file__).with_name(f"{_WITHOUT_TEMPLATE}.jinja").read_text("utf-8")
+            )
+        template = _template_text(tokenizer)
+        markup, think = tool_markup(template, model_type), think_marks(template)
+        self._takes_tools = template is None or "tools" in template
+        self._fit = TemplateFit(template, markup)
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = vocab_size
+        self.token_bytes = TokenBytes(self._backend)
+        added = self._backend.get_added_tokens_decoder()
+        self.chat_format = ChatFormat(
+            markup,
+            think is not None,
+            {token.content: token_id for token_id, token in added.items()},
+            think or THINK,
+        )
+
+    @classmethod
+    def load(cls, model_path: Path) -> TextCodec:
+        """Read the tokenizer from a local checkpoint. Raises CheckpointError."""
+        # Late, because it takes a second; and this class, because AutoTokenizer imports torch.
+        from transformers import PreTrainedTokenizerFast
+
+        config = _json_object(model_path / "config.json")
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{model_path}: no usable tokenizer ({error!r})") from error
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise CheckpointError(f"{model_path}: the tokenizer has no tokenizer.json")
+        vocab_size = config.get("vocab_size")
+        vocab_size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
+        eos_token_id = tokenizer.eos_token_id
+        first_token_id = _first_token_id(model_path, tokenizer)
+        checks = GrammarChecks(
+            model_path / "tokenizer.json", vocab_size, 0 if eos_token_id is None else eos_token_id
+        )
+        return cls(tokenizer, vocab_size, str(config.get("model_type", "")), checks, first_token_id)
+
+    async def encode(
+        self,
+        prompts: Sequence[Prompt],
+        names: Sequence[str],
+        max_tokens: int,
+        *,
+        add_special: bool | None = None,
+    ) -> tuple[bytes, ...]:
+        """Token ids of each prompt, packed (``pack_token_ids``); errors call them by their ``names``.
+
+        ``add_special``: put the tokenizer's special tokens round a text; None: unless a template wrote it.
+        Raises ApiError 400: nothing to encode, an id outside the vocabulary, a template that refuses the
+        conversation, or a text that is longer than ``max_tokens`` whatever its tokens are.
+        """
+        if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
+            return tuple(self._encode(prompts, names, max_tokens, add_special))
+        packed: list[bytes] = []
+        for batch in _batches(prompts):
+            of_batch = names[len(packed) : len(packed) + len(batch)]
+            packed += await off_loop(self._encode, batch, of_batch, max_tokens, add_special)
+        return tuple(packed)
+
+    async def check_grammar(self, text: str, field: str) -> None:
+        """Raises ApiError, as ``GrammarChecks.check``."""
+        if self._grammar_checks is None:
+            raise FieldRefused(field, "this model's tokenizer takes no grammars")
+        await self._grammar_checks.check(text, field)
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Its special tokens and its template, by the names of tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        shown = {name: getattr(self._tokenizer, name) for name in names}
+        return {"tokenizer_class": type(self._tokenizer).__name__, **shown}
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The tokens as the vocabulary spells them; None for an id that only pads it."""
+        return [self._backend.id_to_token(token_id) for token_id in token_ids]
+
+    async def text_of(self, packed: bytes) -> str:
+        """What packed token ids stand for together, special ones too."""
+        token_ids = unpack_token_ids(packed)
+        if len(token_ids) <= _INLINE_CHARS:
+            return self.bytes_of(token_ids.tolist()).decode(errors="replace")
+        parts = [
+            await off_loop(self.bytes_of, token_ids[start : start + _INLINE_CHARS].tolist())
+            for start in range(0, len(token_ids), _INLINE_CHARS)
+        ]
+        return b"".join(parts).decode(errors="replace")
+
+    def bytes_of(self, token_ids: Sequence[int]) -> bytes:
+        """What the tokens stand for together, special ones too."""
+        return b"".join(map(self.token_bytes.of, token_ids))
+
+    def _encode(
+        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int, add_special: bool | None
+    ) -> list[bytes]:
+        """Of prompts of one kind."""
+        texts: list[str] = []
+        is_chat = False
+        for prompt, name in zip(prompts, names, strict=True):
+            match prompt:
+                case bytes():
+                    self.check_ids(prompt, name)
+                    continue
+                case str() as text:
+                    pass
+                case ChatPrompt():
+                    text, is_chat = self._render(prompt), True
+            self._check_length(text, name, max_tokens)
+            texts.append(text)
+        if not texts:
+            return [prompt for prompt in prompts if isinstance(prompt, bytes)]
+        if add_special is None:
+            add_special = not is_chat
+        # Unlike ``encode``, the batch call lets other threads run: streams go on meanwhile.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        packed = [pack_token_ids(encoding.ids) for encoding in encodings]
+        if add_special:
+            first = self._first_token
+            packed = [ids if ids.startswith(first) else first + ids for ids in packed]
+        for prompt_ids, name in zip(packed, names, strict=True):
+            if not prompt_ids:
+                raise FieldRefused(name, "the prompt has no tokens")
+        return packed
+
+    def check_ids(self, prompt: bytes, name: str) -> None:
+        """Raises InvalidField for an id outside the vocabulary, of token ids as of ``pack_token_ids``."""
+        token_ids = unpack_token_ids(prompt)
+        if not len(token_ids):
+            return
+        index = int(token_ids.argmax())
+        if (largest := int(token_ids[index])) >= self.vocab_size:
+            raise InvalidField(
+                f"{name}[{index}]", largest, f"is no token id: the vocabulary has {self.vocab_size}"
+            )
+
+    def _check_length(self, text: str, name: str, max_tokens: int) -> None:
+        """Refuse a hopeless text before it costs seconds to encode."""
+        if len(text) <= max_tokens or self._backend.normalizer is not None:
+            return
+        at_least = len(text.encode()) // self.token_bytes.max_token_bytes
+        if at_least > max_tokens:
+            raise FieldRefused(
+                name,
+                f"the prompt has at least {at_least} tokens; this model's maximum context length is "
+                f"{max_tokens} tokens here",
+                code="context_length_exceeded",
+            )
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        tokenizer = self._tokenizer
+        if prompt.tools and not self._takes_tools:
+            raise FieldRefused("tools", "the model's chat template takes none")
+        prompt = self._fit.fitted(prompt)
+        if self._has_our_template and not (prompt.add_generation_prompt or prompt.continue_final_message):
+            raise FieldRefused(
+                "add_generation_prompt", "this model's chats are written with what begins the answer only"
+            )
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    list(prompt.messages),
+                    tools=list(prompt.tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=prompt.add_generation_prompt,
+                    continue_final_message=prompt.continue_final_message,
+                    **prompt.template_arguments,
+                )
+            )
+        except RecursionError as error:
+            raise ApiError(400, "messages, tools: nested too deeply to be written") from error
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            raise FieldRefused("messages", f"the model's chat template refuses them: {error}") from error
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """What a file of the checkpoint says. Raises CheckpointError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _first_token_id(model_path: Path, tokenizer: Any) -> int | None:
+    """The BOS token's id if tokenizer_config.json has ``add_bos_token``, which transformers leaves to the
+    post-processor of tokenizer.json; DeepSeek's have none. Raises CheckpointError.
+    """
+    path = model_path / "tokenizer_config.json"
+    if not path.exists() or _json_object(path).get("add_bos_token") is not True:
+        return None
+    bos_token_id: int | None = tokenizer.bos_token_id
+    if bos_token_id is None:
+        raise CheckpointError(f"{path}: add_bos_token is true, and there is no bos_token")
+    return bos_token_id
+
+
+def _template_text(tokenizer: Any) -> str | None:
+    """All that a checkpoint's templates say; some have one for each use."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    """The prompts in order, cut before one with which a batch would be too large."""
+    start = num_chars = 0
+    for index, prompt in enumerate(prompts):
+        of_prompt = _num_chars(prompt)
+        if index > start and (index - start == _BATCH_PROMPTS or num_chars + of_prompt > _BATCH_CHARS):
+            yield prompts[start:index]
+            start, num_chars = index, 0
+        num_chars += of_prompt
+    yield prompts[start:]
+
+
+def _num_chars(prompt: Prompt) -> int:
+    """Of the text that is to be encoded; for a conversation more than that, for what the template costs."""
+    match prompt:
+        case bytes():
+            return len(prompt) // 64 + 1  # a look at each id is all
+        case str():
+            return len(prompt)
+        case ChatPrompt():
+            return prompt.num_chars

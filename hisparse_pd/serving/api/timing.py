@@ -1,0 +1,208 @@
+"""When what happened to one HTTP request on this node: for histograms, ``server-timing`` and traces.
+
+What the engines say of their phases comes here, sample by sample. The trace's spans are made of it
+afterwards, with the times that the engines took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hisparse_pd.base.vocabulary import FinishReason
+from hisparse_pd.engine.messages import PrefillFinished, RequestStats
+from hisparse_pd.engine.phases import DECODE_PHASES, Phase, wall_clock_ahead
+from hisparse_pd.protocol.messages import PrefillTimes
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.requests import SampleRequest
+from hisparse_pd.serving.api.schemas import ApiRequest
+from hisparse_pd.serving.http.metrics import FrontMetrics
+
+if TYPE_CHECKING:
+    from hisparse_pd.base.tracing import RequestSpan
+
+TIMING_HEADER = b"x-request-timing"
+"""Of a request: with ``1`` its answer has ``server-timing``."""
+
+MAX_TRACED_SAMPLES = 16
+"""Of one HTTP request; the phases of its other samples are no spans."""
+
+_PLAIN = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
+
+Attributes = dict[str, str | bool | int | float | Sequence[str]]
+Told = RequestStats | PrefillFinished
+
+
+class Timeline:
+    """One HTTP request, from its complete body on."""
+
+    def __init__(
+        self,
+        metrics: FrontMetrics,
+        arrived_at: float,
+        headers: Iterable[tuple[bytes, bytes]],
+        span: RequestSpan | None,
+    ) -> None:
+        """``arrived_at``: of ``time.monotonic``. ``headers``: of the request. ``span``: None: not traced."""
+        self._metrics = metrics
+        self._arrived_at = arrived_at
+        self._complete_at = time.monotonic()
+        self._is_asked = (TIMING_HEADER, b"1") in [(name.lower(), value.strip()) for name, value in headers]
+        self._span = span if span is not None and span.is_recording else None
+        self._secs: dict[str, float] = {}
+        """By phase, the longest that it took of any sample."""
+        self._samples: Sequence[SampleRequest] = ()
+        self._ranks: Mapping[str, int] = {}
+        self._checked_at = 0.0
+        """Unix time."""
+        self._ended_at: dict[int, float] = {}
+        """By sample, Unix time of its last phase's end."""
+        self._decoding: set[int] = set()
+        """Samples that have had their first step and not their last."""
+        self._told: dict[int, Told] = {}
+        """What was last said of each sample that is traced."""
+        self._num_output_tokens = 0
+        self._finish_reasons: list[str] = []
+
+    def checked(self, request: ApiRequest, samples: Sequence[SampleRequest], model_name: str) -> None:
+        """The body is parsed and its prompts are tokens."""
+        now, ahead = time.monotonic(), wall_clock_ahead()
+        self._samples, self._checked_at = samples, now + ahead
+        self._took("tokenize", now - self._complete_at)
+        if self._span is not None:
+            num_tokens = {"gen_ai.usage.input_tokens": sum(s.generate.num_prompt_tokens for s in samples)}
+            self._span.set(
+                {
+                    "gen_ai.operation.name": "text_completion" if request.endpoint in _PLAIN else "chat",
+                    "gen_ai.provider.name": "hisparse-pd",
+                    "gen_ai.request.model": model_name,
+                    "gen_ai.request.stream": request.stream,
+                    "hisparse_pd.samples": len(samples),
+                    **num_tokens,
+                }
+            )
+            self._span.part("tokenize", self._complete_at + ahead, self._checked_at, num_tokens)
+
+    def sent(self, ranks: Mapping[str, int]) -> None:
+        """The samples went to the engines of these ``ranks``, by request id."""
+        self._ranks = ranks
+
+    def first_token(self) -> float:
+        """A sample's first token has come, after so many seconds, which are the answer."""
+        secs = time.monotonic() - self._arrived_at
+        self._secs.setdefault("ttft", secs)
+        return secs
+
+    def note(self, index: int, phases: Sequence[Phase], told: Told | None = None, *, error: str = "") -> None:
+        """Sample ``index`` has been through ``phases``; ``error``: in the last of which it failed."""
+        if told is not None and self._is_traced(index):
+            self._told[index] = told
+        for phase in phases:
+            self._end_phase(
+                index, phase.name, phase.started_at, phase.ended_at, error if phase is phases[-1] else ""
+            )
+        if phases and phases[-1].name == DECODE_PHASES[-1] and not error:
+            self._decoding.add(index)
+
+    def note_prefill(self, times: PrefillTimes) -> None:
+        """What a sample's prefill node, which has histograms and spans of its own, said at the landing."""
+        for phase, secs in (
+            ("prefill_queue", times.queue_secs),
+            ("prefill", times.prefill_secs),
+            ("transfer", times.transfer_secs),
+        ):
+            self._secs[phase] = max(secs, self._secs.get(phase, 0.0))
+
+    def finished(self, index: int, num_tokens: int, reason: FinishReason) -> None:
+        """Sample ``index`` has all its tokens."""
+        self._num_output_tokens += num_tokens
+        if len(self._finish_reasons) < MAX_TRACED_SAMPLES:
+            self._finish_reasons.append(str(reason))
+        if index in self._decoding:
+            self._decoding.discard(index)
+            self._end_phase(
+                index,
+                "decode",
+                self._ended_at[index],
+                time.time(),
+                attributes={
+                    "gen_ai.usage.output_tokens": num_tokens,
+                    "gen_ai.response.finish_reasons": [str(reason)],
+                },
+            )
+
+    def failed(self, index: int, phases: Sequence[Phase], error: str) -> None:
+        """Sample ``index``, and the request with it, ended in the last of ``phases`` or after them."""
+        self.note(index, phases, error=error)
+        if self._span is not None:
+            self._span.error = error
+
+    def close(self) -> None:
+        """No more comes. A sample that has not finished has failed, or its client is gone."""
+        if self._span is None:
+            return
+        for index in self._decoding:
+            error = self._span.error or "the request was aborted"
+            self._end_phase(index, "decode", self._ended_at[index], time.time(), error)
+        attributes: Attributes = {}
+        if self._finish_reasons:
+            attributes["gen_ai.usage.output_tokens"] = self._num_output_tokens
+            attributes["gen_ai.response.finish_reasons"] = self._finish_reasons
+        if "ttft" in self._secs:
+            attributes["gen_ai.response.time_to_first_chunk"] = self._secs["ttft"]
+        if len(self._samples) == 1:
+            attributes |= self._attributes(0)
+        self._span.set(attributes)
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """For the answer, if it was asked for: what is known by now, in milliseconds."""
+        if not self._is_asked:
+            return []
+        secs = self._secs | {"total": time.monotonic() - self._arrived_at}
+        return [(b"server-timing", ", ".join(f"{n};dur={1e3 * s:.3f}" for n, s in secs.items()).encode())]
+
+    def _is_traced(self, index: int) -> bool:
+        return self._span is not None and index < MAX_TRACED_SAMPLES
+
+    def _took(self, phase: str, secs: float) -> None:
+        self._metrics.phase_secs(phase).observe(secs)
+        self._secs[phase] = max(secs, self._secs.get(phase, 0.0))
+
+    def _end_phase(
+        self,
+        index: int,
+        phase: str,
+        started_at: float,
+        ended_at: float,
+        error: str = "",
+        attributes: Attributes | None = None,
+    ) -> None:
+        if not error:
+            self._took(phase, max(0.0, ended_at - started_at))
+        # An engine's clock may be another machine's: phases neither overlap nor are in the future.
+        now = time.time()
+        started_at = min(max(started_at, self._ended_at.get(index, self._checked_at)), now)
+        self._ended_at[index] = min(max(ended_at, started_at), now)
+        if self._span is not None and self._is_traced(index):
+            described = self._attributes(index) | (attributes or {})
+            self._span.part(phase, started_at, self._ended_at[index], described, error)
+
+    def _attributes(self, index: int) -> Attributes:
+        generate, told = self._samples[index].generate, self._told.get(index)
+        attributes: Attributes = {
+            "hisparse_pd.room": generate.room,
+            "hisparse_pd.dp_rank": self._ranks.get(generate.request_id, 0),
+            "gen_ai.usage.input_tokens": generate.num_prompt_tokens,
+        }
+        if told is not None:
+            attributes["gen_ai.usage.cache_read.input_tokens"] = told.num_cached_tokens
+            attributes["hisparse_pd.held_tokens"] = told.num_held_tokens
+            attributes["hisparse_pd.transfer_bytes"] = told.transfer_bytes
+            attributes["hisparse_pd.transfer_secs"] = told.transfer_secs
+            if told.mode is not None:
+                attributes["hisparse_pd.mode"] = str(told.mode)
+        if isinstance(told, PrefillFinished):
+            attributes["hisparse_pd.prefill_chunks"] = told.num_chunks
+        return attributes

@@ -1,0 +1,104 @@
+"""What a text or a chat is in tokens, and tokens in text.
+
+Nothing is generated, so either kind of node answers. A prompt is encoded as one that is to be served, within
+the same limits; what is long is done in pieces, beside the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.engine.messages import num_packed_tokens, unpack_token_ids
+from hisparse_pd.serving.api.anthropic_messages import parse_messages
+from hisparse_pd.serving.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody, TokenPath
+from hisparse_pd.serving.api.declared import decode_body
+from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
+from hisparse_pd.serving.api.schemas import check_model
+from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
+from hisparse_pd.serving.http.off_loop import off_loop, parsed
+
+_TOKENS_A_PIECE = 1 << 14
+"""Shown at a time: some 5 ms, in which no other thread runs."""
+
+
+async def answer_about_tokens(
+    path: TokenPath, body: bytes, model_name: str, codec: TextCodec, context_length: int
+) -> Answer:
+    """Raises ApiError 400 and 404."""
+    match path:
+        case TokenPath.TOKENIZE:
+            prompt, add_special, with_strings = await parsed(body, _parse_tokenize, body, model_name)
+            (packed,) = await codec.encode([prompt], [_name(prompt)], context_length, add_special=add_special)
+            token_strs = await _json_list(packed, codec.token_strings) if with_strings else None
+            return Answer.json(
+                {
+                    "count": num_packed_tokens(packed),
+                    "max_model_len": context_length,
+                    "tokens": await _json_list(packed, list),
+                    "token_strs": token_strs,
+                }
+            )
+        case TokenPath.DETOKENIZE:
+            packed = await parsed(body, _parse_detokenize, body, model_name, codec, context_length)
+            return Answer.json({"prompt": await codec.text_of(packed)})
+        case TokenPath.COUNT_TOKENS:
+            chat = await parsed(body, _parse_messages, body, model_name)
+            (packed,) = await codec.encode([chat], ["messages"], context_length)
+            return Answer.json({"input_tokens": num_packed_tokens(packed)})
+
+
+def _name(prompt: Prompt) -> str:
+    return "prompt" if isinstance(prompt, str) else "messages"
+
+
+def _parse_tokenize(content: bytes, model_name: str) -> tuple[Prompt, bool, bool]:
+    """The prompt, whether special tokens are added to it, and whether tokens are to be shown as text too."""
+    body = decode_body(TokenizeBody, content)
+    check_model(body, model_name)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+    is_text = body.prompt is not None
+    prompt: Prompt
+    if body.prompt is not None:
+        prompt = parse_text("prompt", body.prompt)
+    else:
+        prompt = parse_chat_prompt(body, is_to_be_answered=False)
+    add_special = is_text if body.add_special_tokens is None else body.add_special_tokens
+    return prompt, add_special, bool(body.return_token_strs)
+
+
+def _parse_messages(content: bytes, model_name: str) -> ChatPrompt:
+    body = decode_body(CountTokensBody, content)
+    check_model(body, model_name)
+    return parse_messages(body)
+
+
+def _parse_detokenize(content: bytes, model_name: str, codec: TextCodec, context_length: int) -> bytes:
+    body = decode_body(DetokenizeBody, content)
+    check_model(body, model_name)
+    packed = parse_token_ids("tokens", body.tokens)
+    if (num_tokens := num_packed_tokens(packed)) > context_length:
+        raise FieldRefused(
+            "tokens", f"there are {num_tokens}; a context has {context_length}: split the request"
+        )
+    codec.check_ids(packed, "tokens")
+    return packed
+
+
+async def _json_list(packed: bytes, show: Callable[[list[int]], object]) -> Raw:
+    """A JSON list of what ``show`` makes a list of, piece by piece."""
+
+    def encoded(token_ids: list[int]) -> bytes:
+        return msgspec.json.encode(show(token_ids))[1:-1]
+
+    token_ids = unpack_token_ids(packed)
+    if len(token_ids) <= _TOKENS_A_PIECE // 16:
+        return Raw(b"[%b]" % encoded(token_ids.tolist()))
+    starts = range(0, len(token_ids), _TOKENS_A_PIECE)
+    pieces = [await off_loop(encoded, token_ids[at : at + _TOKENS_A_PIECE].tolist()) for at in starts]
+    return Raw(b"[%b]" % b",".join(pieces))

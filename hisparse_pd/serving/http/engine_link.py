@@ -1,0 +1,484 @@
+"""A front's side of the conversation with its engines: who waits for what, and whether the engines live.
+
+Each sample is one rank's. Every message goes to the group of samples that waits for it. Opening and closing a
+group never waits, so a cancelled handler still aborts what it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import NamedTuple, assert_never
+
+import msgspec
+
+from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.engine.messages import (
+    Abort,
+    EngineLoading,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    PromptScores,
+    ReleasePage,
+    ReleaseQuarantine,
+    RequestFailed,
+    Shutdown,
+    Tokens,
+)
+from hisparse_pd.engine.sockets import Crossing
+from hisparse_pd.serving.http.board import Board, InFlight, make_board
+from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, QueueFull
+from hisparse_pd.serving.http.patience import Patience
+from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
+from hisparse_pd.serving.http.rank_link import RankLink
+
+log = logging.getLogger(__name__)
+
+SampleEvent = Tokens | PromptScores | PrefillFinished | RequestFailed
+_LAST = (PrefillFinished, RequestFailed)
+
+MAX_QUEUED_TOKENS = 64 << 20
+"""Prompt tokens of what runs and waits; a prefill node holds 8 bytes of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may be in flight. A prompt's tokens count once on each rank that has samples of it."""
+
+    max_requests: int
+    max_prompt_tokens: int
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> QueueLimits:
+        max_running = settings.dp_size * settings.max_running_requests
+        return cls(max_running + settings.max_queued_requests, MAX_QUEUED_TOKENS)
+
+
+class _InFlight(NamedTuple):
+    group: SampleGroup
+    rank: RankLink
+    num_prompt_tokens: int
+
+
+RankChoice = Callable[[Sequence[RankLink], GenerateGroup], Iterator[RankLink]]
+"""Whose each sample of a prompt is; asked for the next one when the one before is counted."""
+
+
+def least_loaded(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
+    """Of equals the one that was given least so far."""
+    for _ in prompt.samples:
+        yield min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
+
+
+class ByPrefix:
+    """The least loaded rank, or the one that had a prompt with the same beginning last, and may hold it.
+
+    That one while it has no more than a quarter above the mean and a prompt like this to do.
+    """
+
+    def __init__(self) -> None:
+        self._prefixes: PrefixIndex[int] = PrefixIndex()
+
+    def __call__(self, ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
+        keys = block_keys(prompt.prompt, prompt.identity.root) if len(ranks) > 1 else []
+        for sample, least in zip(prompt.samples, least_loaded(ranks, prompt), strict=True):
+            rank = least
+            if (found := self._prefixes.find(keys)) is not None:
+                mean = sum(each.num_tokens_in_flight for each in ranks) / len(ranks)
+                if ranks[found].num_tokens_in_flight <= LOAD_BOUND * mean + sample.num_prompt_tokens:
+                    rank = ranks[found]
+            self._prefixes.note(keys, rank.rank)
+            yield rank
+
+
+def by_room(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
+    """Where decode nodes look for the room; so ``PrefillPeers.address_for``."""
+    for sample in prompt.samples:
+        yield ranks[sample.room % len(ranks)]
+
+
+class LinkState(StrEnum):
+    """LOADING → SERVING → STOPPING → GONE; any state may go to GONE when the engine dies."""
+
+    LOADING = "the engine is loading"
+    SERVING = "serving"
+    STOPPING = "the node is shutting down"
+    GONE = "the engine has died"
+
+
+class SampleGroup:
+    """The samples of one HTTP request and the queue of their events, for one reader."""
+
+    def __init__(self, link: EngineLink, ranks: Mapping[str, int], *, may_move: bool) -> None:
+        self._link = link
+        self.ranks = ranks
+        """By request id."""
+        self.may_move = may_move
+        """It goes on at another node where this one leaves."""
+        self.live = set(ranks)
+        self._events: deque[SampleEvent] = deque()
+        self._num_waiting_tokens: Counter[str] = Counter()
+        """``Tokens`` in the queue, by request id."""
+        self._reader: asyncio.Future[None] | None = None
+        """Waits for an event."""
+        self._patience: Patience | None = None
+        """Of the reader, from its first wait on."""
+
+    def put(self, event: SampleEvent) -> None:
+        self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
+        self._events.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def next_event(self) -> SampleEvent:
+        """The next event of any live sample. Waits as long as the engine makes progress, whose own timeouts
+        end requests. Raises NodeUnavailable when it makes none."""
+        if self._events:
+            await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
+        else:
+            self._reader = asyncio.get_running_loop().create_future()
+            if self._patience is None:
+                self._patience = Patience(self._link.health_timeout_secs, self._look_at_engine)
+            self._patience.begin()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+                self._patience.end()
+        event = self._events.popleft()
+        self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
+        return event
+
+    def close(self) -> None:
+        if self._patience is not None:
+            self._patience.close()
+
+    def _look_at_engine(self) -> None:
+        assert self._reader is not None
+        assert self._patience is not None
+        if self._reader.done():
+            return
+        if (stall := self._link.stall()) is not None:
+            self._reader.set_exception(NodeUnavailable(stall))
+        else:
+            self._patience.begin()
+
+    def has_more_tokens(self, request_id: str) -> bool:
+        """More output of the sample has come already."""
+        return self._num_waiting_tokens[request_id] > 0
+
+    def finish(self, request_id: str) -> None:
+        """One sample is complete; no event of it follows. The engine is told unless it said so itself."""
+        self._link.forget(self, request_id, has_finished=True)
+
+
+class EngineLink:
+    """Owner of the requests in flight, and of the links to the engines of all ranks."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        health_timeout_secs: float,
+        on_stats: Callable[[int, EngineStats], None] = lambda rank, stats: None,
+        on_connected: Callable[[], None] = lambda: None,
+        limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
+        choose_rank: RankChoice = least_loaded,
+        board: Board | None = None,
+        front: int = 0,
+        crossing: Crossing | None = None,
+    ) -> None:
+        """``endpoints``: one a rank, as of RankLink. ``on_connected``: called once all engines are ready, and
+        so connected, to all fronts. ``board``: of the node, of which this is ``front``; None: its only one.
+        ``on_stats``: with the rank.
+        """
+        self.limits = limits
+        self.health_timeout_secs = health_timeout_secs
+        self.state = LinkState.LOADING
+        self.front = front
+        self.counts = InFlight(board or make_board(len(endpoints)), front)
+        self.ranks = [
+            RankLink(
+                rank,
+                endpoint,
+                self.counts,
+                self._handle,
+                self._note_lost,
+                crossing if endpoint.startswith("tcp:") else None,
+            )
+            for rank, endpoint in enumerate(endpoints)
+        ]
+        self.lost = asyncio.Event()
+        """A process of the node is gone, on this machine or another; the log says which."""
+        self._on_stats = on_stats
+        self._on_connected: Callable[[], None] | None = on_connected
+        self._choose_rank = choose_rank
+        self._in_flight: dict[str, _InFlight] = {}
+
+    def start(self) -> None:
+        """Bind the sockets and start talking; needs a running event loop. Raises OSError."""
+        for rank in self.ranks:
+            rank.start()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """What the engines said, with the bounds that hold for all; None while one loads."""
+        ready = [rank.ready for rank in self.ranks if rank.ready is not None]
+        if len(ready) < len(self.ranks):
+            return None
+        return msgspec.structs.replace(
+            ready[0],
+            max_total_tokens_hisparse=min(of_rank.max_total_tokens_hisparse for of_rank in ready),
+            max_total_tokens_dense=min(of_rank.max_total_tokens_dense for of_rank in ready),
+        )
+
+    @property
+    def loading(self) -> EngineLoading | None:
+        """How far the rank is that has most left; None once all are ready, and before they said anything."""
+        loading = [rank.loading for rank in self.ranks if rank.loading is not None]
+        return max(loading, key=lambda of_rank: of_rank.num_bytes - of_rank.num_done, default=None)
+
+    @property
+    def is_loading(self) -> bool:
+        """Until all fronts of the node are connected to all engines, so that each says the same."""
+        return self.state is LinkState.LOADING or (
+            self.state is LinkState.SERVING and self.counts.others_load
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of this front."""
+        return len(self._in_flight)
+
+    @contextlib.contextmanager
+    def open(self, prompts: Sequence[GenerateGroup], *, may_move: bool = False) -> Iterator[SampleGroup]:
+        """Send the samples of one HTTP request. On leaving, whatever has not ended is aborted.
+
+        ``may_move``: as soon as the node takes nothing new they end, with an error of that code. Raises
+        NodeUnavailable unless the engine serves, and QueueFull.
+        """
+        self.require_serving()
+        shares = [share for prompt in prompts for share in self._shares(prompt)]
+        samples = [(rank, sample) for rank, share in shares for sample in share.samples]
+        num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
+        self.counts.add(len(samples), num_prompt_tokens)
+        try:
+            self.require_place(len(samples), num_prompt_tokens, are_counted=True)
+        except ApiError:
+            self.counts.add(-len(samples), -num_prompt_tokens)
+            for rank, sample in samples:
+                self.counts.take_back(rank.rank, sample.num_prompt_tokens)
+            raise
+        ranks = {sample.request_id: rank.rank for rank, sample in samples}
+        group = SampleGroup(self, ranks, may_move=may_move)
+        try:
+            for rank, sample in samples:
+                num_tokens = sample.num_prompt_tokens
+                self._in_flight[sample.request_id] = _InFlight(group, rank, num_tokens)
+            for rank, share in shares:
+                rank.put(share)
+            yield group
+        finally:
+            group.close()
+            for request_id in list(group.live):
+                self.forget(group, request_id)
+            for rank, share in shares:
+                # Behind the last word about them: their prompts are no longer held here.
+                rank.put(None, partial(self.counts.add, 0, -share.samples[0].num_prompt_tokens))
+
+    def _shares(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
+        """What of the samples is whose, with the prompt for each rank that has one. Counts them there."""
+        shares: dict[int, list[Generate]] = {}
+        for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
+            self.counts.give(rank.rank, sample.num_prompt_tokens)
+            shares.setdefault(rank.rank, []).append(sample)
+        return [
+            (self.ranks[rank], msgspec.structs.replace(prompt, samples=tuple(samples)))
+            for rank, samples in shares.items()
+        ]
+
+    def require_place(
+        self, num_samples: int, num_prompt_tokens: int = 0, *, are_counted: bool = False
+    ) -> None:
+        """Raises QueueFull when so much does not fit beside what is in flight, ApiError when it never does.
+
+        A request whose client left is in flight until its abort has gone to the engine. ``are_counted``:
+        these are counted by now.
+        """
+        for num, most, name in (
+            (num_samples, self.limits.max_requests, "samples"),
+            (num_prompt_tokens, self.limits.max_prompt_tokens, "prompt tokens"),
+        ):
+            if num > most:
+                raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
+        num_in_flight = self.counts.num_samples - num_samples * are_counted
+        if num_in_flight + num_samples > self.limits.max_requests:
+            raise QueueFull(
+                f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
+                f"{self.limits.max_requests} (max_running_requests + max_queued_requests); try again later"
+            )
+        num_held_tokens = self.counts.num_prompt_tokens - num_prompt_tokens * are_counted
+        if num_held_tokens + num_prompt_tokens > self.limits.max_prompt_tokens:
+            raise QueueFull(
+                f"prompts of {num_held_tokens} tokens run or wait here, and {num_prompt_tokens} more "
+                f"would exceed {self.limits.max_prompt_tokens}; try again later"
+            )
+
+    @property
+    def is_leaving(self) -> bool:
+        """Nothing new is taken, and what is in flight goes on."""
+        return self.state is LinkState.STOPPING
+
+    def require_serving(self) -> EngineReady:
+        """What the ready engine said. Raises NodeUnavailable."""
+        ready = self.ready
+        if ready is None or self.state is not LinkState.SERVING:
+            raise NodeUnavailable(str(self.state))
+        return ready
+
+    def require_engine(self) -> EngineReady:
+        """The same for requests in flight, which go on while the node shuts down. Raises NodeUnavailable."""
+        ready = self.ready
+        if ready is None or self.state is LinkState.GONE:
+            raise NodeUnavailable(str(self.state))
+        return ready
+
+    def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
+        if request_id in group.live:
+            self._abort(self._release(request_id).rank, Abort(request_id, has_finished))
+
+    def flush_cache(self) -> None:
+        self.require_serving()
+        for rank in self.ranks:
+            rank.put(FlushCache())
+
+    def release_quarantine(self, instance_id: str) -> None:
+        self.require_engine()
+        for rank in self.ranks:
+            rank.put(ReleaseQuarantine(instance_id))
+
+    def release_page(self, rank: int, pool: PoolKind, start: int) -> None:
+        self.require_engine()
+        self.ranks[rank].put(ReleasePage(pool, start))
+
+    def stop_accepting(self) -> None:
+        """New requests are refused; those in flight go on, elsewhere if they may."""
+        if self.state is not LinkState.GONE:
+            self.state = LinkState.STOPPING
+        for request_id, in_flight in list(self._in_flight.items()):
+            if in_flight.group.may_move:
+                self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
+
+    async def shut_engines_down(self) -> None:
+        """Ask the engines to exit, after everything that was sent before."""
+        for rank in self.ranks:
+            rank.put(Shutdown(self.front))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(rank.flush() for rank in self.ranks)), timeout=1.0)
+
+    def engine_died(self, what: str = LinkState.GONE) -> None:
+        """One engine is enough: the others have not all experts. ``what``: as the requests are told."""
+        self.state = LinkState.GONE
+        self.fail_all(503, f"{what}; the request is lost, send it again", ENGINE_LOST)
+
+    def fail_all(self, status: int, error: str, code: str = "") -> None:
+        """End every request in flight with an error."""
+        for request_id in list(self._in_flight):
+            self._fail(request_id, status, error, code)
+
+    def _fail(self, request_id: str, status: int, error: str, code: str = "") -> None:
+        rank = self._in_flight[request_id].rank
+        self._dispatch(RequestFailed(request_id, status, error, code))
+        self._abort(rank, Abort(request_id))
+
+    def trouble(self) -> str | None:
+        """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
+        if self.is_loading:
+            return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
+        if self.state is not LinkState.SERVING:
+            return str(self.state)
+        return self.stall() or next((of_rank for rank in self.ranks if (of_rank := _trouble(rank))), None)
+
+    def stall(self) -> str | None:
+        """Why an engine gets nowhere, or None while all make progress, loading included."""
+        if self.state is LinkState.GONE:
+            return str(self.state)
+        for rank in self.ranks:
+            stall = rank.stall(self.health_timeout_secs)
+            if stall is not None:
+                return stall if len(self.ranks) == 1 else f"rank {rank.rank}: {stall}"
+        return None
+
+    def _note_lost(self, rank: RankLink) -> None:
+        log.error("rank %d, on another machine, is gone: its log there says why", rank.rank)
+        self.lost.set()
+
+    def _abort(self, rank: RankLink, abort: Abort) -> None:
+        self.counts.add(1)
+        rank.put(abort, partial(self.counts.add, -1))
+
+    def _handle(self, rank: RankLink, message: FromEngine) -> None:
+        match message:
+            case Tokens() | PromptScores() | PrefillFinished() | RequestFailed():
+                self._dispatch(message)
+            case EngineLoading():
+                rank.note(message)
+            case EngineReady():
+                rank.note(message)
+                if self.ready is not None:
+                    self._all_ready(self.ready)
+                self._check_connected()
+            case EngineStats():
+                rank.note(message)
+                self._on_stats(rank.rank, message)
+                self._check_connected()
+            case _:
+                assert_never(message)
+
+    def _all_ready(self, ready: EngineReady) -> None:
+        if self.state is LinkState.LOADING:
+            self.state = LinkState.SERVING
+        self.counts.is_ready()
+        log.info("the engine is ready: context of %d tokens", ready.context_length)
+
+    def _check_connected(self) -> None:
+        if self._on_connected is not None and self.counts.are_ready:
+            on_connected, self._on_connected = self._on_connected, None
+            on_connected()
+
+    def _dispatch(self, event: SampleEvent) -> None:
+        """Hand over, and drop the route with the last event. Events of aborted samples have no taker."""
+        in_flight = self._in_flight.get(event.request_id)
+        if in_flight is None:
+            return
+        if isinstance(event, _LAST) or (isinstance(event, Tokens) and event.finish_reason is not None):
+            self._release(event.request_id)
+        in_flight.group.put(event)
+
+    def _release(self, request_id: str) -> _InFlight:
+        in_flight = self._in_flight.pop(request_id)
+        in_flight.group.live.discard(request_id)
+        self.counts.add(-1)
+        self.counts.take_back(in_flight.rank.rank, in_flight.num_prompt_tokens)
+        return in_flight
+
+
+def _trouble(rank: RankLink) -> str:
+    return rank.stats.trouble if rank.stats is not None else ""

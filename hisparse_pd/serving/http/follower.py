@@ -1,0 +1,53 @@
+"""The life of a machine of a node that has engines and no front: any but the first.
+
+Its engines connect to the fronts, on the first machine, which shut them down. What ends one of them ends the
+node.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from contextlib import closing
+from multiprocessing.connection import wait
+
+from hisparse_pd.base.process import setup_logging, stop_signals
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.serving.http.front import EngineProcesses, EngineTarget, S
+
+log = logging.getLogger(__name__)
+
+
+def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
+    """Run this machine's engines until the node ends. Returns the exit status; 0: the fronts ended it.
+
+    A cluster sends its signal to all machines, and the first one has requests to finish: this one leaves with
+    it, or when the time for that is over, or at the second signal.
+    """
+    setup_logging(settings.log_level, f"{role} machine {settings.node_rank}")
+    told, teller = socket.socketpair()
+    with closing(told), closing(teller):
+        teller.setblocking(False)
+        signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+        for number in stop_signals():
+            signal.signal(number, lambda *_: None)
+        try:
+            engines = EngineProcesses(target, settings, f"{role}-engine")
+        except StartError as error:
+            log.error("cannot start: %s", error)
+            return 1
+        try:
+            engines.start()
+            ranks = settings.ranks_here
+            log.info("ranks %d to %d, meeting at %s", ranks[0], ranks[-1], settings.dist_init_addr)
+            if told in wait([told, *engines.sentinels]):
+                told.recv(1)
+                log.info("told to end: leaving with the node, in %g s at most", settings.drain_timeout_secs)
+                wait([told, *engines.sentinels], settings.drain_timeout_secs)
+            engines.wait()
+            log.info("%s", engines.exits())
+            return 0 if engines.have_succeeded else 1
+        finally:
+            engines.stop(graceful=False)
+            signal.set_wakeup_fd(-1)

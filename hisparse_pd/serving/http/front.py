@@ -1,0 +1,218 @@
+"""The life of a node's first process: the engines that it starts, and serving HTTP until a child ends.
+
+An engine, one a rank, runs in a spawned child, as do further fronts; their ipc sockets are in a private
+directory until they are connected. When a child dies, the requests in flight fail, and this process ends the
+others and exits with status 1, for a supervisor to start all of them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from starlette.types import ASGIApp
+
+from hisparse_pd.base.process import (
+    BRIEF_SPIN,
+    chooses_its_waiting,
+    die_with_parent,
+    environment_of_children,
+    setup_logging,
+    stop_signals,
+)
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
+from hisparse_pd.base.vocabulary import RankPlace, StartError
+from hisparse_pd.protocol.names import resolve
+from hisparse_pd.serving.http.board import Word
+from hisparse_pd.serving.http.children import Children
+from hisparse_pd.serving.http.engine_link import EngineLink
+from hisparse_pd.serving.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts
+from hisparse_pd.serving.http.listening import Listener
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=NodeSettings)
+EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
+
+_RESOLVE_SECS = 5.0
+_RESOLVE_AGAIN_SECS = 1.0
+
+
+class EngineProcesses(Children):
+    """The engines of this machine's ranks in child processes, and the directory of their sockets."""
+
+    def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
+        """``target(settings, endpoints, place)`` runs an engine; it is imported by name in the child.
+
+        Raises StartError when the node has several machines and the first one is not known.
+        """
+        super().__init__()
+        self._target: EngineTarget[Any] = target
+        self._settings = settings
+        self._name = name
+        self._first_machine = _meeting_address(settings)
+        self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
+
+    def endpoints_of(self, front: int) -> list[str]:
+        """Of one front: that of each rank of the node."""
+        return [self._endpoint(rank, front) for rank in range(self._settings.dp_size)]
+
+    def _endpoint(self, rank: int, front: int) -> str:
+        if rank in self._settings.ranks_of(0):
+            return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
+        host = f"[{self._first_machine}]" if ":" in self._first_machine else self._first_machine
+        return f"tcp://{host}:{self._settings.meeting[1] + 1 + front * self._settings.dp_size + rank}"
+
+    def _place(self, rank: int) -> RankPlace:
+        size = self._settings.dp_size
+        if not self._first_machine:
+            return RankPlace(rank, size, str(self._directory / "ranks"))
+        return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=self._settings.meeting[1])
+
+    def start(self) -> None:
+        """From the main thread, as ``spawn``."""
+        settings = self._settings
+        spins = settings.device == "cpu" and not chooses_its_waiting()
+        with environment_of_children(BRIEF_SPIN if spins else {}):
+            for rank in settings.ranks_here:
+                name = self._name if settings.dp_size == 1 else f"{self._name} rank {rank}"
+                endpoints = [self._endpoint(rank, front) for front in range(settings.num_fronts)]
+                of_rank = settings.of_rank(rank)
+                self.spawn(name, _run_engine, self._target, of_rank, endpoints, self._place(rank), name)
+
+    def remove_directory(self) -> None:
+        """Once nobody connects any more, so that a kill leaves nothing behind. May be called again."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def have_succeeded(self) -> bool:
+        return all(process.exitcode == 0 for process in self.processes)
+
+    def stop(self, *, graceful: bool) -> None:
+        """End the engines. ``graceful``: they were told to shut down, so wait for that."""
+        try:
+            if graceful:
+                self.wait()
+            self.kill()
+        finally:
+            self.remove_directory()
+
+
+def _meeting_address(settings: NodeSettings) -> str:
+    """The address of the first machine, of a node of several; empty for a node of one.
+
+    A cluster may make a machine's name when it starts, so it is waited for. Raises StartError.
+    """
+    host, _ = settings.meeting
+    deadline = time.monotonic() + STARTUP_TIMEOUT_SECS
+    while host:
+        try:
+            return resolve(host, time.monotonic() + _RESOLVE_SECS)[0]
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise StartError(
+                    f"dist_init_addr {settings.dist_init_addr}: {host} has no address after "
+                    f"{STARTUP_TIMEOUT_SECS:g} s: {error}"
+                ) from error
+            log.info("%s has no address yet: %s", host, error)
+        time.sleep(_RESOLVE_AGAIN_SECS)
+    return ""
+
+
+async def serve(
+    link: EngineLink,
+    engines: EngineProcesses,
+    fronts: Fronts,
+    listeners: Sequence[Listener],
+    apps: Sequence[ASGIApp],
+    drain_timeout_secs: float,
+) -> int:
+    """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
+
+    After a signal new requests are refused with 503, and those in flight have ``drain_timeout_secs`` to
+    finish, or until a second signal. The port of ``listeners[0]`` is served by all fronts.
+    """
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[str] = asyncio.Queue()
+    for number in stop_signals():
+        loop.add_signal_handler(number, signals.put_nowait, number.name)
+    for sentinel in (*engines.sentinels, *fronts.sentinels):
+        loop.add_reader(sentinel, _note_exit, loop, sentinel, link.lost)
+    link.start()
+    servers = [
+        listener.server(app, num_servers=len(listeners))
+        for listener, app in zip(listeners, apps, strict=True)
+    ]
+    running = [
+        asyncio.create_task(server.serve(sockets=[listener.socket]))
+        for server, listener in zip(servers, listeners, strict=True)
+    ]
+    writing = asyncio.create_task(fronts.write_metrics())
+    stop = asyncio.create_task(signals.get())
+    died = asyncio.create_task(link.lost.wait())
+    try:
+        await asyncio.wait([stop, died, *running], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            log.info("%s: shutting down with %d requests in flight", stop.result(), link.counts.num_samples)
+            link.stop_accepting()
+            fronts.stop_accepting()
+            await _drain(link, drain_timeout_secs, signals, died)
+        status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
+        word = Word.LEAVE
+        if died.done():
+            of_engines, of_fronts = engines.exits(), fronts.exits()
+            word = Word.FRONT_DIED if of_fronts and not of_engines else Word.ENGINE_DIED
+            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or WHAT_DIED[word])
+            link.engine_died(WHAT_DIED[word])
+        else:
+            link.fail_all(503, SHUTTING_DOWN)
+        leaving = asyncio.create_task(fronts.leave(word))
+        if word is Word.LEAVE:
+            await link.shut_engines_down()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(leaving, *running)
+        return status
+    finally:
+        for task in (writing, stop, died, *running):
+            task.cancel()
+        await asyncio.gather(writing, stop, died, *running, return_exceptions=True)
+        link.close()
+
+
+def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, lost: asyncio.Event) -> None:
+    loop.remove_reader(sentinel)  # it stays readable
+    lost.set()
+
+
+async def _drain(
+    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
+) -> None:
+    """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_secs
+    while link.counts.num_samples and signals.empty() and not died.done() and loop.time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+def _run_engine(
+    target: EngineTarget[S], settings: S, endpoints: Sequence[str], place: RankPlace, name: str
+) -> None:
+    gc.disable()  # until all is imported: collections would look at it again and again, a fifth of the start
+    die_with_parent()
+    setup_logging(settings.log_level, name)
+    try:
+        target(settings, endpoints, place)
+    except StartError as error:
+        log.error("cannot start: %s", error)
+        raise SystemExit(1) from None
+    except Exception:
+        log.exception("the engine failed")
+        raise SystemExit(1) from None

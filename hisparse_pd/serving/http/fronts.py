@@ -1,0 +1,106 @@
+"""The fronts of a node, which serve on one port: how they start, and their end.
+
+The first front starts the engines and the other fronts, gets the signals, and decides when all of them leave.
+One that leaves by itself ends the node, for a supervisor to start all of it again. What they must share is on
+the ``Board``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp
+
+from hisparse_pd.base.process import die_with_parent
+from hisparse_pd.serving.http.board import Board, Word
+from hisparse_pd.serving.http.children import EXIT_SECS, Children
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
+from hisparse_pd.serving.http.listening import Listener
+from hisparse_pd.serving.http.metrics import FrontMetrics
+
+log = logging.getLogger(__name__)
+
+METRICS_SECS = 1.0
+"""Between two times that a front writes on the board what it has counted."""
+_LISTEN_SECS = 0.05
+"""Between two looks at the first front's word."""
+
+SHUTTING_DOWN = "the node is shutting down; send the request again"
+WHAT_DIED = {
+    Word.ENGINE_DIED: str(LinkState.GONE),
+    Word.FRONT_DIED: "a front process of the node has died",
+}
+
+
+async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None:
+    """For as long as the front serves, if others ask for them. What has no room is said once, in the log."""
+    is_told = False
+    while board.num_fronts > 1:
+        try:
+            board.write_metrics(front, metrics.pack())
+        except ValueError as error:
+            if not is_told:
+                log.error("%s: /metrics shows what it had counted before; restart the node", error)
+            is_told = True
+        await asyncio.sleep(METRICS_SECS)
+
+
+class Fronts(Children):
+    """The first front's side: the others, numbered from 1, in processes that die with this one."""
+
+    def __init__(self, board: Board, metrics: FrontMetrics) -> None:
+        """``metrics``: the first one's own."""
+        super().__init__()
+        self._board = board
+        self._metrics = metrics
+
+    def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        """``target(number, *arguments)`` runs a front; it is imported by name in the child."""
+        for number in range(1, self._board.num_fronts):
+            self.spawn(f"{name} {number}", _run, target, number, *arguments)
+
+    async def write_metrics(self) -> None:
+        await write_metrics(self._board, 0, self._metrics)
+
+    def stop_accepting(self) -> None:
+        self._board.say(Word.STOP_ACCEPTING)
+
+    async def leave(self, word: Word) -> None:
+        """Until the others have left, or are overdue. ``word``: LEAVE, or what has died."""
+        self._board.say(word)
+        deadline = time.monotonic() + EXIT_SECS
+        while any(process.is_alive() for process in self.processes) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+
+async def serve_further(
+    number: int, link: EngineLink, metrics: FrontMetrics, board: Board, listener: Listener, app: ASGIApp
+) -> None:
+    """Front ``number``, until the first one says so. The death of that one is the kernel's to see to."""
+    link.start()
+    server = listener.server(app, process=number)
+    serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
+    writing = asyncio.create_task(write_metrics(board, number, metrics))
+    try:
+        while (word := board.word) < Word.LEAVE and not serving.done():
+            if word is Word.STOP_ACCEPTING and link.state is LinkState.SERVING:
+                link.stop_accepting()
+            await asyncio.sleep(_LISTEN_SECS)
+        if word in WHAT_DIED:
+            link.engine_died(WHAT_DIED[word])
+        elif word is Word.LEAVE:
+            link.fail_all(503, SHUTTING_DOWN)
+            await link.shut_engines_down()
+        server.should_exit = True
+        await serving
+    finally:
+        writing.cancel()
+        link.close()
+
+
+def _run(target: Callable[..., None], number: int, *arguments: object) -> None:
+    die_with_parent()
+    target(number, *arguments)

@@ -1,0 +1,182 @@
+"""TLS of connections that have just begun: owns how many handshakes there are, and how many begin in a turn.
+
+A handshake costs memory and a signature, so a connection gets neither before its client's hello is here: one
+that says nothing is as cheap as one without TLS. What many clients ask for at once begins over several turns
+of the loop. One handshake more than the bound takes the place of another, as among connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.utils import get_remote_addr
+
+from hisparse_pd.serving.http.connections import ByAddress, Connections, address_of
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_SECS = 10.0
+"""From the connection to the end of TLS's handshake."""
+
+MAX_HANDSHAKES = 512
+"""That have begun in a server and are not over; 64 kB each."""
+
+_BEGUN_A_TURN = 4
+"""A signature with an RSA key of 2048 bits takes 0.6 ms."""
+
+_RECORD_HEAD_BYTES = 5
+_HANDSHAKE_RECORD = 22
+_MAX_RECORD_BYTES = 1 << 14
+
+
+class _Tls(SSLProtocol):
+    """asyncio's, with a buffer for two records: its own has 256 KiB for each connection."""
+
+    max_size = 2 * _MAX_RECORD_BYTES
+
+
+class Handshakes:
+    """Those of one server. ``context``: its certificate, which may change."""
+
+    def __init__(self, context: ssl.SSLContext, connections: Connections) -> None:
+        self.context = context
+        self.connections = connections
+        self.begun: ByAddress[Handshake] = ByAddress()
+        self._asked: list[Handshake] = []
+        """Their hello is here. Who came last is next: of too many for the time, that one still waits."""
+
+    def ask(self, handshake: Handshake) -> None:
+        """Let it begin, soon."""
+        self._asked.append(handshake)
+        if len(self._asked) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def drop_all(self) -> None:
+        """Whoever has no TLS yet; a server that ends would wait for them."""
+        for connection in tuple(self.connections.live):
+            if isinstance(connection, Handshake):
+                connection.drop()
+
+    def _turn(self) -> None:
+        if len(self._asked) > _BEGUN_A_TURN:
+            asyncio.get_running_loop().call_soon(self._turn)
+        for _ in range(min(_BEGUN_A_TURN, len(self._asked))):
+            self._asked.pop().begin()
+
+
+class Handshake(asyncio.Protocol):
+    """A connection until it has TLS, when it is handed to the protocol that ``make`` gives."""
+
+    def __init__(self, handshakes: Handshakes, make: Callable[[], asyncio.Protocol]) -> None:
+        self.client: tuple[str, int] | None = None
+        self.address = ""
+        self._all = handshakes
+        self._connections = handshakes.connections
+        self._make = make
+        self._hello = b""
+        self._since = 0.0
+        self._transport: Any = None
+        self._has_begun = False
+
+    # --- before TLS -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Twice: by TCP, and by TLS."""
+        if self._has_begun:
+            self._hand_over(transport)
+            return
+        self._transport = transport
+        self.client = get_remote_addr(self._transport)
+        self.address = address_of(self.client)
+        self._since = self._connections.now
+        self._connections.admit(self)
+        self._connections.note(self, waits=True)
+
+    def data_received(self, data: bytes) -> None:
+        self._hello += data
+        if not _may_be_hello(self._hello):
+            self._connections.closed["closed: they spoke no TLS"] += 1
+            self.drop()
+        elif _is_whole(self._hello):
+            self._transport.pause_reading()
+            self._all.ask(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+
+    # --- with it ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Nothing happens to one that is gone by now."""
+        if self._transport.is_closing():
+            return
+        self._has_begun = True
+        begun = self._all.begun
+        begun.add(self)
+        if len(begun) > MAX_HANDSHAKES:
+            self._connections.closed["closed in their handshake for a new one"] += 1
+            begun.oldest_of_most().drop()
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+        over.add_done_callback(self._note_end)
+        tls = _Tls(loop, self, self._all.context, over, server_side=True)
+        self._transport.set_protocol(tls)
+        tls.connection_made(self._transport)
+        hello, self._hello = self._hello, b""
+        while hello and not self._transport.is_closing():
+            buffer = tls.get_buffer(len(hello))
+            num_bytes = min(len(buffer), len(hello))
+            buffer[:num_bytes], hello = hello[:num_bytes], hello[num_bytes:]
+            tls.buffer_updated(num_bytes)
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _note_end(self, over: asyncio.Future[None]) -> None:
+        """However it ended; a client that does not trust the certificate is no error of the server's."""
+        if not over.cancelled() and (error := over.exception()) is not None:
+            log.debug("TLS with %s: %s", self.address, error)
+        self._forget()
+
+    def _hand_over(self, transport: Any) -> None:
+        self._forget()
+        protocol = self._make()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+
+    # --- the ways out -----------------------------------------------------------------------------
+
+    def expire(self, now: float) -> str | None:
+        """Close it when it has had its time; the reason."""
+        if now - self._since < HANDSHAKE_SECS:
+            return None
+        return self.drop(f"closed: no TLS after {HANDSHAKE_SECS:g} s")
+
+    def drop(self, why: str = "") -> str:
+        """Close it; ``why``, for the log."""
+        self._forget()
+        self._transport.abort()
+        return why
+
+    def _forget(self) -> None:
+        self._all.begun.discard(self)
+        self._connections.forget(self)
+
+
+def _may_be_hello(data: bytes) -> bool:
+    """Whether ``data`` may be the beginning of a client's first record."""
+    is_handshake = data[0] == _HANDSHAKE_RECORD and data[1:2] in (b"", b"\x03")
+    return is_handshake and (len(data) < _RECORD_HEAD_BYTES or 0 < _num_bytes(data) <= _MAX_RECORD_BYTES)
+
+
+def _is_whole(data: bytes) -> bool:
+    return len(data) >= _RECORD_HEAD_BYTES and len(data) >= _RECORD_HEAD_BYTES + _num_bytes(data)
+
+
+def _num_bytes(data: bytes) -> int:
+    """Of the record, behind its head."""
+    return int.from_bytes(data[3:_RECORD_HEAD_BYTES], "big")

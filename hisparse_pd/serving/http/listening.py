@@ -1,0 +1,185 @@
+"""The sockets of HTTP servers, taken before anything slow begins."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import multiprocessing
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from hisparse_pd.serving.http import descriptors
+from hisparse_pd.serving.http.certificates import Certificate
+from hisparse_pd.serving.http.connections import Connection, Connections
+from hisparse_pd.serving.http.handshakes import Handshake, Handshakes
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_LAST_ANSWERS_SECS = 2
+_OTHERS_SECS = 0.005
+"""For a process with fewer connections to accept one."""
+_TICKS_A_SWEEP = 10
+"""uvicorn ticks ten times a second."""
+
+
+class Listener:
+    """A socket that listens, for one HTTP server."""
+
+    def __init__(self, host: str, port: int, certificate: Certificate | None = None) -> None:
+        """``host`` "::" takes IPv4 as well; ``port`` 0 any free one; ``certificate``: for https.
+
+        Raises OSError when the address cannot be bound, or the certificate cannot be used.
+        """
+        if certificate is not None:
+            certificate.check()
+        self._certificate = certificate
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
+        try:
+            self.socket = socket.create_server(
+                (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            )
+        except OSError as error:
+            why = (error.strerror or str(error)).partition(" (while")[0]
+            raise OSError(
+                error.errno,
+                f"cannot listen on {host}:{port}: {why}; give an address of this machine and a free port",
+            ) from error
+        self.port: int = self.socket.getsockname()[1]
+        self._num_connections: Sequence[int] = ()
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self._certificate is None else "https"
+
+    def share(self, num_processes: int) -> None:
+        """Before it is handed to processes that accept from it as well."""
+        self._num_connections = multiprocessing.RawArray("q", num_processes) if num_processes > 1 else ()
+
+    def server(
+        self,
+        app: ASGIApp,
+        lifespan: Literal["on", "off"] = "off",
+        *,
+        num_descriptors_each: int = 1,
+        num_servers: int = 1,
+        process: int = 0,
+    ) -> HttpServer:
+        """``num_descriptors_each``: of a request; ``num_servers``: of this process, this one included;
+        ``process``: the number of this one, of those that share the socket.
+        """
+        limit = descriptors.limit()
+        connections = Connections(descriptors.max_connections(limit, num_descriptors_each, num_servers))
+        if self._num_connections:
+            self.socket = _SharedSocket(self.socket, connections, self._num_connections, process)
+        is_low = connections.limit < descriptors.FEW_CONNECTIONS
+        log.log(
+            logging.WARNING if is_low else logging.INFO,
+            "port %d: at most %d connections (%d descriptors)%s",
+            *(self.port, connections.limit, limit),
+            ": raise the limit of descriptors (ulimit -n)" if is_low else "",
+        )
+        protocol: Any = functools.partial(Connection, connections)
+        handshakes: Handshakes | None = None
+        if self._certificate is not None:
+            handshakes = Handshakes(self._certificate.context(), connections)
+            protocol = functools.partial(_handshake, handshakes, protocol)
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            backlog=1 if self._num_connections else descriptors.MAX_ACCEPTED_AT_ONCE,
+            log_config=None,
+            log_level="error",  # its warnings are about clients that speak no HTTP/1.1, such as h2c probes
+            access_log=False,
+            lifespan=lifespan,
+            ws="none",
+            server_header=False,
+            proxy_headers=False,  # a caller's address is that of its connection, whatever it says
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
+        )
+        return HttpServer(config, connections, self._certificate, handshakes)
+
+
+def _handshake(handshakes: Handshakes, protocol: Any, **given: Any) -> Handshake:
+    """What a server with TLS makes of a connection, in place of ``protocol(**given)``."""
+    return Handshake(handshakes, functools.partial(protocol, **given))
+
+
+class _SharedSocket(socket.socket):
+    """One that several processes accept from. All of them wake up for a connection; who has fewest takes it.
+
+    Otherwise the kernel would give nearly all to one of them, as long as that one has nothing else to do.
+    """
+
+    def __init__(
+        self, sock: socket.socket, connections: Connections, num_connections: Any, process: int
+    ) -> None:
+        """Takes ``sock`` over. ``num_connections``: of each process, in memory that they share."""
+        super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        self._connections = connections
+        self._num_connections = num_connections
+        self._process = process
+        connections.on_change = self._publish
+        self._left_since = self._left_at = -math.inf
+        """When a connection was left to the others, first and last."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises BlockingIOError where another process should, for a while: it may be busy, or gone."""
+        now = time.monotonic()
+        if len(self._connections.live) > min(self._num_connections):
+            if now - self._left_at >= _OTHERS_SECS:  # they have taken that one: this is another
+                self._left_since = now
+            self._left_at = now
+            if now - self._left_since < _OTHERS_SECS:
+                raise BlockingIOError
+        return super().accept()
+
+    def _publish(self) -> None:
+        self._num_connections[self._process] = len(self._connections.live)
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to its process, which lets requests finish before any server of it ends."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        certificate: Certificate | None,
+        handshakes: Handshakes | None,
+    ) -> None:
+        """``certificate`` and ``handshakes``: of a server with TLS."""
+        super().__init__(config)
+        self.connections = connections
+        self._certificate = certificate
+        self._handshakes = handshakes
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)  # in the kernel, where waiting takes none of our descriptors
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_A_SWEEP == 0:
+            self.connections.sweep(time.monotonic())
+            if self._certificate is not None and self._handshakes is not None:
+                self._certificate.refresh(self._handshakes.context)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._handshakes is not None:
+            self._handshakes.drop_all()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

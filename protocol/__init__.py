@@ -1,1 +1,0 @@
-"""What crosses between nodes: control messages, their channels, discovery, and who is let in."""

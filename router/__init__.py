@@ -1,1 +1,0 @@
-"""The OpenAI front door: pairs a prefill with a decode node for each request and relays the answer."""
