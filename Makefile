@@ -53,6 +53,9 @@ CLIENT_PIP_INSTALL = $(@D)/bin/python -m pip install --disable-pip-version-check
 
 # Shared library that Mooncake loads, and the Debian or Ubuntu package that has it.
 SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
+ifeq ($(ACCELERATOR),cuda)
+SYSTEM_LIBRARIES += libmlx5.so.1:ibverbs-providers
+endif
 
 # Debian packages that the machines of test-rdma need. Their kernel is unpacked by the tests, not installed.
 RDMA_PACKAGES := qemu-system-x86 ibverbs-providers iproute2
