@@ -189,9 +189,9 @@ def test_anything_else_is_answered_401_in_openais_shape(
 def test_what_the_client_wrote_cannot_forge_a_line_of_the_log(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "hisparse_pd.api.keys")
+    caplog.set_level(logging.INFO, "hisparse_pd.serving.api.keys")
     gate.ask("/work\nINFO forged", [])
-    (record,) = [record for record in caplog.records if record.name == "hisparse_pd.api.keys"]
+    (record,) = [record for record in caplog.records if record.name == "hisparse_pd.serving.api.keys"]
     assert "\n" not in record.getMessage()
     assert json.dumps("/work\nINFO forged") in record.getMessage()
 
