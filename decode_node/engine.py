@@ -25,6 +25,7 @@ from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import TokenTrie
 from hisparse_pd.core.memory.device import DeviceMemory
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import Pools
@@ -101,8 +102,10 @@ class DecodeEngine:
         model: DsaModel,
         front: EngineSocket,
         transport: Transport,
+        placement: Placement = ANYWHERE,
     ) -> None:
         self._settings = settings
+        self._placement = placement
         self._spec = spec
         self._front = front
         self._metrics = Metrics()
@@ -122,6 +125,7 @@ class DecodeEngine:
             settings.page_size,
             device,
             shared=settings.same_host_lane == "auto",
+            placement=placement,
         )
         self.hot_buffers = HotBuffers(
             spec,
@@ -203,6 +207,8 @@ class DecodeEngine:
                 transfer_protocol=self._transfer.transport.protocol,
                 transfer_devices=self._transfer.transport.devices,
                 transfer_reason=self._transfer.transport.reason,
+                numa_node=self._placement.node,
+                numa_placement=str(self._placement),
             )
         )
         log.info("ready, session %s", self._transfer.session)

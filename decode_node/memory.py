@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import ipc_handle
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 class DecodeMemory:
     """The tensors of all pools. ``totals``: the slots that allocators hand out, whole pages in the device and
     the index pool. ``pinning``: CUDA's when not given. ``shared``: other processes can map what is main
-    memory. Raises HostMemoryError."""
+    memory. ``placement``: where that is to be. Raises HostMemoryError."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class DecodeMemory:
         pinning: Pinning | None = None,
         *,
         shared: bool = False,
+        placement: Placement = ANYWHERE,
     ) -> None:
         self.aux_layout = AuxLayout(spec.num_index_groups, spec.index_topk)
         self.scratch_device_slot = totals.device
@@ -76,6 +78,7 @@ class DecodeMemory:
                     shared=shared,
                     name=f"pool {kind}",
                     pinning=pinning,
+                    placement=placement,
                 )
                 self._host_pools.append(host_pool)
                 pools[kind] = host_pool.tensor.view(shape)

@@ -26,6 +26,7 @@ from hisparse_pd.base.vocabulary import FinishReason, RankPlace, StartError
 from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.token_trie import TokenTrie
 from hisparse_pd.core.memory.device import DeviceMemory
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.sampling import finish_reason
@@ -119,8 +120,10 @@ class PrefillEngine:
         model: DsaModel,
         front: EngineSocket,
         transport: Transport,
+        placement: Placement = ANYWHERE,
     ) -> None:
         self._settings = settings
+        self._placement = placement
         self._spec = spec
         self._instance_id = secrets.token_hex(8)
         self._geometry = spec.geometry(
@@ -255,6 +258,8 @@ class PrefillEngine:
                 transfer_protocol=self._transfer.transport.protocol,
                 transfer_devices=self._transfer.transport.devices,
                 transfer_reason=self._transfer.transport.reason,
+                numa_node=self._placement.node,
+                numa_placement=str(self._placement),
             )
         )
         log.info(

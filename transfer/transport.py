@@ -60,15 +60,19 @@ TCP = Transport("tcp", reason="asked for")
 
 
 def choose_transport(
-    settings: TransportSettings, num_host_bytes: int, machine: Machine | None = None
+    settings: TransportSettings,
+    num_host_bytes: int,
+    machine: Machine | None = None,
+    near: Collection[str] = (),
 ) -> Transport:
     """The transport for a node that registers ``num_host_bytes`` of main memory, and its GPU's if it has one.
 
-    Raises TransferSetupError when rdma is asked for and something is missing for it.
+    ``near``: RDMA devices beside that memory, which are taken alone if the operator names none. Raises
+    TransferSetupError when rdma is asked for and something is missing for it.
     """
     machine = machine or Machine()
     asked, ib_device = settings.transfer_protocol, settings.ib_device
-    transport = _choose(settings, num_host_bytes, machine)
+    transport = _choose(settings, num_host_bytes, machine, near)
     # On a machine that has the hardware, auto's TCP is hardly what was hoped for.
     has_hardware = asked == "auto" and transport.protocol == "tcp" and bool(read_devices(machine))
     level = logging.WARNING if has_hardware else logging.INFO
@@ -78,12 +82,14 @@ def choose_transport(
     return transport
 
 
-def _choose(settings: TransportSettings, num_host_bytes: int, machine: Machine) -> Transport:
+def _choose(
+    settings: TransportSettings, num_host_bytes: int, machine: Machine, near: Collection[str]
+) -> Transport:
     asked, uses_gpu = settings.transfer_protocol, settings.device.startswith("cuda")
     if asked == "tcp":
         return TCP
     host = settings.reachable_host
-    selection = select_devices(settings.ib_device, host, machine, only_sure=asked == "auto")
+    selection = select_devices(settings.ib_device, host, machine, near, only_sure=asked == "auto")
     found = (
         *selection.faults,
         forced_tcp_fault(machine),
@@ -112,10 +118,11 @@ class DeviceSelection:
 
 
 def select_devices(
-    ib_device: str, host: str, machine: Machine, *, only_sure: bool = False
+    ib_device: str, host: str, machine: Machine, near: Collection[str] = (), *, only_sure: bool = False
 ) -> DeviceSelection:
     """The devices to use: all that ``ib_device`` (names with commas) or the operator's topology names, or
-    else all that are usable. ``only_sure``: a device whose GID may not reach the peer is left out."""
+    else all that are usable, of those ``near`` if any of them is. ``only_sure``: a device whose GID may not
+    reach the peer is left out."""
     devices = read_devices(machine)
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
@@ -143,6 +150,10 @@ def select_devices(
     if not usable or (names and faults):
         return DeviceSelection((), tuple(faults))
     notes += [f"left out: {fault.what}" for fault in faults]
+    far = [] if names else [name for name in usable if name not in near]
+    if 0 < len(far) < len(usable):
+        usable = [name for name in usable if name in near]
+        notes.append(f"left out: {', '.join(far)} of other NUMA nodes (--ib-device takes them)")
     link_layers = {port.link_layer for name in usable if (port := devices[name].port)}
     if len(link_layers) > 1:
         notes.append(f"{' and '.join(sorted(link_layers))} do not reach each other, name devices of one kind")

@@ -25,6 +25,7 @@ RouterPolicy = Literal["round_robin", "least_loaded", "cache_aware"]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 CollectorUrl = Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
+Numa = Annotated[str, Field(pattern=r"^(auto|off|[0-9]{1,4}(,[0-9]{1,4})*)$")]
 Secs = Annotated[float, Field(gt=0, le=86400)]
 DrainSecs = Annotated[float, Field(ge=0, le=86400)]
 TransferProtocol = Literal["tcp", "rdma", "auto"]
@@ -68,7 +69,7 @@ class HisparsePolicy(StrEnum):
 _OF_ONE_MACHINE = {
     *("node_rank", "dist_init_addr", "host", "port", "bootstrap_port", "control_port", "advertise_host"),
     *("model_path", "served_model_name", "control_key_file", "api_key_file", "allowed_peers"),
-    *("ssl_certfile", "ssl_keyfile", "device", "ib_device", "num_threads", "log_level"),
+    *("ssl_certfile", "ssl_keyfile", "device", "ib_device", "numa", "num_threads", "log_level"),
     "otlp_traces_endpoint",
 }
 """Settings that may differ between the machines of a node."""
@@ -130,7 +131,14 @@ class TransportSettings(FrozenSettings):
     ib_device: str = Field(
         "",
         description="RDMA devices for rdma and auto, such as mlx5_0,mlx5_1, which must all be usable; "
-        "default: all that are",
+        "default: all that are, of those nearest to a rank's NUMA node if it has one",
+    )
+    numa: Numa = Field(
+        "auto",
+        description="NUMA node that a rank's engine, threads and pools are on; auto: its GPU's, where the "
+        "machine has several; off: nothing is placed; N or N,N…: one for all ranks of this machine, or one "
+        "for each",
+        title="auto|off|N[,N...]",
     )
     advertise_host: str = Field(
         "", description="address that peers reach this node at, for control and KV; default: --host"
@@ -312,6 +320,24 @@ class NodeSettings(_Settings, TransportSettings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _ranks_have_numa_nodes(self) -> Self:
+        num_named, num_ranks = len(self.numa.split(",")), len(self.ranks_here)
+        if num_named not in (1, num_ranks):
+            raise ValueError(
+                f"numa {self.numa!r} names {num_named} nodes, and this machine has {num_ranks} ranks; name "
+                "one node for all, or one a rank"
+            )
+        return self
+
+    def devices_here(self, rank: int | None = None) -> list[str]:
+        """The device of each of ``ranks_here``; ``device`` is that of ``rank``, by default of the first."""
+        kind, _, number = self.device.partition(":")
+        if kind != "cuda" or self.dp_size == 1:
+            return [self.device] * len(self.ranks_here)
+        first = int(number or 0) - (0 if rank is None else self.ranks_here.index(rank))
+        return [f"cuda:{first + position}" for position in range(len(self.ranks_here))]
+
     @property
     def meeting(self) -> tuple[str, int]:
         """Host and port of ``dist_init_addr``; the port is 0 where none is given."""
@@ -337,10 +363,8 @@ class NodeSettings(_Settings, TransportSettings):
         """The settings of the engine of one of ``ranks_here``: its GPU, or its share of the CPU."""
         if self.dp_size == 1:
             return self
-        kind, _, first = self.device.partition(":")
-        if kind == "cuda":
-            number = int(first or 0) + self.ranks_here.index(rank)
-            return self.model_copy(update={"device": f"cuda:{number}"})
+        if self.device.startswith("cuda"):
+            return self.model_copy(update={"device": self.devices_here()[self.ranks_here.index(rank)]})
         num_threads = self.num_threads or max(1, (os.cpu_count() or 1) // len(self.ranks_here))
         return self.model_copy(update={"num_threads": num_threads})
 

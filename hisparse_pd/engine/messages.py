@@ -166,6 +166,9 @@ class EngineReady(Struct, frozen=True, tag="ready"):
     """What the KV transport runs on, with its RDMA devices, and why."""
     transfer_devices: tuple[str, ...] = ()
     transfer_reason: str = ""
+    numa_node: int | None = None
+    """Where engine, threads and pools are, and why; None: wherever the kernel put them."""
+    numa_placement: str = ""
 
 
 class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):

@@ -18,6 +18,9 @@ from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
 from hisparse_pd.base.vocabulary import VERSION, RankPlace
 from hisparse_pd.core.memory.device import check_devices, use_device
 from hisparse_pd.core.memory.free import check_host_memory
+from hisparse_pd.core.memory.machine import Machine
+from hisparse_pd.core.memory.numa import Placement, place_ranks, with_pools
+from hisparse_pd.core.memory.numa_binding import bind_threads, with_allowed_policy
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
@@ -46,7 +49,7 @@ def run_engine_process(
     *,
     role: str,
     num_host_bytes: Callable[[ModelSpec], int],
-    make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport], Engine],
+    make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport, Placement], Engine],
 ) -> None:
     """Load everything, telling the fronts at ``endpoints`` of it, and serve.
 
@@ -57,8 +60,14 @@ def run_engine_process(
     rank = f" rank {place.rank}" if place.size > 1 else ""
     setup_logging(settings.log_level, f"{role}-engine:{settings.port}{rank}")
     quiet_mooncake_logs()
+    machine = Machine()
+    placements = place_ranks(settings.numa, settings.devices_here(place.rank), machine)
+    placement = placements[settings.ranks_here.index(place.rank)]
+    bind_threads(placement)  # before there are pools, and threads that nobody would ask again
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
+    elif placement.cpus:
+        torch.set_num_threads(min(torch.get_num_threads(), len(placement.cpus)))
     if settings.device == "cpu":
         fix_arithmetic()
     front = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
@@ -80,7 +89,9 @@ def run_engine_process(
         gc.freeze()
         gc.enable()
         AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
-        transport = transport_of(settings, num_host_bytes(spec))
+        transport = transport_of(settings, num_host_bytes(spec), placement.nics)
+        placement = with_allowed_policy(with_pools(placement, num_host_bytes(spec), machine))
+        log.log(logging.WARNING if placement.remedy else logging.INFO, "NUMA: %s", placement)
         if place.size > 1:
             ranks = RankGroup(
                 place,
@@ -100,7 +111,7 @@ def run_engine_process(
         front.send(EngineLoading("pools and kernels"))
         if ranks is not None:
             ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
-        engine = make(spec, model, front, transport)
+        engine = make(spec, model, front, transport, placement)
         gc.freeze()  # else each full collection looks at all of torch and transformers: 0.2 s without a step
         try:
             engine.run()
@@ -115,8 +126,9 @@ def run_engine_process(
         ranks.leave()
 
 
-def transport_of(settings: NodeSettings, num_host_bytes: int) -> Transport:
-    """What the KV of a rank that registers ``num_host_bytes`` of main memory takes. Raises StartError, also
-    when the pools of all ranks here do not fit in what is free: none has its own before all have asked."""
+def transport_of(settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = ()) -> Transport:
+    """What the KV of a rank that registers ``num_host_bytes`` of main memory takes, with RDMA devices
+    ``near`` it rather than others. Raises StartError, also when the pools of all ranks here do not fit in
+    what is free: none has its own before all have asked."""
     check_host_memory(num_host_bytes * len(settings.ranks_here))
-    return choose_transport(settings, num_host_bytes)
+    return choose_transport(settings, num_host_bytes, near=near)

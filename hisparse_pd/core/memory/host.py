@@ -3,7 +3,7 @@
 A pinned allocator rounds hundreds of gigabytes up to a power of two, and makes their pages in one thread.
 Here the pages are of an anonymous mapping, are made by all cores at once, and the driver only has to pin
 them. Memory that another process is to map as well is of a memfd, which has no name: nothing is left of it
-when its processes have ended.
+when its processes have ended. On a machine of several NUMA nodes the pages are asked for from the rank's own.
 
 A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
 mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory.
@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
+from hisparse_pd.core.memory.numa_binding import place_memory
 
 log = logging.getLogger(__name__)
 
@@ -124,13 +126,15 @@ def allocate_host(
     shared: bool = False,
     name: str = "host memory",
     pinning: Pinning | None = None,
+    placement: Placement = ANYWHERE,
 ) -> HostPool:
     """Zeroed memory of ``num_bytes`` bytes that starts at a page.
 
     ``pinned``: a GPU may read and write it, by the same address. ``touch``: make all pages now, with several
     threads, and not with their first write. ``shared``: of a memfd, which other processes can map
-    (``HostPool.shared_fd``). ``name``: for the log and for errors. ``pinning``: CUDA's when not given. Raises
-    HostMemoryError, and has kept nothing then.
+    (``HostPool.shared_fd``). ``name``: for the log and for errors. ``pinning``: CUDA's when not given.
+    ``placement``: the NUMA node that the pages are to be of. Raises HostMemoryError, and has kept nothing
+    then.
     """
     if num_bytes < 1:
         raise HostMemoryError(f"{name}: {num_bytes} bytes; expected at least 1")
@@ -152,6 +156,7 @@ def allocate_host(
     pool = HostPool(mapping, num_bytes, shared_fd)
     advise(mapping)
     addr = pool.tensor.data_ptr()
+    place_memory(addr, len(mapping), placement, name)
     mapped = time.perf_counter()
     if touch:
         _touch(addr, num_bytes)

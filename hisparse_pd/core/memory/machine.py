@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,24 @@ def memlock_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def list_gpu_bus_ids() -> tuple[str, ...]:
+    """The PCI address of each GPU that this process sees, such as ``0000:1B:00.0``, in the order of their
+    numbers; none without a driver. Makes no context, and takes nothing of a GPU."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    device, count, text = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(64)
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    found = []
+    for number in range(count.value):
+        has_id = cuda.cuDeviceGet(ctypes.byref(device), number) == 0
+        has_id = has_id and cuda.cuDeviceGetPCIBusId(text, len(text), device) == 0
+        found.append(text.value.decode() if has_id else "")
+    return tuple(found)
+
+
 def dma_buf_supported() -> bool:
     """Whether the driver can hand out the first GPU's memory as a dma-buf; False without a driver."""
     try:
@@ -74,6 +92,8 @@ class Machine:
     verbs_devices: Callable[[], Sequence[str]] = list_verbs_devices
     memlock_bytes: Callable[[], int | None] = memlock_limit
     has_dma_buf: Callable[[], bool] = dma_buf_supported
+    gpu_bus_ids: Callable[[], Sequence[str]] = list_gpu_bus_ids
+    allowed_cpus: Callable[[], Collection[int]] = lambda: os.sched_getaffinity(0)
 
     @property
     def infiniband(self) -> Path:

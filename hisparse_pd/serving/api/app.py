@@ -54,6 +54,7 @@ _PRIVATE_SETTINGS = {
 _OF_RANKS = (
     *("max_total_tokens_hisparse", "max_total_tokens_dense"),
     *("transfer_protocol", "transfer_devices"),
+    *("numa_node", "numa_placement"),
 )
 """What /server_info tells of the node's ready engine, and of each rank."""
 

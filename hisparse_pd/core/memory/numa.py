@@ -1,0 +1,273 @@
+"""Where a rank belongs on a machine whose main memory is in several NUMA nodes: beside its GPU.
+
+A node has CPUs and memory of its own, and devices hang on it; what belongs to another node is reached over
+the link between sockets. Everything is read from files below ``Machine.sys`` and ``Machine.proc``. What
+comes of it is a ``Placement``, which ``hisparse_pd.core.memory.numa_binding`` carries out.
+
+Nothing is placed where there is nothing to gain or no way to know: on a machine of one node, without a GPU,
+where the kernel does not name the GPU's node, and where this process may not have that node's CPUs or memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.core.memory.machine import Machine, read_text, show_bytes
+
+_RESERVE_SHARE = 0.05
+"""Share of a node's memory that strict pools leave to everything else: beyond it the kernel would have to
+kill."""
+
+
+class PoolPolicy(IntEnum):
+    """How the kernel is asked for a pool's pages, by the numbers of its own modes."""
+
+    FIRST_TOUCH = 0
+    """It is not asked: pages come from the node of the CPU that touches them, while that has any free."""
+    PREFERRED = 1
+    """From the node, and from others when that is full."""
+    BIND = 2
+    """From the node alone, which gives up file pages for them."""
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One node: its online CPUs, and its memory. Both may be none: of memory expanders, say."""
+
+    number: int
+    cpus: frozenset[int]
+    total_bytes: int
+    free_bytes: int
+    """With what is in use for file pages, which the kernel gives up when asked for memory of this node."""
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether pools of ``num_bytes`` can be had from this node alone."""
+        return num_bytes <= self.free_bytes - int(_RESERVE_SHARE * self.total_bytes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one rank is to be. ``node`` None: wherever the kernel puts it; nothing is changed then.
+
+    ``nics``: RDMA devices, all that are nearest to the node. ``remedy``: something keeps the rank from where
+    it belongs, and this is what to do.
+    """
+
+    why: str
+    node: int | None = None
+    cpus: tuple[int, ...] = ()
+    nics: tuple[str, ...] = ()
+    num_ranks: int = 1
+    """Ranks of this service on the node, which share its memory."""
+    policy: PoolPolicy = PoolPolicy.FIRST_TOUCH
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"anywhere, {self.why}"]
+        if self.node is not None:
+            parts = [f"node {self.node}, {self.why}", f"CPUs {show_cpus(self.cpus)}"]
+            parts += [f"RDMA {', '.join(self.nics)}"] if self.nics else []
+            parts.append(f"pools {_POOLS[self.policy]}")
+        return "; ".join((*parts, self.remedy) if self.remedy else parts)
+
+
+_POOLS = {
+    PoolPolicy.FIRST_TOUCH: "by first touch",
+    PoolPolicy.PREFERRED: "there first",
+    PoolPolicy.BIND: "there",
+}
+
+ANYWHERE = Placement("nothing is placed")
+
+
+def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Placement, ...]:
+    """The placement of each of a service's ranks on this machine, whose devices are ``devices``.
+
+    ``numa``: ``auto``, ``off``, or the numbers of nodes, one for all ranks or one a rank. Raises StartError
+    for a node that is named and cannot be had.
+    """
+    if numa == "off":
+        return (Placement("--numa off"),) * len(devices)
+    nodes = read_nodes(machine)
+    named = [] if numa == "auto" else [int(number) for number in numa.split(",")]
+    for number in named:
+        if fault := _node_fault(number, nodes, machine):
+            raise StartError(f"--numa {numa}: {fault}; name another node, or give --numa auto or off")
+    if sum(bool(node.cpus) for node in nodes.values()) < 2:
+        return (Placement("one NUMA node"),) * len(devices)
+    if named:
+        wanted = [named[position % len(named)] for position in range(len(devices))]
+        found = [_placement(nodes[number], f"named by --numa {numa}", nodes, machine) for number in wanted]
+    else:
+        bus_ids = machine.gpu_bus_ids() if any(map(is_gpu, devices)) else ()
+        found = [_beside_its_gpu(device, bus_ids, nodes, machine) for device in devices]
+    on_nodes = [placement.node for placement in found]
+    return tuple(replace(placement, num_ranks=on_nodes.count(placement.node)) for placement in found)
+
+
+def with_pools(placement: Placement, num_bytes: int, machine: Machine) -> Placement:
+    """The placement with the policy for pools of ``num_bytes``, while all ranks' pools are still to be made.
+
+    They are bound to their node where those of all its ranks fit in; elsewhere they may spill, as being
+    killed for a node's memory is worse than to read some of it over the link.
+    """
+    node = read_nodes(machine).get(placement.node) if placement.node is not None else None
+    if node is None or not node.total_bytes:  # without memory: what is near is for the kernel to know
+        return replace(placement, policy=PoolPolicy.FIRST_TOUCH)
+    if node.has_room(num_bytes * placement.num_ranks):
+        return replace(placement, policy=PoolPolicy.BIND)
+    wanted = f"pools of {placement.num_ranks} ranks take {show_bytes(num_bytes * placement.num_ranks)}"
+    return replace(
+        placement,
+        policy=PoolPolicy.PREFERRED,
+        remedy=f"{wanted}, and node {node.number} has {show_bytes(node.free_bytes)} free, so that some of it "
+        "will be on other nodes: lower --host-pool-tokens, or spread the ranks",
+    )
+
+
+# --- facts ------------------------------------------------------------------------------------------------
+
+
+def read_nodes(machine: Machine) -> dict[int, NumaNode]:
+    """The nodes that are online, by number; none on a kernel that knows none."""
+    online_text = read_text(_nodes(machine) / "online")
+    online = parse_cpus(online_text) if online_text else None
+    found = {}
+    for path in _nodes(machine).glob("node[0-9]*"):
+        number = int(path.name.removeprefix("node"))
+        if online is None or number in online:
+            found[number] = _read_node(number, path)
+    return dict(sorted(found.items()))
+
+
+def node_of_gpu(bus_id: str, nodes: Mapping[int, NumaNode], machine: Machine) -> int | None:
+    """The node that the device at ``bus_id`` hangs on, such as ``0000:1B:00.0``; None: the kernel does not
+    say."""
+    domain, _, rest = bus_id.lower().partition(":")
+    path = machine.sys / "bus/pci/devices" / f"{int(domain or '0', 16):04x}:{rest}"
+    number = _number(path / "numa_node")
+    if number in nodes:
+        return number
+    near = parse_cpus(read_text(path / "local_cpulist"))
+    touched = [node.number for node in nodes.values() if node.cpus & near]
+    return touched[0] if len(touched) == 1 else None
+
+
+def nodes_of_nics(machine: Machine) -> dict[str, int]:
+    """The node of each RDMA device of which the kernel says it."""
+    paths = sorted(machine.infiniband.glob("*"))
+    numbers = {path.name: _number(path / "device" / "numa_node") for path in paths}
+    return {name: number for name, number in numbers.items() if number >= 0}
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """The numbers of a list as the kernel writes it: ``0-3,8``."""
+    bounds = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
+    return frozenset(number for first, last in bounds for number in range(first, last + 1))
+
+
+def show_cpus(cpus: Collection[int]) -> str:
+    """As the kernel writes a list of CPUs."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def is_gpu(device: str) -> bool:
+    return device.startswith("cuda")
+
+
+def gpu_number(device: str) -> int:
+    """The number of ``cuda`` or ``cuda:1`` among the GPUs that this process sees."""
+    return int(device.partition(":")[2] or 0)
+
+
+# --- decisions --------------------------------------------------------------------------------------------
+
+
+def _beside_its_gpu(
+    device: str, bus_ids: Sequence[str], nodes: Mapping[int, NumaNode], machine: Machine
+) -> Placement:
+    if not is_gpu(device):
+        return Placement("a rank without a GPU has no side")
+    bus_id = bus_ids[gpu_number(device)] if gpu_number(device) < len(bus_ids) else ""
+    number = node_of_gpu(bus_id, nodes, machine) if bus_id else None
+    where = f"{device} ({bus_id})" if bus_id else device
+    if number is None:
+        return Placement(
+            f"the kernel does not say on which NUMA node {where} is",
+            remedy="if nvidia-smi topo -m or the machine's manual does, name the nodes with --numa",
+        )
+    if fault := _node_fault(number, nodes, machine):
+        remedy = (
+            "widen the cpuset of the container (docker: --cpuset-cpus, --cpuset-mems), or give it a near GPU"
+        )
+        return Placement(f"{where} is on node {number}, but {fault}", remedy=remedy)
+    return _placement(nodes[number], f"that of {where}", nodes, machine)
+
+
+def _placement(node: NumaNode, why: str, nodes: Mapping[int, NumaNode], machine: Machine) -> Placement:
+    cpus = tuple(sorted(node.cpus.intersection(machine.allowed_cpus())))
+    return Placement(why, node.number, cpus, _nearest_nics(node.number, nodes, machine))
+
+
+def _node_fault(number: int, nodes: Mapping[int, NumaNode], machine: Machine) -> str:
+    """Why a rank cannot be on the node; empty when it can."""
+    if number not in nodes:
+        return (
+            f"this machine has the NUMA nodes {', '.join(map(str, nodes)) or 'none'}, and {number} is not one"
+        )
+    cpus, allowed = nodes[number].cpus, machine.allowed_cpus()
+    if not cpus:
+        return f"NUMA node {number} has no CPUs"
+    if cpus.isdisjoint(allowed):
+        return (
+            f"this process may use CPUs {show_cpus(allowed)}, and none of node {number}'s, which are "
+            f"{show_cpus(cpus)}"
+        )
+    status = read_text(machine.proc / "self" / "status")
+    mems = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
+    if mems and nodes[number].total_bytes and number not in parse_cpus(mems[1]):
+        return f"this process may use memory of the nodes {mems[1]}, and not of node {number}"
+    return ""
+
+
+def _nearest_nics(number: int, nodes: Mapping[int, NumaNode], machine: Machine) -> tuple[str, ...]:
+    """The RDMA devices at the least distance from the node, by the kernel's measure: where a socket is
+    several nodes, a card may hang on another one of the same socket."""
+    distances = [int(word) for word in read_text(_nodes(machine) / f"node{number}" / "distance").split()]
+    distance_of = dict(zip(nodes, distances, strict=False))
+    far = max(distances, default=0) + 1
+    by_nic = {
+        name: 0 if at == number else distance_of.get(at, far) for name, at in nodes_of_nics(machine).items()
+    }
+    return tuple(name for name, distance in by_nic.items() if distance == min(by_nic.values()))
+
+
+# --- sysfs ------------------------------------------------------------------------------------------------
+
+
+def _nodes(machine: Machine) -> Path:
+    return machine.sys / "devices" / "system" / "node"
+
+
+def _read_node(number: int, path: Path) -> NumaNode:
+    meminfo = read_text(path / "meminfo")
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"(\S+):\s+(\d+) kB", meminfo)}
+    free_bytes = sum(sizes.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)"))
+    return NumaNode(number, parse_cpus(read_text(path / "cpulist")), sizes.get("MemTotal", 0), free_bytes)
+
+
+def _number(path: Path) -> int:
+    """The number in a file; -1, as the kernel writes what it does not know, where there is none."""
+    text = read_text(path)
+    return int(text) if re.fullmatch(r"-?\d+", text) else -1

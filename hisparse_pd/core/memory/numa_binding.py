@@ -1,0 +1,111 @@
+"""Puts a process and its pools where a ``Placement`` says: CPUs of its threads, and nodes of its memory.
+
+Threads inherit the CPUs of the one that starts them, and what they touch first is on their node. Pools are
+asked for by name besides (``mbind``), since only that makes the kernel give up file pages of a full node
+instead of taking memory of another one; what a process maps of another's pool keeps the policy. Nothing here
+ends a start: what the kernel refuses is logged with its remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from hisparse_pd.core.memory.machine import Fault
+from hisparse_pd.core.memory.numa import Placement, PoolPolicy
+
+log = logging.getLogger(__name__)
+
+_THREADS = Path("/proc/self/task")
+_MASK_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+MemoryBinder = Callable[[int, int, PoolPolicy, int], None]
+"""Address, bytes, policy and node; raises OSError."""
+
+
+def mbind(addr: int, num_bytes: int, policy: PoolPolicy, node: int) -> None:
+    """Say where the pages of a mapping are to be, before they are touched; ``addr`` starts a page.
+
+    By libnuma, which Mooncake needs as well, and which knows the number of the system call on this
+    architecture. Raises OSError, also where there is no libnuma.
+    """
+    numa = ctypes.CDLL("libnuma.so.1", use_errno=True)
+    mask = (ctypes.c_ulong * (node // _MASK_BITS + 1))()
+    mask[node // _MASK_BITS] = 1 << node % _MASK_BITS
+    num_bits = len(mask) * _MASK_BITS + 1  # the kernel takes one off
+    numa.mbind.restype = ctypes.c_long
+    numa.mbind.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int),
+        *(ctypes.POINTER(ctypes.c_ulong), ctypes.c_ulong, ctypes.c_uint),
+    ]
+    if numa.mbind(addr, num_bytes, policy, mask, num_bits, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mbind to NUMA node {node}: {os.strerror(code)}")
+
+
+def bind_threads(
+    placement: Placement, set_affinity: Callable[[int, Collection[int]], None] = os.sched_setaffinity
+) -> None:
+    """Keep all threads that this process has, and those that they start, on the CPUs of the placement."""
+    if placement.node is None:
+        return
+    try:
+        for thread in _THREADS.iterdir():  # libraries have started some at their import
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                set_affinity(int(thread.name), placement.cpus)
+    except OSError as error:
+        log.warning(
+            "NUMA: threads stay where they are: CPUs of node %d cannot be set: %s; see that nothing confines "
+            "sched_setaffinity, or give --numa off",
+            placement.node,
+            error,
+        )
+
+
+def policy_fault(node: int, bind: MemoryBinder = mbind) -> Fault | None:
+    """Why memory of this process cannot be asked for from ``node``; tried on a page."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        anchor = ctypes.c_char.from_buffer(page)
+        try:
+            bind(ctypes.addressof(anchor), mmap.PAGESIZE, PoolPolicy.PREFERRED, node)
+        except OSError as error:
+            remedy = "see what confines the process (seccomp)"
+            if error.errno in (errno.EPERM, errno.ENOSYS):
+                remedy = "give the container the capability SYS_NICE (docker: --cap-add SYS_NICE)"
+            elif error.errno is None:
+                remedy = "apt-get install libnuma1"
+            return Fault(f"pools cannot be asked for from NUMA node {node} ({error})", remedy)
+        finally:
+            del anchor  # else the page could not be unmapped
+    return None
+
+
+def with_allowed_policy(placement: Placement, bind: MemoryBinder = mbind) -> Placement:
+    """The placement, or one that leaves pools to whoever touches them first where this process may not
+    ask."""
+    if placement.node is None or placement.policy is PoolPolicy.FIRST_TOUCH:
+        return placement
+    fault = policy_fault(placement.node, bind)
+    if fault is None:
+        return placement
+    return replace(placement, policy=PoolPolicy.FIRST_TOUCH, remedy=str(fault))
+
+
+def place_memory(
+    addr: int, num_bytes: int, placement: Placement, name: str, bind: MemoryBinder = mbind
+) -> None:
+    """Ask for the pages of ``name``'s mapping by the placement's policy. To be called before they are
+    touched."""
+    if placement.node is None or placement.policy is PoolPolicy.FIRST_TOUCH:
+        return
+    try:
+        bind(addr, num_bytes, placement.policy, placement.node)
+    except OSError as error:
+        log.warning("NUMA: %s is where it is touched first: %s", name, error)
