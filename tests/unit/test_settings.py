@@ -134,6 +134,32 @@ def test_each_machine_has_its_ranks_and_gpus() -> None:
     assert [second.of_rank(rank).device for rank in second.ranks_here] == ["cuda:1", "cuda:2", "cuda:3"]
     assert first.of_all_machines == second.of_all_machines
     assert {"dp_size", "page_size", "max_running_requests"} <= first.of_all_machines.keys()
+    for rank in second.ranks_here:  # an engine knows the GPUs of the ranks beside it
+        assert second.of_rank(rank).devices_here(rank) == ["cuda:1", "cuda:2", "cuda:3"]
+
+
+@pytest.mark.parametrize(
+    ("numa", "dp_size", "message"),
+    [
+        ("auto", "4", ""),
+        ("off", "4", ""),
+        ("1", "4", ""),
+        ("0,0,1,1", "4", ""),
+        ("0,1", "4", "numa '0,1' names 2 nodes, and this machine has 4 ranks; name one node for all, or one"),
+        ("0,1", "1", "numa '0,1' names 2 nodes, and this machine has 1 ranks"),
+        ("socket1", "1", "numa"),
+        ("-1", "1", "numa"),
+        ("1,", "1", "numa"),
+    ],
+)
+def test_numa_nodes_are_named_once_or_for_each_rank(numa: str, dp_size: str, message: str) -> None:
+    options = {**MODEL, "numa": numa, "dp_size": dp_size}
+    if not message:
+        assert load_settings(DecodeSettings, options).numa == numa
+        assert "numa" not in load_settings(DecodeSettings, options).of_all_machines
+        return
+    with pytest.raises(SettingsError, match=message):
+        load_settings(DecodeSettings, options)
 
 
 @pytest.mark.parametrize(

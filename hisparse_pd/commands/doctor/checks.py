@@ -7,7 +7,7 @@ what the configuration asked for cannot do without; WARN for what works worse th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -260,13 +260,13 @@ def check_address(host: str) -> Check:
 
 
 def check_transport(
-    settings: TransportSettings, num_host_bytes: int, machine: Machine
+    settings: TransportSettings, num_host_bytes: int, machine: Machine, near: Sequence[str] = ()
 ) -> tuple[Check, Transport | None]:
-    """What a node would run on, and None when it would not start."""
+    """What a node would run on, with RDMA devices ``near`` its memory, and None when it would not start."""
     try:
         if (fault := environment_fault(machine)) is not None:
             raise TransferSetupError(str(fault))
-        transport = choose_transport(settings, num_host_bytes, machine)
+        transport = choose_transport(settings, num_host_bytes, machine, near)
     except TransferSetupError as error:
         return failed("KV transport", error, "a node would not start: "), None
     return Check("KV transport", Status.OK, f"{transport.protocol}: {transport.reason}"), transport

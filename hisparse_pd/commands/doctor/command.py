@@ -50,6 +50,7 @@ from hisparse_pd.commands.doctor.checks import (
     mooncake_version,
 )
 from hisparse_pd.commands.doctor.lane import check_lane, check_shared_pages
+from hisparse_pd.commands.doctor.numa import check_numa
 from hisparse_pd.commands.doctor.settings import DoctorSettings
 from hisparse_pd.core.memory.machine import Machine, show_bytes
 from hisparse_pd.serving.http import descriptors
@@ -115,9 +116,10 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
     asked, device, host = settings.transfer_protocol, settings.device, settings.reachable_host
     num_bytes = settings.host_pool_bytes + (BUFFER_BYTES if settings.peer else 0)
     cuda = cuda_facts()
+    numa_checks, near = check_numa(settings, machine)
     named, _ = wanted_devices(settings.ib_device, machine)
-    num_devices = len(named or select_devices("", host, machine).devices)
-    transport_check, transport = check_transport(settings, num_bytes, machine)
+    num_devices = len(named or select_devices("", host, machine, near).devices)
+    transport_check, transport = check_transport(settings, num_bytes, machine, near)
     checks = [
         check_mooncake(host, mooncake_version),
         check_verbs(host, machine),
@@ -127,6 +129,7 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         check_cuda(device, cuda, machine),
         check_pinned(device, cuda),
         check_memory(settings.host_pool_bytes, machine),
+        *numa_checks,
         check_lane(settings.same_host_dir),
         check_shared_pages(device, settings.host_pool_bytes, machine),
         check_descriptors(descriptors.attainable()),

@@ -54,9 +54,9 @@ _PRIVATE_SETTINGS = {
 _OF_RANKS = (
     *("max_total_tokens_hisparse", "max_total_tokens_dense"),
     *("transfer_protocol", "transfer_devices"),
-    *("numa_node", "numa_placement"),
 )
 """What /server_info tells of the node's ready engine, and of each rank."""
+_OF_EACH_RANK = (*_OF_RANKS, "numa_node", "numa_placement")
 
 LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
 _MAX_LEFT_OUT_SHOWN = 16
@@ -256,7 +256,7 @@ async def _server_info(front: Front, request: Request) -> Response:
     if ready is not None:
         info |= {name: getattr(ready, name) for name in ("context_length", *_OF_RANKS, "transfer_reason")}
         info["ranks"] = [
-            {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _OF_RANKS}}
+            {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _OF_EACH_RANK}}
             for rank in front.link.ranks
         ]
     info["lanes"] = [

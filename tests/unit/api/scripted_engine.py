@@ -50,6 +50,8 @@ def ready() -> EngineReady:
         transfer_protocol="rdma",
         transfer_devices=("mlx5_0", "mlx5_1"),
         transfer_reason="RDMA devices usable",
+        numa_node=1,
+        numa_placement="node 1, that of cuda:5",
     )
 
 

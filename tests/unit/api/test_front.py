@@ -696,6 +696,8 @@ async def test_information(role: str, tmp_path: Path) -> None:
         assert info["disaggregation_mode"] == role
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])
         assert info["transfer_reason"] == "RDMA devices usable"
+        (rank,) = info["ranks"]
+        assert (rank["numa_node"], rank["numa_placement"]) == (1, "node 1, that of cuda:5")
         await until(lambda: node.link.ranks[0].stats is not None, "stats")
         metrics = await node.client.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")

@@ -37,9 +37,11 @@ from hisparse_pd.commands.doctor.checks import (
 )
 from hisparse_pd.commands.doctor.command import Report, examine, print_report
 from hisparse_pd.commands.doctor.lane import check_lane, check_shared_pages
+from hisparse_pd.commands.doctor.numa import check_numa
 from hisparse_pd.commands.doctor.settings import DoctorSettings
 from hisparse_pd.core.memory.machine import Machine
 from hisparse_pd.transfer.transport import AskedProtocol, Transport
+from tests.unit.memory.numa_machines import two_sockets
 from tests.unit.transfer.fake_machine import GIB, INFINIBAND, LINK_LOCAL_GID, ROCE, FakeDevice, FakeMachine
 
 HOST = "192.0.2.7"
@@ -330,6 +332,93 @@ def test_huge_pages_of_shared_memory(
     if text is not None:
         fake.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", f"{text}\n")
     assert_told(check_shared_pages(device, 16 * GIB, fake.machine), status, words)
+
+
+# --- NUMA -------------------------------------------------------------------------------------------------
+
+
+def bind_all(*_: object) -> None:
+    """A kernel that grants every policy."""
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_each_gpu_is_shown_with_its_node_cards_and_room_for_pools(tmp_path: Path) -> None:
+    checks, near = check_numa(settings(device="cuda:3"), two_sockets(tmp_path).machine, bind_all)
+    assert [check.name for check in checks] == [f"NUMA cuda:{number}" for number in range(3, 8)]
+    for check, words in zip(checks, ["node 0, that of cuda:3 (0000:4B:00.0)", *["node 1"] * 4], strict=True):
+        assert_told(check, OK, words)
+        assert "256.0 GiB of it free" in check.found
+    assert "CPUs 0-15,32-47; RDMA mlx5_0, mlx5_1; pools there" in checks[0].found
+    assert near == ("mlx5_0", "mlx5_1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"device": "cpu"}, "without a GPU"), ({"numa": "off", "device": "cuda"}, "--numa off")],
+)
+def test_where_nothing_is_placed_one_line_says_why(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    ((check,), near) = check_numa(settings(**changes), two_sockets(tmp_path).machine, refuse)
+    assert_told(check, OK if changes["device"] == "cuda" else INFO, words)
+    assert near == ()
+    ((check,), _) = check_numa(settings(device="cuda"), FakeMachine(tmp_path / "one").machine, refuse)
+    assert_told(check, OK, "one NUMA node")
+
+
+def test_a_numa_node_that_is_not_there_fails(tmp_path: Path) -> None:
+    ((check,), _) = check_numa(settings(device="cuda", numa="3"), two_sockets(tmp_path).machine, bind_all)
+    assert_told(check, FAIL, "a node would not start: --numa 3: this machine has the NUMA nodes 0, 1", "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "node_of_cards", "allowed", "bind", "words", "remedy"),
+    [
+        ({}, 0, 64, refuse, "pools by first touch", "--cap-add SYS_NICE"),
+        ({"host_pool_gib": 1848}, 0, 64, bind_all, "pools there first", "--host-pool-tokens"),
+        ({"transfer_protocol": "rdma"}, 1, 64, bind_all, "", "mlx5_0 is on node 1"),
+        ({"transfer_protocol": "rdma", "ib_device": "mlx5_2"}, 0, 64, bind_all, "", "mlx5_2 is on node 1"),
+        ({}, 0, 16, bind_all, "not placed: cuda:4 (0000:5B:00.0) is on node 1, but", "cpuset"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_cannot_have_all_on_its_node_is_a_warning(
+    tmp_path: Path,
+    changes: dict[str, Any],
+    node_of_cards: int,
+    allowed: int,
+    bind: Callable[..., None],
+    words: str,
+    remedy: str,
+) -> None:
+    fake = two_sockets(tmp_path, allowed_cpus=lambda: range(allowed))
+    for number in range(2):
+        fake.put_nic(f"mlx5_{number}", node_of_cards)
+    checks, _ = check_numa(settings(device="cuda", **changes), fake.machine, bind)
+    warned = [check for check in checks if check.status is WARN]
+    assert_told(warned[0], WARN, words, remedy)
+    is_one_node = allowed == 16 or "transfer_protocol" in changes
+    assert len(warned) == (4 if is_one_node else 8)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_the_transport_is_that_of_the_cards_beside_the_first_gpu(tmp_path: Path) -> None:
+    fake = two_sockets(tmp_path)
+    second = replace(ROCE, name="mlx5_1", uverbs="uverbs1")
+    fake.add(ROCE)
+    fake.add(second)
+    fake.put_nic("mlx5_1", 1)
+    fake.machine = replace(fake.machine, has_dma_buf=lambda: True, verbs_devices=lambda: ("mlx5_0", "mlx5_1"))
+    for device, name in (("cuda:0", "mlx5_0"), ("cuda:4", "mlx5_1")):
+        report = examine(settings(transfer_protocol="rdma", device=device, host_pool_gib=1), fake.machine)
+        assert report.transport is not None
+        assert report.transport.devices == (name,)
+    named = settings(transfer_protocol="rdma", device="cuda:0", ib_device="mlx5_0,mlx5_1")
+    report = examine(named, fake.machine)
+    assert report.transport is not None
+    assert report.transport.devices == ("mlx5_0", "mlx5_1")
 
 
 # --- the whole --------------------------------------------------------------------------------------------

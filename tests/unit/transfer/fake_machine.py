@@ -64,6 +64,8 @@ class FakeMachine:
             verbs_devices=lambda: names,
             memlock_bytes=lambda: None,
             has_dma_buf=lambda: False,
+            gpu_bus_ids=lambda: (),
+            allowed_cpus=lambda: range(1 << 10),
         )
         self.machine = replace(machine, **changes)
 
@@ -86,6 +88,26 @@ class FakeMachine:
             self.write(f"sys/class/infiniband_verbs/{device.uverbs}/ibdev", f"{device.name}\n")
             if device.has_node:
                 self.write(f"dev/infiniband/{device.uverbs}", "")
+
+    def add_numa_node(
+        self, number: int, cpus: str, gib: float = 512, free_gib: float = 256, distances: str = ""
+    ) -> None:
+        """A quarter of what is free is in use for files."""
+        base = f"sys/devices/system/node/node{number}"
+        self.write(f"{base}/cpulist", f"{cpus}\n")
+        sizes = {"MemTotal": gib, "MemFree": 0.75 * free_gib, "Active(file)": free_gib / 8}
+        sizes |= {"Inactive(file)": free_gib / 8, "FilePages": free_gib, "Shmem": gib / 4}
+        lines = [f"Node {number} {name}: {int(size * (1 << 20)):>12} kB" for name, size in sizes.items()]
+        self.write(f"{base}/meminfo", "\n".join(lines) + "\n")
+        self.write(f"{base}/distance", f"{distances}\n")
+
+    def put_pci(self, bus_id: str, node: int, local_cpus: str = "") -> None:
+        """``bus_id`` as sysfs writes it."""
+        self.write(f"sys/bus/pci/devices/{bus_id}/numa_node", f"{node}\n")
+        self.write(f"sys/bus/pci/devices/{bus_id}/local_cpulist", f"{local_cpus}\n")
+
+    def put_nic(self, name: str, node: int) -> None:
+        self.write(f"sys/class/infiniband/{name}/device/numa_node", f"{node}\n")
 
     def grant_ipc_lock(self, uid_map: str = "0 0 4294967295") -> None:
         self.write("proc/self/status", "CapEff:\t0000000000004000\n")

@@ -47,6 +47,21 @@ def choose(machine: Machine, asked: AskedProtocol, ib_device: str = "", **change
 # --- rdma, or not at all ----------------------------------------------------------------------------------
 
 
+def test_devices_beside_the_memory_are_taken_alone_unless_others_are_named(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, ROCE, SECOND).machine
+
+    def chosen(near: tuple[str, ...], ib_device: str = "") -> Transport:
+        settings = TransportSettings(host=HOST, transfer_protocol="rdma", ib_device=ib_device)
+        return choose_transport(settings, 1 << 30, machine, near)
+
+    assert chosen(("mlx5_1", "mlx5_7")).devices == ("mlx5_1",)
+    assert "left out: mlx5_0 of other NUMA nodes" in chosen(("mlx5_1",)).reason
+    for near in ((), ("mlx5_7",), ("mlx5_0", "mlx5_1")):
+        assert chosen(near).devices == ("mlx5_0", "mlx5_1")
+        assert "left out" not in chosen(near).reason
+    assert chosen(("mlx5_1",), "mlx5_0").devices == ("mlx5_0",)
+
+
 @pytest.mark.parametrize("device", [ROCE, INFINIBAND, LINK_LOCAL])
 def test_rdma_takes_a_usable_device(tmp_path: Path, device: FakeDevice) -> None:
     transport = choose(FakeMachine(tmp_path, device).machine, "rdma")
