@@ -145,11 +145,21 @@ def read_nodes(machine: Machine) -> dict[int, NumaNode]:
     return dict(sorted(found.items()))
 
 
-def node_of_gpu(bus_id: str, nodes: Mapping[int, NumaNode], machine: Machine) -> int | None:
-    """The node that the device at ``bus_id`` hangs on, such as ``0000:1B:00.0``; None: the kernel does not
-    say."""
+def distances_of(number: int, nodes: Mapping[int, NumaNode], machine: Machine) -> dict[int, int]:
+    """How far each node is from that one, by the kernel's measure: 10 is the node itself."""
+    words = read_text(_nodes(machine) / f"node{number}" / "distance").split()
+    return {**dict(zip(nodes, map(int, words), strict=False)), number: 10}
+
+
+def pci_path(bus_id: str, machine: Machine) -> Path:
+    """The directory of the device at ``bus_id``, such as ``0000:1B:00.0``; sysfs writes it in lower case."""
     domain, _, rest = bus_id.lower().partition(":")
-    path = machine.sys / "bus/pci/devices" / f"{int(domain or '0', 16):04x}:{rest}"
+    return machine.sys / "bus/pci/devices" / f"{int(domain or '0', 16):04x}:{rest}"
+
+
+def node_of_gpu(bus_id: str, nodes: Mapping[int, NumaNode], machine: Machine) -> int | None:
+    """The node that the device at ``bus_id`` hangs on; None: the kernel does not say."""
+    path = pci_path(bus_id, machine)
     number = _number(path / "numa_node")
     if number in nodes:
         return number
@@ -244,12 +254,9 @@ def _node_fault(number: int, nodes: Mapping[int, NumaNode], machine: Machine) ->
 def _nearest_nics(number: int, nodes: Mapping[int, NumaNode], machine: Machine) -> tuple[str, ...]:
     """The RDMA devices at the least distance from the node, by the kernel's measure: where a socket is
     several nodes, a card may hang on another one of the same socket."""
-    distances = [int(word) for word in read_text(_nodes(machine) / f"node{number}" / "distance").split()]
-    distance_of = dict(zip(nodes, distances, strict=False))
-    far = max(distances, default=0) + 1
-    by_nic = {
-        name: 0 if at == number else distance_of.get(at, far) for name, at in nodes_of_nics(machine).items()
-    }
+    distances = distances_of(number, nodes, machine)
+    far = max(distances.values(), default=0) + 1
+    by_nic = {name: distances.get(at, far) for name, at in nodes_of_nics(machine).items()}
     return tuple(name for name, distance in by_nic.items() if distance == min(by_nic.values()))
 
 
