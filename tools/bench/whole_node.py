@@ -43,6 +43,8 @@ from hisparse_pd.commands.bench.report import REPORT_WIDTH, make_console, table_
 from hisparse_pd.core.memory.device import DeviceMemory, use_device
 from hisparse_pd.core.memory.free import free_memory
 from hisparse_pd.core.memory.machine import Machine
+from hisparse_pd.core.memory.numa import place_ranks
+from hisparse_pd.core.memory.numa_binding import bind_threads
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.spec import ModelSpec
@@ -156,12 +158,15 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     settings = DecodeSettings(
         model_path=arguments.model_path, device=arguments.device, dp_size=place.size
     ).of_rank(place.rank)
+    placement = place_ranks(settings.numa, settings.devices_here(place.rank), Machine())[place.rank]
+    bind_threads(placement)  # as an engine does
     arguments.device = settings.device
     use_device(arguments.device)
     device = torch.device(arguments.device)
     spec = load_shared_spec(arguments, max(arguments.drafts))
     ranks = RankGroup(place, device, agree_secs=300.0, forward_secs=300.0)
     report = {**shared_report(arguments, spec), "num_ranks": place.size, "rows": []}
+    report["placement"] = str(placement)
 
     def keep(**found: Any) -> None:
         report.update(found)

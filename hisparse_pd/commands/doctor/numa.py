@@ -61,17 +61,14 @@ def _check(
     machine: Machine,
     bind: MemoryBinder,
 ) -> Check:
-    if placement.node is None:
+    if (node := placement.node) is None:
         return Check(name, Status.WARN, f"not placed: {placement.why}", placement.remedy)
     placement = with_allowed_policy(with_pools(placement, num_pool_bytes, machine), bind)
-    found = [str(replace(placement, remedy="")), _free(placement.node, machine)]
+    free_bytes = read_nodes(machine)[node].free_bytes
+    found = f"{replace(placement, remedy='')}; {show_bytes(free_bytes)} of it free"
     remedies = [placement.remedy] if placement.remedy else []
     remedies += _far_cards(placement, settings, machine)
-    return Check(name, Status.WARN if remedies else Status.OK, "; ".join(found), "; ".join(remedies))
-
-
-def _free(number: int, machine: Machine) -> str:
-    return f"{show_bytes(read_nodes(machine)[number].free_bytes)} of it free"
+    return Check(name, Status.WARN if remedies else Status.OK, found, "; ".join(remedies))
 
 
 def _far_cards(placement: Placement, settings: DoctorSettings, machine: Machine) -> Sequence[str]:
