@@ -21,6 +21,7 @@ import zmq
 
 from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
@@ -285,6 +286,7 @@ class EngineHarness:
         *,
         growth_pages: int = sizing.GROWTH_PAGES,
         health_timeout_secs: float = 30.0,
+        placement: Placement = ANYWHERE,
         **settings: Any,
     ) -> None:
         path = ipc_dir / "engine.ipc"
@@ -313,7 +315,7 @@ class EngineHarness:
             patch("hisparse_pd.base.settings.MAX_HEARTBEAT_FAILURES", 50),
         ):
             self.engine = DecodeEngine(
-                self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP
+                self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP, placement
             )
         self.double = PrefillDouble(checkpoint, self.settings.page_size)
         self.answers: dict[str, Answer] = {}

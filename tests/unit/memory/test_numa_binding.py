@@ -8,14 +8,12 @@ import re
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from hisparse_pd.core.memory import host as host_memory
 from hisparse_pd.core.memory.host import PAGE_BYTES, allocate_host
-from hisparse_pd.core.memory.machine import Machine
-from hisparse_pd.core.memory.numa import ANYWHERE, Placement, PoolPolicy, read_nodes
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement, PoolPolicy
 from hisparse_pd.core.memory.numa_binding import (
     bind_threads,
     mbind,
@@ -23,6 +21,7 @@ from hisparse_pd.core.memory.numa_binding import (
     policy_fault,
     with_allowed_policy,
 )
+from tests.unit.memory.this_machine import HERE, needs_policies, numa_maps_line
 
 ON_ONE = Placement("a test's", node=1, cpus=(4, 5), policy=PoolPolicy.BIND)
 NUM_BYTES = 3 * PAGE_BYTES + 5
@@ -156,21 +155,11 @@ def test_a_pool_that_is_refused_is_logged(caplog: pytest.LogCaptureFixture) -> N
 
 # --- this machine's kernel --------------------------------------------------------------------------------
 
-HERE = min(read_nodes(Machine()), default=0)
 
-
-def numa_maps_line(addr: int) -> str:
-    lines = Path("/proc/self/numa_maps").read_text().splitlines()
-    starts = [int(line.split()[0], 16) for line in lines]
-    return lines[max(i for i, start in enumerate(starts) if start <= addr)]
-
-
-@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without numa_maps")
+@needs_policies
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("policy", [PoolPolicy.BIND, PoolPolicy.PREFERRED])
 def test_the_kernel_has_the_pages_of_a_pool_on_its_node(shared: bool, policy: PoolPolicy) -> None:
-    if fault := policy_fault(HERE):
-        pytest.skip(str(fault))
     placement = Placement("a test's", HERE, (0,), policy=policy)
     pool = allocate_host(NUM_BYTES, pinned=False, shared=shared, placement=placement)
     line = numa_maps_line(pool.tensor.data_ptr())
@@ -181,9 +170,8 @@ def test_the_kernel_has_the_pages_of_a_pool_on_its_node(shared: bool, policy: Po
     pool.close()
 
 
+@needs_policies
 def test_the_kernel_refuses_a_node_that_is_not_there() -> None:
-    if fault := policy_fault(HERE):
-        pytest.skip(str(fault))
     pool = allocate_host(PAGE_BYTES, pinned=False, touch=False)
     with pytest.raises(OSError, match="mbind to NUMA node 777"):
         mbind(pool.tensor.data_ptr(), PAGE_BYTES, PoolPolicy.BIND, 777)

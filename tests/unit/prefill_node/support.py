@@ -26,6 +26,7 @@ import zmq
 from hisparse_pd.base.settings import PrefillSettings
 from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.core.memory.host import HostPool, allocate_host
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
@@ -149,7 +150,9 @@ class EngineThread(Listener):
     and the node's own hook is through: to look, to wait, or to raise.
     """
 
-    def __init__(self, path: Path, ipc_path: Path, **overrides: Any) -> None:
+    def __init__(
+        self, path: Path, ipc_path: Path, *, placement: Placement = ANYWHERE, **overrides: Any
+    ) -> None:
         options: dict[str, Any] = {
             "page_size": 16,
             "chunked_prefill_size": 48,
@@ -160,6 +163,7 @@ class EngineThread(Listener):
         }
         super().__init__()
         self.settings = PrefillSettings(model_path=path, **{**options, **overrides})
+        self.placement = placement
         self.spec, self.model = checkpoint(path, self.settings.num_draft_layers)
         self.before_run: Callable[[Sequence[tuple[RoomRecord, Chunk]]], None] = lambda batch: None
         self.after_layer: Callable[[int], None] = lambda layer: None
@@ -183,7 +187,7 @@ class EngineThread(Listener):
         front = EngineSocket([self._endpoint])
         try:
             with kept_engines("hisparse_pd.prefill_node.engine"):
-                self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP)
+                self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP, self.placement)
             run, submit = self.engine._runner.run, self.engine._sender.submit
 
             def observed(batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Any:

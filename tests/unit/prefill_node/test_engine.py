@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
+from hisparse_pd.core.memory.numa import Placement
 from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.engine.messages import (
     Abort,
@@ -29,6 +31,7 @@ from tests.unit.prefill_node.support import (
     StuckTransport,
     all_delivered,
     deliver,
+    engine_thread,
     next_room,
     prompt,
     reference,
@@ -333,3 +336,10 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
     all_delivered(engine, peer)
     engine.generate(room, [5, 6, 7])
     assert "served before" in engine.expect(RequestFailed).error
+
+
+def test_the_front_hears_where_the_engine_is(engine: EngineThread, tiny: Path, tmp_path: Path) -> None:
+    assert (engine.ready.numa_node, engine.ready.numa_placement) == (None, "anywhere, nothing is placed")
+    placement = Placement("a test's", 1, (2, 3))
+    with engine_thread(tiny, tmp_path / "front", placement=placement) as placed:
+        assert (placed.ready.numa_node, placed.ready.numa_placement) == (1, str(placement))
