@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.core.model.rank_bells import RankBells
+from hisparse_pd.core.model.rank_page import RankPage, share_page
 from hisparse_pd.protocol.names import interface_of, own_address_towards
 
 _LAST_WORDS_SECS = 10.0
@@ -53,7 +54,8 @@ class RankGroup:
         self.step_tokens = 0
         """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
         self._is_rehearsal = False
-        self._agree_timeout = timedelta(seconds=agree_secs)
+        self._agree_secs = agree_secs
+        self._page: RankPage | None = None
         self._forward_secs = forward_secs
         self._start_secs = start_secs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -67,6 +69,7 @@ class RankGroup:
         try:
             bells = self.meet("started", self.bells.endpoint)
             self.bells.connect({rank: bell for rank, bell in bells.items() if rank != self.rank})
+            self._page = share_page(self.rank, self.size, self.meet)
         except RankGroupError:
             self.bells.close()
             raise
@@ -130,10 +133,19 @@ class RankGroup:
         return range(num_experts * self.rank // self.size, num_experts * (self.rank + 1) // self.size)
 
     def agree(self, *values: int) -> list[tuple[int, ...]]:
-        """What every rank said, in the order of ranks."""
+        """What every rank said, in the order of ranks: through shared memory, where all have it."""
+        page = self._page
+        if page is None:
+            return self.agree_over_network(*values)
+        said: list[tuple[int, ...]] = self._together(lambda: page.agree(values, self._agree_secs))
+        return said
+
+    def agree_over_network(self, *values: int) -> list[tuple[int, ...]]:
+        """The same by gloo, wherever the ranks are."""
         mine = torch.tensor(values, dtype=torch.int64)
         of_all = mine.new_empty(self.size * len(values))
-        self._together(lambda: _all_gather(of_all, mine, async_op=True).wait(self._agree_timeout))
+        timeout = timedelta(seconds=self._agree_secs)
+        self._together(lambda: _all_gather(of_all, mine, async_op=True).wait(timeout))
         return [tuple(row) for row in of_all.view(self.size, -1).tolist()]
 
     @contextmanager
@@ -181,6 +193,8 @@ class RankGroup:
         if self._stream is None:
             dist.destroy_process_group()
             self.bells.close()
+            if self._page is not None:
+                self._page.close()
             return
         sys.stdout.flush()
         os._exit(0)
@@ -197,9 +211,9 @@ class RankGroup:
             self._together(operation)
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _together(self, operation: Callable[[], Any]) -> None:
+    def _together(self, operation: Callable[[], Any]) -> Any:
         try:
-            operation()
+            return operation()
         except RuntimeError as error:
             raise RankGroupError(
                 f"rank {self.rank}: another rank of this node has died, or stands still: {error}"

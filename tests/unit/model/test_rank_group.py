@@ -20,23 +20,31 @@ from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
 REPO = Path(__file__).parents[3]
 PROGRAM = """
 import json
+import logging
 import os
+import signal
 import sys
 import time
 import torch
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from hisparse_pd.kernels.row_math import fix_arithmetic
 from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model import rank_page
 from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
 from hisparse_pd.base.vocabulary import RankPlace
 
 fix_arithmetic()
+logging.basicConfig(level=logging.INFO)
 rank, size, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 CPU, NUM, HIDDEN, INNER, TOP_K = torch.device("cpu"), 7, 24, 18, 3
-PATIENCE_SECS = 60.0 if scenario == "together" else 5.0
+PATIENCE_SECS = {"together": 60.0, "apart": 60.0, "killed": 3600.0}.get(scenario, 5.0)
 FORWARD_SECS = PATIENCE_SECS if scenario == "late" else 60.0
 if scenario == "late" and rank == 1:
     time.sleep(PATIENCE_SECS + 2)
+if scenario == "apart" and rank == 1:
+    def elsewhere(*_):
+        raise ConnectionRefusedError("rank 0 is elsewhere")
+    rank_page.PageRequest.__init__ = elsewhere
 group = RankGroup(RankPlace(rank, size, path), CPU, agree_secs=PATIENCE_SECS, forward_secs=FORWARD_SECS)
 
 def filled(ranks, is_fp8):
@@ -63,7 +71,7 @@ if scenario == "late":
     print(json.dumps(group.agree(rank)))
     group.leave()
     sys.exit()
-if scenario == "absent":
+if scenario in ("absent", "killed"):
     if rank == 0:
         try:
             group.agree(1)
@@ -72,9 +80,16 @@ if scenario == "absent":
             print(json.dumps(str(error)), flush=True)
         os._exit(0)  # as an engine does that lost another rank
     group.agree(1)
+    if scenario == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     sys.stdin.read()  # neither an answer nor an end
     os._exit(0)
-assert group.agree(rank, 5) == [(each, 5) for each in range(size)]
+for agree in (group.agree, group.agree_over_network):
+    assert agree(rank, 5) == [(each, 5) for each in range(size)]
+    assert agree(*range(9)) == [tuple(range(9))] * size
+if scenario == "apart":
+    group.leave()
+    sys.exit()
 assert group.bells.heard() == []
 group.agree(0)
 if rank == 0:
@@ -137,9 +152,27 @@ def test_experts_of_three_ranks_do_what_one_rank_does_to_the_last_bit(tmp_path: 
         assert process.returncode == 0, err
         num_equal, experts = json.loads(out)
         assert num_equal >= 12
+        assert "agree through shared memory" in err
         shares.append(experts)
     assert sorted(expert for share in shares for expert in share) == list(range(7))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_ranks_without_common_memory_agree_over_the_network(tmp_path: Path) -> None:
+    for process in [start(rank, 2, tmp_path, "apart") for rank in range(2)]:
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert "over the network: rank 1 has no shared memory: rank 0 is elsewhere" in err
+
+
+@pytest.mark.I7
+def test_a_rank_that_is_killed_is_noticed_at_once(tmp_path: Path) -> None:
+    waiting, killed = start(0, 2, tmp_path, "killed"), start(1, 2, tmp_path, "killed")
+    out, err = waiting.communicate(timeout=240)
+    assert "rank 0: another rank of this node has died, or stands still: rank 1 has ended" in json.loads(
+        out
+    ), err
+    killed.communicate(timeout=60)
 
 
 @pytest.mark.I7
