@@ -135,9 +135,8 @@ def prefill(
     chunk: int,
     context: int,
     cuts: Collection[int] = (),
-    num_passes: int = 2,
 ) -> Prefilled:
-    """Chunk by chunk, as the prefill node does; the rate is of the last pass: in a second all is compiled.
+    """Chunk by chunk, as the prefill node does; the rate is of the second pass, for which all is compiled.
 
     ``cuts``: where else a prompt may end, multiples of ``chunk``.
     """
@@ -148,7 +147,7 @@ def prefill(
     pages = torch.arange(round_up(context, PAGE_SIZE) // PAGE_SIZE, device=device)
     hints: dict[int, Tensor] = {}
     secs = 0.0
-    for _ in range(num_passes):
+    for _ in range(2):
         synchronize(device)
         started = time.perf_counter()
         for start in range(0, context, chunk):

@@ -5,8 +5,8 @@
 Takes as many ranks as there are GPUs, and DeepSeek-V3.2's published sizes with dummy weights in fp8 and an
 MTP layer; ``--layers 30`` is what four GPUs hold, ``--model-path`` takes another model's sizes, or keeps
 these for nodes that are to serve them. First come the links, each alone and all at once, the ranks'
-agreement, the load and collectives by tokens a rank; then one prompt's prefill, and the steps of
-``tools.bench.decode_step``, the most valuable cells first: those whose settings stand first in ``--batch``,
+agreement, the load and collectives by tokens a rank; then one prompt's prefill, of which the second pass is
+timed, and the steps of ``tools.bench.decode_step``, the most valuable cells first: those whose settings stand first in ``--batch``,
 ``--context``, ``--jitter``, ``--drafts`` and ``--modes``. The JSON is written after every cell, and the call
 ends by its own clock, whatever hangs.
 
@@ -32,7 +32,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -64,6 +63,7 @@ from tools.bench.decode_step import (
 )
 from tools.bench.dummy_locality import DummyLocality
 from tools.bench.gpu_timing import graph_us
+from tools.bench.rank_agreement import agreement_us
 from tools.bench.step_memory import MemoryByPart, planned_pools
 from tools.checkpoints.make_synthetic import write_published
 from tools.checkpoints.quantize_fp8 import QUANTIZATION
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
             write_json(arguments.out.with_suffix(".json"), report)
 
     keep(links=measure_links(ranks, device, arguments.link_bytes))
-    keep(agreement=measure_agreement(ranks))
+    keep(agreement=agreement_us(ranks, AGREEMENTS))
     used = MemoryByPart(device)
     used.mark("CUDA and collectives")
     locality = DummyLocality(spec)
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     locality.set_jitter(arguments.jitter[0])
     computed = min(max(arguments.context), arguments.computed_tokens)
     cuts = [context for context in arguments.context if context <= computed]
-    prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, computed, cuts, num_passes=1)
+    prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, computed, cuts)
     keep(prefill_tokens_a_second=prompt.tokens_a_second, prefill_ends_at=time.monotonic() - started)
     if max(arguments.context) > computed:
         prompt = prompt.repeated(max(arguments.context) // computed)
@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     ranks.leave()
 
 
-# --- links to the host, collectives, agreements --------------------------------------------------------
+# --- links to the host, collectives ------------------------------------------------------------------------
 
 
 def measure_links(ranks: RankGroup, device: torch.device, num_bytes: int) -> list[dict[str, Any]]:
@@ -241,11 +241,6 @@ def measure_collectives(
         us = graph_us(calls) if device.type == "cuda" else host_us(calls)
         rows.append({"tokens_a_rank": num_tokens, "gather_and_sum_us": us})
     return rows
-
-
-def measure_agreement(ranks: RankGroup) -> dict[str, Any]:
-    us = host_us([lambda: ranks.agree(1, 0, 0, 1)] * AGREEMENTS)
-    return {"median_us": us["median"], "p99_us": float(np.percentile(us["values"], 99)), "max_us": us["max"]}
 
 
 def host_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:

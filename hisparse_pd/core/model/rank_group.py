@@ -132,8 +132,13 @@ class RankGroup:
         """The experts of this rank."""
         return range(num_experts * self.rank // self.size, num_experts * (self.rank + 1) // self.size)
 
+    @property
+    def shares_memory(self) -> bool:
+        """All ranks are on one machine, and agree through its memory."""
+        return self._page is not None
+
     def agree(self, *values: int) -> list[tuple[int, ...]]:
-        """What every rank said, in the order of ranks: through shared memory, where all have it."""
+        """What every rank said, in the order of ranks."""
         page = self._page
         if page is None:
             return self.agree_over_network(*values)
@@ -141,7 +146,7 @@ class RankGroup:
         return said
 
     def agree_over_network(self, *values: int) -> list[tuple[int, ...]]:
-        """The same by gloo, wherever the ranks are."""
+        """The same by gloo, wherever ranks are."""
         mine = torch.tensor(values, dtype=torch.int64)
         of_all = mine.new_empty(self.size * len(values))
         timeout = timedelta(seconds=self._agree_secs)

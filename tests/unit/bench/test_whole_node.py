@@ -31,6 +31,7 @@ def test_two_ranks_measure_what_fits_and_what_there_is_time_for(
     assert cells["hisparse", 0, 0.1]["hit_rate"] > cells["hisparse", 0, 0.27]["hit_rate"]
     assert [link["rank"] for link in report["links"]] == [0, 1]
     assert all(link["to_device_all_gb_s"] > 0 for link in report["links"])
+    assert report["agreement"]["median_us"] > 0
 
 
 def test_queries_share_a_part_and_heads_come_in_pairs_in_fp8(tiny_checkpoint: Callable[[str], Path]) -> None:

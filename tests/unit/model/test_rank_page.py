@@ -222,6 +222,19 @@ def test_all_do_without_where_one_cannot_map_it(name: str, monkeypatch: pytest.M
     assert not maps()
 
 
+def test_all_do_without_where_one_gets_some_descriptors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that may not have more; it keeps none of them."""
+    receive = socket.recv_fds
+
+    def some(sock: socket.socket, num_bytes: int, most: int) -> tuple[bytes, list[int], int, object]:
+        return receive(sock, num_bytes, most - 1)
+
+    before = descriptors()
+    monkeypatch.setattr(rank_page.socket, "recv_fds", some)
+    assert shared(3) == [None] * 3
+    assert descriptors() == before
+
+
 def test_all_do_without_where_rank_0_can_offer_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: PageOffer) -> None:
         raise OSError(errno.EACCES, "no sockets here")

@@ -1,0 +1,124 @@
+"""How long the ranks of a machine take to agree: through shared memory, and by gloo over loopback.
+
+    python -m tools.bench.rank_agreement [--ranks 1 2 4 8] [--calls 1000] [--rest-ms 0 5] [--out STEM]
+
+Every rank is a process, as in a node; no GPU is needed. Without rest, agreements follow each other; with it,
+all ranks begin one together every so many milliseconds, as in steps, and sleep in between. The times are the
+first rank's, by its clock, from saying its four numbers to having all. Where ranks are more than cores, they
+wait for cores above all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hisparse_pd.base.vocabulary import RankPlace
+from hisparse_pd.commands.bench.facts import OUT
+from hisparse_pd.commands.bench.report import make_console, table_of, write_report
+from hisparse_pd.core.model.rank_group import RankGroup
+
+NUM_WARM_CALLS = 50
+AWAKE_SECS = 0.0005
+"""A rank is awake so long before an agreement: sleep ends when the kernel likes."""
+LIMIT_SECS = 300.0
+"""For ranks of one number, their start included."""
+GRACE_SECS = 5.0
+"""That ranks have to end by themselves, before they are ended."""
+
+
+def agreement_us(ranks: RankGroup, num_calls: int, *, by_network: bool = False, rest_secs: float = 0) -> Any:
+    """Median, p99 and maximum of this rank's agreements. All ranks call it alike."""
+    agree = ranks.agree_over_network if by_network else ranks.agree
+    for _ in range(NUM_WARM_CALLS):
+        agree(1, 0, 0, 1)
+    begin_at = max(microseconds for (microseconds,) in agree(time.monotonic_ns() // 1000)) / 1e6
+    secs = []
+    for number in range(num_calls):
+        if rest_secs:
+            _sleep_until(begin_at + (number + 1) * rest_secs)
+        started = time.perf_counter()
+        agree(1, 0, 0, 1)
+        secs.append(time.perf_counter() - started)
+    us = 1e6 * np.array(secs)
+    return {
+        "median_us": np.median(us).item(),
+        "p99_us": np.percentile(us, 99).item(),
+        "max_us": us.max().item(),
+    }
+
+
+def _sleep_until(tick: float) -> None:
+    time.sleep(max(0.0, tick - AWAKE_SECS - time.monotonic()))
+    while time.monotonic() < tick:
+        os.sched_yield()
+
+
+def run(place: RankPlace, arguments: argparse.Namespace, sender: Connection) -> None:
+    """One rank; the first one sends the rows."""
+    torch.set_num_threads(1)
+    ranks = RankGroup(place, torch.device("cpu"), agree_secs=60.0, forward_secs=60.0)
+    rows = []
+    for rest_ms in arguments.rest_ms:
+        row: dict[str, Any] = {"ranks": place.size, "cores": len(os.sched_getaffinity(0)), "rest_ms": rest_ms}
+        for name, by_network in (("memory", False), ("network", True)):
+            if by_network or ranks.shares_memory:
+                found = agreement_us(ranks, arguments.calls, by_network=by_network, rest_secs=rest_ms / 1e3)
+                row |= {f"{name}_{figure}": value for figure, value in found.items()}
+        rows.append(row)
+    if place.rank == 0:
+        sender.send(rows)
+    ranks.leave()
+
+
+def rows_of(size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as directory:
+        places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
+        processes = [
+            context.Process(target=run, args=(place, arguments, sender), daemon=True) for place in places
+        ]
+        for process in processes:
+            process.start()
+        sender.close()
+        try:
+            if not receiver.poll(LIMIT_SECS):
+                raise TimeoutError(
+                    f"{size} ranks have not agreed {arguments.calls} times in {LIMIT_SECS:g} s"
+                )
+            rows: list[dict[str, Any]] = receiver.recv()
+        finally:
+            for process in processes:
+                process.join(GRACE_SECS)
+                process.kill()
+                process.join()
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="one row each")
+    parser.add_argument("--calls", type=int, default=1000, help="agreements that are timed")
+    parser.add_argument("--rest-ms", type=float, nargs="+", default=[0, 5], help="from one to the next")
+    parser.add_argument("--out", type=Path, default=OUT / "rank_agreement", help="JSON, without suffix")
+    arguments = parser.parse_args(argv)
+    rows = [row for size in arguments.ranks for row in rows_of(size, arguments)]
+    write_report(arguments.out, {"calls": arguments.calls, "rows": rows})
+    make_console().print(table_of("agreements of ranks, us", rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
