@@ -69,7 +69,8 @@ class RankGroup:
         try:
             bells = self.meet("started", self.bells.endpoint)
             self.bells.connect({rank: bell for rank, bell in bells.items() if rank != self.rank})
-            self._page = share_page(self.rank, self.size, self.meet)
+            if not place.meeting_host:  # else they are on several machines
+                self._page = share_page(self.rank, self.size, self.meet)
         except RankGroupError:
             self.bells.close()
             raise

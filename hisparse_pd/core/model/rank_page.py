@@ -75,7 +75,7 @@ class RankPage:
     def agree(self, values: Sequence[int], timeout_secs: float) -> list[tuple[int, ...]]:
         """What every rank said, in the order of ranks; all say equally many values, of MAX_VALUE at most.
 
-        Raises RankLost, in all ranks then, and ValueError for a value out of bounds.
+        Raises RankLost, in each rank now or in its next agreement, and ValueError for a value out of bounds.
         """
         if len(values) > WIDTH:
             first, rest = (self.agree(part, timeout_secs) for part in (values[:WIDTH], values[WIDTH:]))
@@ -136,7 +136,8 @@ class RankPage:
                 else:
                     self._sleep(missing, min(LOOK_SECS, timeout_secs - waited_secs))
         finally:
-            self._awaited[self._rank] = 0
+            if self._awaited[self._rank]:  # others look at it: leave it alone where it is 0
+                self._awaited[self._rank] = 0
 
     def _check(self, missing: Sequence[int], waited_secs: float, timeout_secs: float) -> None:
         """Raises RankLost for one of ``missing`` that has ended, or when the time is up."""
@@ -178,7 +179,7 @@ def _are_all(words: Sequence[int], number: int) -> bool:
 
 
 def share_page(rank: int, size: int, meet: Callable[[str, str], Mapping[int, str]]) -> RankPage | None:
-    """The page of all ranks; None, in every rank, where one of them cannot have it, as on another machine.
+    """The page of all ranks; None, in every rank, where one of them cannot have it.
 
     ``meet``: ``RankGroup.meet``, whose errors come through.
     """
@@ -278,7 +279,7 @@ class PageRequest:
     """Another rank's connection to rank 0, until it has the page."""
 
     def __init__(self, word: str, rank: int) -> None:
-        """Raises OSError where rank 0 is on another machine, or in another network namespace."""
+        """Raises OSError, as where rank 0 is on another machine or in another network namespace."""
         self._rank = rank
         name, _, nonce = word.rpartition(" ")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -79,7 +79,7 @@ values_of_a_rank = st.integers(-MAX_VALUE, MAX_VALUE)
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[list[list[int]]]:
-    """For each agreement what each rank says; then, how long a rank lags behind."""
+    """For each agreement what each rank says."""
     size = draw(st.integers(1, 5))
     rounds = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     return [
