@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return shared_pair(file) or file
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processes_hear_hangups() -> Iterator[None]:
+    """The processes that tests start get SIGHUP's default also where the tests run under ``nohup``.
+
+    A signal that is ignored stays ignored in a program that is started; one with a handler does not.
+    """
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 WAIT_SECS: Final = 60.0
+"""A test that waits longer has failed."""
+NEVER_SECS: Final = 3600.0
+"""For limits of the product that must not pass in a test, however long its waits take."""
 
 
 def wait_until(

@@ -20,7 +20,7 @@ import pytest
 from hisparse_pd.base.ports import free_port
 from tests.unit.api.support import BODY
 from tests.unit.api.tiny_tokenizer import write_checkpoint
-from tests.waiting import WAIT_SECS
+from tests.waiting import NEVER_SECS, WAIT_SECS
 
 REPO = Path(__file__).parents[3]
 NUM_STREAMS = 8
@@ -77,7 +77,9 @@ class NodeProcess:
 
 
 @contextlib.contextmanager
-def node(tmp_path: Path, num_fronts: int = 2, drain_timeout_secs: float = WAIT_SECS) -> Iterator[NodeProcess]:
+def node(
+    tmp_path: Path, num_fronts: int = 2, drain_timeout_secs: float = NEVER_SECS
+) -> Iterator[NodeProcess]:
     """With as many engines as fronts."""
     model_path = write_checkpoint(tmp_path / "tiny")
     port = free_port()

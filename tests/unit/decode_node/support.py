@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -65,12 +66,9 @@ from tests.identities import identity_of
 from tests.unit.decode_node.peers_support import PrefillNode
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.kernels.table_rules import check_consistency
+from tests.waiting import NEVER_SECS, WAIT_SECS
 
 Prompt = tuple[int, ...]
-WAIT_SECS = 60.0
-"""Until a test gives up; a busy machine takes its time."""
-
-
 TIMES = PrefillTimes(0.25, 0.5, 0.125)
 """What the double says of its own."""
 
@@ -317,6 +315,7 @@ class EngineHarness:
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP, placement
             )
+        self.engine.lifecycle.contact_timeout_secs = NEVER_SECS
         self.double = PrefillDouble(checkpoint, self.settings.page_size)
         self.answers: dict[str, Answer] = {}
         self.stats: EngineStats | None = None
@@ -427,6 +426,24 @@ class EngineHarness:
         deadline = time.monotonic() + secs
         while time.monotonic() < deadline:
             self.turn(*others)
+
+    @contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """Requests come, land and leave, and nobody gets a token."""
+        with patch.object(self.engine.steps, "_next_batch", list):
+            yield
+
+    def begin_together(self, answers: Sequence[Answer]) -> None:
+        """No step is taken before those of ``answers`` that there is room for are here: they run side by
+        side, however late the messages of some of them are. Nobody else is live."""
+        requests = self.engine.requests
+
+        def have_landed() -> bool:
+            num_awaited = sum(not answer.is_over for answer in answers)
+            return len(requests.select(RequestState.RUNNING, RequestState.WAITING)) == num_awaited
+
+        with self.without_steps():
+            self.turn_until(have_landed)
 
     def finish(self, answers: Sequence[Answer], expected: Mapping[Prompt, list[int]] | None = None) -> None:
         """Until all have ended well, with the ``expected`` tokens, and nothing is owned any more."""

@@ -16,7 +16,7 @@ import torch
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request, RequestState, RunStage
 from tests.unit.decode_node.speculation_support import exchange_in_every_step
 from tests.unit.decode_node.support import TIMES, Checkpoint, EngineHarness, Prompt, random_prompt
 
@@ -82,9 +82,10 @@ def test_index_pages_may_be_scattered(
         long_lived = [node.generate(before, 60, HisparseFlag.TRUE)]
         short_lived = node.generate(between, 2, HisparseFlag.TRUE)
         long_lived.append(node.generate(after, 60, HisparseFlag.TRUE))
+        node.begin_together([*long_lived, short_lived])
         node.turn_until(lambda: short_lived.is_over)
         answer = node.generate(prompt, NUM_NEW, HisparseFlag.TRUE)
-        node.turn_until(lambda: answer.token_ids)
+        node.begin_together([*long_lived, answer])
         (scattered,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == len(prompt))
         assert len(scattered.owned[PoolKind.INDEX]) == 2
         node.finish([*long_lived, answer])
@@ -108,6 +109,7 @@ def test_mixed_modes_share_a_batch_under_pressure(
             node.generate(prompt, NUM_NEW, flags[number % len(flags)])
             for number, prompt in enumerate(prompts)
         ]
+        node.begin_together(answers)
         node.finish(answers, expected)
         node.turn_for(0.5)
         assert node.stats is not None
@@ -143,6 +145,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 
         monkeypatch.setattr(hot_buffers, "retract", retract_and_compare)
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
+        node.begin_together(answers)
         node.finish(answers, expected)
         kept, spilled = sorted((answer.stats for answer in answers), key=lambda stats: stats.num_retractions)
         assert [kept.num_retractions, spilled.num_retractions] == [0, 1]
@@ -191,17 +194,20 @@ def test_nobody_waits_for_messages_before_it_grows(
 def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
-    """Two lives of 219 positions in a host pool of 430: one lacks its last slots until the other ends."""
+    """Two lives of 213 positions in a host pool of 420: one lacks slots until the other ends."""
     prompt = PROMPTS[LENGTHS.index(200)]
     with closing(
-        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, growth_pages=1, host_pool_tokens=430)
+        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, growth_pages=1, host_pool_tokens=420)
     ) as node:
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
 
-        def is_one_paused() -> bool:
-            node.engine._next_stats_at = 0.0
-            return node.stats is not None and node.stats.gauges["num_paused_reqs"] == 1
+        def sit_out() -> list[Request]:
+            running = node.engine.requests.select(RequestState.RUNNING)
+            return [request for request in running if request.run_stage is RunStage.SITS_OUT]
 
-        node.turn_until(is_one_paused)
+        node.begin_together(answers)
+        node.turn_until(lambda: len(sit_out()) == 1)
+        with node.without_steps():
+            node.turn_until(lambda: node.stats and node.stats.gauges["num_paused_reqs"] == 1)
         node.finish(answers, expected)
         assert [answer.stats.num_retractions for answer in answers] == [0, 0]

@@ -437,7 +437,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
 ) -> None:
     doomed = node.generate(PROMPT, 40, flag)
     spared = node.generate(PROMPT[:100], 40, HisparseFlag.TRUE)
-    node.turn_until(lambda: doomed.token_ids and spared.token_ids)
+    node.begin_together([doomed, spared])
     running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
     plan = StepPlan(
         exchanges=(
@@ -462,7 +462,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
 @pytest.mark.I7
 def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness) -> None:
     doomed, spared = (node.generate(PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
-    node.turn_until(lambda: doomed.token_ids and spared.token_ids)
+    node.begin_together([doomed, spared])
     (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == 100)
     flags = node.engine.hot_buffers.state.error_flags
     flags[request.req_row] = int(HotBufferError.TOO_MANY_MISSES)

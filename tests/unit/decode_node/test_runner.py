@@ -142,6 +142,7 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_tha
     warming = node.engine.hot_buffers._warming
     staying = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     leaving = node.generate(PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
+    node.begin_together([staying, leaving])
     node.turn_until(lambda: len(staying.token_ids) > 3 and len(leaving.token_ids) > 3)
     requests = node.engine.requests.select(RequestState.RUNNING)
     fillings = {request.room: Filling() for request in requests}

@@ -82,6 +82,7 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
                 node.generate(prompt, 60, flag, temperature=float(number == 0), seed=7)
                 for number, prompt in enumerate(prompts)
             ]
+            node.begin_together(answers)
             node.turn_until(lambda: all(len(each.token_ids) > 20 for each in answers))  # noqa: B023
         engine.steps.settle()
         requests = engine.requests.select(RequestState.RUNNING)

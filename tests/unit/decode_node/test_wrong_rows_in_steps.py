@@ -46,6 +46,7 @@ def test_a_request_whose_rows_change_ends_and_the_others_are_right(
     """``victim``: of either part and either micro-batch, where steps without drafts are split."""
     with drafts(node, *numbers), patch.object(forwards, "UNTRIED", split):
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
+        node.begin_together(answers)
         node.turn_until(lambda: all(len(answer.token_ids) > 3 for answer in answers))
         assert not any(answer.is_over for answer in answers)
         num_tokens = len(PROMPTS[victim])

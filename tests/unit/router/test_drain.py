@@ -29,7 +29,7 @@ from tests.unit.api import support
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY
 from tests.unit.router.cluster import FakeNode, at_first, delivers, in_two_steps, never, serving
-from tests.waiting import WAIT_SECS, until, wait_until
+from tests.waiting import NEVER_SECS, WAIT_SECS, until, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -89,7 +89,7 @@ async def router_process(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest(number: signal.Signals) -> None:
-    async with router_process() as router:
+    async with router_process("--drain-timeout-secs", str(NEVER_SECS)) as router:
         async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
             chunks = answer.aiter_raw()
             assert await anext(chunks) == b"data: 1\n\n"
@@ -105,7 +105,7 @@ async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest(numbe
         assert await router.exit_status() == 0
 
 
-@pytest.mark.parametrize("timeout_secs", [0.2, WAIT_SECS], ids=["late", "second signal"])
+@pytest.mark.parametrize("timeout_secs", [0.2, NEVER_SECS], ids=["late", "second signal"])
 async def test_what_does_not_finish_in_time_or_is_hurried_ends_with_an_error(timeout_secs: float) -> None:
     """A stream in an event, a request without an answer yet with a 503."""
     options = ("--drain-timeout-secs", str(timeout_secs))
@@ -116,7 +116,7 @@ async def test_what_does_not_finish_in_time_or_is_hurried_ends_with_an_error(tim
             asking = asyncio.create_task(router.client.post("/generate", json={"text": "a"}))
             await until(lambda: len(router.decode.requests) == 2, "the node has both requests")
             router.process.send_signal(signal.SIGTERM)
-            if timeout_secs == WAIT_SECS:
+            if timeout_secs == NEVER_SECS:
                 await router.until_draining()
                 router.process.send_signal(signal.SIGTERM)
             event = b"".join([chunk async for chunk in chunks])
@@ -195,7 +195,7 @@ def test_a_pair_waits_for_its_services_and_passes_a_second_signal_on(
     script.write_text(SERVICE)
     port = free_port()
     command = [sys.executable, "-S", str(script), str(port), str(first_signal)]
-    child = Child("decode", command, f"http://127.0.0.1:{port}/health", drain_timeout_secs=WAIT_SECS)
+    child = Child("decode", command, f"http://127.0.0.1:{port}/health", drain_timeout_secs=NEVER_SECS)
     parent = Supervisor([child], WAIT_SECS)
 
     def interrupt_again() -> None:
