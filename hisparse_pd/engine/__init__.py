@@ -1,1 +1,3 @@
-"""The engine's side of a node: its start, its messages to the fronts, its ranks' steps together."""
+"""What the engines of both nodes share: their start, their messages and sockets to the fronts, their ranks'
+steps together, a request's phases, and rows that are found to be wrong.
+"""

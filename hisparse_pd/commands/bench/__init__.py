@@ -1,1 +1,3 @@
-"""``hisparse-pd bench serve``: load on any OpenAI-compatible endpoint."""
+"""``hisparse-pd bench serve``, which puts load on any OpenAI-compatible endpoint, and what all benchmarks
+share: a pair on loopback, the facts that numbers depend on, and reports.
+"""

@@ -1,1 +1,3 @@
-"""Memory of a machine: how much is free, and host, device and peer memory that pools are made of."""
+"""Memory of a machine: how much is free, and host, device and peer memory that pools are made of; and what
+else a machine has that a transport can use.
+"""

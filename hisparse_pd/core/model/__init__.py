@@ -1,1 +1,3 @@
-"""The DSA model as it serves: spec, weights, forward over our own pools, sampling."""
+"""The DSA model as it serves: families, spec, weights, forward over our own pools, the ranks that
+share its experts, sampling and logprobs.
+"""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -46,15 +47,13 @@ def test_tokens_equal_the_oracle_when_steps_overlap_and_are_split(
 
 
 def test_a_dense_request_never_gets_a_page_past_its_last_token(
-    expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
     """Its life fills its pages exactly: while its last token is in flight there is no next one to place."""
     prompt, num_new = PROMPTS[1], 2  # 63 + 2 - 1 tokens of KV
-    growths: list[int] = []
-    monkeypatch.setattr(node.engine.requests, "grow", lambda growth: growths.append(growth.num_slots))
-    answer = node.generate(prompt, num_new, HisparseFlag.FALSE)
-    node.finish([answer], expected)
-    assert growths == []
+    with patch.object(node.engine.requests, "grow", autospec=True) as grow:
+        node.finish([node.generate(prompt, num_new, HisparseFlag.FALSE)], expected)
+    grow.assert_not_called()
 
 
 @pytest.mark.I5
