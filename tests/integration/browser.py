@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import WAIT_SECS
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-COMMAND_TIMEOUT_SECS = 60.0
 _FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",
@@ -80,7 +81,7 @@ class Page:
             raise BrowserError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, timeout_secs: float = 60.0) -> None:
+    def wait_for(self, expression: str, timeout_secs: float = WAIT_SECS) -> None:
         deadline = time.monotonic() + timeout_secs
         while not self.evaluate(f"Boolean({expression})"):
             if time.monotonic() > deadline:
@@ -112,7 +113,7 @@ class Page:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._to_browser, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + COMMAND_TIMEOUT_SECS
+        deadline = time.monotonic() + WAIT_SECS
         while True:
             answer = self._receive(deadline, method)
             if answer.get("id") == number:
@@ -168,7 +169,7 @@ def open_page(profile: Path) -> Iterator[Page]:
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(WAIT_SECS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-STOP_TIMEOUT_SECS = 20.0
 REQUEST_TIMEOUT_SECS = 200.0
 REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
@@ -115,7 +114,9 @@ class Service:
     def _health(self) -> Health:
         if self.has_ended():
             raise RuntimeError(f"{self.name} exited with {self.exit_status()}\n{self.log_tail()}")
-        with httpx.Client(timeout=5, verify=True if self.tls is None else self.tls.trusting()) as client:
+        with httpx.Client(
+            timeout=waiting.WAIT_SECS, verify=True if self.tls is None else self.tls.trusting()
+        ) as client:
             return probe(client, self.url + self.health_path)
 
     def exit_status(self, timeout_secs: float = waiting.WAIT_SECS) -> int:
@@ -138,12 +139,12 @@ class Service:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(STOP_TIMEOUT_SECS)
+                self.process.wait(waiting.WAIT_SECS)
             except subprocess.TimeoutExpired:
                 self.signal_group(signal.SIGKILL)
                 self.process.wait()
                 raise RuntimeError(
-                    f"{self.name} did not stop within {STOP_TIMEOUT_SECS} s\n{self.log_tail()}"
+                    f"{self.name} did not stop within {waiting.WAIT_SECS} s\n{self.log_tail()}"
                 ) from None
         return self.process.returncode
 
@@ -158,7 +159,7 @@ class Service:
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics, by name with labels, summed over the ranks of a node."""
-        return samples_of(httpx.get(self.url + "/metrics", timeout=10).text)
+        return samples_of(httpx.get(self.url + "/metrics", timeout=waiting.WAIT_SECS).text)
 
 
 def samples_of(text: str) -> dict[str, float]:
@@ -315,7 +316,7 @@ class Deployment:
     def flush_prefix_caches(self) -> None:
         """What prefill nodes have cached and decode nodes hold."""
         for node in (*self.prefill, *self.decode):
-            httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
+            httpx.post(node.url + "/flush_cache", timeout=waiting.WAIT_SECS).raise_for_status()
 
 
 def prefill_service(checkpoint: Path, log_dir: Path, name: str, options: Sequence[str] = ()) -> Service:

@@ -31,6 +31,7 @@ from tests.integration.harness import (
     running,
     wait_until,
 )
+from tests.waiting import WAIT_SECS
 
 PAGE_SIZE = 64
 LENGTHS = (1, 2, 63, 64, 65, 200, 700)
@@ -99,7 +100,7 @@ def ask(prefill: Service, decode: Service, room: int, prompt: list[int], hispars
 
 def lanes_of(node: Service) -> dict[str, str]:
     """Lane by peer, as ``/server_info`` has it."""
-    info: dict[str, Any] = httpx.get(f"{node.url}/server_info", timeout=10).json()
+    info: dict[str, Any] = httpx.get(f"{node.url}/server_info", timeout=WAIT_SECS).json()
     return {lane["peer"]: f"{lane['lane']}: {lane['reason']}" for lane in info["lanes"]}
 
 

@@ -29,6 +29,7 @@ from tests.integration.harness import (
 )
 from tests.oracle_beside import Oracle
 from tests.port_scan import listening, scan
+from tests.waiting import WAIT_SECS
 
 LENGTHS = (1, 38, 129, 300)
 NUM_NEW_TOKENS = 10
@@ -106,7 +107,7 @@ def test_tokens_are_the_oracles_whichever_machine_has_a_request(
     answers = at_once(answer, jobs, 8)
     wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[0]]]
     assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
-    metrics = httpx.get(pair.decode[0].url + "/metrics", timeout=10).text
+    metrics = httpx.get(pair.decode[0].url + "/metrics", timeout=WAIT_SECS).text
     for rank in (0, 1):
         assert f'hisparse_pd:requests_total{{dp_rank="{rank}"' in metrics
     pair.flush_prefix_caches()
@@ -118,7 +119,7 @@ def test_tokens_are_the_oracles_whichever_machine_has_a_request(
 def test_a_node_says_where_its_machines_are(nodes: tuple[Deployment, list[Service]]) -> None:
     pair, _ = nodes
     for node in (*pair.prefill, *pair.decode):
-        info = httpx.get(node.url + "/server_info", timeout=10).json()
+        info = httpx.get(node.url + "/server_info", timeout=WAIT_SECS).json()
         assert (info["nnodes"], [rank["dp_rank"] for rank in info["ranks"]]) == (2, [0, 1])
 
 

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.harness import Deployment, wait_until
 from tests.monitoring_files import SCRAPE_LABELS, all_queries
+from tests.waiting import WAIT_SECS
 
 PROMPT = "What is watched is there. " * 12
 OF_A_REQUEST = 'hisparse_pd:generation_tokens_total{mode="hisparse"}'
@@ -28,7 +29,7 @@ def shown(pair: Deployment) -> dict[str, set[str]]:
     wait_until(lambda: COUNTED in pair.router.metrics(), "the router's count")
     samples: dict[str, set[str]] = {}
     for service in pair.services:
-        text = httpx.get(f"{service.url}/metrics", timeout=10).text
+        text = httpx.get(f"{service.url}/metrics", timeout=WAIT_SECS).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples.setdefault(sample.name, set()).update(sample.labels)
@@ -60,7 +61,7 @@ def test_counters_that_alerts_watch_are_there_before_the_first_event(role: str, 
 
 def test_status_tells_of_the_pair(pair: Deployment, shown: dict[str, set[str]]) -> None:
     """The live page's document, from real nodes."""
-    status = httpx.get(f"{pair.url}/status", timeout=10).json()
+    status = httpx.get(f"{pair.url}/status", timeout=WAIT_SECS).json()
     assert status["ready"] is True
     prefill, decode = status["nodes"]
     assert (prefill["load_trouble"], decode["load_trouble"]) == ("", "")

@@ -15,6 +15,7 @@ from hisparse_pd.protocol.channels import ControlClient, ControlKeys
 from hisparse_pd.protocol.messages import Heartbeat
 from hisparse_pd.protocol.polling import Poller
 from tests.integration.harness import decode_service, deployment, generate_body, generated
+from tests.waiting import WAIT_SECS
 
 PROMPT = "Bytes are compared, not believed. " * 12
 
@@ -58,8 +59,8 @@ def test_encrypted_control_bfloat16_kv_and_policies(
         assert unflagged["output_ids"] == dense["output_ids"]
 
         for url in (nodes.url, nodes.prefill[0].url, nodes.decode[0].url):
-            assert httpx.get(url + "/v1/models").status_code == 401
-        models = httpx.get(nodes.url + "/v1/models", headers=headers).json()["data"]
+            assert httpx.get(url + "/v1/models", timeout=WAIT_SECS).status_code == 401
+        models = httpx.get(nodes.url + "/v1/models", headers=headers, timeout=WAIT_SECS).json()["data"]
         assert len(models) == 1
 
         port = nodes.prefill[0].bootstrap_port

@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.harness import Deployment, openai_client
 from tests.stream_events import named_events
+from tests.waiting import WAIT_SECS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is a page?"}]
 SAMPLING = {"temperature": 0, "ignore_eos": True, "hisparse": True}
@@ -81,4 +82,5 @@ def test_the_nodes_tell_what_they_are(client: httpx.Client, pair: Deployment) ->
     assert [entry["url"] for entry in told["prefill"]] == [node.url for node in pair.prefill]
     assert [entry["disaggregation_mode"] for entry in told["decode"]] == ["decode"]
     assert client.get("/model_info").json()["served_model_name"] == "tiny"
-    assert client.get("/version").json() == httpx.get(f"{pair.decode[0].url}/version", timeout=10).json()
+    version = httpx.get(f"{pair.decode[0].url}/version", timeout=WAIT_SECS).json()
+    assert client.get("/version").json() == version

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hisparse_pd.base.ports import free_port
 from tests.integration.harness import Deployment, Service, generate, router_service, running, wait_until
+from tests.waiting import WAIT_SECS
 from tools.checkpoints import oracle
 
 TOLERANCE = 2e-3
@@ -152,7 +153,7 @@ def test_max_tokens_0_needs_no_decode_node(pair: Deployment, tmp_path: Path) -> 
     router.health_path = "/metrics"
     with running([router]):
         wait_until(
-            lambda: httpx.get(router.url + "/status", timeout=10).json()["nodes"][0]["healthy"],
+            lambda: httpx.get(router.url + "/status", timeout=WAIT_SECS).json()["nodes"][0]["healthy"],
             "the router sees the prefill node",
         )
         answer = post(router.url, "/v1/completions", prompt="Hello", max_tokens=0, echo=True)

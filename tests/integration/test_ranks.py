@@ -37,6 +37,7 @@ from tests.integration.harness import (
     wait_until,
 )
 from tests.oracle_beside import Oracle
+from tests.waiting import WAIT_SECS
 
 NUM_NEW_TOKENS = 12
 NUM_CONCURRENT = 12
@@ -114,7 +115,7 @@ def check_tokens(pairs: Sequence[tuple[Service, Service]], checkpoint: Path) -> 
 @pytest.mark.timeout(600)
 def test_tokens_are_the_oracles_on_any_ranks(nodes: Deployment, checkpoint: Path) -> None:
     check_tokens([(nodes.prefill[0], nodes.decode[0])], checkpoint)
-    numbers = httpx.get(nodes.decode[0].url + "/metrics", timeout=10).text
+    numbers = httpx.get(nodes.decode[0].url + "/metrics", timeout=WAIT_SECS).text
     for rank in range(NUM_RANKS):
         served = re.findall(
             rf'^hisparse_pd:requests_total{{dp_rank="{rank}",mode=".*"}} (.*)$', numbers, re.M
@@ -178,10 +179,11 @@ def test_one_rank_works_while_the_others_have_nothing(nodes: Deployment) -> None
 @pytest.mark.timeout(300)
 def test_what_a_node_says_of_its_ranks(nodes: Deployment) -> None:
     for node in (*nodes.prefill, *nodes.decode):
-        assert httpx.get(node.url + "/server_info").json()["dp_size"] == NUM_RANKS
-        loads = httpx.get(node.url + "/get_load").json()
+        assert httpx.get(node.url + "/server_info", timeout=WAIT_SECS).json()["dp_size"] == NUM_RANKS
+        loads = httpx.get(node.url + "/get_load", timeout=WAIT_SECS).json()
         assert [load["dp_rank"] for load in loads] == [*range(NUM_RANKS)]
-    info = httpx.get(f"http://127.0.0.1:{nodes.prefill[0].bootstrap_port}/bootstrap").json()
+    bootstrap_url = f"http://127.0.0.1:{nodes.prefill[0].bootstrap_port}/bootstrap"
+    info = httpx.get(bootstrap_url, timeout=WAIT_SECS).json()
     ranks = info["ranks"]
     assert len({rank["instance_id"] for rank in ranks}) == NUM_RANKS
     assert len({rank["control_port"] for rank in ranks}) == NUM_RANKS
@@ -205,7 +207,7 @@ def test_what_a_rank_has_cached_is_found_again(nodes: Deployment) -> None:
 
 def test_each_rank_of_a_node_has_its_numbers(nodes: Deployment) -> None:
     def loads() -> list[dict[str, Any]]:
-        found = httpx.get(f"{nodes.url}/status", timeout=10).json()["nodes"]
+        found = httpx.get(f"{nodes.url}/status", timeout=WAIT_SECS).json()["nodes"]
         assert [node["load_trouble"] for node in found] == ["", ""]
         return [node["load"] for node in found]
 

@@ -37,6 +37,7 @@ from tests.integration.harness import (
     wait_until,
 )
 from tests.stream_events import said_in
+from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.I5
 
@@ -217,7 +218,7 @@ class Cut:
         wait_until(self.is_whole, "the router finds all nodes healthy")
 
     def is_whole(self) -> bool:
-        told = httpx.get(f"{self.nodes.url}/health", timeout=5).json()["nodes"]
+        told = httpx.get(f"{self.nodes.url}/health", timeout=WAIT_SECS).json()["nodes"]
         return all(node["healthy"] for node in told)
 
 
@@ -385,7 +386,7 @@ def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) ->
         node, other = cut.node_of(stream)
 
         def leave() -> None:
-            httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
+            httpx.post(f"{node.url}/drain", timeout=WAIT_SECS).raise_for_status()
             assert node.exit_status() == 0
 
         before = cut.num_resumes("moved")
@@ -439,7 +440,7 @@ def test_the_loss_of_a_rank_is_the_loss_of_its_node(
             assert node.exit_status() == 1
 
         def leave() -> None:
-            httpx.post(f"{node.url}/drain", timeout=10).raise_for_status()
+            httpx.post(f"{node.url}/drain", timeout=WAIT_SECS).raise_for_status()
             assert node.exit_status() == 0
 
         for action, reason in ((halt_a_rank, "lost"), (leave, "moved")):

@@ -15,6 +15,7 @@ import pytest
 from hisparse_pd.core.model.spec import load_spec
 from tests.integration.harness import deployment, engine_pids, generate, is_idle, wait_until
 from tests.integration.wrong_rows import HostPool, assert_names_a_row, num_found, release_pages
+from tests.waiting import WAIT_SECS
 
 HOST_POOL_TOKENS = 6400
 NUM_REQUESTS = 6
@@ -87,7 +88,7 @@ def test_bits_that_flip_in_the_host_pool(
         behind = round_of(True)
         wait_until(lambda: is_idle(decode), "the decode node is idle")
         found = num_found(decode)
-        assert httpx.get(decode.url + "/quarantine", timeout=10).json()["runs"] == []
+        assert httpx.get(decode.url + "/quarantine", timeout=WAIT_SECS).json()["runs"] == []
         assert release_pages(decode) > 0
         pair.flush_prefix_caches()
         after = round_of(True)

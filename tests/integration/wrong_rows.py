@@ -12,6 +12,7 @@ import httpx
 
 from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT
 from tests.integration.harness import Service, wait_until
+from tests.waiting import WAIT_SECS
 
 ROW = re.compile(
     r"the KV of layer \d+, position \d+, in slot \d+ of the (host|device) pool is not what was written "
@@ -62,10 +63,10 @@ def release_pages(node: Service) -> int:
     released = set()
 
     def all_are_out() -> bool:
-        for page in httpx.get(node.url + "/quarantine", timeout=10).json()["pages"]:
+        for page in httpx.get(node.url + "/quarantine", timeout=WAIT_SECS).json()["pages"]:
             query = f"pool={page['pool']}&slot={page['start']}&rank={page['rank']}"
             released.add(query)
-            answer = httpx.post(f"{node.url}/release_quarantine?{query}", timeout=10)
+            answer = httpx.post(f"{node.url}/release_quarantine?{query}", timeout=WAIT_SECS)
             assert answer.status_code in (200, 404), answer.text  # 404: it is out by now
         return node.metrics()["hisparse_pd:set_aside_tokens"] == 0
 

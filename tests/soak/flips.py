@@ -12,6 +12,7 @@ import httpx
 
 from tests.integration.harness import Service, engine_pids
 from tests.integration.wrong_rows import HostPool
+from tests.waiting import WAIT_SECS
 
 FLIP_SECS = 0.1
 REPAIR_SECS = 2.0
@@ -70,7 +71,7 @@ class Flips:
     def give_back(self) -> None:
         for node in self._nodes:
             with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):  # it is down, or is starting
-                for page in httpx.get(node.url + "/quarantine", timeout=10).json()["pages"]:
+                for page in httpx.get(node.url + "/quarantine", timeout=WAIT_SECS).json()["pages"]:
                     query = f"pool={page['pool']}&slot={page['start']}&rank={page['rank']}"
-                    answer = httpx.post(f"{node.url}/release_quarantine?{query}", timeout=10)
+                    answer = httpx.post(f"{node.url}/release_quarantine?{query}", timeout=WAIT_SECS)
                     self.num_pages += answer.status_code == 200

@@ -22,7 +22,7 @@ from hisparse_pd.commands.doctor.settings import DoctorSettings
 from hisparse_pd.protocol.channels import ControlKeys
 from hisparse_pd.router import supervisor
 from hisparse_pd.router.supervisor import Child, Health, Supervisor, probe
-from tests.waiting import wait_until
+from tests.waiting import WAIT_SECS, wait_until
 
 REPO = Path(__file__).resolve().parents[2]
 SERVICE = """
@@ -221,7 +221,7 @@ def pids(parent: Supervisor) -> list[int]:
 def test_a_signal_stops_all_children_and_exits_with_0(
     service: Callable[..., Child], number: signal.Signals
 ) -> None:
-    parent = Supervisor([service("prefill"), service("decode"), service("router")], 10)
+    parent = Supervisor([service("prefill"), service("decode"), service("router")], WAIT_SECS)
     healthy: list[bool] = []
 
     def on_healthy() -> None:
@@ -291,7 +291,7 @@ def test_a_child_that_does_not_become_healthy_is_named(
 def test_a_child_that_dies_later_takes_the_others_along(
     service: Callable[..., Child], caplog: pytest.LogCaptureFixture
 ) -> None:
-    parent = Supervisor([service("prefill"), service("decode")], 10)
+    parent = Supervisor([service("prefill"), service("decode")], WAIT_SECS)
     assert parent.run(lambda: parent._processes["prefill"].kill()) == 1
     assert "the prefill service was killed by SIGKILL" in caplog.text
     assert not any(is_running(pid) for pid in pids(parent))
@@ -344,7 +344,7 @@ def test_a_child_that_ignores_sigterm_is_killed(
     service: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECS", 0.3)
-    parent = Supervisor([service("decode", "stubborn")], 10)
+    parent = Supervisor([service("decode", "stubborn")], WAIT_SECS)
     assert parent.run(lambda: parent._stopping.set()) == 1
     assert not any(is_running(pid) for pid in pids(parent))
 
@@ -354,7 +354,7 @@ def test_children_end_when_their_parent_is_killed(service: Callable[..., Child],
     pid_file = tmp_path / "pid"
     code = (
         "from pathlib import Path; from hisparse_pd.router.supervisor import Child, Supervisor; "
-        f"s = Supervisor([Child('decode', {child.command!r}, {child.health_url!r})], 10); "
+        f"s = Supervisor([Child('decode', {child.command!r}, {child.health_url!r})], {WAIT_SECS}); "
         f"s.run(lambda: Path({str(pid_file)!r}).write_text(str(s._processes['decode'].pid)))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)

@@ -31,7 +31,7 @@ from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics
 from tests.unit.api.scripted_engine import Script, ScriptedEngine, ready
 from tests.unit.api.tiny_tokenizer import make_tokenizer
-from tests.waiting import WAIT_SECS, until
+from tests.waiting import NEVER_SECS, WAIT_SECS, until
 
 ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": None, "bootstrap_room": 7}
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5, **ROOM}
@@ -111,7 +111,7 @@ async def serving(
     role: str = "decode",
     is_ready: bool = True,
     collector: str = "",
-    health_timeout_secs: float = 30.0,
+    health_timeout_secs: float = NEVER_SECS,
     **options: Any,
 ) -> AsyncIterator[Node]:
     """For ``WAIT_SECS`` at most."""

@@ -613,7 +613,11 @@ async def test_an_h2c_preface_is_turned_away_quietly(
 # --- information -------------------------------------------------------------------------------------
 
 
-async def test_health_follows_the_engine(tmp_path: Path) -> None:
+async def test_health_follows_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands still between two looks."""
+    now = time.monotonic()
+    monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
+
     async def status(node: Node) -> tuple[int, str]:
         response = await node.client.get("/health")
         return response.status_code, response.json().get("reason", "")
@@ -622,22 +626,27 @@ async def test_health_follows_the_engine(tmp_path: Path) -> None:
         while (shown := await status(node))[0] != status_code or reason not in shown[1]:
             await asyncio.sleep(0.01)
 
-    async with serving(say("x"), tmp_path, is_ready=False, health_timeout_secs=0.4) as node:
+    async with serving(say("x"), tmp_path, is_ready=False, health_timeout_secs=30.0) as node:
         assert await status(node) == (503, "the engine is loading")
         assert (await node.post("/v1/completions", **BODY)).status_code == 503
         assert (await node.client.get("/server_info")).status_code == 200
         assert (await node.client.get("/liveness")).status_code == 200
         node.engine.is_ready = True
         await until(lambda: node.link.ready is not None, "the engine is ready")
+        rank = node.link.ranks[0]
         await becomes(node, 200, "")
-        await asyncio.sleep(0.5)
+        now += 31.0
         await becomes(node, 200, "")  # idle is healthy
         node.engine.num_running = 1
+        await until(lambda: rank.stats is not None and rank.stats.num_running == 1, "it has work")
+        now += 31.0
         await becomes(node, 503, "no progress")
         node.engine.step += 1
-        await until(lambda: node.link.trouble() is None, "progress")
+        await becomes(node, 200, "")
         node.engine.is_silent = True
-        await becomes(node, 503, "silent")
+        while (await status(node))[0] == 200:  # what it has said already may yet come
+            now += 31.0
+        assert "silent" in (await status(node))[1]
         assert (await node.client.get("/liveness")).status_code == 503
         node.engine.is_silent = False
         node.engine.num_running = 0

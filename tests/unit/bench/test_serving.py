@@ -39,11 +39,9 @@ from hisparse_pd.commands.bench.serving_report import (
 from hisparse_pd.commands.bench.settings import ServingSettings
 from tests.unit.router.cluster import Behaviour, FakeNode, answer, says, start, write
 from tests.unit.router.cluster import serving as serving_app
-from tests.waiting import until
+from tests.waiting import WAIT_SECS, until
 
 pytestmark = pytest.mark.anyio
-
-TIMEOUT_SECS = 10.0
 
 
 def workload_of(**settings: Any) -> Workload:
@@ -122,7 +120,7 @@ async def scripted(_: Endpoint, send: Send) -> None:
 
 async def test_a_request_is_recorded_with_tokens_by_usage() -> None:
     endpoint = Endpoint(scripted)
-    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+    async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
         assert await client.first_model() == "tiny"
         record = await client.send(WORKLOAD.content(0, 0, True, 4))
     assert (record.error_class, record.error) == ("", "")
@@ -133,7 +131,7 @@ async def test_a_request_is_recorded_with_tokens_by_usage() -> None:
     assert record.tpot_secs == pytest.approx((record.arrivals[1] - record.arrivals[0]) / 3)
 
 
-async def record_of(behaviour: Behaviour, timeout_secs: float = TIMEOUT_SECS) -> Record:
+async def record_of(behaviour: Behaviour, timeout_secs: float = WAIT_SECS) -> Record:
     async with running(Endpoint(behaviour)) as url, Client(url, timeout_secs) as client:
         return await client.send(WORKLOAD.content(0, 0, None, 4))
 
@@ -186,7 +184,7 @@ async def test_a_request_has_a_timeout() -> None:
 async def test_an_endpoint_that_is_not_there_is_a_connect_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-    async with Client(url, TIMEOUT_SECS) as client:
+    async with Client(url, WAIT_SECS) as client:
         record = await client.send(WORKLOAD.content(0, 0, None, 4))
         with pytest.raises(EndpointError, match="or give its URL with --url, and --model"):
             await client.first_model()
@@ -206,7 +204,7 @@ async def test_a_closed_loop_keeps_exactly_its_concurrency_busy() -> None:
 
     endpoint = Endpoint(when_three_are_there)
     done: list[None] = []
-    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+    async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
         point = Point(True, concurrency=3, num_requests=10)
         records = await run_point(client, WORKLOAD, point, lambda: done.append(None))
     assert [record.error_class for record in records] == [""] * 10
@@ -221,7 +219,7 @@ async def test_an_open_loop_waits_for_no_answer_and_follows_its_seed() -> None:
         await scripted(endpoint, send)
 
     endpoint = Endpoint(when_all_are_there)
-    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+    async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
         point = Point(request_rate=400.0, num_requests=12, stream=2)
         records = await run_point(client, WORKLOAD, point)
     assert [record.error_class for record in records] == [""] * 12
@@ -240,7 +238,7 @@ async def test_a_duration_starts_no_more_when_it_is_over(monkeypatch: pytest.Mon
         await scripted(endpoint, send)
 
     endpoint = Endpoint(fifth_takes_a_minute)
-    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+    async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
         records = await run_point(client, WORKLOAD, Point(concurrency=1, duration_secs=30))
         assert len(records) == len(endpoint.bodies) == 5
         clock.now = 0.0
@@ -265,7 +263,7 @@ async def test_bodies_ask_for_what_the_workload_says() -> None:
     endpoint = Endpoint(scripted)
     drawn = {"input_tokens": 6, "token_range": (10, 20)}
     workload = workload_of(**drawn, seed=7, temperature=0.5, extra_body={"top_p": 0.9})
-    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+    async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
         for stream, hisparse in enumerate((True, False, "auto", None)):
             point = Point(hisparse, concurrency=1, num_requests=2, stream=stream)
             await warm_up(client, workload, point, 1, 2)
@@ -293,7 +291,7 @@ async def test_bodies_ask_for_what_the_workload_says() -> None:
 async def test_distinct_prompts_are_sent_in_turns_in_every_point() -> None:
     endpoint = Endpoint(scripted)
     workload = workload_of(input_tokens=6, distinct_prompts=2, prompt_format="text", ignore_eos=False)
-    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+    async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
         for stream in range(2):
             await run_point(client, workload, Point(concurrency=1, num_requests=3, stream=stream))
     prompts = [body["prompt"] for body in endpoint.bodies]
@@ -309,7 +307,7 @@ async def test_prompts_are_the_same_whether_prepared_or_not(
 ) -> None:
     monkeypatch.setattr(serving_load, "PREPARED_BYTES", prepared_bytes)
     endpoint = Endpoint(scripted)
-    async with running(endpoint) as url, Client(url, TIMEOUT_SECS) as client:
+    async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
         await run_point(client, WORKLOAD, Point(concurrency=1, num_requests=4))
     assert [body["prompt"] for body in endpoint.bodies] == [WORKLOAD.prompt(0, number) for number in range(4)]
 

@@ -35,8 +35,7 @@ from hisparse_pd.protocol.messages import (
 )
 from hisparse_pd.protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
-
-WAIT_SECS = 60.0
+from tests.waiting import WAIT_SECS
 
 
 class BootstrapServer:

@@ -18,10 +18,10 @@ from hisparse_pd.core.grammar.compiler import MAX_KEPT, Compiler
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES, Grammar, TokenTrie
 from tests.unit.grammar.tries import EOS, VOCAB_SIZE, schema, tokenizer_json, trie
+from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.I8
 
-WAIT_SECS = 60.0
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -13,10 +13,9 @@ from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
 from hisparse_pd.core.grammar.turns import Turns
 from tests.unit.grammar.tries import trie
+from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.I8
-
-WAIT_SECS = 60.0
 
 
 @contextmanager

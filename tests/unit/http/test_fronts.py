@@ -17,9 +17,7 @@ from hisparse_pd.serving.http.board import MAX_METRICS_BYTES, Board, Word
 from hisparse_pd.serving.http.connections import Connections
 from hisparse_pd.serving.http.listening import Listener, _SharedSocket
 from hisparse_pd.serving.http.patience import Patience
-
-WAIT_SECS = 60.0
-
+from tests.waiting import WAIT_SECS
 
 # --- the board ---------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: Eng
 @pytest.mark.I1
 def test_a_silent_node_that_comes_back_has_the_lane_that_it_had(tiny: Path, tmp_path: Path) -> None:
     with (
-        engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.25) as engine,
+        engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.5) as engine,
         decode_peer(engine) as peer,
     ):
         lanes = engine.engine._lanes

@@ -19,7 +19,7 @@ from hisparse_pd.router.drain import Drain
 from hisparse_pd.router.nodes import NodeKind
 from hisparse_pd.router.server import create_app
 from tests.unit import servers
-from tests.waiting import WAIT_SECS
+from tests.waiting import NEVER_SECS, WAIT_SECS
 
 Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
 
@@ -227,7 +227,11 @@ async def cluster(
         for node, server in zip(all_nodes, servers, strict=True):
             node.url = await server.enter_async_context(serving(node))
             node.close = server.aclose
-        fixed = {"health_interval_secs": 60.0, "request_timeout_secs": 60.0, "resume_timeout_secs": 0.0}
+        fixed = {
+            "health_interval_secs": NEVER_SECS,
+            "request_timeout_secs": NEVER_SECS,
+            "resume_timeout_secs": 0.0,
+        }
         router_settings = RouterSettings(
             prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
             decode=tuple(node.url for node in nodes[NodeKind.DECODE]),

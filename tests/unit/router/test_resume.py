@@ -25,7 +25,7 @@ from tests.unit.router.cluster import (
     start,
     write,
 )
-from tests.waiting import until
+from tests.waiting import NEVER_SECS, until
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +75,7 @@ async def leaves_behind_one(node: FakeNode, send: Send) -> None:
 
 @pytest.mark.parametrize("first", [LOST, leaves_behind_one])
 async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
-    async with cluster(decode=[first, GOES_ON], resume_timeout_secs=30) as pair:
+    async with cluster(decode=[first, GOES_ON], resume_timeout_secs=NEVER_SECS) as pair:
         forged = {"journal": {"id": "x"}, "journal_records": [[[0, [9]]]]}
         response = await pair.client.post(PATH, json={**BODY, **forged})
         assert response.text == SHOWN
@@ -98,6 +98,9 @@ async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.M
     """What it says when it wakes up is not shown."""
 
     async def hangs(node: FakeNode, send: Send) -> None:
+        monkeypatch.setattr(
+            "hisparse_pd.router.relay.DECODE_SILENCE_SECS", NEVER_SECS
+        )  # for whoever comes next
         await start(send, x_hisparse_pd_journal="1")
         await write(send, unit(1))
         await node.release.wait()
@@ -108,7 +111,7 @@ async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.M
         await GOES_ON(node, send)
 
     monkeypatch.setattr("hisparse_pd.router.relay.DECODE_SILENCE_SECS", 0.3)
-    async with cluster(decode=[hangs, wakes_the_other], resume_timeout_secs=30) as pair:
+    async with cluster(decode=[hangs, wakes_the_other], resume_timeout_secs=NEVER_SECS) as pair:
         assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
 
 
@@ -122,7 +125,7 @@ async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.M
 async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third(second: Behaviour, why: str) -> None:
     """Its error has what the last one said."""
     nodes = [LOST, second, GOES_ON]
-    async with cluster(decode=nodes, resume_timeout_secs=30) as pair:
+    async with cluster(decode=nodes, resume_timeout_secs=NEVER_SECS) as pair:
         text = (await pair.client.post(PATH, json=BODY)).text
         assert text.startswith('data: {"n": 1}\n\n')
         assert "were lost with this request, one after the other" in text
@@ -143,7 +146,7 @@ async def test_a_lost_node_has_the_stream_again_once_it_is_healthy() -> None:
             raise CutConnection
         await GOES_ON(node, send)
 
-    async with cluster(decode=at_first(dies, is_back), resume_timeout_secs=30) as pair:
+    async with cluster(decode=at_first(dies, is_back), resume_timeout_secs=NEVER_SECS) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
 
         await pair.until_health(503)
@@ -174,7 +177,7 @@ async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(others: list[B
 async def test_what_is_no_nodes_fault_is_shown_and_not_asked_again() -> None:
     refused = b'data: {"error": {"message": "grammar"}}\n\n'
     async with cluster(
-        decode=[journaled(unit(1), refused + journal_line(OVER)), GOES_ON], resume_timeout_secs=30
+        decode=[journaled(unit(1), refused + journal_line(OVER)), GOES_ON], resume_timeout_secs=NEVER_SECS
     ) as pair:
         text = (await pair.client.post(PATH, json=BODY)).text
         assert text == 'data: {"n": 1}\n\n' + refused.decode()
@@ -196,7 +199,7 @@ async def test_a_client_hears_something_until_its_stream_goes_on(
 
     monkeypatch.setattr("hisparse_pd.router.relay._SEARCH_PING_SECS", 0.05)
     async with (
-        cluster(decode=[LOST, waits], resume_timeout_secs=30) as pair,
+        cluster(decode=[LOST, waits], resume_timeout_secs=NEVER_SECS) as pair,
         pair.client.stream("POST", path, json=BODY) as response,
     ):
         text = ""
@@ -209,7 +212,7 @@ async def test_a_client_hears_something_until_its_stream_goes_on(
 
 
 async def test_a_client_that_leaves_while_its_stream_looks_for_a_node_is_forgotten() -> None:
-    async with cluster(decode=at_first(LOST, NOT_READY), resume_timeout_secs=60) as pair:
+    async with cluster(decode=at_first(LOST, NOT_READY), resume_timeout_secs=NEVER_SECS) as pair:
         async with pair.client.stream("POST", PATH, json=BODY) as response:
             pieces = response.aiter_text()
             assert (await anext(pieces)).startswith('data: {"n": 1}')
@@ -222,7 +225,9 @@ async def test_a_client_that_leaves_while_its_stream_looks_for_a_node_is_forgott
 async def test_a_stream_for_whose_journal_there_is_no_room_ends_with_its_node(journal_bytes: int) -> None:
     """From the beginning, or once it is too long."""
     lost = journaled(*map(unit, range(400)), cut=True)
-    async with cluster(decode=[lost, GOES_ON], resume_timeout_secs=30, journal_bytes=journal_bytes) as pair:
+    async with cluster(
+        decode=[lost, GOES_ON], resume_timeout_secs=NEVER_SECS, journal_bytes=journal_bytes
+    ) as pair:
         text = (await pair.client.post(PATH, json=BODY)).text
         assert text.startswith("".join(f'data: {{"n": {number}}}\n\n' for number in range(400)))
         assert "broke off its answer" in text
@@ -246,7 +251,7 @@ WHOLE_ANSWER = says(b'{"ok": true}')
     ],
 )
 async def test_a_whole_answer_begins_anew(first: Behaviour, reason: str) -> None:
-    async with cluster(decode=[first, WHOLE_ANSWER], resume_timeout_secs=30, max_retries=0) as pair:
+    async with cluster(decode=[first, WHOLE_ANSWER], resume_timeout_secs=NEVER_SECS, max_retries=0) as pair:
         response = await pair.client.post(PATH, json=WHOLE)
         assert (response.status_code, response.json()) == (200, {"ok": True})
         body = pair.decode[1].body()
@@ -285,7 +290,9 @@ async def test_a_node_that_is_there_later_has_the_requests_of_one_that_leaves(
     first: Behaviour, then: Behaviour, body: dict[str, Any], shown: str
 ) -> None:
     """They stay where they are until then."""
-    async with cluster(decode=[first, then], resume_timeout_secs=30, health_interval_secs=0.05) as pair:
+    async with cluster(
+        decode=[first, then], resume_timeout_secs=NEVER_SECS, health_interval_secs=0.05
+    ) as pair:
         old, new = pair.decode
         new.healthy = False
         await until_healthy(pair, num=1)
@@ -313,7 +320,7 @@ async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
     first: Behaviour, settings: dict[str, Any]
 ) -> None:
     """Without room for a journal, at routers that resume nothing, and at nodes that keep no journal."""
-    options = {"resume_timeout_secs": 30, "health_interval_secs": 0.05} | settings
+    options = {"resume_timeout_secs": NEVER_SECS, "health_interval_secs": 0.05} | settings
     async with (
         cluster(decode=[first, GOES_ON], **options) as pair,
         pair.client.stream("POST", PATH, json=BODY) as response,
@@ -362,7 +369,7 @@ async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -
         assert node.body()["journal"]["may_move"] is False
         await write(send, journal_line(LEAVING) + unit(400) + LAST, more=False)
 
-    async with cluster(decode=[leaves, GOES_ON], resume_timeout_secs=30, journal_bytes=1100) as pair:
+    async with cluster(decode=[leaves, GOES_ON], resume_timeout_secs=NEVER_SECS, journal_bytes=1100) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
         await pair.until_counted("router_dropped_journals_total 1.0")
         pair.decode[0].release.set()
@@ -374,7 +381,7 @@ async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -
 @pytest.mark.parametrize("lost", [journaled(cut=True), says(error_body(ENGINE_LOST), 503)])
 async def test_a_whole_answer_with_which_two_nodes_are_lost_goes_to_no_third(lost: Behaviour) -> None:
     """As a stream of which nothing was shown between the losses."""
-    async with cluster(decode=[lost, lost, WHOLE_ANSWER], resume_timeout_secs=30) as pair:
+    async with cluster(decode=[lost, lost, WHOLE_ANSWER], resume_timeout_secs=NEVER_SECS) as pair:
         response = await pair.client.post(PATH, json=WHOLE)
         assert response.status_code == 502
         assert "were lost with this request, one after the other" in response.text
@@ -383,7 +390,7 @@ async def test_a_whole_answer_with_which_two_nodes_are_lost_goes_to_no_third(los
 
 async def test_a_router_that_shuts_down_looks_no_further() -> None:
     drain = Drain()
-    async with cluster(decode=at_first(LOST, NOT_READY), drain=drain, resume_timeout_secs=60) as pair:
+    async with cluster(decode=at_first(LOST, NOT_READY), drain=drain, resume_timeout_secs=NEVER_SECS) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json=BODY))
         await until(lambda: pair.decode[0].requests)
         await drain.finish(0.5, lambda: False)

@@ -14,9 +14,8 @@ from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane import Lane, Lanes
 from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
 from hisparse_pd.transfer.plan import Descriptors, Writes
-from tests.waiting import wait_until
+from tests.waiting import WAIT_SECS, wait_until
 
-WAIT_SECS = 60.0
 SESSION = "127.0.0.1:15001"
 POOL_BYTES = (300_001, 4096)
 

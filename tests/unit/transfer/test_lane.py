@@ -188,7 +188,6 @@ def answering(name: str, packet: bytes | None, descriptors: list[int]) -> Iterat
 
 @pytest.mark.I7
 def test_a_wrong_answer_is_refused_and_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hisparse_pd.transfer.lane_memory, "ANSWER_SECS", 0.2)
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 4096)
     pool = allocate_host(4096, pinned=False, shared=True)
@@ -206,6 +205,9 @@ def test_a_wrong_answer_is_refused_and_leaves_no_descriptors(monkeypatch: pytest
     num_open = len(os.listdir("/proc/self/fd"))
     for number, (packet, descriptors, words) in enumerate(cases):
         offer = LaneOffer(f"{SOCKET_PREFIX}{os.getpid():014x}{number:02x}", bytes(32))
+        monkeypatch.setattr(
+            hisparse_pd.transfer.lane_memory, "ANSWER_SECS", 0.2 if packet is None else WAIT_SECS
+        )
         with answering(offer.socket, packet, descriptors), pytest.raises(LaneError, match=words):
             Mapping(offer, "run", "")
     assert len(os.listdir("/proc/self/fd")) == num_open

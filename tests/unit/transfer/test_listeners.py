@@ -11,6 +11,7 @@ from hisparse_pd.base.access import MAX_NETWORKS, PeerList
 from hisparse_pd.transfer.engine import TransferSetupError
 from hisparse_pd.transfer.listeners import guarded_listeners, reachable_from
 from tests.unit.transfer.peer import has_ipv6
+from tests.waiting import WAIT_SECS
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
@@ -28,7 +29,10 @@ def connect(server: socket.socket, source: str, target: str, timeout_secs: float
 
 
 def assert_takes(server: socket.socket, source: str, target: str = "127.0.0.1") -> None:
-    with closing(connect(server, source, target, 10.0)) as client, closing(server.accept()[0]) as accepted:
+    with (
+        closing(connect(server, source, target, WAIT_SECS)) as client,
+        closing(server.accept()[0]) as accepted,
+    ):
         client.sendall(b"x")
         assert accepted.recv(1) == b"x"
 
