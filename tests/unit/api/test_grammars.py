@@ -517,7 +517,7 @@ def test_tools_of_many_parameters_take_a_fraction_of_the_steps(
     parameters = {"type": "object", "properties": {f"parameter_{i}": described for i in range(700)}}
     assert len(json.dumps(parameters)) > 70_000
     steps = Steps()
-    monkeypatch.setattr("hisparse_pd.serving.api.grammars.Steps", lambda: steps)
+    monkeypatch.setattr("hisparse_pd.serving.api.grammars.Steps", lambda *_: steps)
     write_for(markup, [parameters] * 4)
     assert 0 < MAX_STEPS - steps.num_left < MAX_STEPS // 4
 

@@ -36,7 +36,7 @@ def generator() -> torch.Generator:
 @pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU machine with FlashMLA, as far as the choice of a backend looks at it."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(flashmla, "_flash_mla", lambda: object())
 
 
@@ -98,7 +98,7 @@ def test_flashmla_is_refused_where_it_does_not_fit(
 
 
 def test_gpus_without_flashmla_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(flashmla, "_flash_mla", lambda: "no such wheel")
     monkeypatch.setitem(sys.modules, "hisparse_pd.kernels.triton_attention", None)
     monkeypatch.delattr("hisparse_pd.kernels.triton_attention", raising=False)

@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
     )
     monkeypatch.setattr(cuda, "_mapped_address", lambda name, host: host.data_ptr())
     monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     state = HotBufferState.create(NUM_GROUPS, 2, 1024, 512, PAGE_SIZE, 2048)
     pool = torch.zeros((NUM_GROUPS, 2048, 8), dtype=torch.uint8)
     hints = [np.arange(group, group + 100, dtype=np.int32) for group in range(NUM_GROUPS)]

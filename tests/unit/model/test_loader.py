@@ -101,10 +101,10 @@ def test_fp8_weights_are_what_their_scales_make_of_them(
 def test_linear_layers_stay_in_fp8_where_bfloat16_meets_them_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, has_fp8: bool, device: str, dtype: torch.dtype, expected: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     spec = make_spec(weights_are_fp8=has_fp8, dtype=dtype)
     assert loader.keeps_fp8(spec, torch.device(device)) is expected
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert not loader.keeps_fp8(spec, torch.device(device))
 
 
@@ -231,7 +231,7 @@ def test_activations_are_rounded_with_the_scales_of_the_configuration(
 
 
 def test_a_gpu_that_converts_no_fp8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
     with pytest.raises(
         CheckpointError, match=r"in fp8, which cuda:0 cannot convert: it has compute capability 8\.0"
