@@ -8,8 +8,8 @@ import torch
 
 from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.core.memory.device import DeviceMemory
-from hisparse_pd.core.model.checkpoint_config import weight_files
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.stored_weights import weight_files
 from hisparse_pd.core.model.weight_reader import WeightFiles
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.sizing import device_demand

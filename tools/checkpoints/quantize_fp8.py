@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hisparse_pd.core.model.checkpoint_config import weight_files
+from hisparse_pd.core.model.stored_weights import INDEX_NAME, SUFFIX, weight_files
 from hisparse_pd.kernels.block_fp8 import BLOCK, quantize
 
 _KEPT = re.compile(r"norm|embed|lm_head|output|\.gate\.|weights_proj")
@@ -36,14 +36,14 @@ def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> 
     out_dir.mkdir(parents=True, exist_ok=True)
     files = weight_files(directory)
     for other in directory.iterdir():
-        if other.is_file() and other not in files and other.name != "model.safetensors.index.json":
+        if other.is_file() and other.suffix != SUFFIX and other.name != INDEX_NAME:
             shutil.copy(other, out_dir)
-    for path in files:
-        tensors = load_file(path)
+    for file in files:
+        tensors = {name: tensor for name, tensor in load_file(file.path).items() if name in file.tensors}
         for name, tensor in list(tensors.items()):
             if is_quantized(name, tensor):
                 tensors |= quantized(name, tensor.to(device))
-        save_file(tensors, out_dir / path.name, metadata={"format": "pt"})
+        save_file(tensors, out_dir / file.path.name, metadata={"format": "pt"})
     config_file = out_dir / "config.json"
     config = json.loads(config_file.read_text()) | {"quantization_config": QUANTIZATION}
     config_file.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint and its files: what they say of the model, and whether it can be served.
+"""The configuration of a checkpoint: what it says of the model, and whether it can be served.
 
 All raise CheckpointError, which names the file, what it says and what was expected. ``config``: as
 ``read_config`` returns it; ``path``: the checkpoint's directory.
@@ -6,7 +6,6 @@ All raise CheckpointError, which names the file, what it says and what was expec
 
 from __future__ import annotations
 
-import hashlib
 import json
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.core.model.families import FAMILIES
+from hisparse_pd.core.model.stored_weights import WeightFile
 from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.kv_format import FORMAT_NAMES
 from hisparse_pd.protocol.messages import MAX_LAYERS
@@ -25,7 +25,6 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 UE8M0 = "ue8m0"
 """A ``scale_fmt``: scales have an exponent and no more, so they are powers of two."""
 _PARTS = ("text_config", "vision_config")
-_SAMPLE_BYTES = 64 << 10
 _CHANGING_ROPE_TYPES = ("dynamic", "longrope")
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 
@@ -124,26 +123,6 @@ def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
             )
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The files of a checkpoint's weights. Raises CheckpointError when some are missing."""
-    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
-    if not files:
-        raise CheckpointError(
-            f"model_path {path}: there is no *.safetensors file in it; a link whose target is gone is none"
-        )
-    index_file = path / "model.safetensors.index.json"
-    if index_file.exists():
-        try:
-            wanted = set(json.loads(index_file.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index_file}: cannot be read: {error!r}") from error
-        if missing := sorted(wanted - {file.name for file in files}):
-            raise CheckpointError(
-                f"model_path {path}: {len(missing)} weight files are missing, first {missing[0]}"
-            )
-    return files
-
-
 def positive_integer(config: dict[str, Any], path: Path, key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -180,7 +159,7 @@ def kv_source_layers_of(config: dict[str, Any], path: Path, num_layers: int) -> 
 
 
 def num_draft_layers_of(
-    config: dict[str, Any], path: Path, files: list[Path] | None, wanted: int | None
+    config: dict[str, Any], path: Path, files: list[WeightFile] | None, wanted: int | None
 ) -> int:
     """``wanted``, or what there is. An export may have left the weights out and not what declares them.
 
@@ -196,9 +175,7 @@ def num_draft_layers_of(
             f"model_path {path}: num_nextn_predict_layers is {declared!r}; expected a number"
         )
     name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
-    is_there = declared > 0 and (
-        files is None or any(f'"{name}"'.encode() in _header(file) for file in files)
-    )
+    is_there = declared > 0 and (files is None or any(name in file.tensors for file in files))
     if wanted and not is_there:
         raise CheckpointError(
             f"model_path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"
@@ -244,35 +221,6 @@ def cache_format_of(name: str, value: str, auto: str) -> str:
     return auto if value == "auto" else value
 
 
-def fingerprint_of(config: dict[str, Any], files: list[Path]) -> str:
-    """Hash of the configuration and, for each weight file, its name, size, header and two samples of its
-    data.
-
-    Samples, because a real checkpoint is hundreds of gigabytes.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    lasting = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
-    digest.update(json.dumps(lasting, sort_keys=True, default=str).encode())
-    for file in files:
-        num_bytes = file.stat().st_size
-        digest.update(f"{file.name}:{num_bytes}".encode())
-        header = _header(file)
-        digest.update(header)
-        with file.open("rb") as stream:
-            stream.seek(8 + len(header))
-            digest.update(stream.read(_SAMPLE_BYTES))
-            stream.seek(max(8 + len(header), num_bytes - _SAMPLE_BYTES))
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _header(file: Path) -> bytes:
-    """What a safetensors file says of its tensors, JSON."""
-    num_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if header_bytes > num_bytes - 8:
-            raise CheckpointError(
-                f"{file}: header of {header_bytes} bytes in a file of {num_bytes}; truncated?"
-            )
-        return stream.read(header_bytes)
+def lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """What of ``config`` two nodes must have alike."""
+    return {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}

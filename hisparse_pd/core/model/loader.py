@@ -18,12 +18,12 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.core.model.block_linear import BlockLinear
-from hisparse_pd.core.model.checkpoint_config import weight_files
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.dummy_weights import draw
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.stored_weights import weight_files
 from hisparse_pd.core.model.weight_reader import (
     Placement,
     Progress,

@@ -14,15 +14,15 @@ from hisparse_pd.core.model.checkpoint_config import (
     cache_format_of,
     compute_dtype_of,
     eos_token_ids_of,
-    fingerprint_of,
     index_groups_of,
     kv_source_layers_of,
+    lasting,
     num_draft_layers_of,
     positive_integer,
     read_config,
-    weight_files,
 )
 from hisparse_pd.core.model.families import FAMILIES, Family
+from hisparse_pd.core.model.stored_weights import fingerprint_of, weight_files
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hadamard import takes_dim
 from hisparse_pd.kernels.kv_format import FP8_E4M3, IndexKeyFormat, KvFormat
@@ -280,7 +280,7 @@ def load_spec(
         kv_format=kv_format,
         index_format=index_format,
         weights_are_fp8=bool(config.get("quantization_config")),
-        fingerprint=fingerprint_of(config | ({"load_format": DUMMY} if is_dummy else {}), files),
+        fingerprint=fingerprint_of(lasting(config) | ({"load_format": DUMMY} if is_dummy else {}), files),
         kv_source_layers=() if sources == tuple(range(num_layers)) else sources,
         num_draft_layers=num_draft_layers,
         shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),

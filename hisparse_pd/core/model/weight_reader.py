@@ -9,7 +9,6 @@ that names the tensor, where a mapping would kill the process.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -18,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.core.model.stored_weights import WeightFile
 from hisparse_pd.kernels.block_fp8 import BLOCK, dequantize
 
 log = logging.getLogger(__name__)
@@ -105,15 +104,15 @@ def is_same(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 class WeightFiles:
-    """The open files of a checkpoint, and what is where in them."""
+    """The open files of a checkpoint, and what is read of them."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[WeightFile]) -> None:
         """Raises CheckpointError naming a file that is no safetensors file, or not whole."""
         self._descriptors: list[int] = []
         self._tensors: dict[str, StoredTensor] = {}
         try:
-            for path in paths:
-                self._open(path)
+            for file in files:
+                self._open(file)
         except BaseException:
             self.close()
             raise
@@ -136,28 +135,19 @@ class WeightFiles:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _open(self, path: Path) -> None:
+    def _open(self, file: WeightFile) -> None:
         from safetensors import SafetensorError, safe_open
 
+        path = file.path
         try:
             with safe_open(path, framework="pt"):  # its checks: every tensor is within the file, and is whole
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 self._descriptors.append(descriptor)
-            header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-            header: dict[str, Any] = json.loads(os.pread(descriptor, header_bytes, 8))
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path}: the file cannot be read: {error}") from error
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
+        for name, place in file.tensors.items():
             self._tensors[name] = StoredTensor(
-                name,
-                path,
-                descriptor,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                8 + header_bytes + begin,
-                end - begin,
+                name, path, descriptor, place.dtype_name, place.shape, place.offset, place.num_bytes
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.core.model import weight_reader
+from hisparse_pd.core.model.stored_weights import weight_files
 from hisparse_pd.core.model.weight_reader import Placement, WeightFiles, describe, read_weights
 from hisparse_pd.kernels.block_fp8 import dequantize, quantize
 
@@ -49,7 +50,7 @@ def tensors(tmp_path: Path) -> dict[str, Tensor]:
 
 
 def files_of(directory: Path) -> WeightFiles:
-    return WeightFiles(sorted(directory.glob("*.safetensors")))
+    return WeightFiles(weight_files(directory))
 
 
 def placements(files: WeightFiles, targets: dict[str, Tensor]) -> list[Placement]:
