@@ -136,7 +136,7 @@ def _messages_of(
 
 def _tool(name: str, item: Raw) -> Message:
     decode(parts.AnthropicTool, item, name)
-    tool = decode_item(name, item)
+    tool = decode_item(name, item, as_spelled=True)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
     if tool.get("strict"):
         function["strict"] = True

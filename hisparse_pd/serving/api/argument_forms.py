@@ -47,13 +47,17 @@ class NotWritable(ValueError):
     """The schema says what a grammar of bare texts cannot. The message says what."""
 
 
+class InexactNumber(NotWritable):
+    """The schema has a number that would be enforced as another one: an error for lenient readers, too."""
+
+
 # --- the document and what reading it costs -----------------------------------------------------------
 
 MAX_STEPS: Final = 1 << 17
 """Of one request: half a second. A tool takes a few for each of its parameters and listed values."""
 MAX_DEPTH: Final = 32
 
-_ANNOTATIONS = {
+ANNOTATIONS = {
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$schema", "$id", "$defs", "definitions", "x-guidance"),
 }
@@ -259,7 +263,7 @@ class SchemaReader:
         kept = self._words.get(id(schema))
         if kept is None:
             self._steps.spend(1 + len(schema) // 8)
-            kept = self._words[id(schema)] = schema, frozenset(schema.keys() - _ANNOTATIONS)
+            kept = self._words[id(schema)] = schema, frozenset(schema.keys() - ANNOTATIONS)
         return kept[1]
 
     def _combined(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw
 
 from hisparse_pd.serving.api import body_parts as parts
-from hisparse_pd.serving.api.declared import declared, list_of, raw, reference, rule, unsupported
+from hisparse_pd.serving.api.declared import AS_SPELLED, declared, list_of, raw, reference, rule, unsupported
 
 _TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
 
@@ -85,7 +85,7 @@ class VllmFormat:
 class SglangFormat:
     """The same in SGLang's."""
 
-    json_schema: Annotated[parts.JsonSchema | None, parts.A_SCHEMA]
+    json_schema: Annotated[parts.JsonSchema | None, parts.A_SCHEMA, AS_SPELLED]
     regex: parts.RegexText | None
     ebnf: parts.GrammarText | None
 

@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw
 
 from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS
-from hisparse_pd.serving.api.declared import declared, list_of, raw, reference, rule, tagged, unsupported
+from hisparse_pd.serving.api.declared import (
+    AS_SPELLED,
+    declared,
+    list_of,
+    raw,
+    reference,
+    rule,
+    tagged,
+    unsupported,
+)
 from hisparse_pd.serving.api.raw_json import MAX_FIELD_BYTES
 
 MAX_SAMPLES = 4096
@@ -106,7 +115,7 @@ class StreamOptions:
 
 @declared
 class DescribedSchema:
-    schema: Annotated[JsonSchema, A_SCHEMA]
+    schema: Annotated[JsonSchema, A_SCHEMA, AS_SPELLED]
 
 
 @declared
@@ -122,20 +131,20 @@ class TextFormat:
     """Of responses."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema: Annotated[JsonSchema | None, A_SCHEMA]
+    schema: Annotated[JsonSchema | None, A_SCHEMA, AS_SPELLED]
 
 
 @declared
 class AnthropicFormat:
     type: Literal["json_schema"]
-    schema: Annotated[JsonSchema, A_SCHEMA]
+    schema: Annotated[JsonSchema, A_SCHEMA, AS_SPELLED]
 
 
 @declared
 class StructuredOutputs:
     """vLLM's."""
 
-    json: Annotated[JsonSchema | None, A_SCHEMA]
+    json: Annotated[JsonSchema | None, A_SCHEMA, AS_SPELLED]
     regex: RegexText | None
     choice: Choices | None
     grammar: GrammarText | None
@@ -196,7 +205,7 @@ class TextPart:
 @declared
 class Function:
     name: NeededName
-    parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object")]
+    parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object"), AS_SPELLED]
 
 
 @declared
@@ -312,7 +321,7 @@ class AnthropicTool:
     name: NeededName
     description: str | None
     strict: bool | None
-    input_schema: Annotated[dict[str, Any], rule("must be a JSON schema, an object")]
+    input_schema: Annotated[dict[str, Any], rule("must be a JSON schema, an object"), AS_SPELLED]
 
 
 @declared
@@ -462,7 +471,7 @@ class AdditionalTools:
 class ResponsesTool:
     name: NeededName
     description: str | None
-    parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object")]
+    parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object"), AS_SPELLED]
 
 
 @declared

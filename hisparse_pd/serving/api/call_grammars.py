@@ -15,10 +15,11 @@ from typing import Final
 
 import msgspec
 
-from hisparse_pd.serving.api.argument_forms import NotWritable, SchemaReader, Steps, texts_of
+from hisparse_pd.serving.api.argument_forms import InexactNumber, NotWritable, SchemaReader, Steps, texts_of
 from hisparse_pd.serving.api.chat_format import STRING_ATTRIBUTE, Markup, ToolMarkup
 from hisparse_pd.serving.api.constraints import schema_text
-from hisparse_pd.serving.api.lark import ANY, NEWLINE, Lark, json_value, literal, sequence
+from hisparse_pd.serving.api.json_grammars import json_value
+from hisparse_pd.serving.api.lark import ANY, NEWLINE, Lark, literal, sequence
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
 
@@ -79,6 +80,13 @@ class CallWriter(ABC):
     def _call(self, tool: CallableTool) -> str:
         """One call. Raises NotWritable."""
 
+    def _json_arguments(self, tool: CallableTool) -> str:
+        """All arguments as one JSON object."""
+        if tool.parameters.get("type", "object") != "object":
+            raise NotWritable("has parameters that are no object")
+        parameters = {**tool.parameters, "type": "object"}
+        return json_value(self._lark, parameters, self._steps, is_lenient=not tool.is_strict)
+
 
 def _refused(tool: CallableTool, why: str) -> ApiError:
     return FieldRefused(tool.place, f"{tool.name!r} {why}")
@@ -103,7 +111,7 @@ class _WithArguments(CallWriter):
             try:
                 value = self._value(tool, name, schema, reader)
             except NotWritable as error:
-                if tool.is_strict:
+                if tool.is_strict or isinstance(error, InexactNumber):
                     raise NotWritable(f"has a parameter {name!r} that {error}") from error
                 value = self._value(tool, name, {}, reader)
             rule = self._lark.rule(self._argument(literal(name), value))
@@ -125,7 +133,7 @@ class _WithArguments(CallWriter):
         return written
 
     def _json(self, tool: CallableTool, schema: Mapping[str, object], reader: SchemaReader) -> str:
-        return json_value(reader.document(schema), is_lenient=not tool.is_strict)
+        return json_value(self._lark, reader.document(schema), self._steps, is_lenient=not tool.is_strict)
 
 
 def _members(
@@ -240,7 +248,7 @@ class _DeepSeekV31(CallWriter):
     def _call(self, tool: CallableTool) -> str:
         markup, mark = self._markup, self._lark.mark
         name = sequence(mark(markup.call), literal(tool.name), mark(markup.end_of_name))
-        return sequence(name, _json_arguments(tool), mark(markup.call_end))
+        return sequence(name, self._json_arguments(tool), mark(markup.call_end))
 
 
 class _Hermes(CallWriter):
@@ -249,7 +257,7 @@ class _Hermes(CallWriter):
     def _call(self, tool: CallableTool) -> str:
         name = literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
         end = self._lark.mark(self._markup.call_end)
-        return sequence(f"{NEWLINE}?", name, _json_arguments(tool), literal("}"), f"{NEWLINE}?", end)
+        return sequence(f"{NEWLINE}?", name, self._json_arguments(tool), literal("}"), f"{NEWLINE}?", end)
 
 
 class _Mistral(CallWriter):
@@ -261,13 +269,9 @@ class _Mistral(CallWriter):
     def _call(self, tool: CallableTool) -> str:
         if "[" in tool.name:
             raise NotWritable("has a name that this model's calls cannot have")
-        return sequence(literal(tool.name), self._lark.mark(self._markup.end_of_name), _json_arguments(tool))
-
-
-def _json_arguments(tool: CallableTool) -> str:
-    if tool.parameters.get("type", "object") != "object":
-        raise NotWritable("has parameters that are no object")
-    return json_value({**tool.parameters, "type": "object"}, is_lenient=not tool.is_strict)
+        return sequence(
+            literal(tool.name), self._lark.mark(self._markup.end_of_name), self._json_arguments(tool)
+        )
 
 
 CALL_WRITERS: Final[Mapping[ToolMarkup, type[CallWriter]]] = {

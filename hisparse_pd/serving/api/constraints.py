@@ -29,6 +29,7 @@ from hisparse_pd.serving.api.bodies import (
 from hisparse_pd.serving.api.body_parts import ResponseFormat, StructuredOutputs, TextFormat
 from hisparse_pd.serving.api.call_rules import CallRule, anthropic_calls, names_of_tools, openai_calls
 from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.exact_numbers import read_json, write_json
 from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 
@@ -212,7 +213,7 @@ def _json_format(name: str, given: dict[str, Any] | str | None) -> AnswerFormat:
     if isinstance(given, str):
         try:
             check_nesting(given.encode())
-            schema = json.loads(given)
+            schema = read_json(given)
         except (ValueError, msgspec.DecodeError) as error:
             raise InvalidField(name, given, f"is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
@@ -224,13 +225,20 @@ def _json_format(name: str, given: dict[str, Any] | str | None) -> AnswerFormat:
 
 
 def schema_text(name: str, schema: object) -> str:
-    """The schema as JSON. Raises ApiError for one that is too long."""
-    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    """The schema as JSON, its numbers as they are spelled. Raises ApiError for one that is too long."""
+    _check_length(
+        name, json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    )  # fast, whatever it has
+    text = write_json(schema)
+    _check_length(name, text)
+    return text
+
+
+def _check_length(name: str, text: str) -> None:
     if (num_bytes := len(text.encode())) > MAX_SCHEMA_BYTES:
         raise FieldRefused(
             name, f"has {num_bytes} bytes of JSON; {MAX_SCHEMA_BYTES} are the most for a schema"
         )
-    return text
 
 
 def _choice_format(name: str, choices: Sequence[str]) -> AnswerFormat:

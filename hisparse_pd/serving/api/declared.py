@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 import msgspec
 from msgspec import Meta, Raw, inspect
 
+from hisparse_pd.serving.api.exact_numbers import read_float
 from hisparse_pd.serving.api.raw_json import (
     MAX_FIELD_BYTES,
     check_size,
@@ -73,6 +74,10 @@ def _read_as(kind: Any) -> Any:
 def rule(text: str) -> Meta:
     """What errors say that a value must be, in the place of what its type says."""
     return Meta(extra={"rule": text})
+
+
+AS_SPELLED = Meta(extra={"as_spelled": True})
+"""Of a field in which no type says what numbers are: their spelling is kept (``exact_numbers``)."""
 
 
 def unsupported(*harmless: object, why: str = NOT_SUPPORTED) -> Meta:
@@ -134,7 +139,20 @@ def decode_body(kind: type[T], body: bytes) -> T:
     return decode(kind, body)
 
 
-_decoder = cache(msgspec.json.Decoder)
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    if any(map(_keeps_spelling, _structures(kind))):
+        return msgspec.json.Decoder(kind, float_hook=read_float)
+    return msgspec.json.Decoder(kind)
+
+
+def _keeps_spelling(structure: inspect.StructType) -> bool:
+    """Whether a field of it is AS_SPELLED, or one of a structure within it."""
+    return any(
+        (isinstance(field.type, inspect.Metadata) and (field.type.extra or {}).get("as_spelled"))
+        or any(map(_keeps_spelling, structures_of(field.type)))
+        for field in structure.fields
+    )
 
 
 @cache

@@ -7,20 +7,20 @@ markups the first call may be the end of reasoning.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from hisparse_pd.core.grammar.gbnf import convert_gbnf
-from hisparse_pd.serving.api.argument_forms import Steps, TooManySteps
+from hisparse_pd.serving.api.argument_forms import NotWritable, Steps, TooManySteps
 from hisparse_pd.serving.api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
 from hisparse_pd.serving.api.chat_format import MARKUPS, ChatFormat, ReasoningStart, ThinkMarks
 from hisparse_pd.serving.api.constraints import AnswerFormat, Constraint, FormatKind
+from hisparse_pd.serving.api.exact_numbers import read_json
+from hisparse_pd.serving.api.json_grammars import json_value
 from hisparse_pd.serving.api.lark import (
     ANY,
     NEWLINE,
     Lark,
     TooLarge,
-    json_value,
     literal,
     one_of,
     regex,
@@ -134,7 +134,10 @@ def _answer(lark: Lark, answer: AnswerFormat, excluded: Sequence[str]) -> str:
     """``excluded``: what a text does not begin with."""
     match answer.kind:
         case FormatKind.JSON:
-            return json_value(json.loads(answer.text))
+            try:
+                return json_value(lark, read_json(answer.text), Steps())
+            except NotWritable as error:
+                raise FieldRefused(answer.field, str(error)) from error
         case FormatKind.REGEX:
             try:
                 pattern = regex(answer.text)

@@ -17,9 +17,6 @@ NEWLINE = '"\\n"'
 
 MAX_GRAMMAR_CHARS = 256 << 10
 
-_WHITESPACE = "[ \\n\\r\\t]{1,64}"
-"""Between the parts of a JSON value. Bounded, for a model may write white space for ever."""
-
 
 class TooLarge(ValueError):
     """A grammar of more than MAX_GRAMMAR_CHARS. The message is about the field that asks for it."""
@@ -44,6 +41,17 @@ class Lark:
 
     def rule(self, expansion: str) -> str:
         return self._named("r", "", expansion)
+
+    def begin_rule(self) -> str:
+        """The name of a rule that is yet to be written, and may be used in itself."""
+        name = f"r{len(self._names)}"
+        self._names["r", name] = name
+        return name
+
+    def end_rule(self, name: str, expansion: str) -> None:
+        """Write what ``begin_rule`` named."""
+        self._grow(expansion)
+        self._lines.append(f"{name}: {expansion}")
 
     def terminal(self, expression: str) -> str:
         """One that is a regular expression: rules have no place in it."""
@@ -160,11 +168,3 @@ def _has_alternatives(pattern: str) -> bool:
 
 
 _STRUCTURE = re.compile(r"\\.|[\[\]()|]", re.DOTALL)
-
-
-def json_value(schema: Mapping[str, object], *, is_lenient: bool = False) -> str:
-    """JSON that the schema describes. ``is_lenient``: as far as it can be enforced, instead of an error."""
-    options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
-    if is_lenient:
-        options["lenient"] = True
-    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))

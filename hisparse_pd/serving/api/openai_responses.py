@@ -89,7 +89,7 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
 def _text_format(text: parts.TextOptions | None) -> object:
     if text is None or text.format is None:
         return {"type": "text"}
-    return decode_item("text.format", text.format)
+    return text.format
 
 
 def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
@@ -159,7 +159,7 @@ class ResponseTools:
     """
 
     def __init__(self) -> None:
-        self.described: list[dict[str, Any]] = []
+        self.described: list[Raw] = []
         """As the client wrote them, without those that are left out."""
         self.functions: list[dict[str, object]] = []
         """For the template."""
@@ -177,7 +177,7 @@ class ResponseTools:
                 self._add_namespace(name, decode(parts.NamespaceTool, item, name))
             else:
                 self._add(name, item, kind)
-            self.described.append(decode_item(name, item))
+            self.described.append(item)
 
     def _add_namespace(self, name: str, space: parts.NamespaceTool) -> None:
         about = f"{space.name}: {space.description}" if space.description else ""
@@ -191,7 +191,7 @@ class ResponseTools:
         match kind:
             case "function":
                 decode(parts.ResponsesTool, item, name)
-                function = decode_item(name, item)
+                function = decode_item(name, item, as_spelled=True)
                 del function["type"]
             case "custom":
                 function = _function(decode(parts.CustomTool, item, name))

@@ -313,7 +313,7 @@ def described_tools(field: str, value: Raw | None) -> list[dict[str, Any]]:
     items = tool_items(field, value)
     for name, item in items:
         decode(parts.Tool, item, name)
-    return [decode_item(name, item) for name, item in items]
+    return [decode_item(name, item, as_spelled=True) for name, item in items]
 
 
 def tool_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from hisparse_pd.protocol.decoding import NestedTooDeeply, check_nesting, decode_json
+from hisparse_pd.serving.api.exact_numbers import read_float
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.serving.http.off_loop import taking_interpreter
 
@@ -28,6 +29,7 @@ _SHORT_BYTES = 1 << 16
 """Of a list that is split at once, whatever the number of its entries: a millisecond."""
 
 _decoder = msgspec.json.Decoder()
+_spelled_decoder = msgspec.json.Decoder(float_hook=read_float)
 _list_decoder = msgspec.json.Decoder(list[Raw])
 
 
@@ -85,12 +87,16 @@ def _entries_decoder(max_items: int) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(msgspec.defstruct("Entries", fields, array_like=True))
 
 
-def decode_item(name: str, value: Raw) -> Any:
-    """The value. Raises ApiError for what is no JSON, or too much of it; a string may have any length."""
+def decode_item(name: str, value: Raw, *, as_spelled: bool = False) -> Any:
+    """The value. Raises ApiError for what is no JSON, or too much of it; a string may have any length.
+
+    ``as_spelled``: of numbers the spelling is kept (``exact_numbers``), as schemas need it. It is not to be
+    encoded again.
+    """
     check_size(name, value)
     try:
         with taking_interpreter(len(memoryview(value))):
-            return _decoder.decode(value)
+            return (_spelled_decoder if as_spelled else _decoder).decode(value)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise not_json(name, error) from error
 

@@ -1,0 +1,177 @@
+"""Numbers of schemas as clients spell them, and which of them llguidance has: it keeps doubles.
+
+JSON's integers are Python's, of any size. Of another number that a double cannot spell back, such as 1.0e2 or
+0.1000000000000000000001, the spelling is kept beside the double.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from functools import partial
+from typing import Final, TypeGuard
+
+_MAX_EXACT: Final = 2**53
+"""Up to here a double has every integer."""
+_MAX_DECIMALS: Final = 22
+"""Digits behind a point: the double of so large a power of ten is that power, and a quotient by it is the
+nearest double, where the digits without the point are at most _MAX_EXACT. Of others llguidance may read a
+neighbour."""
+_MAX_BOUND: Final = 2**63
+"""llguidance's ranges are of 64-bit integers."""
+_MAX_COEFFICIENT: Final = 2**32 // 10 - 1
+_MAX_MULTIPLE_DECIMALS: Final = 9
+"""A multipleOf's digits without the point, and those behind it: llguidance computes in 32 bits."""
+
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+LENGTHS: Final = {
+    **dict.fromkeys(("minLength", "maxLength"), 2**32 - 1),
+    **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), 2**64 - 1),
+}
+"""The most that each may be."""
+
+Number = int | float
+
+
+class SpelledFloat(float):
+    """A double, and the text of which it was made."""
+
+    __slots__ = ("text",)
+    text: str
+
+
+def read_float(text: str) -> float:
+    """For decoders: the number of a JSON literal that is no integer. Raises ValueError: too large for any."""
+    value = float(text)
+    if repr(value) == text:
+        return value
+    try:
+        Decimal(text)
+    except InvalidOperation:
+        raise ValueError(f"the exponent of {text:.40} is out of range") from None
+    spelled = SpelledFloat(value)
+    spelled.text = text
+    return spelled
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+read_json = partial(json.loads, parse_float=read_float, parse_constant=_refuse_constant)
+"""JSON with its numbers as they are spelled. Raises ValueError."""
+
+
+def spelling(value: Number) -> str:
+    """The number as the client wrote it."""
+    return value.text if isinstance(value, SpelledFloat) else repr(value)
+
+
+def for_doubles(value: Number) -> str:
+    """The number in the spelling that llguidance reads best: without a point where it is whole."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _MAX_BOUND
+    return str(int(value)) if is_whole else repr(value)
+
+
+def write_json(value: object, spell: Callable[[Number], str] = spelling) -> str:
+    """JSON with its numbers spelled so. Takes two calls a level."""
+    if isinstance(value, dict):
+        parts = [f"{_written(name)}:{write_json(each, spell)}" for name, each in value.items()]
+        return "{" + ",".join(parts) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join([write_json(each, spell) for each in value]) + "]"
+    return spell(value) if is_number(value) else _written(value)
+
+
+_written = partial(json.dumps, ensure_ascii=False)
+
+
+def is_number(value: object) -> TypeGuard[Number]:
+    """Whether it is a JSON number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def exact(value: Number) -> Decimal:
+    """The number itself."""
+    return Decimal(spelling(value))
+
+
+def spelled_by_doubles(value: Number) -> str:
+    """How llguidance spells the number; "" where it would take another one for it."""
+    if not has_double(value):
+        return ""
+    digits = format(Decimal(repr(float(value))), "f")
+    return digits.removesuffix(".0")
+
+
+def is_plain(value: Number) -> bool:
+    """Whether llguidance spells the number as the client did."""
+    return spelled_by_doubles(value) == spelling(value)
+
+
+def has_double(value: Number) -> bool:
+    """Whether llguidance, given ``for_doubles``, reads and spells this number and no neighbour of it."""
+    try:
+        near = float(value)
+    except OverflowError:
+        return False
+    if not math.isfinite(near) or Decimal(repr(near)) != (number := exact(value)):
+        return False
+    digits, num_decimals = _parts(number)
+    is_read = num_decimals == 0 or (digits <= _MAX_EXACT and num_decimals <= _MAX_DECIMALS)
+    return is_read and abs(near) < _MAX_BOUND
+
+
+def fault_of_bound(word: str, value: Number, *, of_integers: bool) -> str:
+    """Which bounds llguidance can hold numbers to, where it cannot hold them to this one; else "".
+
+    ``word``: one of BOUNDS; ``of_integers``: it is of integers alone.
+    """
+    if word == "multipleOf":
+        digits, num_decimals = _parts(exact(value)) if has_double(value) else (0, 0)
+        if 0 < digits <= _MAX_COEFFICIENT and num_decimals <= _MAX_MULTIPLE_DECIMALS and value > 0:
+            return ""
+        return f"multiples of up to {_MAX_COEFFICIENT} are, with up to {_MAX_MULTIPLE_DECIMALS} decimals"
+    is_exclusive = word.startswith("exclusive")  # by an integer more or less, which has to be exact too
+    is_exact = has_double(value) or (of_integers and _is_whole_double(value))
+    if is_exact and not (is_exclusive and abs(value) >= _MAX_EXACT):
+        return ""
+    return f"integers up to {_MAX_EXACT - is_exclusive} are, and decimals of up to 15 digits"
+
+
+def _is_whole_double(value: Number) -> bool:
+    return isinstance(value, int) and abs(value) < _MAX_BOUND and int(float(value)) == value
+
+
+def lets_its_bound_pass(bounds: Mapping[str, object]) -> bool:
+    """Whether llguidance takes an excluded integer for within the bounds: between it and the next one."""
+    low, high = _tightest(bounds, "inimum", max), _tightest(bounds, "aximum", min)
+    if low is None or high is None:
+        return False
+    for (near, is_excluded), (far, _) in ((low, high), ((-high[0], high[1]), (-low[0], low[1]))):
+        if is_excluded and near >= 0 and near == math.floor(near) == math.floor(far):
+            return True
+    return False
+
+
+def _tightest(
+    bounds: Mapping[str, object], end: str, choose: Callable[..., tuple[float, bool]]
+) -> tuple[float, bool] | None:
+    """A bound, and whether it is excluded."""
+    given = ((bounds.get(f"{name}{end}"), name != "m") for name in ("m", "exclusiveM"))
+    found = [(float(value), is_excluded) for value, is_excluded in given if is_number(value)]
+    return choose(found, key=lambda bound: bound[0]) if found else None
+
+
+def _parts(number: Decimal) -> tuple[int, int]:
+    """The number's digits, as an integer, and how many of them are behind the point. Finite ones only."""
+    _, digits, exponent = number.as_tuple()
+    assert isinstance(exponent, int)
+    text = "".join(map(str, digits)).lstrip("0")
+    short = text.rstrip("0")
+    exponent += len(text) - len(short)
+    if not short:
+        return 0, 0
+    return int(short) * 10 ** max(0, exponent), max(0, -exponent)

@@ -1,0 +1,138 @@
+"""The numbers of a schema: bounds that llguidance would shift, and literals that it would misread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from hisparse_pd.serving.api.argument_forms import InexactNumber, Steps, listed, path_of
+from hisparse_pd.serving.api.exact_numbers import (
+    BOUNDS,
+    LENGTHS,
+    fault_of_bound,
+    has_double,
+    is_number,
+    is_plain,
+    lets_its_bound_pass,
+    spelling,
+)
+
+_ONE: Final = ("additionalProperties", "items", "additionalItems")
+_SEVERAL: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED: Final = ("properties", "patternProperties")
+_DEFINITIONS: Final = ("$defs", "definitions")
+
+Schema = Mapping[str, object]
+
+
+class SchemaNumbers:
+    """Which parts of a schema have numbers that llguidance would spell otherwise, or take for others."""
+
+    def __init__(self, root: Schema, steps: Steps) -> None:
+        """Raises InexactNumber for a bound that cannot be enforced exactly."""
+        self.are_spelled = self.are_inexact = False
+        self._root = root
+        self._steps = steps
+        self._literals: set[int] = set()
+        """Schemas, by id, that have such numbers themselves; the schema keeps them alive."""
+        self._users: dict[int, list[int]] = {}
+        """By schema, those that it is a part of, or that refer to it."""
+        self._look(root)
+        self._concerned = self._reached(self._literals)
+
+    def concern(self, schema: object) -> bool:
+        """Whether the schema, or what it refers to, has such numbers."""
+        return id(schema) in self._concerned
+
+    def target(self, reference: object) -> object:
+        """What is referred to; None where it is not in this document."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        self._steps.spend(1 + len(reference) // 8)
+        found: object = self._root
+        for name in path_of(reference)[1:]:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+    def _look(self, root: Schema) -> None:
+        seen, open_schemas = {id(root)}, [("#", root)]
+        while open_schemas:
+            place, schema = open_schemas.pop()
+            self._steps.spend(1)
+            self._check_bounds(place, schema)
+            values = [*([schema["const"]] if "const" in schema else []), *listed(schema.get("enum"))]
+            numbers = [number for value in values for number in numbers_in(value)]
+            self._steps.spend(len(numbers) // 8)
+            if not all(map(is_plain, numbers)):
+                self.are_spelled = True
+                self._literals.add(id(schema))
+                self.are_inexact |= not all(map(has_double, numbers))
+            for part_place, part in self._parts(place, schema):
+                self._users.setdefault(id(part), []).append(id(schema))
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    open_schemas.append((part_place, part))
+
+    def _parts(self, place: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
+        found: list[tuple[str, object]] = [(f"{place}/{word}", schema.get(word)) for word in _ONE]
+        for word in _SEVERAL:
+            found += [(f"{place}/{word}/{i}", part) for i, part in enumerate(listed(schema.get(word)))]
+        for word in _NAMED:
+            found += _named(f"{place}/{word}", schema.get(word))
+        if "$ref" in schema:
+            reference = schema["$ref"]
+            if isinstance(target := self.target(reference), dict):
+                found.append((str(reference), target))
+            else:  # an anchor, perhaps: of any of them
+                for word in _DEFINITIONS:
+                    found += _named(f"#/{word}", self._root.get(word))
+        self._steps.spend(len(found) // 8)
+        return ((where, part) for where, part in found if isinstance(part, dict))
+
+    def _check_bounds(self, place: str, schema: Schema) -> None:
+        of_integers = schema.get("type") == "integer"
+        for word in BOUNDS:
+            value = schema.get(word)
+            if is_number(value) and (fault := fault_of_bound(word, value, of_integers=of_integers)):
+                raise InexactNumber(
+                    f"has {word} {spelling(value):.80} at {place:.200}, which cannot be enforced exactly: "
+                    f"{fault}; use such a bound, list the values in an enum, or leave it out"
+                )
+        for word, most in LENGTHS.items():
+            value = schema.get(word)
+            if is_number(value) and not (0 <= value <= most and value == int(value)):
+                raise InexactNumber(
+                    f"has {word} {spelling(value):.80} at {place:.200}; it must be an integer from 0 to "
+                    f"{most}, or left out"
+                )
+        if not of_integers and lets_its_bound_pass(schema):
+            raise InexactNumber(
+                f"has bounds at {place:.200} of which one excludes an integer and the other is before the "
+                "next one, which cannot be enforced exactly; use a minimum or a maximum"
+            )
+
+    def _reached(self, start: set[int]) -> set[int]:
+        """With all that use them."""
+        found, open_schemas = set(start), list(start)
+        while open_schemas:
+            for user in self._users.get(open_schemas.pop(), ()):
+                if user not in found:
+                    found.add(user)
+                    open_schemas.append(user)
+        return found
+
+
+def _named(place: str, schemas: object) -> list[tuple[str, object]]:
+    return [(f"{place}/{name}", part) for name, part in schemas.items()] if isinstance(schemas, dict) else []
+
+
+def numbers_in(value: object) -> Iterator[int | float]:
+    open_values = [value]
+    while open_values:
+        match open_values.pop():
+            case dict() as members:
+                open_values += members.values()
+            case list() as items:
+                open_values += items
+            case number if is_number(number):
+                yield number
