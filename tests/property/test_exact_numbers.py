@@ -22,9 +22,11 @@ from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import FieldRefused
 from tests.unit.api.grammar_walks import Walk, admits, error_of
 from tests.unit.api.joined_parts import joined
-from tests.unit.api.test_grammars import MARKS, chat_format, think_of
+from tests.unit.api.markups import MARKS, chat_format, think_of
 
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MULTIPLES = ("1", "3", "1e2", "0.5", "0.010", "25e-2", "1e-9", "9007199254740993", "0.30000000000000001")
+"""Few: a matcher gives up over a long number that is to be a multiple of one of many digits."""
 
 
 class Spelled(int):
@@ -92,9 +94,10 @@ literals = st.recursive(
     max_leaves=5,
 )
 bounded = st.builds(
-    lambda kind, bounds: {"type": kind, **bounds},
+    lambda kind, bounds, multiples: {"type": kind, **bounds, **multiples},
     st.sampled_from(("integer", "number")),
-    st.dictionaries(st.sampled_from(BOUNDS), numbers, min_size=1, max_size=2),
+    st.dictionaries(st.sampled_from(BOUNDS), numbers, max_size=2),
+    st.dictionaries(st.just("multipleOf"), st.sampled_from(MULTIPLES).map(spelled), max_size=1),
 )
 of_values = st.one_of(
     st.builds(lambda value: {"const": value}, literals),

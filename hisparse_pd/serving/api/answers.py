@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import assert_never
 
 import msgspec
 from msgspec import Raw
 
+from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.serving.api.app import Front, Work
@@ -24,10 +25,8 @@ from hisparse_pd.serving.api.detokenizer import TokenBytes
 from hisparse_pd.serving.api.frame import SSE_DONE, sse
 from hisparse_pd.serving.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.serving.api.schemas import StreamedUsage
+from hisparse_pd.serving.api.token_names import TextOffsets, TokenNames, by_id, finite
 from hisparse_pd.serving.http.http_errors import ApiError
-
-_MIN_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON has not."""
 
 Json = dict[str, object]
 
@@ -116,6 +115,7 @@ class _OpenAi(Dialect):
         self._id = work.identity.name(f"{self.id_prefix}-", 12)
         self._kept = _Kept()
         self._shows_ids = work.request.returns_token_ids
+        self._names_by_id = work.request.names_tokens_by_id
         self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
         self._encoded_prompts: dict[int, Raw] = {}
 
@@ -203,9 +203,9 @@ class Completions(_OpenAi):
 
     def __init__(self, front: Front, work: Work) -> None:
         super().__init__(front, work)
-        self._num_chars: dict[int, int] = {}
-        """Of the echo and the tokens shown so far, by sample: with logprobs each of them is shown once, in
-        order."""
+        self._names = TokenNames(front.codec.token_bytes, are_ids=self._names_by_id)
+        self._shown: dict[int, _ShownTokens] = {}
+        """By sample, where logprobs are asked for."""
         self._echoed: set[int] = set()
         """Samples whose stream has begun, with the prompt where it is echoed."""
 
@@ -232,23 +232,44 @@ class Completions(_OpenAi):
         }
 
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
-        token_ids = output.token_ids[delta.first_token : delta.last_token]
-        tokens = [self._token_bytes.text(token_id) for token_id in token_ids]
-        num_chars = self._num_chars.get(output.index, len(output.sample.echo))
-        offsets = []
-        for token in tokens:
-            offsets.append(num_chars)
-            num_chars += len(token)
-        self._num_chars[output.index] = num_chars
+        """Of the tokens of which it is certain where they begin: what may be a stop string may be no text."""
+        sample = output.sample
+        shown = self._shown.get(output.index)
+        if shown is None:
+            skips = sample.options.skip_special_tokens
+            offsets = TextOffsets(self._token_bytes, len(sample.echo), skip_special_tokens=skips)
+            shown = self._shown[output.index] = _ShownTokens(offsets, len(sample.echo))
+        certain = shown.feed(delta)
+        entries = [entry for _, entry in certain]
         return {
-            "tokens": [*tokens],
-            "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
+            "tokens": [self._names.of(entry.token_id) for entry in entries],
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                likeliest_by_text(self._token_bytes, entry.token_id, entry.logprob, entry.top)
-                for entry in delta.logprobs
+                self._names.likeliest(entry.token_id, entry.logprob, entry.top) for entry in entries
             ],
-            "text_offset": [*offsets],
+            "text_offset": [offset for offset, _ in certain],
         }
+
+
+class _ShownTokens:
+    """Which tokens of a sample are shown with their logprobs: each once, in order."""
+
+    def __init__(self, offsets: TextOffsets, num_chars: int) -> None:
+        self._offsets = offsets
+        self._num_chars = num_chars
+        """Of the text that is shown."""
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()
+        """With the offsets of their texts."""
+
+    def feed(self, delta: Delta) -> list[tuple[int, TokenLogprob]]:
+        """Those that come with the delta: they begin in the text that is shown, or at its end."""
+        self._num_chars += len(delta.text)
+        self._waiting += ((self._offsets.next(entry.token_id), entry) for entry in delta.logprobs)
+        found = []
+        while self._waiting and (delta.finish or self._waiting[0][0] <= self._num_chars):
+            offset, entry = self._waiting.popleft()
+            found.append((min(offset, self._num_chars), entry))
+        return found
 
 
 class Chat(_OpenAi):
@@ -352,7 +373,7 @@ class Chat(_OpenAi):
     def _token(self, token_id: int, logprob: float) -> Json:
         token = self._token_bytes.of(token_id)
         return {
-            "token": token.decode(errors="replace"),
+            "token": by_id(token_id) if self._names_by_id else token.decode(errors="replace"),
             "logprob": finite(logprob),
             "bytes": list(token),
         }
@@ -494,22 +515,8 @@ def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
     return shown if len(set(modes)) == 1 else shown | {"modes": modes}
 
 
-def likeliest_by_text(
-    token_bytes: TokenBytes, token_id: int, logprob: float, top: Sequence[tuple[int, float]]
-) -> dict[str, float]:
-    """The likeliest tokens and the one that is there. Of those that look alike the likeliest."""
-    shown: dict[str, float] = {}
-    for top_id, of_top in (*top, (token_id, logprob)):
-        shown.setdefault(token_bytes.text(top_id), finite(of_top))
-    return shown
-
-
 def sglang_token(
     token_bytes: TokenBytes, token_id: int, logprob: float | None, with_text: bool
 ) -> list[object]:
     text = token_bytes.text(token_id) if with_text else None
     return [None if logprob is None else finite(logprob), token_id, text]
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)

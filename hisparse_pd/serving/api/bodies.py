@@ -65,7 +65,6 @@ class Refused:
     prompt_embeds: Annotated[Raw | None, unsupported([])]
     return_hidden_states: Annotated[Raw | None, unsupported(False)]
     return_routed_experts: Annotated[Raw | None, unsupported(False)]
-    return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
     stop_regex: Annotated[Raw | None, unsupported([], "")]
     structural_tag: Annotated[Raw | None, unsupported()]
     suffix: Annotated[Raw | None, unsupported("")]
@@ -106,6 +105,7 @@ class OnlyOpenAI:
     echo: Annotated[Raw | None, unsupported(False)]
     prompt_logprobs: Annotated[Raw | None, unsupported()]
     return_token_ids: Annotated[Raw | None, unsupported(False)]
+    return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
 
 
 class Addressed:
@@ -170,6 +170,9 @@ class OpenAI(Served, Drawing, Bounded, VllmFormat, SglangFormat, Refused):
     stream_options: parts.StreamOptions | None
     response_format: parts.ResponseFormat | None
     return_token_ids: bool | None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Meta(description="Logprobs call tokens token_id:N instead of by their texts.")
+    ]
 
 
 class Templated:

@@ -15,11 +15,12 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from hisparse_pd.engine.messages import score_dtype, unpack_token_ids
-from hisparse_pd.serving.api.answers import encoded, finite, likeliest_by_text, sglang_token, shown_lists
+from hisparse_pd.serving.api.answers import encoded, sglang_token, shown_lists
 from hisparse_pd.serving.api.app import Work
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.detokenizer import TokenBytes
 from hisparse_pd.serving.api.requests import SampleRequest
+from hisparse_pd.serving.api.token_names import EchoOffsets, TokenNames, finite
 from hisparse_pd.serving.http.http_errors import RequestFailedError
 from hisparse_pd.serving.http.off_loop import off_loop
 
@@ -53,11 +54,12 @@ async def write_lists(
     """Of each prompt, by number, of which there are ``scores``. Raises RequestFailedError when the engine
     left positions out."""
     written: dict[int, PromptLists] = {}
+    names = TokenNames(token_bytes, are_ids=work.request.names_tokens_by_id)
     of_prompt = {sample.prompt_index: sample for sample in work.samples}
     is_short = sum(len(rows) for each in scores.values() for rows in each.rows) <= _INLINE_BYTES
     for index, of_one in scores.items():
         written[index] = lists = PromptLists(defaultdict(list), defaultdict(list), defaultdict(list))
-        writing = _write(of_prompt[index], of_one, token_bytes, lists)
+        writing = _write(of_prompt[index], of_one, names, lists)
         if is_short and len(scores) <= _INLINE_PROMPTS:
             deque(writing, maxlen=0)
         else:
@@ -85,12 +87,11 @@ def with_lists(work: Work, body: bytes, written: Mapping[int, PromptLists]) -> b
     return msgspec.json.encode(answer)
 
 
-def _write(
-    sample: SampleRequest, scores: Scores, token_bytes: TokenBytes, lists: PromptLists
-) -> Iterator[bool]:
+def _write(sample: SampleRequest, scores: Scores, names: TokenNames, lists: PromptLists) -> Iterator[bool]:
     """Append what the prompt's fields show, a piece at a time; each yields True."""
     options, wanted = sample.options, sample.wanted_scores
     assert wanted is not None
+    token_bytes = names.token_bytes
     token_ids = unpack_token_ids(sample.prompt)[wanted.first - 1 :]
     rows = np.frombuffer(b"".join(scores.rows), score_dtype(scores.num_top))
     if len(rows) != max(0, len(token_ids) - 1):
@@ -98,7 +99,9 @@ def _write(
     choice, logprobs, meta = lists
     num_logprobs = options.sampling.num_logprobs
     num_shown = num_logprobs or 0
-    offsets = _Offsets(sample.echo) if options.echo and num_logprobs is not None else None
+    offsets = None
+    if options.echo and num_logprobs is not None:
+        offsets = EchoOffsets(names.token_bytes, sample.echo)
     first = 1
     """Of the piece, the first token that has a logprob."""
     for piece in _pieces(token_ids, rows, scores.num_top):
@@ -107,13 +110,11 @@ def _write(
             by_id = [_by_id(token_bytes, token, options.num_prompt_logprobs) for token in known]
             choice["prompt_logprobs"] += encoded([*unknown, *by_id])
         if offsets is not None:
-            texts = [token_bytes.text(token.token_id) for token in piece]
-            logprobs["tokens"] += encoded(texts)
-            logprobs["text_offset"] += encoded([offsets.next(text) for text in texts])
+            logprobs["tokens"] += encoded([names.of(token.token_id) for token in piece])
+            logprobs["text_offset"] += encoded([offsets.next(token.token_id) for token in piece])
             logprobs["token_logprobs"] += encoded([*unknown, *(finite(token.logprob) for token in known)])
             likeliest = [
-                likeliest_by_text(token_bytes, token.token_id, token.logprob, token.top[:num_shown])
-                for token in known
+                names.likeliest(token.token_id, token.logprob, token.top[:num_shown]) for token in known
             ]
             logprobs["top_logprobs"] += encoded([*unknown, *likeliest])
         if options.logprob_start is not None:
@@ -162,24 +163,6 @@ def _pieces(
         )
         yield [*head, *tokens]
         head = []
-
-
-class _Offsets:
-    """Where each token begins in the text that is echoed.
-
-    Tokens that the tokenizer put before the client's text are not in it, and begin where it does.
-    """
-
-    def __init__(self, echo: str) -> None:
-        self._echo = echo
-        self._next = 0
-        self._has_begun = False
-
-    def next(self, text: str) -> int:
-        self._has_begun = self._has_begun or self._echo.startswith(text)
-        offset = self._next
-        self._next += len(text) * self._has_begun
-        return offset
 
 
 def _by_id(token_bytes: TokenBytes, token: _Token, num_top: int) -> dict[str, object]:

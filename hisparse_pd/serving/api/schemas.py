@@ -107,6 +107,8 @@ class ApiRequest:
     """``rid`` of ``/generate``: one a prompt, or ()."""
     returns_token_ids: bool = False
     """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
+    names_tokens_by_id: bool = False
+    """Call tokens in logprobs ``token_id:N``, as vLLM does."""
     echo: dict[str, object] | None = None
     """Fields of ``/v1/responses`` that its answer repeats."""
     omits_thinking: bool = False
@@ -185,6 +187,9 @@ def parse_request(
         is_speculative=body.speculative is not False,
         request_ids=_request_ids(body, len(prompts)),
         returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
+        names_tokens_by_id=(
+            isinstance(body, CompletionsBody | ChatBody) and bool(body.return_tokens_as_token_ids)
+        ),
         echo=echo,
         omits_thinking=_omits_thinking(body),
         is_prefill_only=_is_prefill_only(body, options),

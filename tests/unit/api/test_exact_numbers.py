@@ -15,9 +15,9 @@ from hisparse_pd.serving.http.http_errors import FieldRefused
 from tests.structured_checks import TOOLS_TEMPLATE
 from tests.unit.api import support
 from tests.unit.api.grammar_walks import admits, error_of
+from tests.unit.api.markups import chat_format
 from tests.unit.api.scripted_engine import stops_after
 from tests.unit.api.support import MESSAGES, ROOM, serving
-from tests.unit.api.test_grammars import chat_format
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 -- the marks of the models are written with wide bars
 """What grammars admit: answers of the asked format, and calls that our own parser reads back."""
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from hisparse_pd.serving.api.call_rules import CallRule
 from hisparse_pd.serving.api.chat_format import (
     DSML,
     MARKUPS,
-    THINK_MARKS,
     V31,
-    ChatFormat,
     ReasoningStart,
-    ThinkMarks,
     ToolMarkup,
 )
 from hisparse_pd.serving.api.chat_message import MessageParser
@@ -34,26 +30,8 @@ from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer
 from tests.unit.api.joined_parts import Call, joined
+from tests.unit.api.markups import MARKS, TOKENS, chat_format, think_of
 
-TOKENS = {
-    ToolMarkup.GLM: (
-        *("<think>", "</think>", "<tool_call>", "</tool_call>"),
-        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ),
-    ToolMarkup.DSML: ("<think>", "</think>", "｜DSML｜"),
-    ToolMarkup.DEEPSEEK_V31: (
-        *("<think>", "</think>", V31.CALLS, V31.END_OF_CALLS, V31.CALL, V31.END_OF_CALL, V31.SEPARATOR),
-    ),
-    ToolMarkup.HERMES: ("<think>", "</think>", "<tool_call>", "</tool_call>"),
-    ToolMarkup.MISTRAL: ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),
-}
-MARKS = TOKENS | {
-    ToolMarkup.DSML: (
-        *("<think>", "</think>"),
-        *(f"<{end}{DSML}{name}" for end in ("", "/") for name in ("function_calls>", "invoke", "parameter")),
-    )
-}
-"""Made of these tokens, or spelled."""
 NAMES = ("get_weather", "get", "set_all", "no_arguments")
 
 
@@ -110,15 +88,6 @@ TOOLS = [
     tool(ANYTHING, name="set_all", strict=False),
     tool(None, name="no_arguments", strict=False),
 ]
-
-
-def chat_format(markup: ToolMarkup | None, *, has_tokens: bool = False, reasons: bool = True) -> ChatFormat:
-    tokens = token_ids(TOKENS[markup]) if has_tokens and markup is not None else {}
-    return ChatFormat(markup, reasons, tokens, think_of(markup))
-
-
-def think_of(markup: ToolMarkup | None) -> ThinkMarks:
-    return THINK_MARKS[markup is ToolMarkup.MISTRAL]
 
 
 def forced(*names: str, at_most_one: bool = False) -> Constraint:

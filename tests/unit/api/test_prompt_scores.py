@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
+from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.engine.messages import (
-    FromEngine,
-    Generate,
-    PrefillFinished,
     PromptScores,
-    RequestStats,
     Tokens,
     score_dtype,
 )
-from hisparse_pd.serving.api.prompt_scores import _Offsets
+from tests.unit.api.scored_prompts import scores
 from tests.unit.api.scripted_engine import plays, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
 
 pytestmark = pytest.mark.anyio
-
-
-def rows_of(generate: Generate) -> bytes:
-    """At position p: logprob -p, rank p, and the likeliest tokens a, b, c and so on with -p/2, -p/2 - 1, …"""
-    assert generate.scores is not None
-    positions = np.arange(generate.scores.first, generate.num_prompt_tokens)
-    rows = np.empty(len(positions), score_dtype(generate.scores.num_top))
-    ranks = np.arange(generate.scores.num_top)
-    rows["logprob"], rows["rank"] = -positions, positions
-    rows["top_ids"] = ord("a") + ranks
-    rows["top_logprobs"] = -positions[:, None] / 2 - ranks
-    return rows.tobytes()
-
-
-def scores(generate: Generate) -> Iterable[FromEngine]:
-    """In two messages, as of two forwards."""
-    if generate.scores is not None:
-        rows, num_top = rows_of(generate), generate.scores.num_top
-        half = generate.num_prompt_tokens // 2 * score_dtype(num_top).itemsize
-        yield PromptScores(generate.request_id, num_top, rows[:half])
-        yield PromptScores(generate.request_id, num_top, rows[half:])
-    if not generate.is_prefill_only:
-        yield PrefillFinished(generate.request_id, generate.num_prompt_tokens, 0, 4096, 0.25)
-        return
-    stats = RequestStats(None, num_cached_tokens=1)
-    token_ids = tuple(b"!"[: generate.sampling.max_new_tokens])
-    logprobs = tuple(TokenLogprob(token_id, -9.0) for token_id in token_ids)
-    logprobs = logprobs if generate.sampling.num_logprobs is not None else ()
-    yield Tokens(generate.request_id, token_ids, logprobs, FinishReason.LENGTH, stats=stats)
 
 
 def best(position: int, own: str, num: int) -> dict[str, float]:
@@ -98,6 +63,23 @@ async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
         assert answer["usage"]["hisparse"] is None
+
+
+async def test_an_echo_of_parts_of_characters(tmp_path: Path) -> None:
+    """A token of such bytes is called by them; each begins in the character of which it is a part."""
+    async with serving(scores, tmp_path, role="prefill") as node:
+        asked = ALONE | {"prompt": "é€", "max_tokens": 1, "logprobs": 0}
+        (choice,) = (await node.answer("/v1/completions", **asked))["choices"]
+        assert choice["text"] == "é€!"
+        assert choice["logprobs"]["tokens"] == [*(f"bytes:\\x{byte:02x}" for byte in "é€".encode()), "!"]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
+        assert choice["logprobs"]["top_logprobs"][1] == {"bytes:\\xa9": -1.0}
+        (choice,) = (await node.answer("/v1/completions", **asked, return_tokens_as_token_ids=True))[
+            "choices"
+        ]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in "é€!".encode()]
+        assert choice["logprobs"]["top_logprobs"][-1] == {"token_id:33": -9.0}
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
 
 
 async def test_a_prefill_node_answers_with_the_token_that_it_drew(tmp_path: Path) -> None:
@@ -201,8 +183,3 @@ async def test_positions_that_lack_are_an_error(tmp_path: Path) -> None:
         answer = await node.post("/v1/completions", **ALONE | NOTHING, prompt_logprobs=0)
         assert answer.status_code == 500
         assert "1 logprobs for 5 tokens" in answer.json()["error"]["message"]
-
-
-def test_tokens_before_the_text_begin_where_it_does() -> None:
-    offsets = _Offsets("abc")
-    assert [offsets.next(text) for text in ("<s>", "a", "bc", "!")] == [0, 0, 1, 3]

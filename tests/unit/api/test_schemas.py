@@ -301,7 +301,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 """Of completions and chats, both ends included."""
 NOT_SUPPORTED: dict[str, Any] = {
     **{"lora_path": "x", "allowed_token_ids": [5], "bad_words": ["x"], "custom_logit_processor": "x"},
-    **{"structural_tag": "{}", "logits_processors": ["x"], "return_tokens_as_token_ids": True},
+    **{"structural_tag": "{}", "logits_processors": ["x"]},
     **{"thinking_token_budget": 5, "truncate_prompt_tokens": -1, "use_beam_search": True},
     **{"return_hidden_states": True, "modalities": ["audio"], "chat_template": "{{ 1 }}", "suffix": "x"},
     **{"documents": [{"text": "x"}], "prompt_embeds": "AAAA", "guided_json": {}, "guided_choice": ["a"]},

@@ -1,0 +1,96 @@
+"""Tokens in the logprobs of completions: what each is called, and where its text begins.
+
+A token is called by its text. One whose bytes are no whole characters is called ``bytes:\\xe2\\x80``, as by
+OpenAI, and one that would have the name of another in a list of likeliest tokens ``token_id:N``, as by vLLM.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from hisparse_pd.serving.api.detokenizer import TokenBytes
+
+_MIN_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON has not."""
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)
+
+
+def by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+class TokenNames:
+    """The names of a request's tokens."""
+
+    def __init__(self, token_bytes: TokenBytes, *, are_ids: bool) -> None:
+        """``are_ids``: all tokens are called ``token_id:N``."""
+        self.token_bytes = token_bytes
+        self._are_ids = are_ids
+
+    def of(self, token_id: int) -> str:
+        if self._are_ids:
+            return by_id(token_id)
+        spelled = self.token_bytes.of(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def likeliest(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The likeliest tokens and the one that is there, which has the name that it has alone."""
+        own = self.of(token_id)
+        shown: dict[str, float] = {}
+        for top_id, of_top in top:
+            name = self.of(top_id)
+            if top_id != token_id and (name == own or name in shown):
+                name = by_id(top_id)
+            shown[name] = finite(of_top)
+        shown.setdefault(own, finite(logprob))
+        return shown
+
+
+class TextOffsets:
+    """Where each token's text begins: the character of which its first byte is a part."""
+
+    def __init__(self, token_bytes: TokenBytes, start: int = 0, *, skip_special_tokens: bool = False) -> None:
+        """``start``: of the first token; ``skip_special_tokens``: they are no part of the text."""
+        self._token_bytes = token_bytes
+        self._skips_special = skip_special_tokens
+        self._num_chars = start
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token."""
+        spelled = self._token_bytes.of(token_id, skip_special=self._skips_special)
+        if not spelled:
+            return self._num_chars
+        ended = len(self._utf8.decode(spelled[:1]))
+        num_begun = len(self._utf8.getstate()[0])
+        # Its first byte goes on with a character, or begins one, or ends one or is one.
+        offset = self._num_chars + (0 if num_begun > 1 else ended if num_begun else ended - 1)
+        self._num_chars += ended + len(self._utf8.decode(spelled[1:]))
+        return offset
+
+
+class EchoOffsets:
+    """Where each token of a prompt begins in the text that is echoed.
+
+    Tokens that the tokenizer put before the client's text are not in it, and begin where it does.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, echo: str) -> None:
+        self._token_bytes = token_bytes
+        self._echo = echo
+        self._offsets = TextOffsets(token_bytes)
+        self._has_begun = False
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token."""
+        if not self._has_begun:
+            alone = codecs.getincrementaldecoder("utf-8")("replace").decode(self._token_bytes.of(token_id))
+            self._has_begun = self._echo.startswith(alone)
+        return min(self._offsets.next(token_id), len(self._echo)) if self._has_begun else 0
