@@ -223,7 +223,7 @@ class RoomLife:
             error = (
                 f"room {record.room}: the prompt has {_told(*theirs)} on the decode node and {_told(*ours)} "
                 "on the prefill node; send the same body, cache_salt and extra_key included, to both nodes, "
-                "and serve the same model and tokenizer on both"
+                "and serve the same model and tokenizer with the same --chat-control-tokens on both"
             )
             self.fail(record, 400, error, now_secs)
         else:

@@ -189,6 +189,12 @@ class NodeSettings(_Settings, TransportSettings):
         description="what temperature, top_p and top_k are for a request that does not say, the same on all "
         "nodes; model: what generation_config.json of the checkpoint names; openai: 1, 1 and no top_k",
     )
+    chat_control_tokens: Literal["template", "anyone"] = Field(
+        "template",
+        description="who writes control tokens in chats, the same on all nodes; template: the model's chat "
+        "template alone, and what clients write is text; anyone: whatever spells one is it, so that a message "
+        "can forge others",
+    )
     kv_cache_dtype: CacheDtype = Field(
         "auto", description="format of the KV items, the same on all nodes; auto: --dtype"
     )

@@ -81,7 +81,10 @@ class _NodePlan(Generic[S]):
 
     def front(self, link: EngineLink, metrics: FrontMetrics) -> Front:
         """Raises StartError and OSError."""
-        codec = TextCodec.load(self.settings.model_path)
+        codec = TextCodec.load(
+            self.settings.model_path,
+            clients_write_tokens=self.settings.chat_control_tokens == "anyone",
+        )
         tracer = open_tracer(
             self.settings.otlp_traces_endpoint,
             f"hisparse-pd-{self.role}",

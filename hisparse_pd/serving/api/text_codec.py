@@ -11,7 +11,15 @@ import jinja2
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.engine.messages import pack_token_ids, unpack_token_ids
-from hisparse_pd.serving.api.chat_format import THINK, ChatFormat, think_marks, tool_markup
+from hisparse_pd.serving.api.chat_format import (
+    THINK,
+    THINK_MARKS,
+    ChatFormat,
+    ThinkMarks,
+    think_marks,
+    tool_markup,
+)
+from hisparse_pd.serving.api.client_text import ClientText, StandIns
 from hisparse_pd.serving.api.detokenizer import TokenBytes
 from hisparse_pd.serving.api.grammar_checks import GrammarChecks
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
@@ -40,10 +48,13 @@ class TextCodec:
         model_type: str = "",
         grammar_checks: GrammarChecks | None = None,
         first_token_id: int | None = None,
+        *,
+        clients_write_tokens: bool = False,
     ) -> None:
         """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
         ``model_type``: of config.json, the family of models that it belongs to; ``first_token_id``: begins a
-        text that gets special tokens, also where the tokenizer itself puts nothing before it.
+        text that gets special tokens, also where the tokenizer itself puts nothing before it;
+        ``clients_write_tokens``: what spells a control token in a chat is that token, whoever wrote it.
         """
         self._tokenizer = tokenizer
         self._first_token = b"" if first_token_id is None else pack_token_ids([first_token_id])
@@ -60,6 +71,10 @@ class TextCodec:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        read_marks = _read_marks(tokenizer, template or "")
+        self._client_text = (
+            None if clients_write_tokens else ClientText(self._backend, template or "", read_marks)
+        )
         self.vocab_size = vocab_size
         self.token_bytes = TokenBytes(self._backend)
         added = self._backend.get_added_tokens_decoder()
@@ -71,7 +86,7 @@ class TextCodec:
         )
 
     @classmethod
-    def load(cls, model_path: Path) -> TextCodec:
+    def load(cls, model_path: Path, *, clients_write_tokens: bool = False) -> TextCodec:
         """Read the tokenizer from a local checkpoint. Raises CheckpointError."""
         # Late, because it takes a second; and this class, because AutoTokenizer imports torch.
         from transformers import PreTrainedTokenizerFast
@@ -90,7 +105,14 @@ class TextCodec:
         checks = GrammarChecks(
             model_path / "tokenizer.json", vocab_size, 0 if eos_token_id is None else eos_token_id
         )
-        return cls(tokenizer, vocab_size, str(config.get("model_type", "")), checks, first_token_id)
+        return cls(
+            tokenizer,
+            vocab_size,
+            str(config.get("model_type", "")),
+            checks,
+            first_token_id,
+            clients_write_tokens=clients_write_tokens,
+        )
 
     async def encode(
         self,
@@ -156,20 +178,17 @@ class TextCodec:
             match prompt:
                 case bytes():
                     self.check_ids(prompt, name)
-                    continue
                 case str() as text:
-                    pass
+                    self._check_length(text, name, max_tokens)
+                    texts.append(text)
                 case ChatPrompt():
-                    text, is_chat = self._render(prompt), True
-            self._check_length(text, name, max_tokens)
-            texts.append(text)
+                    texts.append(self._render(prompt, name, max_tokens))
+                    is_chat = True
         if not texts:
             return [prompt for prompt in prompts if isinstance(prompt, bytes)]
         if add_special is None:
             add_special = not is_chat
-        # Unlike ``encode``, the batch call lets other threads run: streams go on meanwhile.
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
-        packed = [pack_token_ids(encoding.ids) for encoding in encodings]
+        packed = list(map(pack_token_ids, self._encode_texts(texts, is_chat, add_special)))
         if add_special:
             first = self._first_token
             packed = [ids if ids.startswith(first) else first + ids for ids in packed]
@@ -177,6 +196,13 @@ class TextCodec:
             if not prompt_ids:
                 raise FieldRefused(name, "the prompt has no tokens")
         return packed
+
+    def _encode_texts(self, texts: list[str], is_chat: bool, add_special: bool) -> list[list[int]]:
+        # Unlike ``encode``, the batch calls let other threads run: streams go on meanwhile.
+        if is_chat and self._client_text is not None:
+            return self._client_text.encode(texts, add_special=add_special)
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        return [encoding.ids for encoding in encodings]
 
     def check_ids(self, prompt: bytes, name: str) -> None:
         """Raises InvalidField for an id outside the vocabulary, of token ids as of ``pack_token_ids``."""
@@ -202,8 +228,8 @@ class TextCodec:
                 code="context_length_exceeded",
             )
 
-    def _render(self, prompt: ChatPrompt) -> str:
-        tokenizer = self._tokenizer
+    def _render(self, prompt: ChatPrompt, name: str, max_tokens: int) -> str:
+        """What the template writes, for ``_encode_texts``."""
         if prompt.tools and not self._takes_tools:
             raise FieldRefused("tools", "the model's chat template takes none")
         prompt = self._fit.fitted(prompt)
@@ -211,21 +237,28 @@ class TextCodec:
             raise FieldRefused(
                 "add_generation_prompt", "this model's chats are written with what begins the answer only"
             )
+        stand_ins: StandIns | None = None
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    list(prompt.messages),
-                    tools=list(prompt.tools) or None,
+            messages, tools, arguments = list(prompt.messages), list(prompt.tools), prompt.template_arguments
+            if self._client_text is not None:
+                messages, tools, arguments, stand_ins = self._client_text.shown(prompt)
+            chat = str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools or None,
                     tokenize=False,
                     add_generation_prompt=prompt.add_generation_prompt,
                     continue_final_message=prompt.continue_final_message,
-                    **prompt.template_arguments,
+                    **arguments,
                 )
             )
         except RecursionError as error:
             raise ApiError(400, "messages, tools: nested too deeply to be written") from error
         except (jinja2.TemplateError, ValueError, TypeError) as error:
-            raise FieldRefused("messages", f"the model's chat template refuses them: {error}") from error
+            why = str(error) if stand_ins is None else stand_ins.replaced(str(error))
+            raise FieldRefused("messages", f"the model's chat template refuses them: {why}") from error
+        self._check_length(chat if stand_ins is None else stand_ins.replaced(chat), name, max_tokens)
+        return chat if self._client_text is None else self._client_text.told_apart(chat, stand_ins)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -256,6 +289,23 @@ def _template_text(tokenizer: Any) -> str | None:
     """All that a checkpoint's templates say; some have one for each use."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def _read_marks(tokenizer: Any, template: str) -> ThinkMarks | None:
+    """The marks of reasoning that the template looks for in the text of an earlier answer, seen by trial."""
+    for marks in THINK_MARKS:
+        answer = f"before{marks.closing}behind"
+        messages = [
+            {"role": role, "content": text}
+            for role, text in (("user", "question"), ("assistant", answer), ("user", "question"))
+        ]
+        try:
+            chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError):
+            return None
+        if marks.closing in template and "behind" in chat and answer not in chat:
+            return marks
+    return None
 
 
 def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:

@@ -1,0 +1,231 @@
+"""What clients write in a chat stays text; what the model's template writes may be control tokens.
+
+Where a client's string spells a control token, the template is shown a stand-in for the first character: one
+character for one, which trimming, slicing and JSON leave alone, and which the request has nowhere else. In the
+chat that the template wrote, each stand-in becomes its character again, between two breaks. No token is found
+across a break, and the tokenizer of chats drops breaks before it normalizes and splits the text between the
+tokens. So this text has the tokens that it has as plain text.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hisparse_pd.base.vocabulary import CheckpointError
+from hisparse_pd.serving.api.chat_format import ThinkMarks
+from hisparse_pd.serving.api.control_tokens import ControlTokens, is_control_token
+from hisparse_pd.serving.api.prompts import ChatPrompt
+from hisparse_pd.serving.http.http_errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+_BREAK, _ESCAPE = "\U0010ffff", "\U0010fffe"
+_WRITTEN = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
+"""How a chat's own escapes and breaks are told from ours, in the order in which they are replaced."""
+_FIRST_ALONE = 0xF0000
+"""Behind an escape: stands for the first control token of one character, which breaks cannot break."""
+
+_STAND_INS = range(0x3400, 0x4DC0)
+"""Rare ideographs: letters to all that a template calls, and printable, so that Python writes them as they are."""
+_TAKEN = re.compile(r"[\u3400-\u4dbf]|\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
+"""One of them, or how JSON in ASCII writes it."""
+
+
+class StandIns:
+    """The stand-ins of one request, and the strings that have them."""
+
+    def __init__(self, places: Mapping[str, Sequence[int]], strings: Iterable[str], template: str) -> None:
+        """``places``: of characters, by string. Raises ApiError 400 where ``strings`` have too many
+        characters of those that could stand in."""
+        characters = sorted({text[place] for text, found in places.items() for place in found})
+        taken = {found for text in (*strings, template) for found in _TAKEN.findall(text)}
+        free = (code for code in _STAND_INS if chr(code) not in taken and _in_ascii(code) not in taken)
+        self._codes = dict(zip(characters, free, strict=False))
+        if len(self._codes) < len(characters):
+            raise ApiError(
+                400,
+                "messages, tools: spell control tokens beside nearly all characters from U+3400 to U+4DBF, one "
+                "of which has to be free to tell them apart; leave some of these characters out",
+                param="messages",
+            )
+        self._shown = {text: self.put(text, found) for text, found in places.items()}
+
+    def put(self, text: str, places: Iterable[int]) -> str:
+        characters = list(text)
+        for place in places:
+            characters[place] = chr(self._codes[text[place]])
+        return "".join(characters)
+
+    def shown(self, value: Any) -> Any:
+        """A JSON value as the template sees it."""
+        match value:
+            case str():
+                return self._shown.get(value, value)
+            case dict():
+                return {self._shown.get(name, name): self.shown(item) for name, item in value.items()}
+            case list() | tuple():
+                return list(map(self.shown, value))
+            case _:
+                return value
+
+    def replaced(self, text: str, by: Callable[[str], str] = str) -> str:
+        """``text`` with the characters again, or with what is there for them."""
+        for character, code in self._codes.items():
+            for stand_in in (chr(code), _in_ascii(code)):
+                text = text.replace(stand_in, by(character))
+        return text
+
+
+def _in_ascii(code: int) -> str:
+    return f"\\u{code:04x}"
+
+
+class ClientText:
+    """Tells the text of clients from what a template writes, and encodes what is told apart."""
+
+    def __init__(self, backend: Any, template: str, read_marks: ThinkMarks | None = None) -> None:
+        """``backend``: a tokenizer whose vocabulary is shared. ``read_marks``: what the template looks for in
+        an answer's text, to take its reasoning out. Raises CheckpointError for added tokens whose ids are not
+        those that the tokenizer would give them.
+        """
+        self._template, self._read_marks = template, read_marks
+        added = backend.get_added_tokens_decoder()
+        controls = [token for token in added.values() if is_control_token(token, template)]
+        self._controls = ControlTokens((token.content for token in controls), template)
+        alone = [text for text in self._controls.spellings if len(text) == 1]
+        self._alone = {text: _ESCAPE + chr(_FIRST_ALONE + index) for index, text in enumerate(alone)}
+        self._backend = self._tokenizer_like(backend)
+        self._split_words()
+
+    def _tokenizer_like(self, backend: Any) -> Any:
+        """Finds control tokens in the text as it stands, where ``backend`` may find them in what a normalizer
+        makes of it."""
+        from tokenizers import AddedToken, Tokenizer
+        from tokenizers.normalizers import Replace, Sequence
+
+        ours = Tokenizer(backend.model)
+        steps = [Replace(_BREAK, "")]
+        steps += [Replace(code, text) for text, code in self._alone.items()]
+        steps += [Replace(code, text) for text, code in reversed(_WRITTEN.items())]
+        ours.normalizer = Sequence(
+            [*steps, *([backend.normalizer] if backend.normalizer is not None else [])]
+        )
+        if backend.pre_tokenizer is not None:
+            ours.pre_tokenizer = backend.pre_tokenizer
+        if backend.post_processor is not None:
+            ours.post_processor = backend.post_processor
+        for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
+            is_control = token.content in self._controls.spellings
+            ours.add_tokens(
+                [
+                    AddedToken(
+                        token.content,
+                        single_word=token.single_word,
+                        lstrip=token.lstrip,
+                        rstrip=token.rstrip,
+                        normalized=token.normalized and not is_control,
+                        special=token.special,
+                    )
+                ]
+            )
+            if (given := ours.token_to_id(token.content)) != token_id:
+                raise CheckpointError(
+                    f"tokenizer.json: the added token {token.content!r} has the id {token_id}, and {given} is "
+                    "the next one; number added tokens without gaps behind the vocabulary"
+                )
+        return ours
+
+    def _split_words(self) -> None:
+        """Some vocabularies have a control token as a word, too: in text it is split behind its first
+        character."""
+        from tokenizers import Regex
+        from tokenizers.pre_tokenizers import Sequence, Split
+
+        if words := self._words():
+            behind_firsts = "|".join(f"(?<={_literal(word[0])})(?={_literal(word[1:])})" for word in words)
+            split = Split(Regex(behind_firsts), "isolated")
+            others = [] if self._backend.pre_tokenizer is None else [self._backend.pre_tokenizer]
+            self._backend.pre_tokenizer = Sequence([split, *others])
+        if words := self._words():
+            logger.warning("control tokens that the text of clients can have all the same: %s", words)
+
+    def _words(self) -> list[str]:
+        found = []
+        for text in self._controls.spellings:
+            as_text = self._backend.encode(self._apart(text[0]) + text[1:], add_special_tokens=False)
+            if self._backend.token_to_id(text) in as_text.ids:
+                found.append(text)
+        return found
+
+    def shown(
+        self, prompt: ChatPrompt
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], StandIns | None]:
+        """Messages, tools and arguments for the template; None: nothing in them needs a stand-in."""
+        messages, tools, arguments = prompt.messages, prompt.tools, prompt.template_arguments
+        strings = set(_strings([*map(_of_client, messages), *tools, *arguments.values()]))
+        places = {text: found for text in strings if (found := self._controls.places(text))}
+        if not places:
+            return list(messages), list(tools), arguments, None
+        stand_ins = StandIns(places, strings, self._template)
+        return (
+            [self._message(message, places, stand_ins) for message in messages],
+            stand_ins.shown(tools),
+            {name: stand_ins.shown(value) for name, value in arguments.items()},
+            stand_ins,
+        )
+
+    def _message(
+        self, message: dict[str, Any], places: Mapping[str, Sequence[int]], stand_ins: StandIns
+    ) -> dict[str, Any]:
+        shown = {name: stand_ins.shown(value) for name, value in message.items()} | {"role": message["role"]}
+        content = message["content"]
+        if message["role"] == "assistant" and "reasoning_content" not in message and content in places:
+            read = self._read_places(content)
+            shown["content"] = stand_ins.put(content, (at for at in places[content] if at not in read))
+        return shown
+
+    def _read_places(self, answer: str) -> set[int]:
+        """Where the marks begin between which the template will find the answer's reasoning."""
+        if self._read_marks is None or (end := answer.find(self._read_marks.closing)) < 0:
+            return set()
+        start = len(answer) - len(answer.lstrip())
+        return {start, end} if answer.startswith(self._read_marks.opening, start) else {end}
+
+    def told_apart(self, chat: str, stand_ins: StandIns | None) -> str:
+        """What a template has written, for ``encode``."""
+        for text, written in _WRITTEN.items():
+            chat = chat.replace(text, written)
+        return chat if stand_ins is None else stand_ins.replaced(chat, self._apart)
+
+    def _apart(self, character: str) -> str:
+        return self._alone.get(character) or _BREAK + character + _BREAK
+
+    def encode(self, chats: Sequence[str], *, add_special: bool) -> list[list[int]]:
+        """Token ids of each chat that was ``told_apart``."""
+        encodings = self._backend.encode_batch_fast(list(chats), add_special_tokens=add_special)
+        return [encoding.ids for encoding in encodings]
+
+
+def _literal(text: str) -> str:
+    """A pattern for ``text`` in the dialect of tokenizers."""
+    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def _of_client(message: Mapping[str, object]) -> list[object]:
+    return [value for name, value in message.items() if name != "role"]
+
+
+def _strings(values: list[object]) -> Iterator[str]:
+    """All of JSON values, names too."""
+    while values:
+        match values.pop():
+            case str() as text:
+                yield text
+            case dict() as members:
+                yield from members
+                values += members.values()
+            case list() | tuple() as items:
+                values += items

@@ -1,0 +1,85 @@
+"""The control tokens of a tokenizer, and where a client's string spells one, or a part of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from os.path import commonprefix
+from typing import Any
+
+_LITERAL_ENDS = ("'", '"', "{", "%")
+"""What may follow the end of a literal in a template's source: its quote, a tag, or a place to fill in."""
+
+
+def is_control_token(token: Any, template: str) -> bool:
+    """Whether an added token of a tokenizer steers the model. Other added ones are text: runs of spaces, and
+    words that the template does not write."""
+    text = token.content
+    if not text.strip():
+        return False
+    is_word = all(char.isalnum() or char.isspace() for char in text)
+    return token.special or not is_word or text in template
+
+
+class ControlTokens:
+    """The spellings of control tokens, and the places of a client's string that may begin one."""
+
+    def __init__(self, spellings: Iterable[str], template: str) -> None:
+        """``template``: the source of what writes around the strings."""
+        self.spellings = tuple(sorted(set(spellings)))
+        self._max_chars = max(map(len, self.spellings), default=0)
+        self._first = re.compile("|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)")
+        self._spelled = re.compile(_places_of(self.spellings))
+        parts = [(text[:at], text[at:]) for text in self.spellings for at in range(1, len(text))]
+        self._beginnings = {beginning for beginning, _ in parts}
+        written = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}
+        self._rests = {rest for beginning, rest in parts if beginning in written}
+        """A client's string behind a literal of the template could make a token of both."""
+        self._beginnings_of_rests = {rest[:end] for rest in self._rests for end in range(1, len(rest) + 1)}
+        quoted = re.findall(r"'([^'\n]*)'|\"([^\"\n]*)\"", template)
+        self._words = {*re.findall(r"\.(\w+)", template), *(word for pair in quoted for word in pair)}
+        """Names and values that the template may look for."""
+
+    def places(self, text: str) -> list[int]:
+        """Indexes of the characters by which ``text`` may begin a control token, or go on with one."""
+        stripped = text.lstrip()
+        found = [len(text) - len(stripped)] if self._goes_on(stripped) else []
+        if self._first.search(text) is None:
+            return found
+        found += (match.start() for match in self._spelled.finditer(text))
+        end = len(text.rstrip())
+        for match in self._first.finditer(text, max(0, end - self._max_chars), end):
+            if text[match.start() : end] in self._beginnings:
+                found.append(match.start())
+        return found
+
+    def _goes_on(self, text: str) -> bool:
+        """Whether ``text`` begins with the rest of a token that the template has begun, or is a part of it."""
+        for end in range(1, len(text) + 1):
+            if text[:end] in self._rests:
+                break
+            if text[:end] not in self._beginnings_of_rests:
+                return False
+        return text != "" and text not in self._words
+
+
+def _places_of(spellings: Iterable[str]) -> str:
+    """A pattern for the first character of each place where one is spelled; places may overlap."""
+    rests: dict[str, set[str]] = {}
+    for text in spellings:
+        rests.setdefault(text[0], set()).add(text[1:])
+    return "|".join(f"{re.escape(first)}(?={_any_of(rests[first])})" for first in sorted(rests)) or "(?!)"
+
+
+def _any_of(texts: set[str]) -> str:
+    """A pattern for the shortest of ``texts`` that is there, which tries no character twice."""
+    if "" in texts:
+        return ""
+    by_first: dict[str, list[str]] = {}
+    for text in sorted(texts):
+        by_first.setdefault(text[0], []).append(text)
+    branches = []
+    for group in by_first.values():
+        shared = commonprefix(group)
+        branches.append(re.escape(shared) + _any_of({text[len(shared) :] for text in group}))
+    return f"(?:{'|'.join(branches)})"
