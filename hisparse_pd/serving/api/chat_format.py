@@ -81,17 +81,20 @@ class ChatFormat:
         """``prompt``: packed token ids that ``of_token`` spells; ``is_continued``: it ends in an answer."""
         if self.opens_reasoning(prompt, of_token):
             return ReasoningStart.BEGUN
-        is_over = is_continued or _ends_with(self.think.closing, prompt, of_token)
+        is_over = is_continued or self._ends_with(self.think.closing, prompt, of_token)
         return ReasoningStart.NONE if is_over or not self.reasons else ReasoningStart.MAY_BEGIN
 
     def opens_reasoning(self, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
         """Whether the prompt, packed token ids, ends with what opens reasoning."""
-        return _ends_with(self.think.opening, prompt, of_token)
+        return self._ends_with(self.think.opening, prompt, of_token)
 
-
-def _ends_with(mark: str, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
-    end = b"".join(map(of_token, unpack_token_ids(prompt)[-_END_TOKENS:].tolist()))
-    return end.rstrip().endswith(mark.encode())
+    def _ends_with(self, mark: str, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
+        """``mark``: where the vocabulary has it as a token, its spelling alone is text."""
+        token_ids = unpack_token_ids(prompt)[-_END_TOKENS:].tolist()
+        if (mark_id := self.token_ids.get(mark)) is None:
+            return b"".join(map(of_token, token_ids)).rstrip().endswith(mark.encode())
+        written = (token_id for token_id in reversed(token_ids) if of_token(token_id).strip())
+        return next(written, None) == mark_id
 
 
 _MARKS = {

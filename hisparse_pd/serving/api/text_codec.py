@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,18 +294,19 @@ def _template_text(tokenizer: Any) -> str | None:
 
 def _read_marks(tokenizer: Any, template: str) -> ThinkMarks | None:
     """The marks of reasoning that the template looks for in the text of an earlier answer, seen by trial."""
+
+    def chat(answer: str) -> str:
+        turns = ("user", "a question"), ("assistant", answer), ("user", "a question")
+        messages = [{"role": role, "content": text} for role, text in turns]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
     for marks in THINK_MARKS:
         answer = f"before{marks.closing}behind"
-        messages = [
-            {"role": role, "content": text}
-            for role, text in (("user", "question"), ("assistant", answer), ("user", "question"))
-        ]
-        try:
-            chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError):
-            return None
-        if marks.closing in template and "behind" in chat and answer not in chat:
-            return marks
+        with suppress(jinja2.TemplateError, ValueError, TypeError, LookupError):
+            if marks.closing in template and chat(answer) != chat("before behind").replace(
+                "before behind", answer
+            ):
+                return marks
     return None
 
 
