@@ -111,8 +111,8 @@ def _messages_of(
     if isinstance(message.content, str):
         yield role | {"content": message.content}
         return
-    turn = Turn()
-    for index, block in enumerate(message.content):
+    turn, has_results = Turn(), False
+    for index, block in enumerate(message.content or ()):
         place = f"{name}.content[{index}]"
         match block:
             case parts.ThinkingBlock():
@@ -126,11 +126,11 @@ def _messages_of(
                 if turn.texts:
                     yield turn.message() | role
                     turn = Turn()
-                content, call_id = block.content or "", block.tool_use_id
-                yield result_message(f"{place}.content", content, call_id, is_answered=is_answered)
+                has_results, call_id = True, block.tool_use_id
+                yield result_message(f"{place}.content", block.content, call_id, is_answered=is_answered)
             case _:
                 turn.texts.append(text_of_part(place, block, is_answered=False))
-    if not turn.is_empty or not message.content:
+    if not turn.is_empty or not has_results:
         yield turn.message() | role
 
 

@@ -243,7 +243,7 @@ others are parts of items that no answer has."""
 
 _INPUT_ITEMS = (
     *("InputMessage", "AnswerMessage", "FunctionCall", "CustomToolCall", "CallOutput"),
-    *("ReasoningItem", "AdditionalTools"),
+    *("ReasoningItem", "AdditionalTools", "ItemReference"),
 )
 
 

@@ -197,12 +197,6 @@ class AllowedChoice:
 
 
 @declared
-class TextPart:
-    type: Annotated[Literal["text"], rule('must be "text"; other parts are not supported')]
-    text: str
-
-
-@declared
 class Function:
     name: NeededName
     parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object"), AS_SPELLED]
@@ -226,10 +220,25 @@ class Call:
     function: CalledFunction
 
 
+@tagged("type", "text")
+class TextBlock:
+    text: str
+
+
+@tagged("type", "refusal")
+class Refusal:
+    """Text of the assistant."""
+
+    refusal: str
+
+
 @declared
 class ChatMessage:
+    """Without content, one of the assistant or of a tool is an empty text."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_PARTS)] | None
+    content: str | Annotated[list[TextBlock | Refusal], Meta(max_length=MAX_PARTS)] | None
+    refusal: Annotated[str | None, Meta(description="Text of the assistant.")]
     reasoning_content: str | None
     reasoning: Annotated[str | None, Meta(description="vLLM's name of reasoning_content, which comes first.")]
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None
@@ -237,11 +246,6 @@ class ChatMessage:
     tools: Annotated[Raw | None, list_of(MAX_TOOLS, "Tool", min_items=0)]
     function_call: Annotated[Raw | None, unsupported()]
     response_format: Annotated[Raw | None, unsupported()]
-
-
-@tagged("type", "text")
-class TextBlock:
-    text: str
 
 
 @tagged("type", "thinking")
@@ -301,7 +305,7 @@ class UserMessage:
 
 @tagged("role", "assistant")
 class AssistantMessage:
-    content: str | Annotated[list[AssistantBlock], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[AssistantBlock], Meta(max_length=MAX_PARTS)] | None
 
 
 @tagged("role", "system")
@@ -383,11 +387,6 @@ class OutputText:
     text: str
 
 
-@tagged("type", "refusal")
-class Refusal:
-    refusal: str
-
-
 @tagged("type", "reasoning_text")
 class ReasoningText:
     text: str
@@ -425,7 +424,7 @@ class InputMessage:
 class AnswerMessage:
     type: Literal["message"] | None
     role: Literal["assistant"]
-    content: str | Annotated[list[OutputText | InputText | Refusal], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[OutputText | InputText | Refusal], Meta(max_length=MAX_PARTS)] | None
 
 
 @tagged("type", "function_call")
@@ -450,7 +449,7 @@ class CallOutput:
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NeededName
-    output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)]
+    output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)] | None
 
 
 @tagged("type", "reasoning")
@@ -458,6 +457,18 @@ class ReasoningItem:
     """``encrypted_content``, which only its author can read, is left out."""
 
     content: Annotated[list[ReasoningText], Meta(max_length=MAX_PARTS)] | None
+
+
+@tagged("type", "item_reference")
+class ItemReference:
+    """An item of the same input, which is shown once, at the first of its places."""
+
+    id: NeededName
+
+
+@declared
+class NamedItem:
+    id: str | None
 
 
 @tagged("type", "additional_tools")

@@ -10,6 +10,8 @@ from typing import Any
 _LITERAL_ENDS = ("'", '"', "{", "%")
 """What may follow the end of a literal in a template's source: its quote, a tag, or a place to fill in."""
 
+_CHANGES_CASE = re.compile(r"\b(?:lower|upper|title|capitalize)\b")
+
 
 def is_control_token(token: Any, template: str) -> bool:
     """Whether an added token of a tokenizer steers the model. Other added ones are text: runs of spaces, and
@@ -29,7 +31,8 @@ class ControlTokens:
         self.spellings = tuple(sorted(set(spellings)))
         self._max_chars = max(map(len, self.spellings), default=0)
         self._first = re.compile("|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)")
-        self._spelled = re.compile(_places_of(self.spellings))
+        flags = re.IGNORECASE if _CHANGES_CASE.search(template) else re.NOFLAG
+        self._spelled = re.compile(_places_of(self.spellings), flags)
         parts = [(text[:at], text[at:]) for text in self.spellings for at in range(1, len(text))]
         self._beginnings = {beginning for beginning, _ in parts}
         written = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}

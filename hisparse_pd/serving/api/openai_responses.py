@@ -21,6 +21,7 @@ from hisparse_pd.serving.api.prompts import (
     ChatPrompt,
     HostedTool,
     Turn,
+    joined_text,
     may_call_tools,
     message_items,
     parse_text,
@@ -42,6 +43,7 @@ _ITEMS: dict[str, type[Any]] = {
     "custom_tool_call_output": parts.CallOutput,
     "reasoning": parts.ReasoningItem,
     "additional_tools": parts.AdditionalTools,
+    "item_reference": parts.ItemReference,
 }
 """By their type; messages may lack it."""
 
@@ -100,7 +102,7 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
         yield {"role": "user", "content": parse_text("input", value)}
         return
     turn = Turn()
-    items = [(name, _item(name, raw)) for name, raw in message_items("input", value)]
+    items = _items(message_items("input", value))
     num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _OF_ANSWERS)), default=0)
     for index, (name, item) in enumerate(items):
         is_of_next = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
@@ -111,7 +113,7 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
             turn = Turn()
         match item:
             case parts.AnswerMessage():
-                turn.texts.append(_text_of(item.content))
+                turn.texts.append(joined_text(item.content))
             case parts.FunctionCall():
                 arguments = written_arguments(f"{name}.arguments", item.arguments)
                 turn.call(shown_name(item.name, item.namespace), arguments, item.call_id)
@@ -122,12 +124,35 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
             case parts.AdditionalTools():
                 tools.add(f"{name}.tools", item.tools)
             case parts.InputMessage():
-                yield {"role": item.role, "content": _text_of(item.content)}
+                yield {"role": item.role, "content": joined_text(item.content)}
             case parts.CallOutput():
                 is_answered = index < num_answered
                 yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
     if not turn.is_empty:
         yield turn.message()
+
+
+def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
+    """The items by name, each in the first of its places: its own, or that of a reference to it."""
+    items = [(name, _item(name, raw)) for name, raw in given]
+    if not any(isinstance(item, parts.ItemReference) for _, item in items):
+        return items
+    by_id: dict[str | None, int] = {}
+    for index, ((name, raw), (_, item)) in enumerate(zip(given, items, strict=True)):
+        if not isinstance(item, parts.ItemReference):
+            by_id.setdefault(decode(parts.NamedItem, raw, name).id, index)
+    places: dict[int, None] = {}
+    for index, (name, item) in enumerate(items):
+        if isinstance(item, parts.ItemReference):
+            if item.id not in by_id:
+                rule = (
+                    "is no item of this input, and none is stored: send the whole item, as with store: false"
+                )
+                raise InvalidField(f"{name}.id", item.id, rule)
+            places.setdefault(by_id[item.id])
+        else:
+            places.setdefault(index)
+    return [items[index] for index in places]
 
 
 def _item(name: str, raw: Raw) -> Any:
@@ -138,14 +163,6 @@ def _item(name: str, raw: Raw) -> Any:
         known = f"message, {', '.join(_ITEMS)}"
         raise InvalidField(f"{name}.type", kind.type, f"is not supported; supported are {known}")
     return decode(_ITEMS[kind.type], raw, name)
-
-
-def _text_of(
-    content: str | list[parts.InputText] | list[parts.OutputText | parts.InputText | parts.Refusal],
-) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.refusal if isinstance(part, parts.Refusal) else part.text for part in content)
 
 
 # --- tools ---------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, Invalid
 from hisparse_pd.serving.http.off_loop import taking_interpreter
 
 _DESCRIBING_ROLES = ("system", "developer")
+_MAY_BE_EMPTY = ("assistant", "tool")
+"""Agents send back turns and results in which nothing was said, on every API."""
 
 _TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to set
     "add_generation_prompt",
@@ -372,12 +374,13 @@ def text_of_part(name: str, part: parts.ResultBlock | parts.OutputPart, *, is_an
 
 def result_message(
     name: str,
-    content: str | Sequence[parts.ResultBlock | parts.OutputPart],
+    content: str | Sequence[parts.ResultBlock | parts.OutputPart] | None,
     call_id: str,
     *,
     is_answered: bool,
 ) -> dict[str, object]:
-    """The result of a call. ``name``: of ``content``, as errors call it."""
+    """The result of a call. ``name``: of ``content``, as errors call it; None: an empty one."""
+    content = content or ""
     if not isinstance(content, str):
         content = "".join(
             text_of_part(f"{name}[{index}]", part, is_answered=is_answered)
@@ -411,22 +414,36 @@ class Turn:
         return shown
 
 
+def joined_text(
+    content: str | Sequence[parts.TextBlock | parts.InputText | parts.OutputText | parts.Refusal] | None,
+) -> str:
+    """What a message says; "" for one without content."""
+    if isinstance(content, str):
+        return content
+    texts = (part.refusal if isinstance(part, parts.Refusal) else part.text for part in content or ())
+    return "".join(texts)
+
+
 def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
     message = decode(parts.ChatMessage, item, name)
     if message.tool_calls and message.role != "assistant":
         calls = msgspec.to_builtins(message.tool_calls)
         raise InvalidField(f"{name}.tool_calls", calls, "belong to a message of the assistant")
-    if message.content is None and not message.tool_calls:
+    if message.content is None and message.role not in _MAY_BE_EMPTY:
         raise InvalidField(f"{name}.content", None, "must be a string or a list of text parts")
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    text = joined_text(message.content)
     if message.role == "assistant":
+        text += message.refusal or ""
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         turn = Turn([text], [] if reasoning is None else [reasoning])
         for index, call in enumerate(message.tool_calls or ()):
             path, function = f"{name}.tool_calls[{index}].function.arguments", call.function
             turn.call(function.name, written_arguments(path, function.arguments), call.id)
         return turn.message()
+    for index, part in enumerate(message.content or ()):
+        if isinstance(part, parts.Refusal):
+            rule = 'must be "text": a refusal is the assistant\'s'
+            raise InvalidField(f"{name}.content[{index}].type", "refusal", rule)
     shown: dict[str, object] = {"role": message.role, "content": text}
     if message.role == "tool" and message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id

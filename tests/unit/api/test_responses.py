@@ -199,6 +199,32 @@ async def test_the_prompt(codec: RecordingCodec, options: dict[str, Any], prompt
     assert await codec.written(parse(Endpoint.RESPONSES, **{**BODY, **options})) == prompt
 
 
+def reference_to(item_id: str) -> dict[str, Any]:
+    return {"type": "item_reference", "id": item_id}
+
+
+async def test_an_item_is_shown_once_at_the_first_of_its_places(codec: RecordingCodec) -> None:
+    call = call_item("weather", "t1") | {"id": "fc_1"}
+    thought = reasoning_item("T") | {"id": "rs_1"}
+    asked, result = {"role": "user", "content": "a"}, output_item("t1", "sun")
+    for items in (
+        [asked, thought, call, result],
+        [asked, thought, reference_to("rs_1"), call, reference_to("fc_1"), result],
+        [asked, reference_to("rs_1"), reference_to("fc_1"), result, thought, call],
+    ):
+        written = await codec.written(parse(Endpoint.RESPONSES, input=items))
+        assert written == "[user]a[assistant]T<t1 weather {}>[toolt1]sun[assistant]"
+
+
+def test_a_reference_to_what_is_not_there_says_what_to_do() -> None:
+    items = [{"role": "user", "content": "a", "id": "msg_1"}, reference_to("msg_2")]
+    with pytest.raises(ApiError) as error:
+        parse(Endpoint.RESPONSES, input=items)
+    assert (error.value.status, error.value.param) == (400, "input[1].id")
+    for said in ('"msg_2"', "store: false", "whole item"):
+        assert said in error.value.message
+
+
 def call_of(name: str, key: str, value: str) -> str:
     return f"<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
 
@@ -297,7 +323,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
             ({"role": "user", "content": [IMAGE]}, ".content[0].type", '"input_image"'),
             ({"role": "user", "content": 7}, ".content", "must be `str | array`"),
             ({"role": "tool", "content": "x"}, ".role", 'must be "developer", "system" or "user"'),
-            ({"type": "item_reference", "id": "x"}, ".type", "is not supported"),
+            ({"type": "item_reference", "id": "x"}, ".id", '"x" is no item of this input'),
+            ({"type": "item_reference"}, ".id", "is needed"),
             ({"type": "web_search_call"}, ".type", "is not supported"),
             (call_item("f", "c", {}), ".arguments", "must be `str | null`"),
         )

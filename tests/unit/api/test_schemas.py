@@ -367,7 +367,7 @@ TYPED_CHAT: list[Case] = [
             (
                 {"role": "user", "content": [{"type": "image_url"}]},
                 ".content[0].type",
-                '"image_url" must be "text"; other parts are not supported',
+                '"image_url" must be "text" or "refusal"',
             ),
             (
                 {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
@@ -460,7 +460,12 @@ USERS_CALL = {"role": "user", "content": "a", "tool_calls": [{"function": {"name
 CHAT: list[Case] = [
     ({"messages": None}, "messages", "at least one message"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string"),
-    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "must be a string"),
+    ({"messages": [{"role": "system"}]}, "messages[0].content", "must be a string"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        "messages[0].content[0].type",
+        '"refusal" must be "text"',
+    ),
     ({"messages": [USERS_CALL]}, "messages[0].tool_calls", "belong to a message of the assistant"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "must not set"),
