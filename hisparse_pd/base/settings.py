@@ -192,8 +192,7 @@ class NodeSettings(_Settings, TransportSettings):
     chat_control_tokens: Literal["template", "anyone"] = Field(
         "template",
         description="who writes control tokens in chats, the same on all nodes; template: the model's chat "
-        "template alone, and what clients write is text; anyone: whatever spells one is it, so that a message "
-        "can forge others",
+        "template alone, and what clients write is text; anyone: clients, too, who can forge messages so",
     )
     kv_cache_dtype: CacheDtype = Field(
         "auto", description="format of the KV items, the same on all nodes; auto: --dtype"

@@ -32,6 +32,7 @@ WORDS = (
     "\\u3400",
     "\u3400",
     "\U0010fffe",
+    "\U0010ffff",
     "é",
 )
 Texts = list[str]

@@ -1,10 +1,10 @@
 """What clients write in a chat stays text; what the model's template writes may be control tokens.
 
-Where a client's string spells a control token, the template is shown a stand-in for the first character: one
-character for one, which trimming, slicing and JSON leave alone, and which the request has nowhere else. In the
-chat that the template wrote, each stand-in becomes its character again, between two breaks. No token is found
-across a break, and the tokenizer of chats drops breaks before it normalizes and splits the text between the
-tokens. So this text has the tokens that it has as plain text.
+Where a client's string spells a control token, the template is shown a stand-in for its first character: one
+character for one, which trimming, slicing and JSON leave alone, and which the request has nowhere else. In
+the chat that the template wrote, each stand-in becomes its character again, between two breaks. No token is
+found across a break, and the tokenizer of chats drops breaks before it normalizes and splits the text between
+the tokens. So this text has the tokens that it has as plain text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIRST_ALONE = 0xF0000
 """Behind an escape: stands for the first control token of one character, which breaks cannot break."""
 
 _STAND_INS = range(0x3400, 0x4DC0)
-"""Rare ideographs: letters to all that a template calls, and printable, so that Python writes them as they are."""
+"""Rare ideographs: letters to all that a template calls, and Python prints them as they are."""
 _TAKEN = re.compile(r"[\u3400-\u4dbf]|\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
 """One of them, or how JSON in ASCII writes it."""
 
@@ -47,8 +47,8 @@ class StandIns:
         if len(self._codes) < len(characters):
             raise ApiError(
                 400,
-                "messages, tools: spell control tokens beside nearly all characters from U+3400 to U+4DBF, one "
-                "of which has to be free to tell them apart; leave some of these characters out",
+                "messages, tools: spell control tokens beside nearly all characters from U+3400 to U+4DBF, "
+                "one of which has to be free to tell them apart; leave some of these characters out",
                 param="messages",
             )
         self._shown = {text: self.put(text, found) for text, found in places.items()}
@@ -133,7 +133,7 @@ class ClientText:
             )
             if (given := ours.token_to_id(token.content)) != token_id:
                 raise CheckpointError(
-                    f"tokenizer.json: the added token {token.content!r} has the id {token_id}, and {given} is "
+                    f"tokenizer.json: the added token {token.content!r} has id {token_id}, and {given} is "
                     "the next one; number added tokens without gaps behind the vocabulary"
                 )
         return ours

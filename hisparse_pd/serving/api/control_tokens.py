@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from os.path import commonprefix
 from typing import Any
 
 _LITERAL_ENDS = ("'", '"', "{", "%")
@@ -35,8 +34,8 @@ class ControlTokens:
         self._spelled = re.compile(_places_of(self.spellings), flags)
         parts = [(text[:at], text[at:]) for text in self.spellings for at in range(1, len(text))]
         self._beginnings = {beginning for beginning, _ in parts}
-        written = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}
-        self._rests = {rest for beginning, rest in parts if beginning in written}
+        begun = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}
+        self._rests = {rest for beginning, rest in parts if beginning in begun}
         """A client's string behind a literal of the template could make a token of both."""
         self._beginnings_of_rests = {rest[:end] for rest in self._rests for end in range(1, len(rest) + 1)}
         quoted = re.findall(r"'([^'\n]*)'|\"([^\"\n]*)\"", template)
@@ -57,7 +56,7 @@ class ControlTokens:
         return found
 
     def _goes_on(self, text: str) -> bool:
-        """Whether ``text`` begins with the rest of a token that the template has begun, or is a part of it."""
+        """Whether ``text`` begins with the rest of a token that the template has begun, or is part of it."""
         for end in range(1, len(text) + 1):
             if text[:end] in self._rests:
                 break
@@ -83,6 +82,13 @@ def _any_of(texts: set[str]) -> str:
         by_first.setdefault(text[0], []).append(text)
     branches = []
     for group in by_first.values():
-        shared = commonprefix(group)
+        shared = _shared_beginning(group[0], group[-1])
         branches.append(re.escape(shared) + _any_of({text[len(shared) :] for text in group}))
     return f"(?:{'|'.join(branches)})"
+
+
+def _shared_beginning(one: str, other: str) -> str:
+    num_shared = 0
+    while num_shared < min(len(one), len(other)) and one[num_shared] == other[num_shared]:
+        num_shared += 1
+    return one[:num_shared]

@@ -23,7 +23,8 @@ READS_REASONING = (
 )
 _WRITES_REASONING = (
     "{% set text = m.content %}"
-    "{% if m.role == 'assistant' and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if m.role == 'assistant' and m.reasoning_content %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
 )
 _WRITES_ALL = (
     "{% for t in tools or [] %}<tools>{{ t | tojson }}{{ t.function.name }}{{ t.function.description }}"

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""Chats in which clients spell control tokens; ``tests/property/test_client_text.py`` does it in every field."""
+"""Chats in which clients spell control tokens; the property test of this name does it in every field."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def test_no_token_is_made_of_what_a_client_wrote_and_what_stands_beside_it(
 def test_what_templates_look_for_they_find() -> None:
     """Words of a template, and what is no control token, are as the client wrote them."""
     template = (
-        "{{ '<' }}{% for m in messages %}{% if m.content == 'user' %}U{% elif '<b>' in m.content %}B{% endif %}"
+        "{{ '<' }}{% for m in messages %}"
+        "{% if m.content == 'user' %}U{% elif '<b>' in m.content %}B{% endif %}"
         "{{ m.content.split('<b>') | length }}{% endfor %}"
     )
     assert written(codec_of(template), prompt_of("user", "a<b>c")) == "<U1B2"
@@ -158,7 +159,8 @@ def test_a_stand_in_is_no_character_of_the_request() -> None:
 
 READS = (
     "{% for m in messages %}{% if '</think>' in m.content %}"
-    "<think>{{ m.content.split('</think>')[0].split('<think>')[-1] }}</think>{{ m.content.split('</think>')[-1] }}"
+    "<think>{{ m.content.split('</think>')[0].split('<think>')[-1] }}</think>"
+    "{{ m.content.split('</think>')[-1] }}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 
