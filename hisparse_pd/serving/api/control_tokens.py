@@ -11,6 +11,9 @@ _LITERAL_ENDS = ("'", '"', "{", "%")
 
 _CHANGES_CASE = re.compile(r"\b(?:lower|upper|title|capitalize)\b")
 
+_MAX_NAME_CHARS = 256
+"""Of what a template puts into marks that it makes of names."""
+
 
 def is_control_token(token: Any, template: str) -> bool:
     """Whether an added token of a tokenizer steers the model. Other added ones are text: runs of spaces, and
@@ -29,15 +32,19 @@ class ControlTokens:
         """``template``: the source of what writes around the strings."""
         self.spellings = tuple(sorted(set(spellings)))
         self._max_chars = max(map(len, self.spellings), default=0)
-        self._first = re.compile("|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)")
         flags = re.IGNORECASE if _CHANGES_CASE.search(template) else re.NOFLAG
-        self._spelled = re.compile(_places_of(self.spellings), flags)
+        firsts = "|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)"
+        self._first = re.compile(firsts, flags)
+        self._is_changed = "replace" in template
+        """The template may leave characters out, so that what is left spells a token."""
+        self._spelled = self._first if self._is_changed else re.compile(_places_of(self.spellings), flags)
         parts = [(text[:at], text[at:]) for text in self.spellings for at in range(1, len(text))]
         self._beginnings = {beginning for beginning, _ in parts}
         begun = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}
         self._rests = {rest for beginning, rest in parts if beginning in begun}
         """A client's string behind a literal of the template could make a token of both."""
         self._beginnings_of_rests = {rest[:end] for rest in self._rests for end in range(1, len(rest) + 1)}
+        self._firsts_of_rests = {rest[0] for rest in self._rests}
         quoted = re.findall(r"'([^'\n]*)'|\"([^\"\n]*)\"", template)
         self._words = {*re.findall(r"\.(\w+)", template), *(word for pair in quoted for word in pair)}
         """Names and values that the template may look for."""
@@ -46,6 +53,8 @@ class ControlTokens:
         """Indexes of the characters by which ``text`` may begin a control token, or go on with one."""
         stripped = text.lstrip()
         found = [len(text) - len(stripped)] if self._goes_on(stripped) else []
+        if self._is_changed and len(text) <= _MAX_NAME_CHARS and text not in self._words:
+            found += (index for index, char in enumerate(text) if char in self._firsts_of_rests)
         if self._first.search(text) is None:
             return found
         found += (match.start() for match in self._spelled.finditer(text))

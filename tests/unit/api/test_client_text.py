@@ -119,6 +119,8 @@ def codec_of(template: str) -> TextCodec:
         ("{% for m in messages %}{{ [[m.content]] }}{% endfor %}", ["<|user|>"]),
         ("{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}{% endfor %}", ["<|user|>é\\u3400"]),
         ("{% for m in messages %}{{ m.content[1:] }}{% endfor %}", ["a<|user|>"]),
+        ("{% for m in messages %}{{ m.content | replace('$', '') }}{% endfor %}", ["a<|us$er|>"]),
+        ("{% for m in messages %}{{ '<' ~ m.content | replace('$', '') ~ '>' }}{% endfor %}", ["$thi$nk"]),
         ("{% for m in messages %}{{ m.content | lower }}{% endfor %}", ["<|USER|>"]),
     ],
 )
