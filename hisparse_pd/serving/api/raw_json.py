@@ -14,7 +14,8 @@ from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, Invalid
 from hisparse_pd.serving.http.off_loop import taking_interpreter
 
 MAX_FIELD_BYTES = 2 << 20
-"""Of a field's JSON, strings and split lists aside: 0.2 s of decoding at the very worst."""
+"""Of a field's JSON, strings and split lists aside: 0.2 s of decoding at the very worst; a second of numbers
+whose spelling is kept, in which other threads run."""
 
 MAX_FIELD_VALUES = 1 << 16
 """Of a longer field, by the marks between them, those within strings counted too. Its rest is strings, such
