@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import RankPlace, StartError
+from hisparse_pd.core.model import rank_exchange
 from hisparse_pd.core.model.rank_bells import RankBells
 from hisparse_pd.core.model.rank_page import RankPage, share_page
 from hisparse_pd.protocol.names import interface_of, own_address_towards
@@ -45,14 +46,18 @@ class RankGroup:
         agree_secs: float,
         forward_secs: float,
         start_secs: float = 300.0,
+        over_memory: bool = True,
     ) -> None:
         """Waits for the other ranks: ``start_secs`` at most here and in ``meet``, ``agree_secs`` in an
         agreement, ``forward_secs`` in a forward, where a rank may compute a chunk, or compile a kernel, while
-        others have nothing to do.
+        others have nothing to do. ``over_memory``: GPUs of one machine exchange over each other's memory, if
+        all ranks want it and all can; else by NCCL.
         """
         self.rank, self.size = place.rank, place.size
         self.step_tokens = 0
         """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
+        self.exchange: rank_exchange.RankExchange | None = None
+        """How GPUs gather and sum; None: by NCCL, as also what it leaves to that."""
         self._is_rehearsal = False
         self._agree_secs = agree_secs
         self._page: RankPage | None = None
@@ -86,6 +91,10 @@ class RankGroup:
             self.gather(torch.zeros((1, 1), device=device))  # NCCL connects with its first operation
         except (OSError, RuntimeError, ValueError) as error:
             raise RankGroupError(f"rank {self.rank} does not reach the other ranks: {error}") from error
+        if device.type == "cuda" and not place.meeting_host:
+            self.exchange = rank_exchange.connect(
+                self.meet, device, self.rank, self.size, forward_secs, is_wanted=over_memory
+            )
 
     def meet(self, what: str, word: str = "") -> dict[int, str]:
         """Wait until all ranks have done ``what``: no operation, and with more patience than one has.
@@ -172,15 +181,27 @@ class RankGroup:
         if self._is_rehearsal:
             return torch.cat([x] * self.size)
         of_all = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self._in_order(lambda: _all_gather(of_all, x))
+        exchange = self.exchange
+        if exchange is not None and exchange.gathers(x):
+            self._in_order(lambda: exchange.gather(of_all, x))
+        else:
+            self._in_order(lambda: _all_gather(of_all, x))
         return of_all
 
     def sum_own(self, x: Tensor) -> Tensor:
-        """[n, …]: this rank's part of ``x`` [size * n, …], summed over all ranks."""
+        """[n, …]: this rank's part of ``x`` [size * n, …], summed over all ranks.
+
+        With an ``exchange`` in the order of ranks, whatever ``n`` is, so that a token's bits do not depend on
+        the others. By NCCL the order goes by ``n`` where there are more than two ranks.
+        """
         if self._is_rehearsal:
             return x[: x.shape[0] // self.size].clone()
         own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        self._in_order(lambda: _reduce_scatter(own, x))
+        exchange = self.exchange
+        if exchange is not None and exchange.sums(x):
+            self._in_order(lambda: exchange.sum_own(own, x))
+        else:
+            self._in_order(lambda: _reduce_scatter(own, x))
         return own
 
     @contextmanager

@@ -1,0 +1,161 @@
+"""Whether the GPUs of a node give each other tokens and sums over memory that they have of each other.
+
+They do where all ranks are on one machine, each GPU reaches the memory of all others, and what all of them try
+together at the start arrives: ``connect`` has the same outcome on every rank, which says why not.
+
+A sum has one arithmetic, ``RankExchange.sum_own``'s, whatever the number of tokens: NCCL's order of additions
+goes by the size, and a request's tokens would depend on who is beside it. A gather adds nothing, so large ones
+may go either way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, RankMemory
+
+log = logging.getLogger(__name__)
+
+Meet = Callable[[str, str], dict[int, str]]
+"""``RankGroup.meet``"""
+
+MAX_GATHER_BYTES = 4 << 20
+"""Of a rank's tokens: NCCL gathers more of them as fast, with blocks that it has anyway."""
+TRIAL_SECS = 20.0
+"""That ranks wait for each other in a trial, where all of them have compiled before."""
+TRIAL_ROWS = (1, 5, 64, 199)
+"""Rows of the trials' exchanges: of one block and of many, and of several rounds."""
+_TRIAL_COLUMNS = 7168
+_NUM_TRIALS = 3
+"""As many pass through all banks of the memory."""
+
+
+class RankExchange:
+    """Gathers and sums of one rank by the kernels of ``kernels.rank_exchange``, on the current stream."""
+
+    def __init__(self, memory: RankMemory, rank: int, num_ranks: int, patience_secs: float) -> None:
+        self.memory = memory
+        self.max_gather_bytes = MAX_GATHER_BYTES
+        self._rank, self._num_ranks, self._patience_secs = rank, num_ranks, patience_secs
+        self._is_trial = False
+
+    def gathers(self, x: Tensor) -> bool:
+        """Whether this is the way for ``x``, the same on all ranks."""
+        return x.nbytes <= self.max_gather_bytes
+
+    def sums(self, x: Tensor) -> bool:
+        """The same of a sum, by the dtype alone."""
+        return x.dtype in SUM_DTYPES
+
+    def gather(self, out: Tensor, x: Tensor) -> None:
+        """As ``RankGroup.gather``, into ``out``."""
+        self.memory.gather(out, x, self._patience_secs, only_notes_overdue=self._is_trial)
+
+    def sum_own(self, out: Tensor, x: Tensor) -> None:
+        """As ``RankGroup.sum_own``, into ``out``."""
+        self.memory.sum_own(out, x, self._patience_secs, only_notes_overdue=self._is_trial)
+
+    @torch.no_grad()
+    def fault(self, device: torch.device) -> str:
+        """What is wrong with what arrives of exchanges that all ranks make now; "": nothing is."""
+        patience_secs, self._patience_secs, self._is_trial = self._patience_secs, TRIAL_SECS, True
+        try:
+            for number in range(_NUM_TRIALS):
+                for num_rows in TRIAL_ROWS:
+                    wrong = self._wrong(num_rows, number, device)
+                    if self.memory.is_overdue():
+                        return f"another rank's part had not come {TRIAL_SECS:g} s later"
+                    if wrong:
+                        return wrong
+        finally:
+            self._patience_secs, self._is_trial = patience_secs, False
+        return ""
+
+    def _wrong(self, num_rows: int, number: int, device: torch.device) -> str:
+        of_all = [
+            torch.randn(
+                (self._num_ranks * num_rows, _TRIAL_COLUMNS),
+                generator=torch.Generator().manual_seed(1000 * number + rank),
+                dtype=torch.bfloat16,
+            ).to(device)
+            for rank in range(self._num_ranks)
+        ]
+        for dtype in SUM_DTYPES:
+            parts = [x.to(dtype).unflatten(0, (self._num_ranks, num_rows)) for x in of_all]
+            given = of_all[self._rank].to(dtype)
+            own = given.new_empty((num_rows, _TRIAL_COLUMNS))
+            self.sum_own(own, given)
+            if not torch.equal(own, sum_in_order([part[self._rank] for part in parts])):
+                return f"sums of {num_rows} rows of {dtype} are wrong"
+            gathered = torch.empty_like(given)
+            self.gather(gathered, given[:num_rows])
+            if not torch.equal(gathered, torch.cat([part[0] for part in parts])):
+                return f"{num_rows} rows of {dtype} arrive wrong"
+        return ""
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    """What ``RankExchange.sum_own`` makes of the ranks' parts, bit for bit."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def connect(
+    meet: Meet, device: torch.device, rank: int, num_ranks: int, patience_secs: float, *, is_wanted: bool
+) -> RankExchange | None:
+    """All ranks of one machine make this call; None on all of them where one of them cannot, or does not want
+    to. ``patience_secs``: that a rank may be late in an exchange.
+    """
+    own: list[RankMemory] = []
+
+    def offer() -> str:
+        if not is_wanted:
+            raise RuntimeError("it is switched off")
+        own.append(RankMemory(device, rank, num_ranks))
+        return json.dumps([own[0].gpu, own[0].handle.hex()])
+
+    def open_others(offers: dict[int, str]) -> str:
+        words = {other: json.loads(word) for other, word in offers.items() if other != rank}
+        own[0].connect({other: (gpu, bytes.fromhex(handle)) for other, (gpu, handle) in words.items()})
+        return ""
+
+    offers, refusals = _meet(meet, "offered memory to other GPUs", offer)
+    if not refusals:
+        _, refusals = _meet(meet, "opened the memory of other GPUs", lambda: open_others(offers))
+    if not refusals:
+        exchange = RankExchange(own[0], rank, num_ranks, patience_secs)
+        _, refusals = _meet(meet, "tried the memory of other GPUs", lambda: _trial(exchange, device))
+    if refusals:
+        first = min(refusals)
+        log.log(
+            logging.WARNING if is_wanted else logging.INFO,
+            "ranks exchange tokens by NCCL, not over GPUs' memory: rank %d: %s", first, refusals[first],
+        )  # fmt: skip
+        return None
+    log.info("ranks exchange tokens over GPUs' memory")
+    return exchange
+
+
+def _trial(exchange: RankExchange, device: torch.device) -> str:
+    if fault := exchange.fault(device):
+        raise RuntimeError(fault)
+    return ""
+
+
+def _meet(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dict[int, str], dict[int, str]]:
+    """The word that each rank has for the others, and why ranks have none: whatever ``do`` raises."""
+    try:
+        word = {"word": do()}
+    except Exception as error:
+        # Of the driver, of cupy, which may be missing, of the compiler: NCCL does what this would.
+        word = {"refusal": f"{type(error).__name__}: {error}"}
+    words = {rank: json.loads(text) for rank, text in meet(what, json.dumps(word)).items()}
+    refusals = {rank: found["refusal"] for rank, found in words.items() if "refusal" in found}
+    return {rank: found.get("word", "") for rank, found in words.items()}, refusals

@@ -1,0 +1,231 @@
+"""The host side of ``csrc/rank_exchange.cu``: what the GPUs of one machine give each other, over memory that each
+has opened of the others (CUDA IPC; no multicast).
+
+Every rank makes the same calls with equally large tensors in the same order, on one stream. A call can be
+captured in a CUDA graph: what tells one from the next is counted on the device. The first calls cannot, for
+code is loaded by then; ``RankMemory.connect`` compiles it. cupy is imported there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.cuda_launch import cupy_module, launch, translation_unit
+
+MAIN_SOURCE = "rank_exchange.cu"
+MAX_RANKS = 8
+NUM_THREADS = 512
+NUM_CHANNELS = 32
+NUM_BANKS = 4
+MAX_PIECE_BYTES = 65536
+HEADER_BYTES = 8192
+"""All of these as in csrc/rank_exchange.cu. A header begins with the counts of pieces."""
+MIN_PIECE_BYTES = 4096
+"""Of a piece, unless all there is is less: more blocks would have nothing to do."""
+ALIGNMENT = 16
+GATHER_WORDS = (16, 4, 1)
+SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
+"""The widths of words that there are kernels for, in bytes, the last of which fits everything."""
+SUM_DTYPES = tuple(SUM_WORDS)
+
+_NUM_COUNTS = NUM_CHANNELS * 32 + NUM_CHANNELS
+_IS_OVERDUE = _NUM_COUNTS
+"""Where in the header, as 32-bit words."""
+_LAZY_PEER_ACCESS, _MEMCPY_DEFAULT = 1, 4
+"""cudaIpcMemLazyEnablePeerAccess, cudaMemcpyDefault"""
+
+_POINTER, _LONG, _INT = np.uint64, np.int64, np.int32
+_PARAMS = np.dtype(
+    [
+        ("memory", _POINTER, (MAX_RANKS,)),
+        ("x", _POINTER),
+        ("out", _POINTER),
+        ("part_bytes", _LONG),
+        ("part_stride", _LONG),
+        ("patience_ns", _POINTER),
+        ("rank", _INT),
+        ("num_ranks", _INT),
+        ("num_rounds", _INT),
+        ("piece_bytes", _INT),
+        ("only_notes_overdue", _INT),
+        ("padding", _INT),
+    ],
+    align=True,
+)
+"""ExchangeParams of csrc/rank_exchange.cu, field by field."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a part is cut: ``num_blocks`` pieces at a time, ``num_rounds`` times, which together cover it."""
+
+    num_blocks: int
+    num_rounds: int
+    piece_bytes: int
+
+    @classmethod
+    def of(cls, part_bytes: int) -> Pieces:
+        num_blocks = min(-(-part_bytes // MIN_PIECE_BYTES), NUM_CHANNELS)
+        num_rounds = -(-part_bytes // (num_blocks * MAX_PIECE_BYTES))
+        piece_bytes = -(-part_bytes // (num_blocks * num_rounds))
+        return cls(num_blocks, num_rounds, -(-piece_bytes // ALIGNMENT) * ALIGNMENT)
+
+
+def memory_bytes(num_ranks: int) -> int:
+    """What a rank allocates, whatever is exchanged."""
+    return HEADER_BYTES + NUM_BANKS * num_ranks * NUM_CHANNELS * MAX_PIECE_BYTES
+
+
+def word_bytes(widths: Sequence[int], *values: int) -> int:
+    """The widest word that all addresses and lengths are multiples of."""
+    return next(width for width in widths if all(value % width == 0 for value in values))
+
+
+class RankMemory:
+    """One rank's memory that others write to, and where theirs is. It stays as long as the process."""
+
+    def __init__(self, device: torch.device, rank: int, num_ranks: int) -> None:
+        """Raises RuntimeError, or any error of the driver's or of an import, where it cannot be had."""
+        if num_ranks > MAX_RANKS:
+            raise RuntimeError(f"{num_ranks} ranks, and a kernel knows {MAX_RANKS} at most")
+        self._device, self._rank = device, rank
+        runtime = cupy_module().cuda.runtime
+        with torch.cuda.device(device):
+            self._own = int(runtime.malloc(memory_bytes(num_ranks)))
+            self.handle = bytes(runtime.ipcGetMemHandle(self._own))
+            """What the other ranks open it by, in ``connect``."""
+            self.gpu = str(runtime.deviceGetPCIBusId(torch.cuda.current_device()))
+            """The name of this rank's GPU in all processes of the machine."""
+        self._addresses = [self._own] * num_ranks
+        self.begin_at(0)
+
+    def connect(self, others: dict[int, tuple[str, bytes]]) -> None:
+        """``others``: ``gpu`` and ``handle`` by rank. Raises what the constructor does."""
+        runtime = cupy_module().cuda.runtime
+        with torch.cuda.device(self._device):
+            here = torch.cuda.current_device()
+            for rank, (gpu, handle) in others.items():
+                there = runtime.deviceGetByPCIBusId(gpu)
+                if not runtime.deviceCanAccessPeer(here, there):
+                    raise RuntimeError(f"GPU {self.gpu} does not reach the memory of GPU {gpu}, rank {rank}'s")
+                self._addresses[rank] = int(runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+            for name in _kernel_names():
+                _kernel(name)
+
+    def begin_at(self, count: int) -> None:
+        """Have the next piece of each channel be the one behind ``count``, modulo 2^32. No rank may be in an
+        exchange, and none begins one before all have done this. For tests, but for the first time."""
+        header = np.zeros(HEADER_BYTES // 4, np.uint32)
+        header[:_NUM_COUNTS] = count % 2**32
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            cupy_module().cuda.runtime.memcpy(
+                self._own, header.ctypes.data, header.nbytes, _MEMCPY_DEFAULT
+            )
+            torch.cuda.synchronize()
+
+    def is_overdue(self) -> bool:
+        """Whether a peer was late since the start; waits for the device."""
+        found = np.zeros(1, np.uint32)
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            cupy_module().cuda.runtime.memcpy(
+                found.ctypes.data, self._own + 4 * _IS_OVERDUE, found.nbytes, _MEMCPY_DEFAULT
+            )
+        return bool(found[0])
+
+    def gather(self, out: Tensor, x: Tensor, patience_secs: float, *, only_notes_overdue: bool) -> None:
+        """``out`` [num_ranks * n, …]: ``x`` [n, …] of all ranks in their order, whatever their bytes mean.
+
+        Both contiguous, on the device. A peer that is later than ``patience_secs`` ends the kernel with an
+        error, and with it all that this process does on the GPU; with ``only_notes_overdue``, ``is_overdue``
+        says so, and nothing that is exchanged later is of use.
+        """
+        _check(out, x, (x.dtype,), len(self._addresses) * x.nbytes, out.nbytes)
+        width = word_bytes(GATHER_WORDS, x.nbytes, x.data_ptr(), out.data_ptr())
+        self._launch(f"gather_{width}", out, x, x.nbytes, 0, patience_secs, only_notes_overdue)
+
+    def sum_own(self, out: Tensor, x: Tensor, patience_secs: float, *, only_notes_overdue: bool) -> None:
+        """``out`` [n, …]: the sum over all ranks of their ``x`` [num_ranks * n, …], of its part ``rank``.
+
+        bfloat16 or float32, contiguous. Added up in float32 in the order of ranks, and rounded once: an
+        element has the same bits in whichever row it is, and however many there are. The rest as ``gather``.
+        """
+        _check(out, x, SUM_DTYPES, x.nbytes, len(self._addresses) * out.nbytes)
+        width = word_bytes(SUM_WORDS[x.dtype], out.nbytes, x.data_ptr(), out.data_ptr())
+        name = f"sum_{str(x.dtype).removeprefix('torch.')}_{width}"
+        self._launch(name, out, x, out.nbytes, out.nbytes, patience_secs, only_notes_overdue)
+
+    def _launch(
+        self,
+        name: str,
+        out: Tensor,
+        x: Tensor,
+        part_bytes: int,
+        part_stride: int,
+        patience_secs: float,
+        only_notes_overdue: bool,
+    ) -> None:
+        if part_bytes == 0:
+            return
+        pieces = Pieces.of(part_bytes)
+        parameters = np.zeros((), _PARAMS)
+        parameters["memory"][: len(self._addresses)] = self._addresses
+        parameters["x"], parameters["out"] = x.data_ptr(), out.data_ptr()
+        parameters["part_bytes"], parameters["part_stride"] = part_bytes, part_stride
+        parameters["patience_ns"] = round(1e9 * patience_secs)
+        parameters["rank"], parameters["num_ranks"] = self._rank, len(self._addresses)
+        parameters["num_rounds"], parameters["piece_bytes"] = pieces.num_rounds, pieces.piece_bytes
+        parameters["only_notes_overdue"] = only_notes_overdue
+        launch(_kernel(name), self._device, pieces.num_blocks, NUM_THREADS, parameters)
+
+
+def source() -> str:
+    """The whole translation unit: ``csrc/rank_exchange.cu`` with its own headers."""
+    return translation_unit(MAIN_SOURCE)
+
+
+def compile_options() -> tuple[str, ...]:
+    """What the code is compiled with besides the architecture."""
+    return ("-std=c++17", "-lineinfo")
+
+
+def _check(out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...], all_bytes: int, of_all: int) -> None:
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor.dtype not in dtypes or not tensor.is_contiguous():
+            wanted = " or ".join(str(dtype) for dtype in dtypes)
+            raise KernelArgumentError(
+                f"{name}: expected a contiguous tensor of {wanted}, got {tensor.dtype} with strides "
+                f"{tensor.stride()}"
+            )
+    if all_bytes != of_all or out.dtype != x.dtype:
+        raise KernelArgumentError(
+            f"out: {list(out.shape)} of {out.dtype} is not what all ranks make of {list(x.shape)} of {x.dtype}"
+        )
+
+
+def _kernel_names() -> list[str]:
+    of_sums = [
+        f"sum_{str(dtype).removeprefix('torch.')}_{width}"
+        for dtype, widths in SUM_WORDS.items()
+        for width in widths
+    ]
+    return [*(f"gather_{width}" for width in GATHER_WORDS), *of_sums]
+
+
+@functools.cache
+def _module() -> Any:
+    return cupy_module().RawModule(code=source(), options=compile_options(), backend="nvrtc")
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    return _module().get_function(name)
