@@ -1,9 +1,9 @@
-"""The host side of ``csrc/rank_exchange.cu``: what the GPUs of one machine give each other, over memory that each
-has opened of the others (CUDA IPC; no multicast).
+"""The host side of ``csrc/rank_exchange.cu``: what the GPUs of one machine give each other, over memory that
+each has opened of the others (CUDA IPC; no multicast).
 
 Every rank makes the same calls with equally large tensors in the same order, on one stream. A call can be
-captured in a CUDA graph: what tells one from the next is counted on the device. The first calls cannot, for
-code is loaded by then; ``RankMemory.connect`` compiles it. cupy is imported there.
+captured in a CUDA graph: what tells one from the next is counted on the device. cupy is imported with the
+first ``RankMemory``, and the code compiled by its ``connect``.
 """
 
 from __future__ import annotations
@@ -115,9 +115,11 @@ class RankMemory:
             for rank, (gpu, handle) in others.items():
                 there = runtime.deviceGetByPCIBusId(gpu)
                 if not runtime.deviceCanAccessPeer(here, there):
-                    raise RuntimeError(f"GPU {self.gpu} does not reach the memory of GPU {gpu}, rank {rank}'s")
+                    raise RuntimeError(
+                        f"GPU {self.gpu} does not reach the memory of GPU {gpu}, rank {rank}'s"
+                    )
                 self._addresses[rank] = int(runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
-            for name in _kernel_names():
+            for name in kernels():
                 _kernel(name)
 
     def begin_at(self, count: int) -> None:
@@ -127,9 +129,7 @@ class RankMemory:
         header[:_NUM_COUNTS] = count % 2**32
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            cupy_module().cuda.runtime.memcpy(
-                self._own, header.ctypes.data, header.nbytes, _MEMCPY_DEFAULT
-            )
+            cupy_module().cuda.runtime.memcpy(self._own, header.ctypes.data, header.nbytes, _MEMCPY_DEFAULT)
             torch.cuda.synchronize()
 
     def is_overdue(self) -> bool:
@@ -208,11 +208,13 @@ def _check(out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...], all_bytes: i
             )
     if all_bytes != of_all or out.dtype != x.dtype:
         raise KernelArgumentError(
-            f"out: {list(out.shape)} of {out.dtype} is not what all ranks make of {list(x.shape)} of {x.dtype}"
+            f"out: {list(out.shape)} of {out.dtype} is not what all ranks make of "
+            f"{list(x.shape)} of {x.dtype}"
         )
 
 
-def _kernel_names() -> list[str]:
+def kernels() -> list[str]:
+    """All names."""
     of_sums = [
         f"sum_{str(dtype).removeprefix('torch.')}_{width}"
         for dtype, widths in SUM_WORDS.items()

@@ -191,7 +191,7 @@ template <typename Word, typename Operation>
 __device__ __forceinline__ void exchange(const ExchangeParams& params) {
     wait_for_kernel_in_front();
     u32* last_own = &header_of(params, params.rank)->last_own[blockIdx.x];
-    const u32 last = *last_own;
+    const u32 last = __ldcg(last_own);
     u64 patience_ns = params.patience_ns;
 #pragma unroll 1
     for (int round = 0; round <= params.num_rounds; round++) {
@@ -204,9 +204,9 @@ __device__ __forceinline__ void exchange(const ExchangeParams& params) {
     if (threadIdx.x == 0) *last_own = last + params.num_rounds;
 }
 
-#define KERNEL(name, Word, ...)                                                                    \
+#define KERNEL(name, Word, ...)                                                                                     \
     extern "C" __global__ void __launch_bounds__(NUM_THREADS) name(const __grid_constant__ ExchangeParams params) { \
-        exchange<Word, __VA_ARGS__>(params);                                                       \
+        exchange<Word, __VA_ARGS__>(params);                                                                        \
     }
 
 KERNEL(gather_16, uint4, Gather<uint4>)

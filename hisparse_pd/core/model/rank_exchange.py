@@ -1,11 +1,11 @@
 """Whether the GPUs of a node give each other tokens and sums over memory that they have of each other.
 
-They do where all ranks are on one machine, each GPU reaches the memory of all others, and what all of them try
-together at the start arrives: ``connect`` has the same outcome on every rank, which says why not.
+They do where all ranks are on one machine, each GPU reaches the memory of all others, and what all of them
+try together at the start arrives: ``connect`` has the same outcome on every rank, which says why not.
 
 A sum has one arithmetic, ``RankExchange.sum_own``'s, whatever the number of tokens: NCCL's order of additions
-goes by the size, and a request's tokens would depend on who is beside it. A gather adds nothing, so large ones
-may go either way.
+goes by the size, and a request's tokens would depend on who is beside it. A gather adds nothing, so large
+ones may go either way.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TRIAL_SECS = 20.0
 TRIAL_ROWS = (1, 5, 64, 199)
 """Rows of the trials' exchanges: of one block and of many, and of several rounds."""
 _TRIAL_COLUMNS = 7168
+_PRIME = 65521
 _NUM_TRIALS = 3
 """As many pass through all banks of the memory."""
 
@@ -77,26 +78,29 @@ class RankExchange:
         return ""
 
     def _wrong(self, num_rows: int, number: int, device: torch.device) -> str:
-        of_all = [
-            torch.randn(
-                (self._num_ranks * num_rows, _TRIAL_COLUMNS),
-                generator=torch.Generator().manual_seed(1000 * number + rank),
-                dtype=torch.bfloat16,
-            ).to(device)
-            for rank in range(self._num_ranks)
-        ]
+        ranks, first = range(self._num_ranks), self._rank * num_rows
         for dtype in SUM_DTYPES:
-            parts = [x.to(dtype).unflatten(0, (self._num_ranks, num_rows)) for x in of_all]
-            given = of_all[self._rank].to(dtype)
+            given = _values(0, self._num_ranks * num_rows, number, self._rank, device).to(dtype)
             own = given.new_empty((num_rows, _TRIAL_COLUMNS))
             self.sum_own(own, given)
-            if not torch.equal(own, sum_in_order([part[self._rank] for part in parts])):
+            parts = [_values(first, num_rows, number, rank, device).to(dtype) for rank in ranks]
+            if not torch.equal(own, sum_in_order(parts)):
                 return f"sums of {num_rows} rows of {dtype} are wrong"
             gathered = torch.empty_like(given)
             self.gather(gathered, given[:num_rows])
-            if not torch.equal(gathered, torch.cat([part[0] for part in parts])):
+            rows = [_values(0, num_rows, number, rank, device).to(dtype) for rank in ranks]
+            if not torch.equal(gathered, torch.cat(rows)):
                 return f"{num_rows} rows of {dtype} arrive wrong"
         return ""
+
+
+def _values(first_row: int, num_rows: int, number: int, rank: int, device: torch.device) -> Tensor:
+    """Rows of what a rank gives in a trial, which all ranks know of each other: whole numbers below a prime,
+    spread over several powers of two, so that sums are rounded."""
+    start, stop = first_row * _TRIAL_COLUMNS, (first_row + num_rows) * _TRIAL_COLUMNS
+    places = torch.arange(start, stop, device=device)
+    values = (places * 48271 + (8 * number + rank + 1) * 16807) % _PRIME - _PRIME // 2
+    return values.bfloat16().view(num_rows, _TRIAL_COLUMNS)
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
@@ -144,7 +148,9 @@ def connect(
 
 
 def _trial(exchange: RankExchange, device: torch.device) -> str:
-    if fault := exchange.fault(device):
+    fault = exchange.fault(device)
+    torch.cuda.empty_cache()  # for what is loaded next
+    if fault:
         raise RuntimeError(fault)
     return ""
 
