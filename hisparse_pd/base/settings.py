@@ -233,6 +233,11 @@ class NodeSettings(_Settings, TransportSettings):
         description="HOST:PORT of machine 0 where the ranks of several machines meet; the ports behind it "
         "are taken too, one a rank and front",
     )
+    rank_exchange: Literal["auto", "nccl"] = Field(
+        "auto",
+        description="how ranks on GPUs exchange tokens in each layer of experts; auto: over each other's "
+        "memory, where all are on one machine and each reaches all others, else by NCCL",
+    )
     api_server_count: int = Field(
         0,
         ge=0,

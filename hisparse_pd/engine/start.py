@@ -99,6 +99,7 @@ def run_engine_process(
                 agree_secs=settings.heartbeat_timeout_secs,
                 forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
                 start_secs=STARTUP_TIMEOUT_SECS,
+                over_memory=settings.rank_exchange == "auto",
             )
             ranks.check_same({"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines})
         model = load_model(

@@ -14,10 +14,13 @@ _LAUNCHING_CYCLES: Final = 1_000_000
 """What the GPU waits, so that all is launched when it begins."""
 
 
-def timed_us(run: Callable[[], object]) -> float:
+def timed_us(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """us of what ``run`` launches, behind what ``before`` launches."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(_LAUNCHING_CYCLES)
+    if before is not None:
+        before()
     start.record()
     run()
     end.record()
@@ -25,7 +28,9 @@ def timed_us(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def graph_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
+def graph_us(
+    calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None
+) -> dict[str, Any]:
     """us of one of ``calls``, captured in one graph that is replayed; each is made once before."""
     for call in calls:
         call()
@@ -34,5 +39,5 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    timed_us(graph.replay)
-    return spread([timed_us(graph.replay) / len(calls) for _ in range(NUM_REPLAYS)])
+    timed_us(graph.replay, before)
+    return spread([timed_us(graph.replay, before) / len(calls) for _ in range(NUM_REPLAYS)])

@@ -24,7 +24,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -37,7 +37,7 @@ from rich.console import Console
 
 from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, Mode, RankPlace
-from hisparse_pd.commands.bench.facts import OUT, spread
+from hisparse_pd.commands.bench.facts import OUT
 from hisparse_pd.commands.bench.report import REPORT_WIDTH, make_console, table_of, write_json
 from hisparse_pd.core.memory.device import DeviceMemory, use_device
 from hisparse_pd.core.memory.free import free_memory
@@ -62,7 +62,7 @@ from tools.bench.decode_step import (
     synchronize,
 )
 from tools.bench.dummy_locality import DummyLocality
-from tools.bench.gpu_timing import graph_us
+from tools.bench.exchange import measure_collectives
 from tools.bench.rank_agreement import agreement_us
 from tools.bench.step_memory import MemoryByPart, planned_pools
 from tools.checkpoints.make_synthetic import write_published
@@ -74,8 +74,6 @@ MAIN_MEMORY_SHARE = 0.9
 GRACE_SECS = 5.0
 """That ranks have to end by themselves, before they are ended."""
 LINK_REPEATS = 8
-LAYERS = 20
-"""Exchanges that are timed together."""
 AGREEMENTS = 200
 
 
@@ -173,6 +171,16 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         if place.rank == 0:
             write_json(arguments.out.with_suffix(".json"), report)
 
+    def keep_collectives() -> None:
+        found = []
+        for row in measure_collectives(ranks, device, spec.hidden_size, arguments.collectives):
+            found.append(row)
+            keep(collectives=found)
+
+    if arguments.collectives_only:
+        keep_collectives()
+        ranks.leave()
+        return
     keep(links=measure_links(ranks, device, arguments.link_bytes))
     keep(agreement=agreement_us(ranks, AGREEMENTS))
     used = MemoryByPart(device)
@@ -183,7 +191,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     ranks.meet("loaded")
     used.mark("weights")
     keep(load_secs=time.monotonic() - started, memory_gb=used.gb, planned_weights_gb=locality.num_bytes / 1e9)
-    keep(collectives=measure_collectives(ranks, device, spec.hidden_size, arguments.collectives))
+    keep_collectives()
     locality.set_jitter(arguments.jitter[0])
     computed = min(max(arguments.context), arguments.computed_tokens)
     cuts = [context for context in arguments.context if context <= computed]
@@ -230,29 +238,6 @@ def measure_links(ranks: RankGroup, device: torch.device, num_bytes: int) -> lis
     return rows
 
 
-def measure_collectives(
-    ranks: RankGroup, device: torch.device, hidden_size: int, by_tokens: Sequence[int]
-) -> list[dict[str, Any]]:
-    """us of a layer's exchange: ``num_tokens`` rows of every rank to all, and the sums back."""
-    rows = []
-    for num_tokens in by_tokens:
-        x = torch.ones((num_tokens, hidden_size), dtype=torch.bfloat16, device=device)
-        calls = [lambda x=x: ranks.sum_own(ranks.gather(x))] * LAYERS
-        us = graph_us(calls) if device.type == "cuda" else host_us(calls)
-        rows.append({"tokens_a_rank": num_tokens, "gather_and_sum_us": us})
-    return rows
-
-
-def host_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
-    """us of each of ``calls`` by the host's clock."""
-    found = []
-    for call in calls:
-        started = time.perf_counter()
-        call()
-        found.append(1e6 * (time.perf_counter() - started))
-    return spread(found)
-
-
 # --- the command ----------------------------------------------------------------------------------------
 
 
@@ -260,6 +245,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     title = f"{report['num_ranks']} ranks, {report['num_layers']} layers, {report['device']}: "
     for name in ("links", "collectives"):
         console.print(table_of(title + name, report.get(name, [])))
+    if not report["rows"]:
+        return
     for name in ("agreement", "load_secs", "memory_gb", "planned_weights_gb", "prefill_tokens_a_second"):
         console.print(f"{name}: {report.get(name)}", highlight=False)
     names = ("mode", "batch", "context", "num_drafts", "hit_rate", "step_ms", "tokens_a_step", "swap_in_gb_s")
@@ -314,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3, 1], choices=range(MAX_DRAFTS + 1))
     parser.add_argument(
-        "--collectives", type=int, nargs="+", default=[1, 8, 32, 64, 128, 2048], help="tokens"
+        "--collectives", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256, 2048], help="tokens"
     )
+    parser.add_argument("--collectives-only", action="store_true", help="measure these and nothing else")
     parser.add_argument("--link-bytes", type=int, default=1 << 30, help="of a copy")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=570.0, help="that all may take")

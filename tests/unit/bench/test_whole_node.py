@@ -32,6 +32,9 @@ def test_two_ranks_measure_what_fits_and_what_there_is_time_for(
     assert [link["rank"] for link in report["links"]] == [0, 1]
     assert all(link["to_device_all_gb_s"] > 0 for link in report["links"])
     assert report["agreement"]["median_us"] > 0
+    (found,) = report["collectives"]
+    assert (found["tokens_a_rank"], found["way"]) == (1, "gloo")
+    assert (found["rows_arrive"], found["sums_in_order"]) == (True, True)
 
 
 def test_queries_share_a_part_and_heads_come_in_pairs_in_fp8(tiny_checkpoint: Callable[[str], Path]) -> None:

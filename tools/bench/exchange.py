@@ -1,0 +1,101 @@
+"""What a layer's exchange between ranks takes, by tokens and by way: part of ``tools.bench.whole_node``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.commands.bench.facts import spread
+from hisparse_pd.core.model.rank_exchange import sum_in_order
+from hisparse_pd.core.model.rank_group import RankGroup
+from tools.bench.gpu_timing import graph_us
+
+LAYERS = 20
+"""Exchanges that are timed together."""
+TOP_K = 8
+"""Of what travels with a token: as many experts and weights, of 4 bytes each."""
+
+
+def measure_collectives(
+    ranks: RankGroup, device: torch.device, hidden_size: int, by_tokens: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """us of a layer's exchange: ``num_tokens`` rows of every rank to all, the sums back, and both.
+
+    By NCCL (gloo on a CPU) and, where there is one, by the ranks' own exchange, whatever the size. Whether
+    rows arrive as they were, and sums have the bits of a sum in the order of ranks, is said of the last of
+    those that were timed, on all ranks.
+    """
+    own = ranks.exchange
+    ways = {"nccl" if device.type == "cuda" else "gloo": None, **({} if own is None else {"memory": own})}
+    max_gather_bytes = 0 if own is None else own.max_gather_bytes
+    try:
+        for num_tokens in by_tokens:
+            for way, ranks.exchange in ways.items():
+                if ranks.exchange is not None:
+                    ranks.exchange.max_gather_bytes = 1 << 62
+                found = _measured(ranks, device, hidden_size, num_tokens)
+                yield {"tokens_a_rank": num_tokens, "way": way, **found}
+    finally:
+        ranks.exchange = own
+        if own is not None:
+            own.max_gather_bytes = max_gather_bytes
+
+
+def _measured(ranks: RankGroup, device: torch.device, hidden_size: int, num_tokens: int) -> dict[str, Any]:
+    packed_bytes = 8 * TOP_K + 2 * hidden_size
+
+    def packed_of(rank: int) -> Tensor:
+        drawn = torch.Generator(device).manual_seed(rank)
+        shape = (num_tokens, packed_bytes)
+        return torch.randint(0, 256, shape, generator=drawn, dtype=torch.uint8, device=device)
+
+    def added_of(rank: int) -> Tensor:
+        drawn = torch.Generator(device).manual_seed(100 + rank)
+        shape = (ranks.size * num_tokens, hidden_size)
+        return torch.randn(shape, generator=drawn, device=device).bfloat16()
+
+    packed, added = packed_of(ranks.rank), added_of(ranks.rank)
+    kept: dict[str, Tensor] = {}
+
+    def gather() -> None:
+        kept["gathered"] = ranks.gather(packed)
+
+    def sum_own() -> None:
+        kept["summed"] = ranks.sum_own(added)
+
+    def both() -> None:
+        gather()
+        sum_own()
+
+    us: dict[str, Any] = {}
+    for name, call in (("gather_us", gather), ("sum_us", sum_own), ("gather_and_sum_us", both)):
+        calls = [call] * LAYERS
+        if device.type == "cuda":
+            # All ranks begin with the end of an exchange, and so none waits for another within the time.
+            us[name] = graph_us(calls, before=lambda: ranks.gather(packed[:1]))
+        else:
+            us[name] = host_us(calls)
+    mine = slice(ranks.rank * num_tokens, (ranks.rank + 1) * num_tokens)
+    parts = [added_of(rank)[mine] for rank in range(ranks.size)]
+    of_all = torch.cat([packed_of(rank) for rank in range(ranks.size)])
+    right = (torch.equal(kept["gathered"], of_all), torch.equal(kept["summed"], sum_in_order(parts)))
+    on_all = ranks.agree(*map(int, right))
+    return {
+        **us,
+        "rows_arrive": all(row for row, _ in on_all),
+        "sums_in_order": all(bits for _, bits in on_all),
+    }
+
+
+def host_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
+    """us of each of ``calls`` by the host's clock."""
+    found = []
+    for call in calls:
+        started = time.perf_counter()
+        call()
+        found.append(1e6 * (time.perf_counter() - started))
+    return spread(found)
