@@ -5,10 +5,11 @@
 Takes as many ranks as there are GPUs, and DeepSeek-V3.2's published sizes with dummy weights in fp8 and an
 MTP layer; ``--layers 30`` is what four GPUs hold, ``--model-path`` takes another model's sizes, or keeps
 these for nodes that are to serve them. First come the links, each alone and all at once, the ranks'
-agreement, the load and collectives by tokens a rank; then one prompt's prefill, of which the second pass is
-timed, and the steps of ``tools.bench.decode_step``, the most valuable cells first: those whose settings stand
-first in ``--batch``, ``--context``, ``--jitter``, ``--drafts`` and ``--modes``. The JSON is written after
-every cell, and the call ends by its own clock, whatever hangs.
+agreement, the load and collectives by tokens a rank and by way (``--collectives-only``: nothing else); then
+one prompt's prefill, of which the second pass is timed, and the steps of ``tools.bench.decode_step``, the
+most valuable cells first: those whose settings stand first in ``--batch``, ``--context``, ``--jitter``,
+``--drafts`` and ``--modes``. The JSON is written after every cell, and the call ends by its own clock,
+whatever hangs.
 
 A batch that does not fit becomes the largest that does, by a decode node's plan for the GPU and by the main
 memory that there is for all ranks. Dummy weights accept no drafts, so that tokens a second "as accepted"

@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -34,3 +36,15 @@ def compile_cuda(
     compiled = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
     assert all(entry in compiled for entry in entries)
     return None
+
+
+def layout_checks(parameters: dict[str, np.dtype[Any]]) -> str:
+    """Both sides have each parameter in the same place."""
+    lines = [""]
+    for name, dtype in parameters.items():
+        lines.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");')
+        lines += [
+            f'static_assert(__builtin_offsetof({name}, {field}) == {place}, "{name}.{field}");'
+            for field, (_, place, *_) in (dtype.fields or {}).items()
+        ]
+    return "\n".join(lines) + "\n"

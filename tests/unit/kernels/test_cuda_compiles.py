@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from hisparse_pd.kernels import cuda, topk
-from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
+from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda, layout_checks
 
 ENTRIES = {"swap_in", "copy_planned", "check_rows", "fill_row", "backup_newest", "newest_slots"}
 PARAMETERS = {
@@ -34,18 +32,6 @@ VARIANTS = [
 """Positions of a thread, only wide items, page size, new positions at most."""
 SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))
 """Of the default run: each architecture once, with another variant. The last two take the longest."""
-
-
-def layout_checks(parameters: dict[str, np.dtype[Any]]) -> str:
-    """Both sides have each parameter in the same place."""
-    lines = [""]
-    for name, dtype in parameters.items():
-        lines.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");')
-        lines += [
-            f'static_assert(__builtin_offsetof({name}, {field}) == {place}, "{name}.{field}");'
-            for field, (_, place, *_) in (dtype.fields or {}).items()
-        ]
-    return "\n".join(lines) + "\n"
 
 
 @pytest.mark.parametrize(

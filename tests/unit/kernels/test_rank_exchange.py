@@ -21,9 +21,8 @@ from hisparse_pd.core.model.rank_exchange import RankExchange, connect, sum_in_o
 from hisparse_pd.kernels import rank_exchange
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.rank_exchange import Pieces, RankMemory
-from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
+from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda, layout_checks
 from tests.unit.kernels.cuda_on_host import MAX_BLOCKS, MAX_PIECE_BYTES, HostKernels, HostRuntime
-from tests.unit.kernels.test_cuda_compiles import layout_checks
 
 CPU = torch.device("cpu")
 PATIENCE_SECS = 20.0
