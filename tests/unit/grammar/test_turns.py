@@ -74,7 +74,7 @@ def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pyte
     may_go_on, compiled = Event(), list[str]()
     compile_text = TokenTrie.compile
 
-    def recorded(self: TokenTrie, text: str, begun: Sequence[int]) -> Grammar:
+    def recorded(self: TokenTrie, text: str, begun: Sequence[int] = ()) -> Grammar:
         compiled.append(text)
         return compile_text(self, text, begun)
 
