@@ -151,7 +151,7 @@ class RankMemory:
         """
         _check(out, x, (x.dtype,), len(self._addresses) * x.nbytes, out.nbytes)
         width = word_bytes(GATHER_WORDS, x.nbytes, x.data_ptr(), out.data_ptr())
-        self._launch(f"gather_{width}", out, x, x.nbytes, 0, patience_secs, only_notes_overdue)
+        self._launch(f"ranks_gather_{width}", out, x, x.nbytes, 0, patience_secs, only_notes_overdue)
 
     def sum_own(self, out: Tensor, x: Tensor, patience_secs: float, *, only_notes_overdue: bool) -> None:
         """``out`` [n, …]: the sum over all ranks of their ``x`` [num_ranks * n, …], of its part ``rank``.
@@ -161,7 +161,7 @@ class RankMemory:
         """
         _check(out, x, SUM_DTYPES, x.nbytes, len(self._addresses) * out.nbytes)
         width = word_bytes(SUM_WORDS[x.dtype], out.nbytes, x.data_ptr(), out.data_ptr())
-        name = f"sum_{str(x.dtype).removeprefix('torch.')}_{width}"
+        name = f"ranks_sum_{str(x.dtype).removeprefix('torch.')}_{width}"
         self._launch(name, out, x, out.nbytes, out.nbytes, patience_secs, only_notes_overdue)
 
     def _launch(
@@ -216,11 +216,11 @@ def _check(out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...], all_bytes: i
 def kernels() -> list[str]:
     """All names."""
     of_sums = [
-        f"sum_{str(dtype).removeprefix('torch.')}_{width}"
+        f"ranks_sum_{str(dtype).removeprefix('torch.')}_{width}"
         for dtype, widths in SUM_WORDS.items()
         for width in widths
     ]
-    return [*(f"gather_{width}" for width in GATHER_WORDS), *of_sums]
+    return [*(f"ranks_gather_{width}" for width in GATHER_WORDS), *of_sums]
 
 
 @functools.cache

@@ -209,10 +209,10 @@ __device__ __forceinline__ void exchange(const ExchangeParams& params) {
         exchange<Word, __VA_ARGS__>(params);                                                                        \
     }
 
-KERNEL(gather_16, uint4, Gather<uint4>)
-KERNEL(gather_4, u32, Gather<u32>)
-KERNEL(gather_1, u8, Gather<u8>)
-KERNEL(sum_bfloat16_16, uint4, Sum<uint4, u16>)
-KERNEL(sum_bfloat16_2, u16, Sum<u16, u16>)
-KERNEL(sum_float32_16, uint4, Sum<uint4, float>)
-KERNEL(sum_float32_4, u32, Sum<u32, float>)
+KERNEL(ranks_gather_16, uint4, Gather<uint4>)
+KERNEL(ranks_gather_4, u32, Gather<u32>)
+KERNEL(ranks_gather_1, u8, Gather<u8>)
+KERNEL(ranks_sum_bfloat16_16, uint4, Sum<uint4, u16>)
+KERNEL(ranks_sum_bfloat16_2, u16, Sum<u16, u16>)
+KERNEL(ranks_sum_float32_16, uint4, Sum<uint4, float>)
+KERNEL(ranks_sum_float32_4, u32, Sum<u32, float>)

@@ -87,7 +87,7 @@ KINDS = {
     "backup": "backup_newest|newest_slots",
     "indexer logits": "_logits_kernel",
     "top-k": "^topk$",
-    "collectives": "nccl",
+    "collectives": "nccl|ranks_gather|ranks_sum",
     "attention": "flash_|sparse_attn|attend_kernel|combine_kernel|get_mla_metadata",
     "experts": "^_product_kernel|choose_kernel|narrow_kernel|plan_kernel",
     "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",

@@ -20,6 +20,8 @@ class Children:
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
+        self._told: list[BaseProcess] = []
+        """Those of whose exit ``exits`` has told."""
 
     def spawn(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         """From the main thread: the kernel ends the children when the thread that started them ends."""
@@ -37,11 +39,19 @@ class Children:
         ready = multiprocessing.connection.wait(self.sentinels, timeout=0)
         exited = [process for process in self.processes if process.sentinel in ready]
         _join(exited)
-        return ", ".join(f"{process.name} exited with status {process.exitcode}" for process in exited)
+        self._told += exited
+        return _statuses(exited)
 
     def wait(self) -> None:
-        """Until all have ended, or are overdue, when one has or they were told to."""
+        """Until all have ended, or are overdue, when one has or they were told to.
+
+        The log names those that fail meanwhile: a killed rank ends later than one that notices its loss.
+        """
         _join(self.processes)
+        if failed := [
+            process for process in self.processes if process.exitcode and process not in self._told
+        ]:
+            log.error("%s, too", _statuses(failed))
 
     def kill(self) -> None:
         """Whoever is left: they ignore the signals that are for the first process."""
@@ -49,6 +59,10 @@ class Children:
             log.info("%s still runs: kill", process.name)
             process.kill()
         _join(alive)
+
+
+def _statuses(processes: Iterable[BaseProcess]) -> str:
+    return ", ".join(f"{process.name} exited with status {process.exitcode}" for process in processes)
 
 
 def _join(processes: Iterable[BaseProcess]) -> None:
