@@ -15,6 +15,7 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.kernels.checks import check_tensor
 from hisparse_pd.kernels.kv_format import FP8_E4M3, KvFormat
+from hisparse_pd.kernels.row_math import matmul_tokens
 
 _CPU_BLOCK_BYTES: Final = 8 << 20
 """Gathered rows that one block of queries holds at a time: small enough to stay in a CPU's cache."""
@@ -86,7 +87,7 @@ class TorchAttention:
             slots = device_slots[start:stop]
             known = slots.clamp(min=0).long()
             rows = kv_format.load(layer_pool[known]) if kv is None else kv[known].float()
-            scores = torch.matmul(q[start:stop].float(), rows.transpose(1, 2)).mul_(scale)
+            scores = matmul_tokens(q[start:stop].float(), rows.transpose(1, 2)).mul_(scale)
             is_absent = slots < 0
             # Asking whether there is any would make a GPU's caller wait.
             if not on_cpu or is_absent.any():
@@ -95,7 +96,7 @@ class TorchAttention:
                 scores.masked_fill_(is_absent[:, None, :], float("-inf"))
             weights = torch.softmax(scores, dim=-1)
             weights.masked_fill_(is_absent.all(dim=1)[:, None, None], 0.0)
-            out[start:stop] = torch.matmul(weights, rows[:, :, :kv_lora_rank])
+            out[start:stop] = matmul_tokens(weights, rows[:, :, :kv_lora_rank])
         return out
 
 

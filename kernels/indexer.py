@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import check_at_least, check_tensor
-from hisparse_pd.kernels.row_math import sum_heads
+from hisparse_pd.kernels.row_math import matmul_keys, sum_heads
 from hisparse_pd.kernels.selection import select_topk
 
 BLOCK_BYTES = 4 << 20
@@ -66,11 +66,18 @@ def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """float32 [num_tokens, seq_len] from [num_tokens, heads, dim], [num_tokens, heads] and float32 [seq_len,
     dim].
     """
-    return weigh(torch.matmul(q_index.float(), keys.t()), weights, q_index.shape[2])
+    logits = weigh(index_products(q_index, keys), weights, q_index.shape[2])
+    return logits.transpose(0, 1).flatten(1)[:, : len(keys)]
+
+
+def index_products(q_index: Tensor, keys: Tensor) -> Tensor:
+    """float32 [blocks, num_tokens, heads, keys of a block]; see ``matmul_keys``."""
+    products = matmul_keys(q_index.float().flatten(0, 1), keys)
+    return products.unflatten(1, q_index.shape[:2])
 
 
 def weigh(products: Tensor, weights: Tensor, head_dim: int) -> Tensor:
-    """``index_logits`` from the products, float32 [num_tokens, heads, seq_len], which are overwritten."""
+    """[..., num_tokens, n] from products, float32 [..., num_tokens, heads, n], which are overwritten."""
     return sum_heads(weights, products.mul_(head_dim**-0.5).relu_())
 
 

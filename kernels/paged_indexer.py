@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
-from hisparse_pd.kernels.indexer import BLOCK_BYTES, gather_pages, index_topk, weigh
+from hisparse_pd.kernels.indexer import BLOCK_BYTES, gather_pages, index_products, index_topk, weigh
 from hisparse_pd.kernels.kv_format import IndexKeyFormat
+from hisparse_pd.kernels.row_math import BLOCK_KEYS
 from hisparse_pd.kernels.selection import ABSENT, select_topk
 
 MAX_TOP_K = 4096
@@ -184,7 +185,10 @@ def paged_index_topk_reference(
     out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=q_index.device)
     longest = max(nums_seen)
     is_small = 4 * num_tokens * num_heads * longest <= BLOCK_BYTES
-    products = weights.new_zeros((num_tokens, num_heads, longest)) if is_small else None
+    products = None
+    if is_small:
+        num_blocks = -(-longest // BLOCK_KEYS)
+        products = weights.new_zeros((num_blocks, num_tokens, num_heads, BLOCK_KEYS))
     for row, run in groupby(range(num_tokens), key=rows.__getitem__):
         tokens = list(run)
         some = slice(tokens[0], tokens[-1] + 1)
@@ -196,8 +200,12 @@ def paged_index_topk_reference(
         if products is None:
             out[some] = index_topk(q_index[some], weights[some], keys, num_seen[some] - 1, top_k)
         else:
-            products[some, :, :seq_len] = torch.matmul(q_index[some].float(), keys.float().t())
-    return out if products is None else select_topk(weigh(products, weights, head_dim), num_seen, top_k)
+            of_row = index_products(q_index[some], keys.float())
+            products[: len(of_row), some] = of_row
+    if products is None:
+        return out
+    logits = weigh(products, weights, head_dim).transpose(0, 1).flatten(1)
+    return select_topk(logits[:, :longest], num_seen, top_k)
 
 
 def gather_keys(

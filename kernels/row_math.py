@@ -1,42 +1,41 @@
 """Arithmetic on a CPU of which a token's result does not depend on what is computed beside it.
 
-In one batch or alone, in a chunk of 1 or 512 tokens: the bits are the same. Three things would differ:
+In one batch or alone, in a chunk of 1 or 512 tokens, with one torch thread or many: the bits are the same.
+Four things would differ:
 
-- Products of matrices. MKL chooses by the number of rows in which order it adds up. Its strict mode does not
-  (``fix_arithmetic``), but on AMD's processors very few rows are added up in another order all the same: they
-  are computed among rows of zeros (``linear``). torch has products of its own for very small batches of
-  matrices (``matmul_heads``).
+- Products of matrices. A library chooses by the number of rows and of threads in which order it adds up. So
+  every product of a forward is made here, and no other module calls torch for one: rows go in blocks of
+  ``BLOCK_ROWS``, padded with zeros, each block is a product of its own, of one shape and in contiguous memory
+  whatever the number of rows, and MKL makes it in one thread. What is left is that a block gives a row the
+  same bits in each of its places, which ``kernels.row_trial`` tries at the start.
 - Functions of single elements. torch computes the last few of a tensor, which do not fill a vector register,
   by other code than the rest. ``exp`` is not among them, so ``silu`` and ``sigmoid`` are made of it.
 - The first ``cos`` of a process. MKL chooses the code of its functions in their first call; where two threads
   make it, one may compute by code of 11 bits (pytorch#188792). ``fix_arithmetic`` makes it in one thread.
-- Sums over a dimension that is not the last one, and products of a row by a matrix: ``sum_heads``.
+- Sums over a dimension that is not the last one: ``sum_heads``.
 
 On a GPU all of it is torch's own, in fewer launches.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-log = logging.getLogger(__name__)
-
-_MKL_MODE = "MKL_CBWR"
-_STRICT = "AUTO,STRICT"
-_TORCH_PRODUCT_SIZE = 400
-"""Multiplications of one matrix of a batch below which torch does not ask MKL."""
-_FEWEST_ROWS = 2
-"""Of each matrix of a batch: one row by a matrix is another operation to MKL."""
-_MOST_PADDED_ROWS = 8
-"""Products of more rows than this are never padded."""
-
+MKL_MODE: Final = "MKL_CBWR"
+STRICT: Final = "AUTO,STRICT"
+BLOCK_ROWS: Final = 8
+"""Rows of one product: a step of few requests pays for this many, and a prompt has a call for each."""
+BLOCK_KEYS: Final = 512
+"""Keys of one product of the indexer, which are the columns of its result."""
 
 _CHOSEN_BY_FIRST_CALL = (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt)
 
@@ -46,46 +45,66 @@ def fix_arithmetic() -> None:
 
     To be called before the first arithmetic of a process.
     """
-    os.environ.setdefault(_MKL_MODE, _STRICT)
+    os.environ.setdefault(MKL_MODE, STRICT)
     one = torch.ones(1)  # one element: one thread
     for function in _CHOSEN_BY_FIRST_CALL:
         function(one)
-    if not products_are_fixed():
-        log.warning(
-            "products of matrices differ by rounding with the number of their rows here (%s=%s): near ties "
-            "may be decided by what shares a batch",
-            _MKL_MODE,
-            os.environ[_MKL_MODE],
-        )
-
-
-def products_are_fixed() -> bool:
-    """Whether a row's product has the same bits alone and among others here: tried, not looked up."""
-    return all(not _differing(linear, *shape) for shape in ((1000, 96), (40, 18)))
 
 
 @functools.cache
-def fewest_rows() -> int:
-    """The number of rows from which on a product's bits do not depend on it here: 1 where MKL is strict."""
-    return max((count + 1 for count in _differing(functional.linear, 1000, 96)), default=1)
+def _set_mkl_threads() -> Callable[[int], int]:
+    """MKL's function for the number of its threads in the calling thread's products, which returns the number
+    before; 0 is torch's choice. torch exports it and has no name for it. Without MKL a function of no effect.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # PyDLL keeps the interpreter's lock, which a call of 0.1 us is not worth giving away.
+        function: Callable[[int], int] = ctypes.PyDLL(str(library)).MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return lambda _: 0
+    return function
 
 
-def _differing(product: Callable[[Tensor, Tensor], Tensor], num_columns: int, num_outputs: int) -> list[int]:
-    """The numbers of rows, of those tried, whose ``product`` by a matrix has other bits than among 64."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((64, num_columns), (num_outputs, num_columns))
-    rows, matrix = (torch.randn(shape, generator=generator) for shape in shapes)
-    among_others = product(rows, matrix)
-    counts = (*range(1, _MOST_PADDED_ROWS), 17)
-    return [count for count in counts if not torch.equal(product(rows[:count], matrix), among_others[:count])]
+class _OneThread:
+    """MKL makes the products within in the calling thread alone."""
+
+    def __enter__(self) -> None:
+        self._before = _set_mkl_threads()(1)
+
+    def __exit__(self, *_: object) -> None:
+        _set_mkl_threads()(self._before)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` as products on a CPU take it: smaller dtypes are another library's, with threads of its own."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _whole_blocks(x: Tensor, size: int) -> list[Tensor]:
+    """``x`` in contiguous blocks of ``size`` rows, the last one padded with zeros."""
+    blocks = list(x.split(size)) if len(x) else []
+    if missing := -len(x) % size:
+        blocks[-1] = functional.pad(blocks[-1], (0, 0) * (x.dim() - 1) + (0, missing))
+    return [block.contiguous() for block in blocks]
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [..., m] by the transpose of ``matrix`` [n, m], and ``bias`` [n] added: [..., n]."""
-    if x.device.type == "cpu" and 0 < (num_rows := x.numel() // x.shape[-1]) < (fewest := fewest_rows()):
-        padded = functional.pad(x.reshape(num_rows, -1), (0, 0, 0, fewest - num_rows))
-        return functional.linear(padded, matrix, bias)[:num_rows].view(*x.shape[:-1], -1)
-    return functional.linear(x, matrix, bias)
+    """``x`` [..., m] by the transpose of ``matrix`` [n, m], and ``bias`` [n] added: [..., n].
+
+    On a CPU ``matrix`` is contiguous, for its strides are a part of the product's shape.
+    """
+    if x.device.type != "cpu":
+        return functional.linear(x, matrix, bias)
+    rows, by = _wide(x.reshape(-1, x.shape[-1])), _wide(matrix).t()
+    blocks = _whole_blocks(rows, BLOCK_ROWS)
+    out = rows.new_empty((len(blocks), BLOCK_ROWS, len(matrix)))
+    with _OneThread():
+        for block, result in zip(blocks, out.unbind(), strict=True):
+            torch.mm(block, by, out=result)
+    product = out.flatten(0, 1)[: len(rows)]
+    if bias is not None:
+        product += bias
+    return product.to(x.dtype).view(*x.shape[:-1], len(matrix))
 
 
 class RowLinear(torch.nn.Linear):
@@ -114,15 +133,46 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     """Each head's product: ``x`` [num_tokens, heads, m] by ``matrices`` [heads, m, n] into ``out``
     [num_tokens, heads, n]. Strides are free.
     """
-    num_tokens, size = x.shape[0], matrices.shape[1] * matrices.shape[2]
-    fewest = (
-        max(_FEWEST_ROWS, fewest_rows(), -(-_TORCH_PRODUCT_SIZE // size)) if x.device.type == "cpu" else 0
-    )
-    if num_tokens < fewest:
-        padded = functional.pad(x.transpose(0, 1), (0, 0, 0, fewest - num_tokens))
-        out.copy_(torch.bmm(padded, matrices)[:, :num_tokens].transpose(0, 1))
+    if x.device.type != "cpu":
+        torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
         return
-    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+    by = _wide(matrices)
+    with _OneThread():
+        for number, block in enumerate(_whole_blocks(_wide(x), BLOCK_ROWS)):
+            product = torch.bmm(block.transpose(0, 1).contiguous(), by).transpose(0, 1)
+            result = out[number * BLOCK_ROWS : (number + 1) * BLOCK_ROWS]
+            result.copy_(product[: len(result)])
+
+
+def matmul_tokens(x: Tensor, matrices: Tensor) -> Tensor:
+    """Each token's product with a matrix of its own: ``x`` [num_tokens, m, k] by ``matrices`` [num_tokens, k,
+    n]: [num_tokens, m, n]. Tokens are next to each other in both, and their strides within a token the same
+    whatever the number of tokens. On a CPU both are float32 or float64.
+    """
+    if x.device.type != "cpu":
+        return torch.matmul(x, matrices)
+    out = x.new_empty((*x.shape[:2], matrices.shape[2]))
+    with _OneThread():
+        # No batch of them: with one column or row, a batch of one adds up in another order than one of two.
+        for of_token, matrix, result in zip(x.unbind(), matrices.unbind(), out.unbind(), strict=True):
+            torch.mm(of_token, matrix, out=result)
+    return out
+
+
+def matmul_keys(x: Tensor, keys: Tensor) -> Tensor:
+    """``x`` [rows, dim] by each of ``keys`` [num_keys, dim]: [blocks, rows, BLOCK_KEYS], the blocks in order,
+    with zeros behind the last of the keys.
+    """
+    by = _whole_blocks(_wide(keys), BLOCK_KEYS)
+    if x.device.type != "cpu":
+        return torch.matmul(x, torch.stack(by).transpose(1, 2))
+    rows = _whole_blocks(_wide(x), BLOCK_ROWS)
+    out = by[0].new_empty((len(by), len(rows), BLOCK_ROWS, BLOCK_KEYS))
+    with _OneThread():
+        for of_keys, results in zip(by, out.unbind(), strict=True):
+            for block, result in zip(rows, results.unbind(), strict=True):
+                torch.mm(block, of_keys.t(), out=result)
+    return out.flatten(1, 2)[:, : len(x)]
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -139,11 +189,11 @@ def cumulate(x: Tensor) -> Tensor:
 
 
 def sum_heads(weights: Tensor, values: Tensor) -> Tensor:
-    """[num_tokens, n]: the sum over heads of ``weights`` [num_tokens, heads] times ``values`` [num_tokens,
-    heads, n], which is overwritten. In the order of the heads.
+    """[..., num_tokens, n]: the sum over heads of ``weights`` [num_tokens, heads] times ``values`` [...,
+    num_tokens, heads, n], which is overwritten. In the order of the heads.
     """
     values.mul_(weights[:, :, None])
-    total = values[:, 0].clone()
-    for head in range(1, values.shape[1]):
-        total += values[:, head]
+    total = values[..., 0, :].clone()
+    for head in range(1, values.shape[-2]):
+        total += values[..., head, :]
     return total

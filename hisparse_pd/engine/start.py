@@ -29,6 +29,7 @@ from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.engine.messages import EngineLoading
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
 from hisparse_pd.kernels.row_math import fix_arithmetic
+from hisparse_pd.kernels.row_trial import try_products
 from hisparse_pd.transfer.engine import quiet_mooncake_logs
 from hisparse_pd.transfer.transport import Transport, choose_transport
 
@@ -73,6 +74,8 @@ def run_engine_process(
     front = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
     ranks: RankGroup | None = None
     try:
+        if settings.device == "cpu":
+            try_products()
         check_devices((settings.device,))
         use_device(settings.device)
         spec = load_spec(

@@ -168,7 +168,7 @@ class _Loader:
         rotary = hf_model.model.rotary_emb  # most of it is made of the configuration, and in no checkpoint
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
-        return hf_model.eval()
+        return hf_model.eval().requires_grad_(False)
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
         """Behind transformers' layers, which leave it out: one more, and by its side what else an MTP layer

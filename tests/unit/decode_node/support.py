@@ -82,7 +82,6 @@ class Checkpoint:
 
 @lru_cache
 def load_checkpoint(path: Path, num_draft_layers: int = 0) -> Checkpoint:
-    torch.set_num_threads(1)
     spec = load_spec(path, num_draft_layers=num_draft_layers)
     return Checkpoint(path, spec, load_model(path, spec))
 

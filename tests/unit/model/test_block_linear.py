@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse_pd.core.model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
 from hisparse_pd.kernels.block_fp8 import SMALLEST_PEAK, dequantize, quantize
 from hisparse_pd.kernels.fp8_rows import Activations, dequantize_rows, quantize_rows
-from hisparse_pd.kernels.row_math import silu
+from hisparse_pd.kernels.row_math import RowLinear, silu
 
 COLUMNS = 200
 
@@ -84,8 +84,9 @@ def test_layers_of_the_same_input_are_one_where_blocks_allow_it(
         assert torch.equal(part(x), wanted)
 
 
+@torch.inference_mode()
 def test_layers_that_are_not_in_fp8_stay_apart() -> None:
-    parts = [torch.nn.Linear(COLUMNS, 128, bias=False), make_linear(128)]
+    parts = [RowLinear(COLUMNS, 128, bias=False), make_linear(128)]
     x = draw(4, COLUMNS)
     for found, part in zip(JoinedLinears(parts)(Activations(x)), parts, strict=True):
         assert torch.equal(found[0], part(x))

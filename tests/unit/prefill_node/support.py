@@ -83,7 +83,6 @@ GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 @lru_cache
 def checkpoint(path: Path, num_draft_layers: int | None) -> tuple[ModelSpec, DsaModel]:
-    torch.set_num_threads(1)
     spec = load_spec(path, num_draft_layers=num_draft_layers)
     return spec, load_model(path, spec)
 

@@ -1,0 +1,113 @@
+"""The trial of this machine's products at the start of a node on a CPU.
+
+``kernels.row_math`` gives every product one shape and one thread. What it cannot give is tried here: a row
+has the same bits in each place of its block, and whatever the number of torch's threads. A machine on which
+it has not serves no request: answers would depend on what shares a batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.kernels.row_math import (
+    BLOCK_ROWS,
+    MKL_MODE,
+    linear,
+    matmul_heads,
+    matmul_keys,
+    matmul_tokens,
+)
+
+OUTPUTS: Final = (1, 2, 4, 5, 6, 8, 12, 17, 20, 33, 64)
+"""Outputs of the products that are tried: libraries have code of their own for few. Tests try all to 64."""
+WIDTHS: Final = (40, 301)
+"""Columns that are added up."""
+_NUM_ROWS: Final = 3 * BLOCK_ROWS
+_PARTS: Final = (
+    (0, 1),
+    (BLOCK_ROWS + 3, 5),
+    (5, 2 * BLOCK_ROWS + 1),
+    *((place, 9) for place in (1, 2, 4, 6)),
+)
+"""First row and number of rows of what is computed apart from the others: between them each row has been in
+several places of its block, among zeros and among others."""
+
+Product = Callable[[Tensor], Tensor]
+
+
+class RowBitsError(StartError):
+    """A row's product has other bits alone than among others on this machine."""
+
+
+def try_products(outputs: Iterable[int] = OUTPUTS, widths: Iterable[int] = WIDTHS) -> None:
+    """Raise RowBitsError unless a row's products have the same bits among any rows and with one to all of
+    torch's threads, whose number is the same behind the call as before it."""
+    all_threads = torch.get_num_threads()
+    trials = [*_trials(widths, tuple(outputs))]
+    try:
+        torch.set_num_threads(1)
+        among_others = [product(rows) for _, product, rows in trials]
+        for num_threads in sorted({1, min(2, all_threads), all_threads}):
+            torch.set_num_threads(num_threads)
+            for (name, product, rows), whole in zip(trials, among_others, strict=True):
+                for start, count in ((0, len(rows)), *_PARTS):
+                    if not torch.equal(product(rows[start : start + count]), whole[start : start + count]):
+                        raise RowBitsError(_message(name, count, num_threads))
+    finally:
+        torch.set_num_threads(all_threads)
+
+
+def _trials(widths: Iterable[int], outputs: Sequence[int]) -> Iterator[tuple[str, Product, Tensor]]:
+    """Every kind of product of ``kernels.row_math`` with its name, and rows for it."""
+    generator = torch.Generator().manual_seed(0)
+    for width in widths:
+        rows = torch.randn((_NUM_ROWS, width), generator=generator)
+        keys = torch.randn((max(outputs), width), generator=generator)
+        yield f"matmul_keys of {width} columns", partial(_by_keys, keys), rows
+        for num_outputs in outputs:
+            shape = f"of {width} columns and {num_outputs} outputs"
+            matrix = keys[:num_outputs]
+            yield f"linear {shape}", partial(linear, matrix=matrix), rows
+            heads = torch.stack((matrix.t(), matrix.t()))
+            yield f"matmul_heads {shape}", partial(_by_heads, heads), rows
+            tokens = rows[:, None].expand(-1, num_outputs, -1).contiguous()
+            yield f"matmul_tokens {shape}", partial(_by_tokens, matrix.t()), tokens
+
+
+def _by_keys(keys: Tensor, x: Tensor) -> Tensor:
+    return matmul_keys(x, keys)[0]
+
+
+def _by_heads(matrices: Tensor, x: Tensor) -> Tensor:
+    out = x.new_empty((len(x), 2, matrices.shape[2]))
+    matmul_heads(x[:, None].expand(-1, 2, -1), matrices, out)
+    return out
+
+
+def _by_tokens(matrix: Tensor, x: Tensor) -> Tensor:
+    return matmul_tokens(x, matrix.expand(len(x), -1, -1))
+
+
+def _message(product: str, num_rows: int, num_threads: int) -> str:
+    return (
+        f"{product} gives {num_rows} rows, with {num_threads} torch threads, other bits than among "
+        f"{_NUM_ROWS} rows with one thread, on {_cpu()} with {MKL_MODE}={os.environ.get(MKL_MODE, '')}: "
+        f"answers would depend on what shares a batch; unset {MKL_MODE}, or start with --num-threads 1, or "
+        "use torch's build with MKL, or another machine"
+    )
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = "this CPU"
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
