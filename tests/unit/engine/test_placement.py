@@ -29,7 +29,8 @@ class Started:
         self.happened: list[tuple[Any, ...]] = []
         self._model_path = model_path
         monkeypatch.setattr(start, "Machine", lambda: machine)
-        for name in ("die_with_parent", "setup_logging", "quiet_mooncake_logs", "fix_arithmetic"):
+        of_process = ("die_with_parent", "setup_logging", "quiet_mooncake_logs")
+        for name in (*of_process, "fix_arithmetic", "try_products"):
             monkeypatch.setattr(start, name, lambda *_: None)
         socket = SimpleNamespace(close=lambda: None, send=lambda _: None)
         monkeypatch.setattr(start, "EngineSocket", lambda *_: socket)
