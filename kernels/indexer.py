@@ -73,7 +73,7 @@ def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 def index_products(q_index: Tensor, keys: Tensor) -> Tensor:
     """float32 [blocks, num_tokens, heads, keys of a block]; see ``matmul_keys``."""
     products = matmul_keys(q_index.float().flatten(0, 1), keys)
-    return products.unflatten(1, q_index.shape[:2])
+    return products.view(len(products), *q_index.shape[:2], -1)
 
 
 def weigh(products: Tensor, weights: Tensor, head_dim: int) -> Tensor:

@@ -32,10 +32,12 @@ from torch.nn import functional
 
 MKL_MODE: Final = "MKL_CBWR"
 STRICT: Final = "AUTO,STRICT"
-BLOCK_ROWS: Final = 8
-"""Rows of one product: a step of few requests pays for this many, and a prompt has a call for each."""
+BLOCK_ROWS: Final = 16
+"""Rows of one product. A step of one request pays for as many, and a prompt has a call for every so many."""
+BLOCK_QUERIES: Final = 8
+"""The same for heads of the indexer's queries, of which a token has several."""
 BLOCK_KEYS: Final = 512
-"""Keys of one product of the indexer, which are the columns of its result."""
+"""Keys of one product of the indexer, whose scores are the columns of its result."""
 
 _CHOSEN_BY_FIRST_CALL = (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt)
 
@@ -68,23 +70,28 @@ def _set_mkl_threads() -> Callable[[int], int]:
 class _OneThread:
     """MKL makes the products within in the calling thread alone."""
 
+    __slots__ = ("_before", "_set")
+
     def __enter__(self) -> None:
-        self._before = _set_mkl_threads()(1)
+        self._set = _set_mkl_threads()
+        self._before = self._set(1)
 
     def __exit__(self, *_: object) -> None:
-        _set_mkl_threads()(self._before)
+        self._set(self._before)
 
 
 def _wide(x: Tensor) -> Tensor:
     """``x`` as products on a CPU take it: smaller dtypes are another library's, with threads of its own."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _whole_blocks(x: Tensor, size: int) -> list[Tensor]:
     """``x`` in contiguous blocks of ``size`` rows, the last one padded with zeros."""
-    blocks = list(x.split(size)) if len(x) else []
+    if not len(x):
+        return []
+    blocks = [x] if len(x) <= size else list(torch.split(x, size))
     if missing := -len(x) % size:
-        blocks[-1] = functional.pad(blocks[-1], (0, 0) * (x.dim() - 1) + (0, missing))
+        blocks[-1] = torch.constant_pad_nd(blocks[-1], (0, 0) * (x.dim() - 1) + (0, missing))
     return [block.contiguous() for block in blocks]
 
 
@@ -95,16 +102,21 @@ def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.device.type != "cpu":
         return functional.linear(x, matrix, bias)
-    rows, by = _wide(x.reshape(-1, x.shape[-1])), _wide(matrix).t()
-    blocks = _whole_blocks(rows, BLOCK_ROWS)
-    out = rows.new_empty((len(blocks), BLOCK_ROWS, len(matrix)))
+    rows, by = _wide(x if x.dim() == 2 else x.reshape(-1, x.shape[-1])), _wide(matrix).t()
+    num_rows = len(rows)
     with _OneThread():
-        for block, result in zip(blocks, out.unbind(), strict=True):
-            torch.mm(block, by, out=result)
-    product = out.flatten(0, 1)[: len(rows)]
+        if 0 < num_rows <= BLOCK_ROWS:
+            product: Tensor = torch.mm(_whole_blocks(rows, BLOCK_ROWS)[0], by)
+        else:
+            blocks = _whole_blocks(rows, BLOCK_ROWS)
+            product = rows.new_empty((len(blocks) * BLOCK_ROWS, len(matrix)))
+            for block, of_block in zip(blocks, torch.split(product, BLOCK_ROWS), strict=False):
+                torch.mm(block, by, out=of_block)
+    product = product[:num_rows]
     if bias is not None:
         product += bias
-    return product.to(x.dtype).view(*x.shape[:-1], len(matrix))
+    result: Tensor = product.to(x.dtype).view(*x.shape[:-1], len(matrix))
+    return result
 
 
 class RowLinear(torch.nn.Linear):
@@ -146,8 +158,8 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
 
 def matmul_tokens(x: Tensor, matrices: Tensor) -> Tensor:
     """Each token's product with a matrix of its own: ``x`` [num_tokens, m, k] by ``matrices`` [num_tokens, k,
-    n]: [num_tokens, m, n]. Tokens are next to each other in both, and their strides within a token the same
-    whatever the number of tokens. On a CPU both are float32 or float64.
+    n]: [num_tokens, m, n]. On a CPU both are float32 or float64, and a token's strides do not depend on the
+    number of tokens.
     """
     if x.device.type != "cpu":
         return torch.matmul(x, matrices)
@@ -166,8 +178,8 @@ def matmul_keys(x: Tensor, keys: Tensor) -> Tensor:
     by = _whole_blocks(_wide(keys), BLOCK_KEYS)
     if x.device.type != "cpu":
         return torch.matmul(x, torch.stack(by).transpose(1, 2))
-    rows = _whole_blocks(_wide(x), BLOCK_ROWS)
-    out = by[0].new_empty((len(by), len(rows), BLOCK_ROWS, BLOCK_KEYS))
+    rows = _whole_blocks(_wide(x), BLOCK_QUERIES)
+    out = by[0].new_empty((len(by), len(rows), BLOCK_QUERIES, BLOCK_KEYS))
     with _OneThread():
         for of_keys, results in zip(by, out.unbind(), strict=True):
             for block, result in zip(rows, results.unbind(), strict=True):
