@@ -15,6 +15,8 @@ import pytest
 
 # Several processes share the cores; with a thread pool each, the tiny matrices take many times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As engines start: threads that wait leave the cores to others, where there are several all the same.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # As the nodes have it (kernels.row_math.fix_arithmetic), before the first product of any test.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # How long an example takes says nothing on a machine that is busy with others.
