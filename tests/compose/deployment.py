@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import httpx
 
 from hisparse_pd.base.ports import free_port
 from tests import waiting
+from tests.checkout import copy_of_checkout
 from tests.compose.engine import CommandFailed, Engine, run
 from tests.compose.images import BUILD_TIMEOUT_SECS, base_image, collect_wheels
 
@@ -34,17 +34,8 @@ _COMPLETION = {"model": "retrieval", "prompt": PROMPT, "temperature": 0, "ignore
 
 
 def copy_tree(directory: Path) -> None:
-    """What git has or would take of the files that a deployment needs: no keys, no .env, no results."""
-    listing = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], directory=REPO)
-    for name in filter(None, listing.split("\0")):
-        if name.split("/")[0] in _NOT_COPIED:
-            continue
-        source, target = REPO / name, directory / name
-        if not source.is_file():
-            continue  # deleted in the working tree
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
-        target.chmod(target.stat().st_mode | 0o444)
+    """The files that a deployment needs: no keys, no .env, no results."""
+    copy_of_checkout(directory, *(f":!{name}" for name in _NOT_COPIED))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import REPO
+from tests.checkout import REPO, copy_of_checkout, files_of_checkout
 
 TIMEOUT_SECS = 240.0
 SOURCES = ("hisparse_pd", "prefill_node", "decode_node", "router", "transfer", "kernels", "protocol")
@@ -30,14 +30,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built of a copy of what git has, so that nothing is left in the checkout."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    files = run("git", "ls-files", "-z", *SOURCES, "pyproject.toml", "README.md", "LICENSE", cwd=REPO)
-    for name in filter(None, files.split("\0")):
-        target = source / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (REPO / name).is_symlink():
-            target.symlink_to((REPO / name).readlink())
-        else:
-            target.write_bytes((REPO / name).read_bytes())
+    copy_of_checkout(source, *SOURCES, "pyproject.toml", "README.md", "LICENSE")
     run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, source, cwd=source)
     (file,) = built.iterdir()
     return file
@@ -46,10 +39,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_has_every_module_and_file_of_the_package_and_nothing_beside_it(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    tracked = run("git", "ls-files", *SOURCES, cwd=REPO)
     files = {
         name if name.startswith("hisparse_pd/") else f"hisparse_pd/{name}"
-        for name in tracked.split()
+        for name in files_of_checkout(*SOURCES)
         if not (REPO / name).is_symlink()
     }
     assert names == files

@@ -1,0 +1,26 @@
+"""Copies of the checkout, for what is built of it elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def files_of_checkout(*paths: str) -> list[str]:
+    """What git has, or would take, of ``paths`` and is there; all without one. Links to folders are files."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *paths]
+    listing = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [name for name in listing.split("\0") if name and (REPO / name).exists()]
+
+
+def copy_of_checkout(directory: Path, *paths: str) -> None:
+    """Copy ``files_of_checkout`` into ``directory``, readable for all; links stay links."""
+    for name in files_of_checkout(*paths):
+        source, target = REPO / name, directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+        if not target.is_symlink():
+            target.chmod(target.stat().st_mode | 0o444)
