@@ -43,6 +43,8 @@ pytestmark = pytest.mark.I5
 
 Json = dict[str, Any]
 LINES_BETWEEN_CUTS = 10
+NUM_ROUNDS = 4
+"""On a busy machine several tokens come in a line, and a short answer may be over before it is cut."""
 """A router gives a stream up that is cut four times."""
 ROUTER = ["--health-interval-secs", "0.5"]
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
@@ -247,12 +249,18 @@ def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
     def said(name: str) -> Any:
         return cut.said(*CASES[name], name)
 
-    undisturbed = at_once(said, CASES, len(CASES))
-    with cut.cutting():
-        found = at_once(said, CASES, len(CASES))
-    for name, one, other in zip(CASES, undisturbed, found, strict=True):
-        assert other == (one if DEVICE == "cpu" else nearly(one)), name
-    assert set(CASES) <= cut.cut_ids
+    undisturbed = dict(zip(CASES, at_once(said, CASES, len(CASES)), strict=True))
+    uncut = [*CASES]
+    for _ in range(NUM_ROUNDS):
+        with cut.cutting():
+            found = at_once(said, uncut, len(uncut))
+        for name, other in zip(uncut, found, strict=True):
+            one = undisturbed[name]
+            assert other == (one if DEVICE == "cpu" else nearly(one)), name
+        uncut = [name for name in CASES if name not in cut.cut_ids]
+        if not uncut:
+            break
+    assert not uncut
 
 
 def nearly(said: Any) -> Any:

@@ -12,6 +12,7 @@ from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import EngineReady, Shutdown
 from tests.unit.decode_node.support import Checkpoint, EngineHarness
 from tests.unit.memory.this_machine import HERE, needs_policies, numa_maps_line
+from tests.waiting import WAIT_SECS
 
 ON_HERE = Placement("a test's", HERE, (0,), policy=PoolPolicy.BIND)
 
@@ -36,8 +37,8 @@ def test_the_front_hears_where_the_engine_is(
     with closing(EngineHarness(checkpoint, tmp_path, placement=placement)) as node:
         node.send(Shutdown())
         node.engine.run()
-        said = []
-        while node._front.poll(0):
-            said.append(engine_messages.from_engine_decoder.decode(node._front.recv()))
-        (ready,) = (message for message in said if isinstance(message, EngineReady))
+        ready = None
+        while not isinstance(ready, EngineReady):
+            assert node._front.poll(1000 * WAIT_SECS), "the engine did not say that it is ready"
+            ready = engine_messages.from_engine_decoder.decode(node._front.recv())
         assert (ready.numa_node, ready.numa_placement) == (placement.node, str(placement))
