@@ -185,8 +185,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
 class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     """The KV that a room lacks, and where it is to land. ``hisparse`` stands last, and defaults to dense.
 
-    The prefill node computes all tokens of the prompt but the last one, which is the decode node's first step,
-    and writes the KV of those behind the ``num_held_tokens`` that the decode node has.
+    The prefill node computes all tokens of the prompt but the last one, which is the decode node's first
+    step, and writes the KV of those behind the ``num_held_tokens`` that the decode node has.
 
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
     ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last;

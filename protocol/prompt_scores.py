@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's own tokens: what a decode node asks for, and the rows that a prefill node answers."""
+"""Logprobs of a prompt's own tokens: what a decode node asks for, and the rows with which it is answered."""
 
 from __future__ import annotations
 
