@@ -40,6 +40,7 @@ from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     GenerateGroup,
+    PromptScores,
     RequestFailed,
     RequestStats,
     ToEngine,
@@ -60,6 +61,7 @@ from hisparse_pd.protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.transfer.aux_record import AuxLayout
 from hisparse_pd.transfer.transport import TCP
 from tests.unit.decode_node.peers_support import PrefillNode
@@ -246,6 +248,7 @@ class Answer:
     failure: RequestFailed | None = None
     phases: list[str] = field(default_factory=list)
     prefill: list[PrefillTimes] = field(default_factory=list)
+    scores: list[PromptScores] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -325,6 +328,7 @@ class EngineHarness:
         is_speculative: bool = True,
         room: int | None = None,
         root: PageKey = NO_ISOLATION,
+        scores: WantedScores | None = None,
         **sampling: Any,
     ) -> Answer:
         """Ask for one answer, with the KV of another prefill node if ``double`` is one."""
@@ -346,6 +350,7 @@ class EngineHarness:
                         bootstrap_port=double.port,
                         hisparse=hisparse,
                         is_speculative=is_speculative,
+                        scores=scores,
                     ),
                 ),
                 root,
@@ -458,6 +463,10 @@ class EngineHarness:
                 assert not answer.is_over
                 answer.failure = message
                 answer.phases += [phase.name for phase in message.phases]
+            case PromptScores():
+                answer = self.answers[message.request_id]
+                assert not answer.token_ids
+                answer.scores.append(message)
             case EngineLoading():
                 pass
             case EngineStats():

@@ -121,7 +121,7 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
 
 def test_any_number_of_drafts_gives_the_same_tokens(node: EngineHarness) -> None:
     without = with_drafts(node, 0)
-    for numbers in [(2, 3), (3, 0, 1, 0, 2, 3, 3)]:
+    for numbers in [(1, 2), (3, 3, 0, 1, 0, 2)]:
         answers = with_drafts(node, *numbers)
         assert tokens(answers) == tokens(without), numbers
         assert num_drafts(*answers)[1] > 0, "no draft was right: nothing was tried"
