@@ -588,9 +588,7 @@ def deliver(
     return done
 
 
-def assert_hint(
-    engine: EngineThread, peer: DecodePeer, bootstrap: Bootstrap, tokens: Sequence[int]
-) -> None:
+def assert_hint(engine: EngineThread, peer: DecodePeer, bootstrap: Bootstrap, tokens: Sequence[int]) -> None:
     """What the last computed token selected is in the aux record."""
     hint = peer.aux_record(bootstrap).hint
     assert hint is not None

@@ -109,10 +109,12 @@ def test_tokens_count_while_their_rooms_wait() -> None:
 
 @pytest.mark.I5
 @pytest.mark.parametrize(
-    ("num_resumed", "first_stepped"), [(0, 99), (1, 98), (30, 69), (99, 0)], ids=["none", "one", "some", "all"]
+    ("num_resumed", "first_stepped"),
+    [(0, 99), (1, 98), (30, 69), (99, 0)],
+    ids=["none", "one", "some", "all"],
 )
 def test_the_token_before_the_resumed_ones_is_of_a_step_too(num_resumed: int, first_stepped: int) -> None:
-    """It was the first step's newest token; without resumed tokens none that is computed here is of a step."""
+    """It was the first step's newest token; without resumed tokens no token that is computed is of a step."""
     record = opened(RoomTable(), num_tokens=100, num_resumed_tokens=num_resumed)
     assert record.num_computed_tokens == 99
     assert record.first_stepped == first_stepped
