@@ -42,7 +42,9 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext:
 
 
 class Call(asyncio.Protocol):
-    """One request to a node and its answer. ``silence_secs``: how long the node may say nothing.
+    """The open connection to one node: one request to it, and its answer.
+
+    ``silence_secs``: how long the node may say nothing.
 
     All failures are OSErrors, a node's silence is a TimeoutError.
     """
