@@ -246,7 +246,9 @@ async def cluster(
             "resume_timeout_secs": 0.0,
         }
         router_settings = RouterSettings(
-            prefill=tuple((node.url, FIRST_BOOTSTRAP_PORT + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
+            prefill=tuple(
+                (node.url, FIRST_BOOTSTRAP_PORT + i) for i, node in enumerate(nodes[NodeKind.PREFILL])
+            ),
             decode=tuple(node.url for node in nodes[NodeKind.DECODE]),
             **{**fixed, **settings},
         )

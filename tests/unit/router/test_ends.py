@@ -103,7 +103,9 @@ async def test_a_search_ends_whenever_its_request_is_cancelled(num_turns: int) -
     """With what is open at the pair that it tries."""
     pool = NodePool.from_settings(SETTINGS)
     relay = Relay(pool, NodeCalls(1.0), never, RouterMetrics(pool, BUDGET), BUDGET, SETTINGS)
-    relayed = RelayedRequest(relay, Endpoint.COMPLETIONS, RequestBody.parse(BODY, Endpoint.COMPLETIONS), [], None)
+    relayed = RelayedRequest(
+        relay, Endpoint.COMPLETIONS, RequestBody.parse(BODY, Endpoint.COMPLETIONS), [], None
+    )
     node = pool.of_kind(NodeKind.DECODE)[0]
     relayed._open_at_pair.enter_context(pool.working(node, 1))
     relayed._going_on = asyncio.create_task(takes_turns_to_end())
