@@ -147,7 +147,7 @@ class RelayedRequest:
         self._pair: Pair
         """The pair that has the request, or had it last."""
         self._open_at_pair = ExitStack()
-        """The call to its decode node, and the request's part in the loads of both nodes."""
+        """The call to its decode node, and the request's part in that node's load."""
         self._movable: Call | None = None
         """That call, unless the client has something that no other node can go on with."""
         self._is_moved = False
