@@ -28,7 +28,7 @@ from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.prompt_scores import Scores, with_lists, write_lists
 from hisparse_pd.serving.api.requests import grouped
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.serving.http.engine_link import ByPrefix, SampleGroup
+from hisparse_pd.serving.http.engine_link import ByPrefix
 from hisparse_pd.serving.http.http_errors import RequestFailedError
 from hisparse_pd.serving.http.off_loop import off_loop
 
@@ -42,12 +42,12 @@ def run(settings: DecodeSettings) -> int:
         choose_rank=ByPrefix(),
         check=SamplingDefaults.of,
         ports=(settings.port,),
-        apps=_apps,
+        apps=apps,
     )
 
 
 @contextmanager
-def _apps(node: NodeFront) -> Iterator[tuple[Starlette, ...]]:
+def apps(node: NodeFront) -> Iterator[tuple[Starlette, ...]]:
     """By its name further fronts, processes of their own, get it."""
     with closing(Front.of(node)) as front:
         yield (create_decode_app(front),)
@@ -93,7 +93,7 @@ async def _drain(front: Front, request: Request) -> Response:
 async def _deltas(
     front: Front, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
 ) -> AsyncGenerator[Delta, None]:
-    """Run the samples; yield what comes, until all have finished. ``scores``, by prompt, are filled on the way.
+    """Run the samples; yield what comes, until all have finished. ``scores``, by prompt, are filled.
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
@@ -140,7 +140,7 @@ def _request_id(output: SampleOutput) -> str:
 
 
 def _shown(output: SampleOutput, tokens: Tokens) -> Tokens:
-    """``tokens`` as the client sees them: none of a sample for which only the prompt's logprobs are wanted."""
+    """``tokens`` as the client sees them: none where only the prompt's logprobs are wanted."""
     if not output.sample.is_empty:
         return tokens
     return Tokens(tokens.request_id, (), finish_reason=FinishReason.LENGTH, stats=tokens.stats)

@@ -1,6 +1,6 @@
 """The prefill node's front: status and administration on one port, the bootstrap endpoint on another.
 
-Requests are the decode node's. Routers that send each one to both nodes have an empty answer from here, at once.
+Requests are the decode node's. Routers that send each one to both nodes get an empty answer from here.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ def run(settings: PrefillSettings) -> int:
         engine=_run_engine,
         num_at_work=rooms_at_work,
         ports=(settings.port, settings.bootstrap_port),
-        apps=_apps,
+        apps=apps,
     )
 
 
 @contextmanager
-def _apps(front: NodeFront) -> Iterator[tuple[Starlette, ...]]:
+def apps(front: NodeFront) -> Iterator[tuple[Starlette, ...]]:
+    """What is served on each of the node's ports."""
     assert isinstance(front.settings, PrefillSettings)
     yield create_prefill_app(front), create_bootstrap_app(front.settings, front)
 

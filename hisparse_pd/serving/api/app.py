@@ -23,7 +23,7 @@ from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.frame import Answer, FramedEndpoint, Reply, Respond
 from hisparse_pd.serving.api.journal import Identity
 from hisparse_pd.serving.api.models import json_response
-from hisparse_pd.serving.api.node_app import NodeFront, create_node_app, model_info
+from hisparse_pd.serving.api.node_app import NodeFront, Told, create_node_app, model_info
 from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.serving.api.requests import Limits, SampleRequest, plan_samples
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
@@ -120,7 +120,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         **{path: partial(_about_tokens, front, path) for path in TokenPath},
     }
     count = front.metrics.count_request
-    told = {
+    told: dict[str, Told] = {
         OPENAPI_PATH: _openapi,
         "/model_info": partial(_model_info, front),
         "/get_model_info": partial(_model_info, front),

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=NodeSettings)
 
 Apps = Callable[[NodeFront], AbstractContextManager[Sequence[ASGIApp]]]
-"""Makes the applications of a front, and ends what they need when it leaves. Raises StartError and OSError."""
+"""Makes the applications of a front, and ends what they need when it leaves. Raises StartError, OSError."""
 
 
 @dataclass(frozen=True)

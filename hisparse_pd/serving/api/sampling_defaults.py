@@ -34,7 +34,7 @@ class _GenerationConfig:
 class SamplingDefaults:
     """As built, OpenAI's. ``top_k``: 0 for all tokens.
 
-    All decode nodes must have the same: a stream that goes on at another node has its tokens by the same draws.
+    All decode nodes must have the same: a stream that goes on at another node is drawn there as here.
     """
 
     temperature: float = 1.0
