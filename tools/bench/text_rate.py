@@ -30,7 +30,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import uvicorn
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -40,7 +39,7 @@ from hisparse_pd.base.vocabulary import FinishReason, Mode, RankPlace
 from hisparse_pd.commands.bench.facts import OUT
 from hisparse_pd.commands.bench.pair import wait_healthy
 from hisparse_pd.commands.bench.report import make_console, table_of, write_report
-from hisparse_pd.decode_node.server import create_decode_app
+from hisparse_pd.decode_node.server import apps
 from hisparse_pd.engine.messages import (
     Abort,
     EngineReady,
@@ -94,15 +93,10 @@ def serve_decode(model_path: Path, port: int, num_fronts: int, load: Load) -> No
         settings,
         role="decode",
         engine=partial(emit, load),
-        holds_output=True,
         choose_rank=least_loaded,
         ports=[port],
         apps=apps,
     )
-
-
-def apps(front: Any) -> list[Starlette]:
-    return [create_decode_app(front)]
 
 
 def emit(load: Load, settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:

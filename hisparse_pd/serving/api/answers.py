@@ -440,9 +440,9 @@ class Generate(Dialect):
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),
         }
-        if output.stats.num_drafted:
-            meta["spec_draft_token_num"] = output.stats.num_drafted
-            meta["spec_accept_token_num"] = output.stats.num_accepted
+        if output.num_drafted:
+            meta["spec_draft_token_num"] = output.num_drafted
+            meta["spec_accept_token_num"] = output.num_accepted
         if output.sample.options.sampling.num_logprobs is not None:
             meta["input_token_logprobs"] = []
             meta |= self._kept.show(output)
@@ -477,8 +477,8 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
     num_new_tokens = sum(len(output.token_ids) for output in outputs)
     details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
-    if num_drafted := sum(output.stats.num_drafted for output in outputs):
-        num_accepted = sum(output.stats.num_accepted for output in outputs)
+    if num_drafted := sum(output.num_drafted for output in outputs):
+        num_accepted = sum(output.num_accepted for output in outputs)
         details["accepted_prediction_tokens"] = num_accepted
         details["rejected_prediction_tokens"] = num_drafted - num_accepted
     return {
@@ -495,13 +495,13 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
 
 
 def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
-    """Mode, and hits and misses of all samples together; None before the engine has told, and where no
-    decode node took part.
+    """Mode, and hits and misses of all samples together; None before the engine has told, and where it took
+    no part.
 
     Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them. Of an
     answer that went on at another node, how often it did, with the hits and misses of the last one.
     """
-    stats = [output.stats for output in outputs if output.stats.mode is not None]
+    stats = [output.stats for output in outputs if output.stats is not None]
     if not stats:
         return None
     modes = [entry.mode for entry in stats]

@@ -21,7 +21,6 @@ from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     GenerateGroup,
-    PrefillFinished,
     RequestStats,
     Shutdown,
     ToEngine,
@@ -64,11 +63,6 @@ def stats(step: int = 0, num_running: int = 0, **counters: float) -> EngineStats
         num_used_tokens=17,
         step=step,
     )
-
-
-def deliver(generate: Generate) -> Iterable[FromEngine]:
-    """A prefill engine to which nothing bad happens."""
-    yield PrefillFinished(generate.request_id, generate.num_prompt_tokens, 3, 4096, 0.25)
 
 
 def say(

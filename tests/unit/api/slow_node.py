@@ -31,7 +31,7 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 
 
 def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
-    from hisparse_pd.decode_node.server import _apps
+    from hisparse_pd.decode_node.server import apps
     from hisparse_pd.serving.api.node import run_front
     from hisparse_pd.serving.http.engine_link import least_loaded
 
@@ -49,10 +49,9 @@ def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float)
         settings,
         role="decode",
         engine=run_engine,
-        holds_output=True,
         choose_rank=least_loaded,
         ports=(port,),
-        apps=_apps,
+        apps=apps,
     )
 
 
