@@ -27,7 +27,7 @@ FLOORS = (
     ("engine", "tools.training"),
     ("serving.http",),
     ("serving.api",),
-    ("prefill_node", "decode_node", "router", "commands.doctor", "commands.bench"),
+    ("prefill_node", "decode_node", "router", "commands.doctor"),
     ("commands.cli", "tools.bench"),
     ("__main__",),
 )
@@ -59,7 +59,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
     "uvicorn": ("hisparse_pd/serving/http/", "router/", "tools/bench/"),
     "transformers": (
-        *("hisparse_pd/core/model/", "hisparse_pd/serving/api/text_codec.py", "hisparse_pd/commands/bench/"),
+        *("hisparse_pd/core/model/", "hisparse_pd/serving/api/text_codec.py"),
         *("tools/bench/", "tools/checkpoints/"),
     ),
     "opentelemetry": ("hisparse_pd/base/tracing.py",),

@@ -29,11 +29,11 @@ import httpx
 from rich.console import Console
 
 from hisparse_pd.base.vocabulary import MAX_DRAFTS
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.pair import PairError, running_pair
-from hisparse_pd.commands.bench.report import make_console, progress, write_report
 from hisparse_pd.decode_node.drafting import full_buffer
 from tools.bench.accuracy_report import Response, print_report, summary
+from tools.bench.facts import OUT
+from tools.bench.pair import PairError, running_pair
+from tools.bench.report import make_console, progress, write_report
 from tools.bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, judge, retrievals
 from tools.bench.served import served
 from tools.training.evaluate import QUESTIONS

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hisparse_pd.commands.bench.facts import ROOT
+from tools.bench.facts import ROOT
 from tools.training.evaluate import held_out
 from tools.training.vocabulary import text_of
 

@@ -37,9 +37,6 @@ from starlette.types import Receive, Scope, Send
 from hisparse_pd.base.ports import free_port
 from hisparse_pd.base.settings import DecodeSettings, RouterSettings
 from hisparse_pd.base.vocabulary import FinishReason, Mode, RankPlace
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.pair import wait_healthy
-from hisparse_pd.commands.bench.report import make_console, table_of, write_report
 from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.engine.messages import (
     Abort,
@@ -52,6 +49,9 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.serving.http.engine_link import least_loaded
+from tools.bench.facts import OUT
+from tools.bench.pair import wait_healthy
+from tools.bench.report import make_console, table_of, write_report
 from tools.checkpoints.make_tiny import write_tokenizer
 
 CONTEXT = 163_840
