@@ -24,7 +24,7 @@ FLOORS = (
     ("protocol", "kernels", "core.grammar"),
     ("core.memory", "core.model", "core.paging"),
     ("transfer", "tools.checkpoints"),
-    ("engine", "tools.training"),
+    ("engine",),
     ("serving.http",),
     ("serving.api",),
     ("prefill_node", "decode_node", "router", "commands.doctor"),
@@ -53,11 +53,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "hisparse_pd/engine/sockets.py",
         "hisparse_pd/commands/doctor/channel.py",
     ),
-    "starlette": (
-        *("hisparse_pd/serving/", "router/", "prefill_node/server.py", "decode_node/"),
-        "tools/bench/",
-    ),
-    "uvicorn": ("hisparse_pd/serving/http/", "router/", "tools/bench/"),
+    "starlette": ("hisparse_pd/serving/", "router/", "prefill_node/server.py", "decode_node/"),
+    "uvicorn": ("hisparse_pd/serving/http/", "router/"),
     "transformers": (
         *("hisparse_pd/core/model/", "hisparse_pd/serving/api/text_codec.py"),
         *("tools/bench/", "tools/checkpoints/"),
