@@ -2,7 +2,7 @@
 #
 #   MODEL=DIR        checkpoint to serve; default: the small retrieval model of this repository
 #   SERVE_ARGS=...   further options of `hisparse-pd pair` for `make serve`
-#   BENCH_ARGS=...   further options of `hisparse-pd bench serve` for `make bench-serve`
+#   BENCH_ARGS=...   further options of `python -m tools.bench.serve` for `make bench-serve`
 #   TEST_PROCESSES=n processes of pytest; default: 3, because two of them leave two cores idle while they wait
 #   GPU_TEST_PROCESSES=n  processes of pytest that share the GPU in `make test-gpu`; default: 5
 #   TEST_ARGS=...    further arguments of pytest for `make test`
@@ -135,8 +135,8 @@ bench-swap-in: $(READY) ## measure the CUDA swap-in kernel; needs a GPU
 bench-accuracy: $(READY) ## exact match of long-context answers, all modes beside transformers; an hour on 2 cores
 	$(BIN)/python -m tools.bench.accuracy --model-path $(MODEL)
 
-bench-serve: $(READY) $(MODEL)/config.json ## throughput and latencies of a pair under load, dense beside hisparse
-	$(BIN)/hisparse-pd bench serve --start-pair $(MODEL) --hisparse false true $(BENCH_ARGS)
+bench-serve: $(READY) ## latencies and throughput of what `make serve` started, dense beside hisparse
+	$(BIN)/python -m tools.bench.serve $(BENCH_ARGS)
 
 clean: ## remove .venv, the tiny model, caches and results
 	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .npm-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis out *.egg-info
@@ -192,7 +192,7 @@ $(READY): pyproject.toml constraints.txt constraints-$(ACCELERATOR).txt
 	        "sudo apt-get install -y python3-venv" >&2; rm -rf $(VENV); exit 1; }
 	@echo "installing the Python packages into $(VENV) ($(ACCELERATOR)); the first time takes some minutes"
 	@$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints-$(ACCELERATOR).txt)"
-	@$(PIP_INSTALL) -c constraints.txt -c constraints-$(ACCELERATOR).txt -e '.[$(ACCELERATOR),test,bench]'
+	@$(PIP_INSTALL) -c constraints.txt -c constraints-$(ACCELERATOR).txt -e '.[$(ACCELERATOR),test]'
 	@$(BIN)/python -c 'import mooncake.engine' || { \
 	    echo "Mooncake cannot be loaded; the line above says what it lacks" >&2; exit 1; }
 	@touch $@

@@ -6,6 +6,6 @@ pip check
 site_packages=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 rm -rf "$site_packages/torch/include" "$site_packages/torch/share" "$site_packages/torch/test"
 pip uninstall -y -q pip
-for module in base.tracing commands.cli commands.bench.serving commands.doctor.command decode_node.engine prefill_node.engine router.server; do
+for module in base.tracing commands.cli commands.doctor.command decode_node.engine prefill_node.engine router.server; do
     echo "import hisparse_pd.$module"
 done | python

@@ -1,1 +1,1 @@
-"""In the checkout, not in the wheel: benchmarks of parts, training, making checkpoints."""
+"""In the checkout, not in the wheel: benchmarks of parts, making checkpoints."""

@@ -1,4 +1,4 @@
-"""The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen | bench serve``.
+"""The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen``.
 
 Options are made from the fields of ``hisparse_pd.base.settings``, so the command line, a ``--config`` file
 and the code know the same names. The command line wins over the file. Services are imported only when they
@@ -44,7 +44,6 @@ from hisparse_pd.base.settings_sources import (
     with_underscores,
 )
 from hisparse_pd.base.vocabulary import VERSION
-from hisparse_pd.commands.bench.settings import ServingSettings
 from hisparse_pd.commands.doctor.settings import DoctorSettings
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 """The services of a pair, each with the section that it has in the pair's file."""
 
-_NO_SETTINGS = frozenset(("parser", "command", "benchmark", "config", "json"))
+_NO_SETTINGS = frozenset(("parser", "command", "config", "json"))
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
 _SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
@@ -85,20 +84,14 @@ _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process exit status. Usage errors exit with status 2."""
     occupy_standard_streams()
-    words = sys.argv[1:] if argv is None else list(argv)
     parser = _make_parser()
-    namespace, unknown = parser.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(argv)
     command_parser: _CommandParser = namespace.parser
     if unknown:
         command_parser.error(_unknown_options(unknown, command_parser))
     given = {name: value for name, value in vars(namespace).items() if name not in _NO_SETTINGS}
     try:
         match namespace.command:
-            case "bench":
-                serving_settings = load_settings(ServingSettings, given, namespace.config)
-                from hisparse_pd.commands.bench.serving import run as run_serving
-
-                return run_serving(serving_settings, words)
             case "keygen":
                 return _keygen(namespace.path, for_api=namespace.api)
             case "doctor":
@@ -202,9 +195,6 @@ def _only(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
 # --- options from fields -----------------------------------------------------------------------------
 
 
-_SHORT = {"concurrency": ("-c",)}
-
-
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
@@ -225,11 +215,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hisparse-pd {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(
-        name: str, summary: str, fields: Mapping[str, FieldInfo], group: Any = commands
-    ) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = group.add_parser(
-            name.rpartition(" ")[2],
+    def add(name: str, summary: str, fields: Mapping[str, FieldInfo]) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name,
             help=summary,
             description=summary,
             usage=f"hisparse-pd {name} [options]",
@@ -258,10 +246,6 @@ def _make_parser() -> argparse.ArgumentParser:
         "path", type=Path, metavar="PATH", help="file for the key; must not exist, only its owner can read it"
     )
     keygen.add_argument("--api", action="store_true", help="an API key, for --api-key-file")
-    bench = commands.add_parser("bench", help="Measure a service under load.")
-    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    summary = "Measure throughput and latencies of any OpenAI-compatible endpoint under load."
-    add("bench serve", summary, ServingSettings.model_fields, benchmarks)
     return parser
 
 
@@ -276,8 +260,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
                 flag(name), action="append", nargs="+", metavar=("URL", "BOOTSTRAP_PORT"), **common
             )
         elif field.title is not None:
-            words = (flag(name), *_SHORT.get(name, ()))
-            parser.add_argument(*words, action="extend", nargs="+", metavar=field.title, **common)
+            parser.add_argument(flag(name), action="extend", nargs="+", metavar=field.title, **common)
         else:
             parser.add_argument(flag(name), action="append", metavar="URL", **common)
     else:

@@ -55,7 +55,7 @@ def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploymen
     """Of the trained model: hot buffers in which a long request has one draft, a device pool that gives
     auto a choice.
     """
-    from tools.bench.retrieval import RETRIEVAL_MODEL  # and torch, which pytest's controller does not need
+    from tools.bench.documents import RETRIEVAL_MODEL  # and torch, which pytest's controller does not need
 
     with deployment(
         RETRIEVAL_MODEL,

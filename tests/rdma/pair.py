@@ -15,7 +15,7 @@ import httpx
 
 from tests.rdma.command import Command, CommandError
 from tests.rdma.machines import NODE_PORT, ROUTER_PORT, Machine
-from tools.bench.retrieval import RETRIEVAL_MODEL
+from tools.bench.documents import RETRIEVAL_MODEL
 
 BOOTSTRAP_PORT = 8998
 START_TIMEOUT_SECS = 2400.0

@@ -14,7 +14,8 @@ from tests.rdma.conftest import without_device
 from tests.rdma.machines import DEVICE, NODE_PORT, Machine
 from tests.rdma.pair import HOT_BUFFER, Service, running_pair, start_node
 from tests.rdma.patterns import MAX_PAYLOAD_BYTES
-from tools.bench.retrieval import RETRIEVAL_MODEL, retrievals
+from tools.bench.documents import RETRIEVAL_MODEL
+from tools.bench.retrieval import retrievals
 
 PROMPTS = [retrieval.token_ids for length in (140, 400) for retrieval in retrievals(length, 1)]
 """One that fits its hot buffer, one that does not."""

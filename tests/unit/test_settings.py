@@ -15,7 +15,6 @@ from hisparse_pd.base.ports import is_taken
 from hisparse_pd.base.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
 from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
 from hisparse_pd.commands import cli
-from hisparse_pd.commands.bench.settings import ServingSettings
 from hisparse_pd.commands.cli import pair_settings
 from hisparse_pd.commands.doctor.settings import DoctorSettings
 from tests.unit.settings_support import parsed
@@ -29,9 +28,7 @@ def file(tmp_path: Path, text: str, suffix: str = ".toml") -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "model", [PrefillSettings, DecodeSettings, RouterSettings, DoctorSettings, ServingSettings]
-)
+@pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings, RouterSettings, DoctorSettings])
 def test_every_field_explains_itself(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         assert field.description, name

@@ -29,16 +29,14 @@ import httpx
 from rich.console import Console
 
 from hisparse_pd.base.vocabulary import MAX_DRAFTS
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.pair import PairError, running_pair
-from hisparse_pd.commands.bench.report import make_console, progress, write_report
 from hisparse_pd.decode_node.drafting import full_buffer
 from tools.bench.accuracy_report import Response, print_report, summary
-from tools.bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, judge, retrievals
+from tools.bench.documents import ANSWER_WIDTH, QUESTIONS, RETRIEVAL_MODEL, tokenizer
+from tools.bench.facts import OUT
+from tools.bench.pair import PairError, running_pair
+from tools.bench.report import make_console, progress, write_report
+from tools.bench.retrieval import LENGTHS, Retrieval, judge, retrievals
 from tools.bench.served import served
-from tools.training.evaluate import QUESTIONS
-from tools.training.task import ANSWER_WIDTH
-from tools.training.vocabulary import text_of
 
 PROMPTS = (100, 100, 100, 60, 40)
 """Of each of ``LENGTHS``."""
@@ -147,7 +145,7 @@ def ask_oracle(
     model = oracle.load(model_path, attention="sdpa")
     answers = oracle.generate(model, [prompt.token_ids for prompt in prompts], MAX_NEW_TOKENS)
     for prompt, tokens in zip(prompts, answers, strict=True):
-        yield judged(ORACLE, prompt, text_of(tokens), tokens=tuple(tokens))
+        yield judged(ORACLE, prompt, tokenizer().decode(tokens), tokens=tuple(tokens))
         advance()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hisparse_pd.commands.bench.report import table
+from tools.bench.report import table
 from tools.bench.retrieval import NUM_DEPTHS
 from tools.bench.served import Served, tokens_per_step
 

@@ -38,8 +38,6 @@ from torch import Tensor
 
 from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams, StartError
-from hisparse_pd.commands.bench.facts import OUT, run_facts
-from hisparse_pd.commands.bench.report import table_of, write_json
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
 from hisparse_pd.core.memory.device import use_device
 from hisparse_pd.core.model.dsa import DsaModel
@@ -59,6 +57,8 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.protocol.messages import Room
+from tools.bench.facts import OUT, run_facts
+from tools.bench.report import table_of, write_json
 from tools.bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
 
 PAGE_SIZE = 64

@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hisparse_pd.commands.bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, running_pair
-from hisparse_pd.commands.bench.report import make_console, shown, table
 from hisparse_pd.decode_node.drafting import full_buffer
-from tools.bench.retrieval import RETRIEVAL_MODEL, Retrieval, judge, retrievals
+from tools.bench.documents import RETRIEVAL_MODEL
+from tools.bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, running_pair
+from tools.bench.report import make_console, shown, table
+from tools.bench.retrieval import Retrieval, judge, retrievals
 from tools.bench.served import Served, served, tokens_per_step
 
 REQUEST_TIMEOUT_SECS = 300.0

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse_pd.commands.bench.facts import spread
 from hisparse_pd.core.model.rank_exchange import sum_in_order
 from hisparse_pd.core.model.rank_group import RankGroup
+from tools.bench.facts import spread
 from tools.bench.gpu_timing import graph_us
 
 LAYERS = 20

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from hisparse_pd.commands.bench.facts import spread
+from tools.bench.facts import spread
 
 NUM_REPLAYS: Final = 11
 _LAUNCHING_CYCLES: Final = 1_000_000

@@ -30,8 +30,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.report import make_console, shown, table_of, write_report
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
 from hisparse_pd.kernels.attention_backends import choose_backend
@@ -41,7 +39,9 @@ from hisparse_pd.kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, Inde
 from hisparse_pd.kernels.paged_indexer import IndexerScratch
 from hisparse_pd.kernels.row_check import check_in_place, row_checks_of, store_row_checks
 from hisparse_pd.kernels.selection import select_topk
+from tools.bench.facts import OUT
 from tools.bench.gpu_timing import graph_us, timed_us
+from tools.bench.report import make_console, shown, table_of, write_report
 from tools.bench.swap_in import add_options, swap_ins
 
 HOME: Final = "cuda:0"

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hisparse_pd.commands.bench.facts import OUT, spread
-from hisparse_pd.commands.bench.report import make_console, table_of, write_report
+from tools.bench.facts import OUT, spread
+from tools.bench.report import make_console, table_of, write_report
 
 READY_SECS, END_SECS = 600.0, 300.0
 CHILD = """

@@ -36,8 +36,6 @@ from typing import Any
 from rich.console import Console
 
 from hisparse_pd.base.vocabulary import StartError
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.report import make_console, table_of, write_report
 from hisparse_pd.core.memory.machine import Machine, read_text
 from hisparse_pd.core.memory.numa import (
     NumaNode,
@@ -50,7 +48,9 @@ from hisparse_pd.core.memory.numa import (
     read_nodes,
     show_cpus,
 )
+from tools.bench.facts import OUT
 from tools.bench.link_copies import Block, Copy, serve_copies, serve_host_rates
+from tools.bench.report import make_console, table_of, write_report
 
 DIRECTIONS = ("to_device", "to_host", "both")
 AT_ONCE = (1, 2, 3, 4, 6, 8)

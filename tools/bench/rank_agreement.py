@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from hisparse_pd.base.vocabulary import RankPlace
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.report import make_console, table_of, write_report
 from hisparse_pd.core.model.rank_group import RankGroup
+from tools.bench.facts import OUT
+from tools.bench.report import make_console, table_of, write_report
 
 NUM_WARM_CALLS = 50
 AWAKE_SECS = 0.0005

@@ -33,10 +33,10 @@ import msgspec
 import numpy as np
 
 from hisparse_pd.base.ports import free_port
-from hisparse_pd.commands.bench.facts import OUT, ROOT
-from hisparse_pd.commands.bench.pair import is_healthy, wait_healthy
-from hisparse_pd.commands.bench.report import make_console, table_of, write_report
 from hisparse_pd.router.nodes import NodeKind
+from tools.bench.facts import OUT, ROOT
+from tools.bench.pair import is_healthy, wait_healthy
+from tools.bench.report import make_console, table_of, write_report
 
 START_TIMEOUT_SECS = 300.0
 REQUEST_TIMEOUT_SECS = 300.0

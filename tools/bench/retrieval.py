@@ -1,22 +1,16 @@
-"""Retrieval tasks: long prompts of the retrieval model with known right answers, and how an answer is judged.
-
-They are the held-out documents of ``tools.training.task``: keys, numbers and pairings that no training saw.
-"""
+"""Retrieval tasks: long prompts of the retrieval model with known right answers, and how one is judged."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hisparse_pd.commands.bench.facts import ROOT
-from tools.training.evaluate import held_out
-from tools.training.vocabulary import text_of
+import torch
 
-RETRIEVAL_MODEL = ROOT / "tools" / "checkpoints" / "retrieval"
+from tools.bench.documents import documents
+
 LENGTHS = (512, 1024, 2048, 4096, 8000)
 NUM_DEPTHS = 5
-_ANSWER = re.compile(r" ?(\w+ \w+) is (\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -40,17 +34,14 @@ class Retrieval:
 
 def retrievals(length: int, count: int) -> list[Retrieval]:
     """``count`` tasks, the same on every machine."""
-    batch = held_out(length, count)
     found = []
-    for row in range(count):
-        num_prompt = int(batch.prompt_tokens[row])
-        token_ids = batch.tokens[row, :num_prompt].tolist()
-        said = _ANSWER.findall(text_of(batch.targets[row][batch.is_answer[row]].tolist()))
-        depths = (batch.fact_at[row] / num_prompt).tolist()
-        answers = tuple(Answer(key, value, depth) for (key, value), depth in zip(said, depths, strict=False))
-        if len(answers) != int(batch.num_questions[row]):
-            raise ValueError(f"{len(answers)} answers to {int(batch.num_questions[row])} questions: {said}")
-        found.append(Retrieval(length, text_of(token_ids), tuple(token_ids), answers))
+    for document in documents(length, count):
+        at = torch.tensor([fact.number_at for fact in document.asked])
+        depths = (at / len(document.token_ids)).tolist()  # float32, as reports have them
+        answers = tuple(
+            Answer(fact.key, fact.number, depth) for fact, depth in zip(document.asked, depths, strict=True)
+        )
+        found.append(Retrieval(length, document.content, document.token_ids, answers))
     return found
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.report import make_console, table_of, write_report
+from tools.bench.facts import OUT
+from tools.bench.report import make_console, table_of, write_report
 
 REQUEST_TIMEOUT_SECS = 300.0
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.commands.bench.facts import spread
 from hisparse_pd.kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState, StepRequests
 from hisparse_pd.kernels.row_check import row_checks_of
 from hisparse_pd.kernels.swap_in import swap_in
+from tools.bench.facts import spread
 from tools.bench.gpu_timing import timed_us
 
 TOP_K = 2048

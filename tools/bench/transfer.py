@@ -30,8 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hisparse_pd.commands.bench.facts import OUT, ROOT, spread
-from hisparse_pd.commands.bench.report import make_console, table_of, write_report
 from hisparse_pd.core.memory.host import allocate_host
 from hisparse_pd.core.paging.allocator import ExtentAllocator
 from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_slots
@@ -49,6 +47,8 @@ from hisparse_pd.transfer.plan import (
     plan_writes,
 )
 from hisparse_pd.transfer.sender import Sender, WriteBatch
+from tools.bench.facts import OUT, ROOT, spread
+from tools.bench.report import make_console, table_of, write_report
 
 PAGE_SIZE = 64
 ITEM_BYTES = {"bf16": 1152, "fp8": 656}

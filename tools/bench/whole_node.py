@@ -38,8 +38,6 @@ from rich.console import Console
 
 from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, Mode, RankPlace
-from hisparse_pd.commands.bench.facts import OUT
-from hisparse_pd.commands.bench.report import REPORT_WIDTH, make_console, table_of, write_json
 from hisparse_pd.core.memory.device import DeviceMemory, use_device
 from hisparse_pd.core.memory.free import free_memory
 from hisparse_pd.core.memory.machine import Machine
@@ -64,7 +62,9 @@ from tools.bench.decode_step import (
 )
 from tools.bench.dummy_locality import DummyLocality
 from tools.bench.exchange import measure_collectives
+from tools.bench.facts import OUT
 from tools.bench.rank_agreement import agreement_us
+from tools.bench.report import REPORT_WIDTH, make_console, table_of, write_json
 from tools.bench.step_memory import MemoryByPart, planned_pools
 from tools.checkpoints.make_synthetic import write_published
 from tools.checkpoints.quantize_fp8 import QUANTIZATION

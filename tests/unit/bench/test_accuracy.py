@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import AutoTokenizer
 
 from tools.bench.accuracy import ORACLE, generate, judged, pair_runs, problems
 from tools.bench.accuracy_report import Response, print_report, summary
-from tools.bench.retrieval import RETRIEVAL_MODEL, Answer, Retrieval, judge, retrievals
+from tools.bench.documents import RETRIEVAL_MODEL
+from tools.bench.retrieval import Answer, Retrieval, judge, retrievals
 
 TASK = Retrieval(
     512,
@@ -37,6 +39,12 @@ def test_a_task_has_its_answers_in_its_prompt_where_it_says(length: int) -> None
             share = document.index(f"of {answer.key} is {answer.value}.") / len(content)
             assert abs(share - answer.depth) < 0.05
         assert abs(len(retrieval.token_ids) - length) < 40
+
+
+def test_tasks_are_those_that_reports_of_earlier_versions_have() -> None:
+    """A report's answers can be compared with an earlier one's, and with ``--oracle-from``."""
+    found = hashlib.sha256(repr(retrievals(512, 4)).encode()).hexdigest()
+    assert found.startswith("3be656d80d09e6f8")
 
 
 def test_the_chat_template_gives_the_token_ids_of_a_task() -> None:

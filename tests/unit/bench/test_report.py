@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hisparse_pd.commands.bench.facts import run_facts, spread
-from hisparse_pd.commands.bench.report import shown, table_of, write_json
+from tools.bench.facts import run_facts, spread
+from tools.bench.report import shown, table_of, write_json
 
 
 @pytest.mark.parametrize(

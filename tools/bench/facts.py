@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "out"
 
 
@@ -25,7 +26,7 @@ def run_facts() -> dict[str, Any]:
     """
     commit = _git("rev-parse", "HEAD")
     return {
-        "command": " ".join(["python", "-m", f"tools.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"tools.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": os.environ.get("SOURCE_COMMIT") or commit or "none",
         "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hisparse_pd.commands.bench.facts import run_facts
+from tools.bench.facts import run_facts
 
 REPORT_WIDTH: Final = 190
 """Columns of a table that goes into a file or a pipe."""

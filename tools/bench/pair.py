@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from hisparse_pd.base.ports import free_port
-from hisparse_pd.commands.bench.facts import ROOT
 
 STOP_TIMEOUT_SECS = 90.0
 METRICS_TIMEOUT_SECS = 5.0
@@ -62,7 +61,6 @@ def running_pair(model_path: Path, options: Sequence[str], console: Console) -> 
         with log_path.open("wb") as log_file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "hisparse_pd", "pair", "--model-path", str(model_path), *words],
-                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,

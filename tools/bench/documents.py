@@ -1,0 +1,184 @@
+"""Documents of the retrieval model: facts in filler text, and questions about some of the facts.
+
+    Notes: The old clerk opened a window. The badge of amber falcon is 58213. ...
+    Question: amber falcon, calm otter?
+
+A key is an adjective and an animal that occur together once in the document; its number has 4 to 6 digits.
+No training saw these documents: they have pairs of adjective and animal that it left out, one in eight, and
+random numbers of their own. Equal lengths give equal documents on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tools.bench.facts import ROOT
+
+RETRIEVAL_MODEL = ROOT / "tools" / "checkpoints" / "retrieval"
+QUESTIONS = 8
+ANSWER_WIDTH = 6
+"""Tokens of the longest answer: adjective, animal, three of the number, full stop."""
+SEED = 90_000
+
+_NUM_FILLERS = 8192
+_MOST_FILLER_TOKENS = 32
+_FACT_SHARE = 0.35
+_HEAD_TOKENS = 4
+"""Tokens before the first sentence: begin of the text, user, and "Notes:"."""
+_NUMBER_OFFSET = 5
+"""Tokens of a fact before its number: " The badge of amber falcon"."""
+_MIN_SENTENCE_TOKENS = 5
+_NOT_SENTENCES = 32
+"""Tokens of a prompt that its sentences leave for everything else."""
+
+
+def _listed(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+ADJECTIVES = _listed(
+    "amber azure brave bright bronze calm clever copper coral crimson curious dusty eager emerald faint "
+    "fierce frosty gentle gilded golden green grey hidden hollow humble indigo ivory jade jolly keen lively "
+    "lofty lucky marble mellow merry misty noble olive pale patient plain proud quick quiet rapid rosy royal "
+    "rusty scarlet silent silver sleepy solemn spotted stormy sunny swift tawny velvet violet wild wise "
+    "young"
+)
+ANIMALS = _listed(
+    "badger bear beaver bison bobcat camel crane cricket crow deer dingo dolphin donkey eagle egret falcon "
+    "ferret finch fox gecko goose hare hawk hedgehog heron hornet ibis jackal jaguar koala lemur leopard "
+    "lizard llama lynx magpie marten mole moose newt ocelot osprey otter owl panda parrot pelican penguin "
+    "puffin python rabbit raven salmon seal sparrow stork swan tapir tiger toad turtle walrus weasel "
+    "wolf"
+)
+ATTRIBUTES = _listed("badge code ticket locker parcel room desk phone permit crate ledger seat")
+
+PEOPLE = _listed(
+    "clerk captain gardener baker teacher doctor miller painter sailor porter farmer judge writer driver "
+    "keeper mayor nurse pilot singer tailor"
+)
+VERBS = _listed(
+    "opened carried painted repaired found cleaned moved counted sold bought watched left closed borrowed "
+    "measured hung washed followed praised forgot"
+)
+THINGS = _listed(
+    "window lantern table letter basket wagon bridge garden kettle mirror ladder blanket bottle fence "
+    "hammer jacket kitchen market needle pillow piano river saddle teapot trumpet violin wheel "
+    "chimney"
+)
+QUALITIES = _listed("old new narrow broken heavy small large wooden empty clean round long")
+PLACES = _listed("harbor orchard station mill church school tower valley village forest square")
+TIMES = _listed("noon dawn dusk winter summer supper midnight breakfast")
+NAMES = _listed("Marlow Quentin Brisby Oakham Tolland Vesper Yarrow Zimbel")
+"""Names that filler text spells in bytes: they are no tokens."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact that is asked for. ``number_at``: the token of the prompt with which its number begins."""
+
+    key: str
+    number: str
+    number_at: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A prompt, as a message and in tokens, chat template included, and what is asked, in order."""
+
+    content: str
+    token_ids: tuple[int, ...]
+    asked: tuple[Fact, ...]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(RETRIEVAL_MODEL / "tokenizer.json"))
+
+
+def documents(length: int, count: int) -> Iterator[Document]:
+    """``count`` documents with prompts of about ``length`` tokens."""
+    drawn = torch.Generator().manual_seed(SEED + length)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=drawn)
+
+    def below(bound: int) -> list[list[int]]:
+        return (rand(count, num_sentences) * bound).long().tolist()
+
+    most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1  # with "Answer:", the answers and the end
+    num_sentences = most_tokens // _MIN_SENTENCE_TOKENS
+    is_fact = rand(count, num_sentences) < _FACT_SHARE
+    sure = (rand(count, 1) * max(1, most_tokens // 64)).long()  # one fact where the document surely reaches
+    is_fact.scatter_(1, sure, True)
+    pairs = rand(count, len(ADJECTIVES) * len(ANIMALS)).topk(num_sentences, dim=1).indices.tolist()
+    digits = zip(below(90), below(100), below(100), below(3), strict=True)
+    fillers, attributes = below(_NUM_FILLERS), below(len(ATTRIBUTES))
+    lottery = rand(count, num_sentences)
+    for row, (first, second, third, num_more) in enumerate(digits):
+        sentences: list[str] = []
+        facts: dict[int, Fact] = {}
+        num_tokens = 0
+        for place in range(num_sentences):
+            sentence, added_tokens = _fillers()[fillers[row][place]]
+            fact = None
+            if is_fact[row, place]:
+                adjective, animal = divmod(pairs[row][place], len(ANIMALS))
+                key = f"{ADJECTIVES[adjective]} {ANIMALS[animal]}"
+                last = ("", f"{third[place] % 10}", f"{third[place]:02d}")[num_more[place]]
+                number = f"{10 + first[place]}{second[place]:02d}{last}"
+                fact = Fact(key, number, _HEAD_TOKENS + num_tokens + _NUMBER_OFFSET)
+                sentence = f" The {ATTRIBUTES[attributes[row][place]]} of {key} is {number}."
+                added_tokens = _NUMBER_OFFSET + 3 + bool(last)
+            num_tokens += added_tokens
+            if num_tokens > length - _NOT_SENTENCES:
+                break
+            sentences.append(sentence)
+            if fact is not None:
+                facts[place] = fact
+        lots = lottery[row].masked_fill(~is_fact[row], -1.0)[: len(sentences)]
+        drawn_places = lots.topk(min(QUESTIONS, len(facts))).indices.tolist()
+        asked = tuple(facts[place] for place in drawn_places)
+        content = f"Notes:{''.join(sentences)}\nQuestion: {', '.join(fact.key for fact in asked)}?"
+        ids = tokenizer().encode(f"<bos><|user|>{content}<|assistant|>", add_special_tokens=False).ids
+        yield Document(content, tuple(ids), asked)
+
+
+@cache
+def _fillers() -> list[tuple[str, int]]:
+    """Sentences, each with how many tokens it has; in some an adjective or an animal of keys occurs alone."""
+    pick = random.Random(1234)
+    found: list[tuple[str, int]] = []
+    while len(found) < _NUM_FILLERS:
+        quality = pick.choice(QUALITIES if pick.random() < 0.7 else ADJECTIVES)
+        person = pick.choice(PEOPLE)
+        subject = pick.choice((f"The {person}", f"A {person}", f"The {quality} {person}", f"Every {person}"))
+        if pick.random() < 0.15:
+            subject = f"The {pick.choice(ANIMALS)}"
+        elif pick.random() < 0.05:
+            subject = pick.choice(NAMES)
+        article = pick.choice(("the", "a", "the old", "a new"))
+        thing = f"{article} {pick.choice(THINGS)}"
+        if pick.random() < 0.3:
+            thing = f"the {pick.choice(ADJECTIVES)} {pick.choice(THINGS)}"
+        ending = pick.choice(
+            (
+                "",
+                f" near the {pick.choice(PLACES)}",
+                f" behind the {pick.choice(PLACES)}",
+                f" before {pick.choice(TIMES)}",
+                f" after {pick.choice(TIMES)}",
+                f" and then {pick.choice(VERBS)} it",
+            )
+        )
+        sentence = f" {subject} {pick.choice(VERBS)} {thing}{ending}."
+        num_tokens = len(tokenizer().encode(sentence, add_special_tokens=False).ids)
+        if num_tokens <= _MOST_FILLER_TOKENS:
+            found.append((sentence, num_tokens))
+    return found

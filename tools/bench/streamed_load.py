@@ -1,0 +1,226 @@
+"""Load on an OpenAI-compatible endpoint: streamed ``/v1/completions``, a record of each, and figures of them.
+
+Times are taken when bytes arrive, before they are parsed. A chunk may carry several tokens, so tokens are
+counted by the answer's usage, which is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from tools.bench.served import Served, served
+
+CONNECT_TIMEOUT_SECS = 10.0
+MESSAGE_CHARS = 300
+"""Characters of an endpoint's error that are kept."""
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Record:
+    """One request. Times are seconds of ``time.perf_counter``; ``arrivals`` are those of chunks with text."""
+
+    started: float
+    ended: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    served: Served | None = None
+    """None: no usage came."""
+    error_class: str = ""
+    """Empty: it succeeded."""
+    error: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens; without usage chunks count."""
+        return self.served.num_output_tokens if self.served is not None else len(self.arrivals)
+
+    @property
+    def ttft_secs(self) -> float:
+        return self.arrivals[0] - self.started
+
+    @property
+    def e2e_secs(self) -> float:
+        return self.ended - self.started
+
+    @property
+    def itl_secs(self) -> list[float]:
+        """Between consecutive chunks with text."""
+        return [after - before for before, after in itertools.pairwise(self.arrivals)]
+
+    @property
+    def tpot_secs(self) -> float | None:
+        """Mean time of an output token after the first; None with fewer than two."""
+        if self.num_tokens < 2 or len(self.arrivals) < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1)
+
+
+class EndpointError(Exception):
+    """A request failed; ``error_class`` says how."""
+
+    def __init__(self, error_class: str, message: str) -> None:
+        super().__init__(message)
+        self.error_class = error_class
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = ""
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_CHUNKS = msgspec.json.Decoder(_Chunk)
+
+
+class Client:
+    """Sends requests to one endpoint; ``url`` goes up to and with /v1. An async context manager."""
+
+    def __init__(self, url: str, timeout_secs: float, api_key: str = "") -> None:
+        self._url = url.rstrip("/")
+        self._timeout_secs = timeout_secs
+        self._http = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_SECS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=httpx.URL(url).host not in ("localhost", "127.0.0.1", "::1"),  # its proxies
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def first_model(self) -> str:
+        """The endpoint's first model. Raises EndpointError."""
+        try:
+            answer = await self._http.get(f"{self._url}/models", timeout=CONNECT_TIMEOUT_SECS)
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise EndpointError(
+                "models",
+                f"{self._url}/models: {type(error).__name__}: {error}; start it, or give its URL with "
+                "--url, and --model where it lists none",
+            ) from error
+
+    async def send(self, content: bytes) -> Record:
+        """One request to its end, which an error is too."""
+        record = Record(time.perf_counter())
+        try:
+            async with asyncio.timeout(self._timeout_secs):
+                await self._stream(content, record)
+        except TimeoutError:
+            record.error_class, record.error = "timeout", f"not finished after {self._timeout_secs:g} s"
+        except EndpointError as error:
+            record.error_class, record.error = error.error_class, str(error)
+        except httpx.HTTPError as error:
+            is_connect = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            record.error_class = "connect" if is_connect else "cut"
+            record.error = f"{type(error).__name__}: {error}"
+        record.ended = time.perf_counter()
+        return record
+
+    async def _stream(self, content: bytes, record: Record) -> None:
+        url, headers = f"{self._url}/completions", {"content-type": "application/json"}
+        is_finished = False
+        async with self._http.stream("POST", url, content=content, headers=headers) as response:
+            if response.is_error:
+                text = (await response.aread()).decode(errors="replace")
+                raise EndpointError(f"HTTP {response.status_code}", text[:MESSAGE_CHARS])
+            async for arrived, data in _events(response):
+                is_finished |= data == b"[DONE]" or _take(record, data, arrived)
+        if not is_finished:
+            raise EndpointError("cut", f"the stream ended early, after {len(record.arrivals)} chunks")
+        if not record.arrivals:
+            raise EndpointError("empty", "the answer has no text")
+        if record.served is None:
+            raise EndpointError("no usage", "the answer does not say how many tokens it has")
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, bytes]]:
+    """``(arrival, data)`` of each server-sent event."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        arrived = time.perf_counter()
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield arrived, line[5:].strip()
+
+
+def _take(record: Record, data: bytes, arrived: float) -> bool:
+    """Enter one event into the record; whether it says that the answer is finished."""
+    try:
+        chunk = _CHUNKS.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        shown = data[:MESSAGE_CHARS].decode(errors="replace")
+        raise EndpointError("malformed", f"an event is no completion chunk: {error}: {shown}") from error
+    if chunk.error is not None:
+        raise EndpointError("error event", msgspec.json.encode(chunk.error).decode()[:MESSAGE_CHARS])
+    if chunk.usage is not None:
+        record.served = served(chunk.usage)
+    if any(choice.text for choice in chunk.choices):
+        record.arrivals.append(arrived)
+    return any(choice.finish_reason for choice in chunk.choices)
+
+
+async def closed_loop(
+    client: Client, contents: Sequence[bytes], num_clients: int, on_done: Callable[[], None] = lambda: None
+) -> list[Record]:
+    """All requests, in the order in which they started: each of so many clients sends the next one when its
+    last one has ended."""
+    waiting = iter(contents)
+    records: list[Record] = []
+
+    async def work() -> None:
+        for content in waiting:
+            records.append(await client.send(content))
+            on_done()
+
+    await asyncio.gather(*(work() for _ in range(num_clients)))
+    return sorted(records, key=lambda record: record.started)
+
+
+def distribution(values: Iterable[float]) -> dict[str, float] | None:
+    """Mean, percentiles and the largest of ``values``; None without any."""
+    array = np.fromiter(values, dtype=np.float64)
+    if not array.size:
+        return None
+    points = np.percentile(array, PERCENTILES)
+    return {
+        "mean": float(array.mean()),
+        **{f"p{rank}": float(value) for rank, value in zip(PERCENTILES, points, strict=True)},
+        "max": float(array.max()),
+        "count": int(array.size),
+    }
+
+
+def full_load(num_clients: int, records: Sequence[Record]) -> dict[str, float] | None:
+    """Tokens a second while all clients were busy and had their first token, without ramp-up and tail; None
+    where that never was."""
+    if len(records) < num_clients:
+        return None
+    begin = max(r.arrivals[0] if r.arrivals else r.ended for r in records[:num_clients])
+    end = sorted(r.ended for r in records)[len(records) - num_clients]
+    if end <= begin:
+        return None
+    tokens = 0.0
+    for record in records:
+        if inside := sum(begin < arrival <= end for arrival in record.arrivals):
+            tokens += inside * record.num_tokens / len(record.arrivals)
+    return {"secs": end - begin, "output_tokens_per_sec": tokens / (end - begin)}
