@@ -722,7 +722,7 @@ def test_metrics_of_the_engine() -> None:
 TROUBLES = {
     "port in use": "127.0.0.1:{port}",
     "no checkpoint": "missing: no such directory",
-    "bad defaults": "generation_config.json: top_p: 7 must be `float` <= 1.0; correct it, or start all decode",
+    "bad defaults": "generation_config.json: top_p: 7 must be `float` <= 1.0; correct it, or start all",
 }
 
 

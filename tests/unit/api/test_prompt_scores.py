@@ -170,6 +170,16 @@ async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> Non
         assert not node.engine.generates
 
 
+async def test_prompts_of_which_some_have_no_answer(tmp_path: Path) -> None:
+    two = {"text": ["ab", "c", "de"], "bootstrap_room": [7, 8, 9], "return_logprob": True}
+    params = [{"max_new_tokens": number} for number in (0, 2, 0)]
+    async with serving(scores, tmp_path) as node:
+        answers = await node.answer("/generate", **NATIVE | two | {"sampling_params": params})
+        assert [answer["text"] for answer in answers] == ["", "!!", ""]
+        assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in answers] == [0, 2, 0]
+        assert [generate.room for generate in node.engine.generates] == [8]
+
+
 async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:
     async with serving(say("AB"), tmp_path) as node:
         streamed = await node.events("/v1/completions", **BODY, n=2, echo=True)

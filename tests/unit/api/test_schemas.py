@@ -458,7 +458,6 @@ CHAT: list[Case] = [
     ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
 ]
-NONE_AND_ONE = [{"max_new_tokens": 0}, {"max_new_tokens": 1}]
 GENERATE: list[Case] = [
     ({"text": None}, "text", "exactly one of text and input_ids"),
     ({"input_ids": [1], "text": "a"}, "text", "exactly one of text and input_ids"),
