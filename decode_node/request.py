@@ -365,7 +365,8 @@ class Request:
 
     def stats(self) -> RequestStats:
         hits, misses, evictions = map(add, self.earlier_counters, self.row_counters)
-        delivery = self.delivery or RoomDone(self.room, 0, 0, 0.0)
+        # Without a prefill node nothing was computed but the last token.
+        delivery = self.delivery or RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
         return RequestStats(
             mode=self.mode,
             num_cached_tokens=delivery.num_cached_tokens,
