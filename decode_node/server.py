@@ -97,17 +97,12 @@ async def _deltas(
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
-    for output in outputs:
-        if output.finish is None and not output.sample.needs_engine:
-            yield output.feed(Tokens(_request_id(output), (), finish_reason=FinishReason.LENGTH))
-    if not (groups := grouped(work.samples)):
-        return
     clock = _TokenClock(front, work)
     by_request_id = {_request_id(output): output for output in outputs}
     num_live = sum(output.finish is None for output in outputs)
     journal = work.request.journal
     may_move = journal is not None and journal.may_move
-    with front.link.open(groups, may_move=may_move) as group:
+    with front.link.open(grouped(work.samples), may_move=may_move) as group:
         work.timeline.sent(group.ranks)
         while num_live:
             event = await group.next_event()
@@ -140,7 +135,7 @@ def _request_id(output: SampleOutput) -> str:
 
 
 def _shown(output: SampleOutput, tokens: Tokens) -> Tokens:
-    """``tokens`` as the client sees them: none where only the prompt's logprobs are wanted."""
+    """``tokens`` as the client sees them: none where none is wanted."""
     if not output.sample.is_empty:
         return tokens
     return Tokens(tokens.request_id, (), finish_reason=FinishReason.LENGTH, stats=tokens.stats)

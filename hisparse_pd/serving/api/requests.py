@@ -99,13 +99,8 @@ class SampleRequest:
 
     @property
     def is_empty(self) -> bool:
-        """No token of it is asked for."""
+        """No token of it is asked for: the prompt is computed, scored and kept, and a token drawn unshown."""
         return self.options.max_new_tokens == 0
-
-    @property
-    def needs_engine(self) -> bool:
-        """Whether an engine has something to do for it: to draw a token, or to have the prompt scored."""
-        return not self.resumed.is_over and (not self.is_empty or self.generate.scores is not None)
 
 
 async def plan_samples(
@@ -220,8 +215,8 @@ async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec:
 
 def grouped(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     """What the engine is sent: one message a prompt, which is in it once. Samples that have gone different
-    ways have prompts of their own; nothing is sent of those that need no engine."""
-    live = [sample for sample in samples if sample.needs_engine]
+    ways have prompts of their own; nothing is sent of those that are over."""
+    live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []
     for _, of_one in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
         group = list(of_one)

@@ -67,7 +67,8 @@ async def test_a_prompt_alone(tmp_path: Path) -> None:
         assert [choice["logprobs"]["tokens"] for choice in twice["choices"]] == [ECHO["tokens"]] * 2 + [
             ["h"]
         ] * 2
-        assert len(node.engine.generates) == 2, "one sample has the prompt scored, and one prompt has nothing"
+        wanted = [generate.scores is not None for generate in node.engine.generates[1:]]
+        assert wanted == [True, False, False, False], "once a prompt, and not of one token"
 
 
 async def test_an_echo_beside_a_whole_answer(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ async def test_logprobs_of_a_prompt_are_in_no_stream(tmp_path: Path) -> None:
         assert not node.engine.generates
 
 
-async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> None:
+async def test_no_token_is_shown_where_none_is_wanted(tmp_path: Path) -> None:
     async with serving(say("AB"), tmp_path) as node:
         nothing = BODY | NOTHING | {"echo": True}
         answer = await node.answer("/v1/completions", **nothing)
@@ -167,7 +168,9 @@ async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> Non
         assert [event["choices"][0]["text"] for event in streamed] == ["hello"]
         answer = await node.post("/v1/chat/completions", **BODY | NOTHING, messages=MESSAGES)
         assert answer.json()["choices"][0]["message"]["content"] == ""
-        assert not node.engine.generates
+        assert {generate.sampling for generate in node.engine.generates} == {
+            SamplingParams(1, temperature=0.0)
+        }, "the prompt is computed, and kept for others"
 
 
 async def test_prompts_of_which_some_have_no_answer(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ async def test_prompts_of_which_some_have_no_answer(tmp_path: Path) -> None:
         answers = await node.answer("/generate", **NATIVE | two | {"sampling_params": params})
         assert [answer["text"] for answer in answers] == ["", "!!", ""]
         assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in answers] == [0, 2, 0]
-        assert [generate.room for generate in node.engine.generates] == [8]
+        assert [generate.room for generate in node.engine.generates] == [7, 8, 9]
 
 
 async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:

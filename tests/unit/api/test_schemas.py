@@ -661,17 +661,12 @@ def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
 
 
 def test_an_engine_scores_a_prompt_of_which_no_token_is_wanted() -> None:
-    """It draws one, as cheaply as can be; samples for which it has nothing to do are not sent."""
+    """It draws one, as cheaply as can be."""
     drawing = {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2, "max_tokens": 0}
     samples = plan(completion(prompt=["abc", "d"], n=2, echo=True, **drawing))
-    (group,) = grouped(samples)
-    (only,) = group.samples
-    assert only.request_id == samples[0].generate.request_id
-    assert only.sampling == SamplingParams(1, temperature=0.0)
-    assert not grouped(plan(completion(max_tokens=0, n=2)))
-    lists = {"sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 2}], "bootstrap_room": [1, 2]}
-    mixed = grouped(plan(generate(text=["a", "b"], **lists)))
-    assert [group.prompt for group in mixed] == [pack_token_ids([ord("b")])]
+    sent = [sample for group in grouped(samples) for sample in group.samples]
+    assert [sample.scores for sample in sent] == [WantedScores(1, 2), None, None, None]
+    assert {sample.sampling for sample in sent} == {SamplingParams(1, temperature=0.0)}
 
 
 @pytest.mark.I6
