@@ -247,8 +247,8 @@ class NodeSettings(_Settings, TransportSettings):
     )
     room_timeout_secs: Secs = Field(
         300.0,
-        description="a room's wait for its other half, or for its KV, at most, in seconds; a prefill node "
-        "waits for the heartbeat limit longer",
+        description="a room's wait for its KV at most, in seconds; a prefill node keeps it for the heartbeat "
+        "limit longer",
     )
     heartbeat_interval_secs: Secs = Field(
         5.0,

@@ -36,6 +36,7 @@ from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
+    FlushCache,
     Shutdown,
     ToEngine,
     pack_token_ids,
@@ -253,6 +254,11 @@ class EngineThread(Listener):
 
     def send(self, message: ToEngine) -> None:
         self._front.send(engine_messages.encoder.encode(message))
+
+    def flush(self) -> None:
+        """Empty the cache of an idle engine, and wait: Bootstraps come another way than the front's word."""
+        self.send(FlushCache())
+        wait_for(lambda: self.num_cached_pages == 0, "the cache to be empty")
 
     def hear(self, timeout_secs: float) -> None:
         """All messages that there are, once one has come. Statistics are kept aside."""

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.protocol.messages import Extent, Geometry, Refused, RegionKind
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -73,7 +72,7 @@ def test_the_draft_layers_bytes_are_those_of_one_forward(
     tokens = prompt(num_tokens, num_tokens)
     alone = computed_alone(engine, tokens)
     for takes_drafts, peer in nodes.items():
-        engine.send(FlushCache())
+        engine.flush()
         peer.forget()
         deliver(engine, peer, 2 * room + takes_drafts, tokens)
         kv, index = landed(peer, num_tokens - 1)
@@ -100,7 +99,7 @@ def test_a_cached_prefix_brings_the_draft_layer_with_it(
 
 def test_the_draft_layer_leaves_last(engine: EngineThread, nodes: dict[bool, DecodePeer], room: int) -> None:
     for takes_drafts, peer in nodes.items():
-        engine.send(FlushCache())
+        engine.flush()
         peer.forget()
         deliver(engine, peer, 2 * room + takes_drafts, prompt(3, 40))
         tags = [submission.batch.tag for submission in engine.submitted[2 * room + takes_drafts]]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hisparse_pd.core.model import prompt_scores
-from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.prefill_node import compute
 from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import Bootstrap, Extent, RoomDone, RoomFailed, RoomQuiet, RoomScores
@@ -148,7 +147,7 @@ def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread, pee
         receive(peer, ask(peer, tokens, scores)).rows.tobytes()
         for tokens, scores in zip(prompts, wanted, strict=True)
     ]
-    engine.send(FlushCache())
+    engine.flush()
     for is_warm in (False, True):
         with engine.queue_stands():
             asked = [
