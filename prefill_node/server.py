@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 _BODY_SECS = 10.0
 """For a body to come that nobody reads."""
 
-_NOTHING = {"meta_info": {"input_token_logprobs": []}}
+_NOTHING: Final[dict[str, Any]] = {"meta_info": {"input_token_logprobs": []}}
 """The answer to every request. SGLang's ``mini_lb`` puts this list before that of the decode node, which has
 all logprobs of the prompt."""
 
