@@ -64,7 +64,6 @@ from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.engine.start import run_engine_process
 from hisparse_pd.protocol.channels import Heartbeats, load_control_keys
 from hisparse_pd.protocol.polling import Poller, Wakeup
-from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.transfer.engine import TransferEngine
 from hisparse_pd.transfer.lane_host import LaneHost
 from hisparse_pd.transfer.listeners import guarded_listeners
@@ -136,9 +135,7 @@ class DecodeEngine:
             page_size=settings.page_size,
             max_new=settings.speculative_num_steps + 1,
         )
-        geometry = spec.geometry(
-            settings.page_size, str(SamplingDefaults.of(settings)), settings.attention_split_tile_size
-        )
+        geometry = spec.geometry(settings.page_size, settings.attention_split_tile_size)
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
             self._transfer = TransferEngine(
@@ -285,18 +282,18 @@ class DecodeEngine:
         self.lifecycle.refresh_queue(now)
 
     def _generate(self, message: GenerateGroup, now: float) -> None:
-        """A prompt comes with its tokens where prefixes are held, or a sample's draws depend on them."""
+        """All samples of a prompt, which share its keys."""
         prompt_keys = None
-        if message.prompt and not self._settings.disable_prefix_cache:
-            prompt_keys = PromptKeys.of(message.identity.root, message.prompt, self.limits.page_size)
+        if not self._settings.disable_prefix_cache:
+            prompt_keys = PromptKeys.of(message.root, message.prompt, self.limits.page_size)
         token_ids = None
-        if message.prompt and any(sample.sampling.needs_prompt for sample in message.samples):
+        if any(sample.sampling.needs_prompt for sample in message.samples):
             prompt = unpack_token_ids(message.prompt)
             num_resumed = message.samples[0].sampling.num_resumed_tokens
             token_ids = np.flatnonzero(np.bincount(prompt)).astype(np.int32)
             token_ids = np.concatenate([token_ids, prompt[len(prompt) - num_resumed :]])
         for sample in message.samples:
-            self.lifecycle.generate(sample, message.identity.digest, now, prompt_keys, token_ids)
+            self.lifecycle.generate(sample, message.root, message.prompt, now, prompt_keys, token_ids)
 
     def _follow_grammars(self, now: float) -> None:
         """Of those that run and wait for theirs to be compiled. Nobody else waits for that."""

@@ -133,6 +133,8 @@ class HotBuffers:
 
     def _go_through(self, request: Request) -> None:
         """Verify all items of a dense request once, in its pages."""
+        if not request.num_kv_tokens:
+            return
         positions = torch.arange(request.num_kv_tokens, device=self.device)
         page_ids = self.state.page_table[request.req_row, positions // self.page_size].long()
         slots = page_ids * self.page_size + positions % self.page_size

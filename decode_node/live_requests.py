@@ -166,8 +166,8 @@ class LiveRequests:
     def start(self, request: Request) -> None:
         """LANDING → RUNNING: all bytes are here, the aux record is read.
 
-        The whole pages of its prompt without resumed tokens are held from now on, if nothing is to happen to
-        them any more. Where others left the same, the request uses those, and its own are free.
+        The whole pages of its prompt that no step will write to are held from now on, if nothing is to happen
+        to them any more. Where others left the same, the request uses those, and its own are free.
         """
         self._move(request, RequestState.RUNNING)
         self.pools.give_up(request.owned, [PoolKind.AUX])
@@ -175,7 +175,7 @@ class LiveRequests:
         is_dropped = request.prefix is not None and request.prefix.is_dropped
         # Before its tables are filled: its pages may be others afterwards.
         if request.may_share and not is_dropped:
-            keys = request.kept_keys(request.first_resumed)
+            keys = request.kept_keys(request.first_stepped)
             request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
             self._note_reserved(request)
 

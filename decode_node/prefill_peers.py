@@ -37,6 +37,7 @@ from hisparse_pd.protocol.messages import (
     RoomDone,
     RoomFailed,
     RoomQuiet,
+    RoomScores,
     ToDecode,
     ToPrefill,
 )
@@ -108,7 +109,7 @@ class RoomMessage:
 
     address: PeerAddress
     instance_id: str
-    message: RoomDone | RoomFailed | RoomQuiet
+    message: RoomDone | RoomFailed | RoomQuiet | RoomScores
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class PrefillPeers:
                     peer.instance_heard_at = now
                 elif peer.phase is PeerPhase.READY:
                     self._register(peer, now)
-            case RoomDone() | RoomFailed() | RoomQuiet():
+            case RoomDone() | RoomFailed() | RoomQuiet() | RoomScores():
                 peer.last_used_at = peer.instance_heard_at = now
                 self._events.append(RoomMessage(peer.address, peer.instance_id, message))
             case _:

@@ -21,10 +21,11 @@ from hisparse_pd.core.grammar.token_trie import Grammar
 from hisparse_pd.core.paging.extents import joined
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix
-from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
-from hisparse_pd.engine.messages import RequestStats, pack_token_ids
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, TOKEN_BYTES, PageKey, PromptKeys
+from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
 from hisparse_pd.protocol.messages import Extent, Room, RoomDone
+from hisparse_pd.protocol.prompt_scores import WantedScores
 
 KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.HISPARSE: (PoolKind.HOST, PoolKind.INDEX),
@@ -45,7 +46,8 @@ class RequestState(StrEnum):
     index pages, an aux slot and a req_row; hisparse: lookup slots, and the device slots of its hot buffer to
     be. Of a held prefix it uses, and does not own, the pages before those."""
     RUNNING = "running"
-    """Owns the same but the aux slot, and what it has grown by. In the next step when it is ``READY``."""
+    """Owns the same but the aux slot, and what it has grown by. In the next step when it is ``READY``; the
+    first has the prompt's last token as its newest."""
     ENDING = "ending"
     """Has ended for its client, and owns the same as long as a step in flight, or what fills its row, uses
     any of it. Its room and its id are free for others."""
@@ -109,8 +111,12 @@ class Request:
     """What was asked for, or the node's policy when the request did not say."""
     peer: PeerAddress
     arrived_at: float
-    prompt_digest: bytes = b""
-    """Of the tokens and the isolation key, for the prefill node to compare with its own."""
+    prompt: bytes
+    """Its token ids, as of ``pack_token_ids``; what stands for them once its KV is here is the last one's."""
+    root: PageKey = NO_ISOLATION
+    """The key of its isolation, behind which the keys of its pages come."""
+    scores: WantedScores | None = None
+    """The logprobs of the prompt's own tokens that its prefill node is to tell."""
     arrived_seq: int = -1
     """Order of arrival."""
     state: RequestState = RequestState.CONNECTING
@@ -141,7 +147,9 @@ class Request:
     admitted_seq: int = -1
     """Order of admission."""
     instance_id: str = ""
-    """The run of the prefill node that got the Bootstrap."""
+    """The run of the prefill node that got the Bootstrap; empty where nothing lacks."""
+    num_scored: int = 0
+    """Positions whose scores have come."""
 
     # From RUNNING on.
     output_token_ids: list[int] = field(default_factory=list)
@@ -181,9 +189,32 @@ class Request:
 
     @property
     def first_resumed(self) -> int:
-        """The position from which on the prompt is the output so far of a request that goes on here. Where
-        these tokens are part of another one's prompt, their KV has other bits on a GPU."""
+        """The position from which on the prompt is the output so far of a request that goes on here."""
         return self.num_prompt_tokens - self.sampling.num_resumed_tokens
+
+    @property
+    def first_stepped(self) -> int:
+        """The position from which on KV is of decode steps, or rounded like theirs: that of the last token
+        before the output. Where these tokens are inside another one's prompt, their KV has other bits on a
+        GPU."""
+        return self.first_resumed - 1
+
+    @property
+    def num_landing_tokens(self) -> int:
+        """The end of the positions whose KV the prefill node sends: the last token's is the first step's."""
+        return self.num_prompt_tokens - 1
+
+    @property
+    def lacks_nothing(self) -> bool:
+        """Whether it needs no prefill node: all KV but the last token's is here, and no score is wanted."""
+        return self.held_prefix_tokens == self.num_landing_tokens and self.scores is None
+
+    @property
+    def newest_token_id(self) -> int:
+        """The input of its next step, steps in flight left out."""
+        if self.output_token_ids:
+            return self.output_token_ids[-1]
+        return int(unpack_token_ids(self.prompt[-TOKEN_BYTES:])[0])
 
     @property
     def resumed_token_ids(self) -> NDArray[np.int32]:
@@ -312,12 +343,10 @@ class Request:
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:
-        """Of the pages of its prompt that a held prefix may spare it. The last token is always computed, and
-        so are resumed ones."""
+        """Of the pages of its prompt that a held prefix may spare it: those with the bits of prompts."""
         if self.prompt_keys is None:
             return ()
-        num_usable = min(self.first_resumed, self.num_prompt_tokens - 1)
-        return self.prompt_keys.keys[: num_usable // self.prompt_keys.page_size]
+        return self.prompt_keys.keys[: self.first_stepped // self.prompt_keys.page_size]
 
     def kept_keys(self, num_tokens: int) -> list[PageKey]:
         """Of the whole pages of its first ``num_tokens`` tokens."""
@@ -336,7 +365,8 @@ class Request:
 
     def stats(self) -> RequestStats:
         hits, misses, evictions = map(add, self.earlier_counters, self.row_counters)
-        delivery = self.delivery or RoomDone(self.room, 0, 0, 0.0)
+        # Without a prefill node nothing was computed but the last token.
+        delivery = self.delivery or RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
         return RequestStats(
             mode=self.mode,
             num_cached_tokens=delivery.num_cached_tokens,

@@ -30,7 +30,7 @@ from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.model.sampling import finish_reason
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prompt_keys import PromptKeys
+from hisparse_pd.core.paging.prompt_keys import TOKEN_BYTES, PageKey, PromptKeys
 from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
@@ -49,7 +49,14 @@ from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
 from hisparse_pd.engine.held_rows import wrong_item_error
-from hisparse_pd.engine.messages import FromEngine, Generate, RequestFailed, Tokens
+from hisparse_pd.engine.messages import (
+    FromEngine,
+    Generate,
+    PromptScores,
+    RequestFailed,
+    Tokens,
+    num_packed_tokens,
+)
 from hisparse_pd.kernels.hot_state import ReadAt
 from hisparse_pd.kernels.row_check import WrongItem, WrongRow
 from hisparse_pd.protocol.messages import (
@@ -60,13 +67,18 @@ from hisparse_pd.protocol.messages import (
     RoomDone,
     RoomFailed,
     RoomQuiet,
+    RoomScores,
 )
+from hisparse_pd.protocol.prompt_scores import score_dtype
 from hisparse_pd.transfer.aux_record import AuxMismatch
 
 log = logging.getLogger(__name__)
 
 CONTACT_TIMEOUT_SECS = 10.0
 """A request's wait for its prefill node to be found and registered with at most."""
+
+_OTHERS_MAY_DO_BETTER = (429, 502, 503)
+"""Status of rooms that another prefill node may serve: this one is full, was cut off, or shuts down."""
 
 _DEFAULT_FLAG = {
     HisparsePolicy.AUTO: HisparseFlag.AUTO,
@@ -96,13 +108,15 @@ class RequestLife:
     def generate(
         self,
         message: Generate,
-        prompt_digest: bytes,
+        root: PageKey,
+        prompt: bytes,
         now: float,
         prompt_keys: PromptKeys | None = None,
         prompt_token_ids: NDArray[np.int32] | None = None,
     ) -> None:
-        """Take a request in, or answer at once why not. ``prompt_keys``: None when nothing is held for it;
-        ``prompt_token_ids``: None when no draw depends on which the prompt has."""
+        """Take a request in, or answer at once why not. ``root``, ``prompt``: see ``GenerateGroup``.
+        ``prompt_keys``: None when nothing is held for it; ``prompt_token_ids``: None when no draw depends on
+        which the prompt has."""
         num_prompt_tokens = message.num_prompt_tokens
         # The last output token may be the one past the context's end: its KV is never computed.
         max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
@@ -115,7 +129,9 @@ class RequestLife:
             peer=self.peers.address_for(message.bootstrap_host, message.bootstrap_port, message.room),
             arrived_at=now,
             deadline=now + self.contact_timeout_secs,
-            prompt_digest=prompt_digest,
+            prompt=prompt,
+            root=root,
+            scores=message.scores if message.scores and message.scores.first < num_prompt_tokens else None,
             prompt_keys=prompt_keys,
             is_speculative=message.is_speculative,
             prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
@@ -123,10 +139,10 @@ class RequestLife:
         error = ""
         if not 1 <= num_prompt_tokens <= self.limits.max_context:
             error = f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
+        elif num_prompt_tokens != num_packed_tokens(prompt):
+            error = f"{num_packed_tokens(prompt)} of the prompt's {num_prompt_tokens} tokens have come"
         elif max_new_tokens < 1:
             error = f"max_new_tokens is {max_new_tokens}; it must be at least 1"
-        elif message.sampling.needs_prompt and prompt_token_ids is None:
-            error = "its draws need the prompt, which did not come with the request"
         error = error or refusal(self.limits, request)
         try:
             if not error:
@@ -235,11 +251,13 @@ class RequestLife:
         ):
             was_landing = True
             match message:
+                case RoomScores():
+                    self._scored(request, message, now)
                 case RoomDone():
                     self._landed(request, message, now)
                 case RoomFailed():
                     self.metrics.add("kv_transfer_failures_total")
-                    code = PREFILL_NODE_FAILED if message.status in (502, 503) else ""
+                    code = PREFILL_NODE_FAILED if message.status in _OTHERS_MAY_DO_BETTER else ""
                     self.fail(request, message.status, message.error, now, code)
                 case RoomQuiet():
                     self.metrics.drop("late")
@@ -252,9 +270,11 @@ class RequestLife:
             self.metrics.drop("late" if request is not None else "unknown_room")
 
     def _quarantined_message(
-        self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet, now: float
+        self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet | RoomScores, now: float
     ) -> None:
         match message:
+            case RoomScores():
+                pass  # nobody waits for them any more
             case RoomDone():
                 self.requests.quarantine.quiet(entry.room, batch_failed=False, now=now)
             case RoomQuiet():
@@ -267,8 +287,35 @@ class RequestLife:
             case _:
                 assert_never(message)
 
+    def _scored(self, request: Request, message: RoomScores, now: float) -> None:
+        """Logprobs of prompt tokens, for the front."""
+        row_bytes = score_dtype(message.num_top).itemsize
+        wanted = request.scores
+        if (
+            wanted is None
+            or message.first != wanted.first + request.num_scored
+            or message.num_top > wanted.num_top
+            or len(message.rows) % row_bytes
+        ):
+            error = f"scores of its prompt from position {message.first} on, which it does not wait for"
+            self._scores_wrong(request, error, now)
+            return
+        request.num_scored += len(message.rows) // row_bytes
+        self.send(PromptScores(request.request_id, message.num_top, message.rows))
+
+    def _scores_wrong(self, request: Request, error: str, now: float) -> None:
+        self.metrics.add("kv_transfer_failures_total")
+        self._tell_peer(request, error)
+        self.fail(request, 502, f"prefill node {request.peer} sent {error}", now, PREFILL_NODE_FAILED)
+
     def _landed(self, request: Request, message: RoomDone, now: float) -> None:
-        """All bytes are here: read the first token and go on with it."""
+        """All bytes are here: go on with the prompt's last token."""
+        if request.scores is not None:
+            num_wanted = max(0, request.num_prompt_tokens - request.scores.first)
+            if request.num_scored != num_wanted:
+                error = f"the scores of {request.num_scored} of {num_wanted} positions; the others are lost"
+                self._scores_wrong(request, error, now)
+                return
         self.metrics.add("kv_transfer_bytes_total", message.num_bytes)
         self.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
         try:
@@ -279,18 +326,21 @@ class RequestLife:
             unusable = f"the transfer from {request.peer} is unusable: {error}"
             self.fail(request, 500, unusable, now)
             return
-        self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
-        self.metrics.add("held_tokens_total", request.held_prefix_tokens)
-        self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.delivery = message
         if record.hint is not None:
             request.hot_positions = self.hot_buffers.by_hot_group(record.hint)
+        self._start(request, now)
+
+    def _start(self, request: Request, now: float) -> None:
+        """All its KV is here but the last token's, which its first step makes."""
+        self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
+        self.metrics.add("held_tokens_total", request.held_prefix_tokens)
+        self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.phases.end(now)
+        request.prompt = request.prompt[-TOKEN_BYTES:]
         self.requests.start(request)
-        self.emit(request, [record.first_token], [record.logprob], now)
-        if request.state is RequestState.RUNNING:
-            self._fill_row(request, now)
+        self._fill_row(request, now)
 
     # --- deadlines --------------------------------------------------------------------------------
 
@@ -378,12 +428,14 @@ class RequestLife:
 
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
-        instance_id = self.peers.instance_id(request.peer)
+        instance_id = "" if request.lacks_nothing else self.peers.instance_id(request.peer)
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         self.hot_buffers.prepare_landing(request)
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
-        if not self.peers.send(request.peer, _bootstrap(request)):
+        if request.lacks_nothing:
+            self._start(request, now)
+        elif not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.fail(request, 503, error, now, PREFILL_NODE_FAILED)
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
@@ -437,7 +489,7 @@ class RequestLife:
     ) -> None:
         """Give its next tokens to the client, up to the one that ends the request if there is one."""
         is_first = not request.output_token_ids
-        if len(request.output_token_ids) == 1:  # the prefill node's: these are the first of a step here
+        if is_first:
             request.phases.end(now)
         reason, matched = None, None
         num_emitted = 0
@@ -491,7 +543,7 @@ class RequestLife:
         """Something that was read for it is not what was written: nothing that was made of it may be used.
         Its tokens until then are right."""
         wrong = self.hot_buffers.wrong_row(request)
-        kind = wrong_row_kind(wrong, request.num_prompt_tokens)
+        kind = wrong_row_kind(wrong, request.num_landing_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
         error = self._wrong_item_found(kind, pool, wrong.item)
         if request.state is RequestState.RUNNING:
@@ -553,31 +605,34 @@ class RequestLife:
             self._let_go(request, now, waits=waits)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
-        """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
-        if request.state in (RequestState.WAITING, RequestState.LANDING):
+        """Spare the prefill node the work of a room that ends here."""
+        if request.state is RequestState.LANDING:
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
 
 
-def wrong_row_kind(wrong: WrongRow, num_prompt_tokens: int) -> str:
-    """One of ``ROW_KINDS``, by where the row came from and where it was read."""
+def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
+    """One of ``ROW_KINDS``, by where the row came from and where it was read. ``num_landing_tokens``: the end
+    of the positions that a prefill node computes."""
     if wrong.read_at is ReadAt.SCRUB:
         return "scrub"
-    if wrong.item.position >= num_prompt_tokens:
+    if wrong.item.position >= num_landing_tokens:
         return "newest"
     return "landing" if wrong.read_at is ReadAt.START else "page-in"
 
 
 def _bootstrap(request: Request) -> Bootstrap:
-    """Where the prompt's KV is to land, behind what is held of it."""
-    start, stop = request.held_prefix_tokens, request.num_prompt_tokens
+    """What is missing of the prompt's KV, and where it is to land."""
+    start, stop = request.held_prefix_tokens, request.num_landing_tokens
     return Bootstrap(
         room=request.room,
-        num_prompt_tokens=stop,
         kv_extents=slice_extents(request.extents(request.kv_pools[0]), start, stop),
         index_extents=slice_extents(request.extents(PoolKind.INDEX), start, stop),
         aux_slot=request.owned.only_slot(PoolKind.AUX),
-        prompt_digest=request.prompt_digest,
-        hisparse=request.mode is Mode.HISPARSE,
+        prompt=request.prompt,
+        root=request.root,
         attempt=1 + request.admitted_seq,
         num_held_tokens=start,
+        num_resumed_tokens=request.sampling.num_resumed_tokens,
+        scores=request.scores,
+        hisparse=request.mode is Mode.HISPARSE,
     )

@@ -90,7 +90,7 @@ class StepBuffers:
         num_padding = inputs.seq_lens.shape[0] - len(batch)
         tokens: list[int] = []
         for request, of_req in zip(batch, drafts, strict=True):
-            tokens.append(FROM_DEVICE if request.num_in_flight else request.output_token_ids[-1])
+            tokens.append(FROM_DEVICE if request.num_in_flight else request.newest_token_id)
             tokens += (*of_req, *[NO_DRAFT] * (num_new - 1 - len(of_req)))
         lens = [
             FROM_DEVICE if is_unread else request.next_seq_len

@@ -54,7 +54,4 @@ def follow(request: Request, compiler: Compiler, now: float) -> None:
         if now - request.grammar_asked_at > MAX_WAIT_SECS:
             raise GrammarLate(f"its grammar was not compiled within {MAX_WAIT_SECS:g} s; try again")
         return
-    matcher = request.grammar.result().matcher(ignore_eos=request.sampling.ignore_eos)
-    for token_id in request.output_token_ids:
-        matcher.advance(token_id)
-    request.matcher = matcher
+    request.matcher = request.grammar.result().matcher(ignore_eos=request.sampling.ignore_eos)

@@ -1,8 +1,7 @@
-"""One forward over chunks of several prompts: batch in, first tokens and scores out. Keeps no state between
+"""One forward over chunks of several prompts: batch in, hints and scores out. Keeps no state between
 forwards.
 
-The model's MTP layer, when the node runs it, comes last: the row of a prompt's last token needs the first one
-that was drawn.
+No logits are computed but those of wanted scores. The model's MTP layer, when the node runs it, comes last.
 """
 
 from __future__ import annotations
@@ -16,21 +15,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hisparse_pd.base.vocabulary import SamplingParams, TokenLogprob
-from hisparse_pd.core.grammar.matcher import ALL_ALLOWED
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.prompt_scores import ScoredRows, score_rows
-from hisparse_pd.core.model.sampling import sample
-from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts
-from hisparse_pd.engine.messages import Generate, PromptScores, WantedScores, score_dtype
-from hisparse_pd.kernels.bit_masks import allowed_logits
+from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.prefill_node.rooms import RoomRecord
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.prefill_node.short_forwards import ShortForwards
-from hisparse_pd.protocol.messages import Room
+from hisparse_pd.protocol.messages import Bootstrap, Room, RoomScores
+from hisparse_pd.protocol.prompt_scores import MAX_ROWS_BYTES, WantedScores, score_dtype
 from hisparse_pd.transfer.sender import Ready
 
 _SCRATCH_BYTES = 512 << 20
@@ -41,20 +37,14 @@ LayerWritten = Callable[[int, Ready | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    """What a whole prompt yields. ``hint``: int32 [num_index_groups, index_topk], as the last token chose."""
-
-    token_id: int
-    logprob: TokenLogprob | None
-    hint: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward yields: of the rooms whose prompt is whole now, and of those whose scores are wanted."""
+    """What a forward yields."""
 
-    first_tokens: dict[Room, FirstToken]
-    scores: list[PromptScores]
+    hints: dict[Room, Tensor]
+    """Rooms of which all is computed now, with what their last token selected: int32 [num_index_groups,
+    index_topk]."""
+    scores: dict[Room, list[RoomScores]]
+    """Rooms that want scores of what was computed, in pieces and in order."""
 
 
 class PromptRunner:
@@ -93,51 +83,32 @@ class PromptRunner:
         pools = memory.kv, memory.index, self._page_size
         requests = [self._paged(record, chunk) for record, chunk in batch]
         kv = PagedKv(self._model.spec, *pools, requests, hook, self.kernels, memory.row_checks)
-        token_ids = torch.cat(
-            [
-                torch.from_numpy(record.token_ids[chunk.start : chunk.stop].astype(np.int64))
-                for record, chunk in batch
-            ]
-        ).to(self._model.device)
-        whole = [
-            number for number, (record, chunk) in enumerate(batch) if chunk.stop == record.num_prompt_tokens
-        ]
-        records = [batch[number][0] for number in whole]
-        whole_requests = torch.tensor(whole, dtype=torch.int64).to(self._model.device)
-        logit_rows = kv.last_rows[whole_requests]
-        if (short := self._short.run(token_ids, kv)) is not None:
-            logits, hidden = short[0][whole_requests], short[1]
+        token_ids = _token_ids(batch).to(self._model.device)
+        if (hidden := self._short.run(token_ids, kv)) is not None:
             if hook is not None:
                 for layer in range(self._model.spec.num_layers):
                     hook(layer)
         else:
-            logits, hidden = self._model.forward_with_hidden(token_ids, kv.positions, kv, logit_rows)
-        tokens, logprobs = sample(
-            logits,
-            [record.sampling for record in records],
-            [0] * len(records),
-            self._model.spec.eos_token_ids,
-            counts=_counts(records, logits),
-            masks=_first_masks(records, self._model.spec.vocab_size, logits.device),
-        )
-        scores = self._score(hidden, _scored_rows(batch))
+            no_logits = kv.last_rows[:0]
+            _, hidden = self._model.forward_with_hidden(token_ids, kv.positions, kv, no_logits)
+        scored = _scored_rows(batch)
+        rows = self._score(hidden, scored)
         if self._model.spec.num_draft_layers:
-            next_ids = _next_tokens(batch, tokens).to(self._model.device)
-            self._model.draft(next_ids, hidden, kv.positions, kv, logit_rows[:0])
+            next_ids = _token_ids(batch, ahead=1).to(self._model.device)
+            self._model.draft(next_ids, hidden, kv.positions, kv, kv.last_rows[:0])
         self._wait()
-        return Computed(
-            {
-                record.room: FirstToken(token_id, logprob, kv.hints[number])
-                for number, record, token_id, logprob in zip(whole, records, tokens, logprobs, strict=True)
-            },
-            scores,
-        )
+        hints = {
+            record.room: kv.hints[number]
+            for number, (record, chunk) in enumerate(batch)
+            if chunk.stop == record.num_computed_tokens
+        }
+        return Computed(hints, {} if rows is None else _packed(rows, scored))
 
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
         """Run forwards of many sizes up to ``most_tokens``, before anything is in ``memory``: kernels are
         compiled on their first launch, for tens of seconds. Other ranks run their own meanwhile. ``on_size``
         is called before the two of each size, one with resumed tokens."""
-        ranks, device, vocab_size = self._model.ranks, self._model.device, self._model.spec.vocab_size
+        ranks = self._model.ranks
         powers = [1 << exponent for exponent in range(most_tokens.bit_length())]
         sizes = {most_tokens, *powers, *(power + 1 for power in powers)}
         with nullcontext() if ranks is None else ranks.rehearsal():
@@ -147,34 +118,36 @@ class PromptRunner:
                 for num_resumed in (0, size - 1):
                     record = self._warm_up_record(size, num_resumed)
                     self.run([(record, Chunk(Room(0), 0, size, admits=True))])
-            allowed_logits(
-                torch.zeros((1, vocab_size), device=device),
-                torch.full((1, -(-vocab_size // 32)), ALL_ALLOWED, dtype=torch.int32, device=device),
-            )
         self._model.expect_tokens(0)
-        if ranks is None and device.type == "cuda":
+        if ranks is None and self._model.device.type == "cuda":
             self._short.capture(most_tokens)
 
     def _warm_up_record(self, num_tokens: int, num_resumed: int) -> RoomRecord:
-        """A prompt of zeros in the first pages, with logprobs of its own tokens and a drawn first one."""
-        sampling = SamplingParams(max_new_tokens=1, seed=0, num_logprobs=1, num_resumed_tokens=num_resumed)
-        scores = WantedScores(1, 1) if num_tokens > 1 else None
-        request = Generate("warm-up", 0, num_tokens, sampling, "", 0, scores=scores)
-        record = RoomRecord(Room(0), RoomState.COMPUTING, 0.0, request)
-        record.token_ids = np.zeros(num_tokens, np.int32)
-        record.page_ids = list(range(-(-num_tokens // self._page_size)))
-        return record
+        """So many tokens to compute of a prompt of zeros, in the first pages, with their scores."""
+        bootstrap = Bootstrap(
+            room=0,
+            kv_extents=(),
+            index_extents=(),
+            aux_slot=0,
+            prompt=pack_token_ids([0] * (num_tokens + 1)),
+            root=b"",
+            num_resumed_tokens=num_resumed,
+            scores=WantedScores(1, 1),
+        )
+        nobody = Peer("", "", b"", self._page_size, {}, 0.0)
+        pages = list(range(-(-num_tokens // self._page_size)))
+        return RoomRecord(nobody, bootstrap, 0.0, page_ids=pages)
 
-    def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> list[PromptScores]:
-        """All rows together: the LM head is read once a slice, however short the prompts are."""
+    def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows | None:
+        """All rows together: the LM head is read once a slice, however short the prompts are. None: none are
+        wanted. They are there once the device is done."""
         if not scored:
-            return []
+            return None
         device = hidden.device
         rows = torch.cat([torch.arange(part.start, part.stop) for part in scored]).to(device)
         behind = torch.from_numpy(np.concatenate([part.token_ids for part in scored])).to(device)
         num_top = max(part.num_top for part in scored)
-        vocab_size = self._model.spec.vocab_size
-        return _packed(score_rows(self._model.logits, hidden[rows], behind, num_top, vocab_size), scored)
+        return score_rows(self._model.logits, hidden[rows], behind, num_top, self._model.spec.vocab_size)
 
     def run_of_others(self) -> None:
         """A forward that other ranks of the node make, with no token of this one."""
@@ -190,42 +163,51 @@ class PromptRunner:
 
     def _paged(self, record: RoomRecord, chunk: Chunk) -> PagedRequest:
         page_ids = torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
-        num_resumed = max(0, chunk.stop - max(chunk.start, record.first_resumed))
+        num_resumed = max(0, chunk.stop - max(chunk.start, record.first_stepped))
         return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_resumed)
+
+
+def _token_ids(batch: Sequence[tuple[RoomRecord, Chunk]], ahead: int = 0) -> Tensor:
+    """int64 [num_tokens]: the chunks' tokens, or those so many positions ahead of them."""
+    parts = [record.token_ids[chunk.start + ahead : chunk.stop + ahead] for record, chunk in batch]
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Rows [start, stop) of a forward, whose next tokens' logprobs are wanted: int64 ``token_ids``."""
+    """Rows [start, stop) of a forward, whose next tokens' logprobs are wanted."""
 
-    request_id: str
+    room: Room
     num_top: int
     start: int
     stop: int
+    first: int
+    """The position of the first of the tokens."""
     token_ids: npt.NDArray[np.int64]
 
 
 def _scored_rows(batch: Sequence[tuple[RoomRecord, Chunk]]) -> list[_Scored]:
-    """The row of a position says how likely the token behind it is; that of the prompt's last is drawn."""
+    """The row of a position says how likely the token behind it is."""
     scored = []
     first_row = 0
     for record, chunk in batch:
-        request = record.request
-        if request is not None and request.scores is not None:
-            start = max(chunk.start, request.scores.first - 1)
-            stop = min(chunk.stop, record.num_prompt_tokens - 1)
+        wanted = record.bootstrap.scores
+        if wanted is not None:
+            start, stop = max(chunk.start, wanted.first - 1), chunk.stop
             if start < stop:
                 offset = first_row - chunk.start
                 behind = record.token_ids[start + 1 : stop + 1].astype(np.int64)
-                num_top = request.scores.num_top
-                scored.append(_Scored(request.request_id, num_top, offset + start, offset + stop, behind))
+                scored.append(
+                    _Scored(record.room, wanted.num_top, offset + start, offset + stop, start + 1, behind)
+                )
         first_row += chunk.stop - chunk.start
     return scored
 
 
-def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> list[PromptScores]:
-    """One a room, of ``rows``, which has those of all in order and as many of the best as any wants."""
-    messages = []
+def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> dict[Room, list[RoomScores]]:
+    """The pieces of each room, from ``rows``, which has those of all rooms in order and as many of the best
+    as any wants."""
+    pieces = {}
     start = 0
     for part in scored:
         stop = start + part.stop - part.start
@@ -235,33 +217,13 @@ def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> list[PromptScores]:
         packed["rank"] = rows.ranks[start:stop].numpy()
         packed["top_ids"] = rows.top_ids[start:stop, :num_top].numpy()
         packed["top_logprobs"] = rows.top_logprobs[start:stop, :num_top].numpy()
-        messages.append(PromptScores(part.request_id, num_top, packed.tobytes()))
+        most = MAX_ROWS_BYTES // packed.itemsize
+        pieces[part.room] = [
+            RoomScores(part.room, part.first + piece, num_top, packed[piece : piece + most].tobytes())
+            for piece in range(0, len(packed), most)
+        ]
         start = stop
-    return messages
-
-
-def _next_tokens(batch: Sequence[tuple[RoomRecord, Chunk]], first_tokens: Sequence[int]) -> Tensor:
-    """int64 [num_tokens]: the token behind each of the chunks'. Of a whole prompt's last that is the first
-    that was drawn, in the order of the whole prompts."""
-    drawn = iter(first_tokens)
-    parts = []
-    for record, chunk in batch:
-        behind = record.token_ids[chunk.start + 1 : chunk.stop + 1].astype(np.int64)
-        if chunk.stop == record.num_prompt_tokens:
-            behind = np.append(behind, next(drawn))
-        parts.append(torch.from_numpy(behind))
-    return torch.cat(parts)
-
-
-def _first_masks(records: Sequence[RoomRecord], vocab_size: int, device: torch.device) -> Tensor | None:
-    """int32 [num_records, num_words]: what may come first, as of ``sample``; None where anything may."""
-    if all(record.grammar is None for record in records):
-        return None
-    masks = np.full((len(records), -(-vocab_size // 32)), ALL_ALLOWED, dtype=np.int32)
-    for mask, record in zip(masks, records, strict=True):
-        if record.grammar is not None:
-            mask[:] = record.grammar.result().first_mask(ignore_eos=record.sampling.ignore_eos)
-    return torch.from_numpy(masks).to(device)
+    return pieces
 
 
 def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callable[[int], None] | None:
@@ -278,16 +240,3 @@ def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callabl
         on_written(layer, stored)
 
     return written
-
-
-def _counts(whole: Sequence[RoomRecord], logits: Tensor) -> CountedRows | None:
-    """Counts of the prompts' tokens, for those first tokens that depend on more than logits [num_whole,
-    vocab]; None where none does."""
-    changing = [record for record in whole if record.sampling.changes_logits]
-    if not changing:
-        return None
-    table = TokenCounts.create(len(changing), logits.shape[1], logits.device)
-    row_of = {record.room: row for row, record in enumerate(changing)}
-    for record in changing:
-        table.start(row_of[record.room], record.sampling, record.token_ids)
-    return CountedRows(table, [row_of.get(record.room, 0) for record in whole])

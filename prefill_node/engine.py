@@ -22,14 +22,11 @@ from hisparse_pd.base import process
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.base.seldom import Seldom
 from hisparse_pd.base.settings import PrefillSettings
-from hisparse_pd.base.vocabulary import FinishReason, RankPlace, StartError
-from hisparse_pd.core.grammar.compiler import Compiler
-from hisparse_pd.core.grammar.token_trie import TokenTrie
+from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
-from hisparse_pd.core.model.sampling import finish_reason
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.engine.held_rows import HeldRows
@@ -40,19 +37,16 @@ from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
     FlushCache,
-    Generate,
     GenerateGroup,
     PeerLane,
     ReleasePage,
     ReleaseQuarantine,
-    RequestStats,
     Shutdown,
     ToEngine,
-    Tokens,
 )
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.engine.start import run_engine_process
-from hisparse_pd.prefill_node.compute import FirstToken, PromptRunner
+from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.push import Pusher, groups_of
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
@@ -76,7 +70,6 @@ from hisparse_pd.protocol.messages import (
     ToPrefill,
 )
 from hisparse_pd.protocol.polling import Poller, Wakeup
-from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.transfer.engine import TransferEngine
 from hisparse_pd.transfer.lane import Lane, Lanes
 from hisparse_pd.transfer.listeners import guarded_listeners
@@ -126,9 +119,7 @@ class PrefillEngine:
         self._placement = placement
         self._spec = spec
         self._instance_id = secrets.token_hex(8)
-        self._geometry = spec.geometry(
-            settings.page_size, str(SamplingDefaults.of(settings)), settings.attention_split_tile_size
-        )
+        self._geometry = spec.geometry(settings.page_size, settings.attention_split_tile_size)
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
@@ -191,10 +182,6 @@ class PrefillEngine:
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
 
-        self._grammars = Compiler(
-            partial(TokenTrie.load, settings.model_path, spec.vocab_size, spec.eos_token_ids),
-            self._wakeup.set,
-        )
         self._peers = Registrations(self._geometry, self._transfer.transport.protocol, allowed)
         self._pusher = Pusher(
             self._sender,
@@ -208,8 +195,8 @@ class PrefillEngine:
             context_length=spec.context_length,
             vocab_size=spec.vocab_size,
             num_aux_slots=num_aux_slots,
+            max_queued=settings.max_running_requests + settings.max_queued_requests,
             use_prefix_cache=not settings.disable_prefix_cache,
-            tell_front=self._front.send,
             tell_peer=self._tell_peer,
             wrong_items=self._memory.wrong_items,
             room_timeout_secs=settings.room_timeout_secs,
@@ -293,7 +280,6 @@ class PrefillEngine:
         for completion in self._sender.poll():
             self._life.completed(completion, now_secs)
         self._control.close()
-        self._grammars.close()
         self._wakeup.close()
         if is_quiet:
             self._lanes.close()
@@ -315,21 +301,17 @@ class PrefillEngine:
         for identity, message in self._control.receive():
             self._on_control(identity, message, now_secs)
         for request in self._front.receive():
-            self._on_front(request, now_secs)
+            self._on_front(request)
         self._lockstep.hear()
 
-    def _on_front(self, message: ToEngine, now_secs: float) -> None:
+    def _on_front(self, message: ToEngine) -> None:
         match message:
-            case GenerateGroup():
-                self._life.accept(message, now_secs)
-            case Abort():
-                self._life.abort_request(message.request_id, now_secs)
             case FlushCache():
                 self._life.prefixes.flush()
             case ReleasePage():
                 self._life.release_page(message.pool, message.start)
-            case ReleaseQuarantine():
-                pass  # Only a decode node has landing zones.
+            case GenerateGroup() | Abort() | ReleaseQuarantine():
+                pass  # Only a decode node has requests and landing zones.
             case Shutdown():
                 self._is_stopping = True
             case _:
@@ -390,8 +372,8 @@ class PrefillEngine:
             Registered(PROTOCOL_VERSION, self._instance_id, self._geometry, lane.kind, lane.reason),
         )
 
-    def _tell_peer(self, peer: Peer, message: ToDecode) -> None:
-        self._control.send(self._peers.current(peer).identity, message)
+    def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
+        return self._control.send(self._peers.current(peer).identity, message)
 
     def _expire(self) -> None:
         """Whatever has waited for too long for a peer ends now."""
@@ -407,14 +389,13 @@ class PrefillEngine:
             num_rooms = self._life.fail_rooms_of(peer, error, now_secs)
             level = logging.WARNING if num_rooms else logging.INFO  # one without requests has gone by itself
             log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_rooms, error)
-        self._life.fail_unpaired(now_secs)
+        self._life.fail_expired(now_secs)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
 
     def _step(self) -> bool:
         """One forward, of this rank's rooms or only of other ranks'; False when nobody has any to compute."""
         life = self._life
-        life.follow_grammars(self._grammars, time.monotonic())
         chunks = self._plan()
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         step = self._lockstep.agree(num_tokens, is_stopping=self._is_stopping)
@@ -430,13 +411,9 @@ class PrefillEngine:
         life.admit(admitted, now_secs)
         new_pages = [page_id for record in admitted for page_id in record.own_page_ids]
         self._memory.void_checks(new_pages, self._limits.page_size)
-        pushes = {
-            chunk.room: self._pusher.plan(record, chunk.start, chunk.stop)
-            for record, chunk in batch
-            if not record.is_prefill_only
-        }
+        pushes = [self._pusher.plan(record, chunk.start, chunk.stop) for record, chunk in batch]
         try:
-            computed = self._runner.run(batch, partial(self._pusher.layer_written, tuple(pushes.values())))
+            computed = self._runner.run(batch, partial(self._pusher.layer_written, pushes))
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
@@ -445,13 +422,14 @@ class PrefillEngine:
             self._fail_batch(batch, error)
             return True
         now_secs = time.monotonic()
-        for scores in computed.scores:
-            self._front.send(scores)
-        for record, chunk in batch:
-            life.computed(record, chunk.stop, pushes.get(record.room))
-        for record, _ in batch:
-            if (first := computed.first_tokens.get(record.room)) is not None:
-                self._prompt_computed(record, first, now_secs)
+        for (record, chunk), push in zip(batch, pushes, strict=True):
+            if not life.scored(record, computed.scores.get(record.room, ()), now_secs):
+                continue
+            life.computed(record, chunk.stop, push)
+            if (hint := computed.hints.get(record.room)) is not None:
+                assert record.aux_slot_src is not None
+                self._memory.stage_aux(record.aux_slot_src, record.room, hint[: groups_of(record)])
+                life.prompt_computed(record, now_secs)
         return True
 
     def _plan(self) -> tuple[Chunk, ...]:
@@ -468,15 +446,6 @@ class PrefillEngine:
             )
             if not life.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
-
-    def _prompt_computed(self, record: RoomRecord, first: FirstToken, now_secs: float) -> None:
-        if record.request is not None and record.is_prefill_only:
-            answer = _whole_answer(record, record.request, first, self._spec.eos_token_ids)
-            self._life.answer_alone(record, answer, now_secs)
-        elif record.aux_slot_src is not None:
-            hint = first.hint[: groups_of(record)]
-            self._memory.stage_aux(record.aux_slot_src, record.room, first.token_id, first.logprob, hint)
-            self._life.prompt_computed(record, now_secs)
 
     def _fail_batch(self, batch: list[tuple[RoomRecord, Chunk]], error: Exception) -> None:
         log.error("the forward of rooms %s failed", [record.room for record, _ in batch], exc_info=error)
@@ -497,7 +466,7 @@ class PrefillEngine:
         life, rooms = self._life, self._life.rooms
         num_running = rooms.count(RoomState.COMPUTING)
         num_sending = rooms.count(RoomState.SENDING, RoomState.DRAINING)
-        num_waiting = rooms.count(RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
+        num_waiting = rooms.count(RoomState.QUEUED)
         num_total_tokens = self._limits.num_pages * self._limits.page_size
         num_used_tokens = num_total_tokens - life.num_available_pages * self._limits.page_size
         counters = dict(life.counters)
@@ -535,18 +504,6 @@ class PrefillEngine:
                 lanes=lanes,
             )
         )
-
-
-def _whole_answer(
-    record: RoomRecord, request: Generate, first: FirstToken, eos_token_ids: Sequence[int]
-) -> Tokens:
-    """Of a request for which this node's first token, or none, is all."""
-    stats = RequestStats(None, num_cached_tokens=record.num_cached_tokens)
-    if request.sampling.max_new_tokens == 0:
-        return Tokens(request.request_id, (), finish_reason=FinishReason.LENGTH, stats=stats)
-    reason, matched = finish_reason(first.token_id, 1, request.sampling, eos_token_ids)
-    logprobs = () if first.logprob is None else (first.logprob,)
-    return Tokens(request.request_id, (first.token_id,), logprobs, reason, matched, stats)
 
 
 def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import SlotArray
 from hisparse_pd.kernels.row_check import WrongItem, void_row_checks, wrong_items
@@ -97,13 +96,11 @@ class PrefillMemory:
                 found += wrong_items(self.kv, at, self.row_checks, at, places)
         return found
 
-    def stage_aux(
-        self, slot: int, room: int, first_token: int, logprob: TokenLogprob | None, hint: Tensor
-    ) -> None:
+    def stage_aux(self, slot: int, room: int, hint: Tensor) -> None:
         """Write a room's aux record to its slot. ``hint``: int32 [groups of the peer, index_topk], padded
         with -1."""
         layout = AuxLayout(len(hint), self._index_topk)
-        layout.pack_into(self.aux[slot].numpy(), room, first_token, logprob, hint.cpu().numpy())
+        layout.pack_into(self.aux[slot].numpy(), room, hint.cpu().numpy())
 
 
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:

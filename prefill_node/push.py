@@ -24,7 +24,7 @@ import numpy as np
 from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots, slice_extents
 from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
 from hisparse_pd.prefill_node.rooms import RoomRecord
-from hisparse_pd.protocol.messages import Bootstrap, RegionKind
+from hisparse_pd.protocol.messages import RegionKind
 from hisparse_pd.transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
 from hisparse_pd.transfer.sender import Ready, Sender, WriteBatch
 
@@ -119,7 +119,7 @@ class Pusher:
     def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
         """The push of positions ``[start, stop)`` but those that the decode node holds; nothing is submitted
         yet."""
-        peer, bootstrap = landing_of(record)
+        peer, bootstrap = record.peer, record.bootstrap
         num_held = bootstrap.num_held_tokens
         start = min(max(start, num_held), stop)
         first, last = (max(position - num_held, 0) for position in (start, stop))
@@ -159,8 +159,7 @@ class Pusher:
 
     def has_place(self, record: RoomRecord, num_bytes_pending: int) -> bool:
         """Whether the room may start to send to a decode node for which so many bytes are pending."""
-        _, bootstrap = landing_of(record)
-        num_tokens = record.num_prompt_tokens - bootstrap.num_held_tokens
+        num_tokens = record.num_computed_tokens - record.bootstrap.num_held_tokens
         is_short = self.num_bytes(num_tokens) <= SLICE_BYTES
         return is_short or num_bytes_pending <= self._max_pending_bytes
 
@@ -188,7 +187,7 @@ class Pusher:
         """Submit the aux record, which stands in the room's slot of the aux staging memory."""
         if record.aux_slot_src is None:
             raise ValueError(f"room {record.room} has no aux slot to send its aux record from")
-        peer, bootstrap = landing_of(record)
+        peer, bootstrap = record.peer, record.bootstrap
         # A peer that does not draft takes shorter records than the slots here are for.
         source, region = self._source.aux, peer.regions[RegionKind.AUX]
         start = source.base_addr + record.aux_slot_src * source.item_bytes
@@ -228,8 +227,8 @@ class Pusher:
     def _submit(
         self, record: RoomRecord, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
     ) -> None:
-        peer, _ = landing_of(record)
-        writes = SlicedWrites(parts, self._slice_bytes(peer.session))
+        session = record.peer.session
+        writes = SlicedWrites(parts, self._slice_bytes(session))
         batch = WriteBatch(
             record.room,
             tag,
@@ -239,17 +238,10 @@ class Pusher:
             self.write_timeout_secs,
             ready,
         )
-        self._sender.submit(peer.session, batch)
+        self._sender.submit(session, batch)
         record.num_writes_pending += 1
-
-
-def landing_of(record: RoomRecord) -> tuple[Peer, Bootstrap]:
-    """The decode node's half of a room that has both. Raises ValueError when it has not."""
-    if record.peer is None or record.bootstrap is None:
-        raise ValueError(f"room {record.room} has not been bootstrapped, there is nowhere to write")
-    return record.peer, record.bootstrap
 
 
 def groups_of(record: RoomRecord) -> int:
     """Index groups of which the room's decode node takes keys and the hint."""
-    return landing_of(record)[0].regions[RegionKind.INDEX].num_layers
+    return record.peer.regions[RegionKind.INDEX].num_layers

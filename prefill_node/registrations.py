@@ -214,18 +214,14 @@ def kv_region_of(bootstrap: Bootstrap) -> RegionKind:
 
 
 def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str | None:
-    """Why a landing zone cannot be written; None when it lies in the peer's regions and fits the prompt."""
+    """Why a landing zone cannot be written; None when it lies in the peer's regions and fits the positions
+    that are computed and not held."""
     if not bootstrap.hisparse and peer.page_size != page_size_src:
         return (
             f"dense rooms need equal page sizes: the decode node's is {peer.page_size}, this prefill node's "
             f"{page_size_src}; start both with the same --page-size or send the request with hisparse"
         )
-    num_landing = bootstrap.num_prompt_tokens - bootstrap.num_held_tokens
-    if num_landing < 1:
-        return (
-            f"num_held_tokens {bootstrap.num_held_tokens} of {bootstrap.num_prompt_tokens} prompt tokens: "
-            "the last one is never held"
-        )
+    num_landing = bootstrap.num_computed_tokens - bootstrap.num_held_tokens
     kv_kind = kv_region_of(bootstrap)
     for kind, extents in ((kv_kind, bootstrap.kv_extents), (RegionKind.INDEX, bootstrap.index_extents)):
         region = peer.regions.get(kind)
@@ -253,7 +249,7 @@ def _why_extents_wrong(
     is_paged = kind is RegionKind.INDEX
     if num_tokens < num_landing or (num_tokens > num_landing and not is_paged):
         bound = "at least " if is_paged else ""
-        return f"{kind.value} extents are of {num_tokens} tokens, the prompt needs {bound}{num_landing}"
+        return f"{kind.value} extents are of {num_tokens} tokens, the KV to land is of {bound}{num_landing}"
     starts = np.array([extent.start for extent in extents], np.int64)
     ends = starts + np.array([extent.length for extent in extents], np.int64)
     order = np.argsort(starts)

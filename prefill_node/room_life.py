@@ -14,32 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from hisparse_pd.base.vocabulary import DECODE_NODE_FAILED, KV_ROW_CORRUPT, Mode
-from hisparse_pd.core.grammar.compiler import MAX_WAIT_SECS, Compiler
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
+from hisparse_pd.core.paging.prompt_keys import TOKEN_BYTES, PageKey, page_keys
 from hisparse_pd.engine.held_rows import wrong_item_error
-from hisparse_pd.engine.messages import (
-    FromEngine,
-    Generate,
-    GenerateGroup,
-    PrefillFinished,
-    RequestFailed,
-    Tokens,
-    unpack_token_ids,
-)
+from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import WrongItem
-from hisparse_pd.prefill_node.push import ChunkPush, Pusher, landing_of
-from hisparse_pd.prefill_node.registrations import Peer, why_not_landing
-from hisparse_pd.prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
+from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
+from hisparse_pd.prefill_node.push import ChunkPush, Pusher
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.prefill_node.rooms import Delivery, RoomRecord, RoomState, RoomTable, first_stepped
 from hisparse_pd.prefill_node.scheduler import Chunk, Running, StepLimits, Waiting, why_never
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
@@ -50,21 +39,17 @@ from hisparse_pd.protocol.messages import (
     RoomDone,
     RoomFailed,
     RoomQuiet,
+    RoomScores,
     ToDecode,
 )
-from hisparse_pd.transfer.aux_record import MAX_LOGPROBS
 from hisparse_pd.transfer.sender import Completion
 
 log = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499
-MAX_WAITING_GRAMMARS = 64
-"""Compiled ones of rooms that wait: each may take as much memory as ``grammar.checker`` lets it have."""
+MAX_QUEUED_TOKENS = 64 << 20
+"""Prompt tokens of all rooms that wait: 256 MiB of ids, and up to as much of page keys with pages of 16."""
 
-_WAITING = (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
 _OWNING = (RoomState.COMPUTING, RoomState.SENDING)
-
-_ALONE = "the request is the prefill node's alone; no decode node may take part"
 
 _CACHED = (PoolKind.DEVICE,)
 """Where the KV of a cached prefix is; its indexer keys are in the same pages of the index pool."""
@@ -83,7 +68,7 @@ _COUNTERS = (
 
 
 class RoomLife:
-    """Rooms and what they hold. ``tell_front`` and ``tell_peer`` send a message and never wait."""
+    """Rooms and what they hold."""
 
     def __init__(
         self,
@@ -93,16 +78,17 @@ class RoomLife:
         context_length: int,
         vocab_size: int,
         num_aux_slots: int,
+        max_queued: int,
         use_prefix_cache: bool,
-        tell_front: Callable[[FromEngine], None],
-        tell_peer: Callable[[Peer, ToDecode], None],
+        tell_peer: Callable[[Peer, ToDecode], bool],
         wrong_items: Callable[[SlotArray, SlotArray], list[WrongItem]] = lambda slots, positions: [],
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
     ) -> None:
-        """``wrong_items``: of slots with tokens of these positions those that are not what was written.
-        ``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
-        ``grace_secs`` more, so that the decode node's error is what clients get."""
+        """``max_queued``: rooms that wait at most. ``tell_peer`` sends a message, never waits, and returns
+        whether it is on its way. ``wrong_items``: of slots with tokens of these positions those that are not
+        what was written. ``room_timeout_secs``: how long a decode node waits for anything about a room; this
+        node keeps it for ``grace_secs`` more, so that the decode node's error is what clients get."""
         self.rooms = RoomTable()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
@@ -116,161 +102,82 @@ class RoomLife:
         self.set_aside = SetAside(self.pools, self.prefixes)
         self._pusher = pusher
         self._limits = limits
-        self._context_length = context_length
-        self._vocab_size = vocab_size
+        self._checks = BootstrapChecks(limits, context_length, vocab_size)
+        self._max_queued = max_queued
         self._use_prefix_cache = use_prefix_cache
         self._room_timeout_secs = room_timeout_secs
         self._grace_secs = grace_secs
-        self._tell_front = tell_front
         self._tell_peer = tell_peer
         self._wrong_items = wrong_items
 
-    # --- the halves of a room ------------------------------------------------------------------------
-
-    def accept(self, group: GenerateGroup, now_secs: float) -> None:
-        """The front's halves of all rooms of a prompt, which share its ids and keys."""
-        token_ids = unpack_token_ids(group.prompt)
-        error = self._why_refused(token_ids)
-        keys: tuple[PageKey, ...] = ()
-        if error is None and self._use_prefix_cache:
-            keys = tuple(page_keys(group.identity.root, group.prompt, self._limits.page_size))
-        for request in group.samples:
-            why_not = error or self._why_unsampled(request)
-            self._accept(request, token_ids, group.identity.digest, keys, why_not, now_secs)
-
-    def _accept(
-        self,
-        request: Generate,
-        token_ids: npt.NDArray[np.int32],
-        digest: bytes,
-        keys: tuple[PageKey, ...],
-        error: str | None,
-        now_secs: float,
-    ) -> None:
-        """A prompt that can never be computed, which has an ``error``, or a used room is refused at once."""
-        room = Room(request.room)
-        record = self.rooms.get(room)
-        if record is not None and record.request is not None:
-            self._refuse_request(
-                request, 400, f"bootstrap_room {room} is in use by another request; choose a new one"
-            )
-            return
-        ended = self.rooms.ended(room)
-        if ended is not None:
-            self._refuse_request(request, ended.status, ended.error, was_aborted=ended.was_aborted)
-            return
-        if error is not None:
-            self._refuse_request(request, 400, error)
-            if record is None:
-                self.rooms.remember(room, EndedRoom(400, error, batch_failed=False))
-            else:
-                self.fail(record, 400, error, now_secs)
-            return
-        if record is None:
-            record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
-        self.rooms.set_request(record, request, now_secs)
-        record.token_ids, record.digest = token_ids, digest
-        record.keys = keys[: record.first_resumed // self._limits.page_size]
-        self._join(record, now_secs)
+    # --- a room begins -------------------------------------------------------------------------------
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
-        """The decode node's half. Its landing zone is checked before anything else happens with the room."""
+        """A decode node wants KV. What it says is checked before anything else happens with the room; a room
+        that is refused was none: a better Bootstrap may come."""
         room = Room(message.room)
         record = self.rooms.get(room)
-        if record is not None and record.bootstrap is not None:
-            if record.is_draining and _is_repeated(peer, message, record):
-                failed = _room_failed(room, record.end_status, record.end_error, False, record.batch_failed)
-                self._tell_peer(peer, failed)
+        if record is not None:
+            self._bootstrapped_again(record, peer, message)
+            return
+        if (ended := self.rooms.ended(room)) is not None:
+            delivery = ended.delivery
+            if delivery is not None and delivery.answers(peer.node_id, message.attempt):
+                self._tell_peer(peer, delivery.done)  # the first one was lost with its connection
                 return
-            self.dropped["duplicate"] += 1
-            log.warning("room %d: dropped a second Bootstrap, from node %s", room, peer.node_id)
-            return
-        ended = self.rooms.ended(room)
-        delivery = None if ended is None else ended.delivery
-        if delivery is not None and delivery.answers(peer.node_id, message.attempt):
-            self._tell_peer(peer, delivery.done)  # the first one was lost with its connection
-            return
-        if ended is not None:
             self.dropped["late"] += 1
             self._tell_peer(peer, _room_failed(room, ended.status, ended.error, True, ended.batch_failed))
             return
-        if record is None:
-            record = self.rooms.open(room, RoomState.WAITING_REQUEST, now_secs)
-        elif record.is_prefill_only:
-            self.dropped["unknown_room"] += 1
-            self._tell_peer(peer, _room_failed(room, 400, f"room {room}: {_ALONE}", True, False))
+        if (error := self._checks.why_refused(message, peer)) is not None:
+            self._refuse(peer, room, 400, error)
             return
-        record.peer, record.bootstrap = peer, message
-        record.deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
-        error = why_not_landing(message, peer, self._limits.page_size)
-        if error is not None:
-            self.fail(record, 400, f"room {room}: {error}", now_secs)
-        else:
-            self._join(record, now_secs)
+        if (error := self._why_full(message)) is not None:
+            self._refuse(peer, room, 429, error)
+            return
+        keys: tuple[PageKey, ...] = ()
+        if self._use_prefix_cache:
+            shared = message.prompt[: first_stepped(message) * TOKEN_BYTES]
+            keys = tuple(page_keys(message.root, shared, self._limits.page_size))
+        deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
+        self.rooms.open(RoomRecord(peer, message, now_secs, deadline_secs, keys))
 
-    def _join(self, record: RoomRecord, now_secs: float) -> None:
-        if record.is_prefill_only:
-            if record.bootstrap is None:
-                self.rooms.move(record, RoomState.QUEUED, now_secs)
-            else:
-                self.fail(record, 400, f"room {record.room}: {_ALONE}", now_secs)
-            return
-        if record.request is None or record.bootstrap is None:
-            return
-        theirs = record.bootstrap.num_prompt_tokens, record.bootstrap.prompt_digest
-        ours = record.num_prompt_tokens, record.digest
-        if theirs != ours:
-            error = (
-                f"room {record.room}: the prompt has {_told(*theirs)} on the decode node and {_told(*ours)} "
-                "on the prefill node; send the same body, cache_salt and extra_key included, to both nodes, "
-                "and serve the same model and tokenizer with the same --chat-control-tokens on both"
+    def _bootstrapped_again(self, record: RoomRecord, peer: Peer, message: Bootstrap) -> None:
+        is_his = record.peer.node_id == peer.node_id
+        if record.is_draining and is_his and message.attempt > 0 and message == record.bootstrap:
+            self._tell_peer(
+                peer,
+                _room_failed(record.room, record.end_status, record.end_error, False, record.batch_failed),
             )
-            self.fail(record, 400, error, now_secs)
-        else:
-            self.rooms.move(record, RoomState.QUEUED, now_secs)
+            return
+        self.dropped["duplicate"] += 1
+        log.warning("room %d: dropped a second Bootstrap, from node %s", record.room, peer.node_id)
 
-    def _why_refused(self, token_ids: npt.NDArray[np.int32]) -> str | None:
-        """The front checks it too; here it protects the batch neighbours."""
-        num_tokens = len(token_ids)
-        if num_tokens == 0:
-            return "the prompt is empty; it needs at least one token"
-        if num_tokens > self._context_length:
+    def _why_full(self, message: Bootstrap) -> str | None:
+        num_queued = self.rooms.count(RoomState.QUEUED)
+        if num_queued >= self._max_queued:
             return (
-                f"prompt of {num_tokens} tokens is longer than the context of "
-                f"{self._context_length} tokens; shorten it"
+                f"{num_queued} rooms wait on this prefill node, and {self._max_queued} may "
+                "(max_running_requests + max_queued_requests); try again later or elsewhere"
             )
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if lowest < 0 or highest >= self._vocab_size:
-            outside = lowest if lowest < 0 else highest
-            return f"prompt token id {outside} is not in [0, {self._vocab_size}), the model's vocabulary"
-        return why_never(num_tokens, self._limits)
-
-    def _why_unsampled(self, request: Generate) -> str | None:
-        num_logprobs = request.sampling.num_logprobs or 0
-        if request.scores is not None:
-            num_logprobs = max(num_logprobs, request.scores.num_top)
-            if request.scores.first < 1:
-                return f"position {request.scores.first} has no logprob; position 1 is the first that has one"
-        if num_logprobs > MAX_LOGPROBS:
-            return f"{num_logprobs} logprobs a token asked for, at most {MAX_LOGPROBS}"
+        num_tokens = self.rooms.num_queued_tokens
+        if num_tokens + message.num_prompt_tokens > MAX_QUEUED_TOKENS:
+            return (
+                f"prompts of {num_tokens} tokens wait on this prefill node, and {message.num_prompt_tokens} "
+                f"more would exceed {MAX_QUEUED_TOKENS}; try again later or elsewhere"
+            )
         return None
 
-    def _refuse_request(
-        self, request: Generate, status: int, error: str, *, was_aborted: bool = False
-    ) -> None:
-        self._count_end(was_aborted)
-        self._tell_front(RequestFailed(request.request_id, status, error))
-
-    def _count_end(self, was_aborted: bool) -> None:
-        """Of a request that is not delivered: each is counted here, once."""
-        self.counters["aborted_requests_total" if was_aborted else "failed_requests_total"] += 1
+    def _refuse(self, peer: Peer, room: Room, status: int, error: str) -> None:
+        log.info("room %d refused: %d %s", room, status, error)
+        self.counters["failed_requests_total"] += 1
+        self._tell_peer(peer, _room_failed(room, status, f"room {room}: {error}", True, False))
 
     # --- computing -----------------------------------------------------------------------------------
 
     def running(self) -> list[Running]:
         """The rooms that compute, in order of admission, as the scheduler wants them."""
         return [
-            Running(record.room, record.num_prompt_tokens, record.num_computed_tokens, record.keys)
+            Running(record.room, record.num_computed_tokens, record.num_ready_tokens, record.keys)
             for record in self.rooms.in_state(RoomState.COMPUTING)
         ]
 
@@ -283,50 +190,16 @@ class RoomLife:
         the rooms before have in the prefix cache is sent when they are admitted, and counts as pending."""
         num_bytes_pending: dict[str, int] = {}
         for record in self.waiting():
-            if record.is_prefill_only:
-                if self._has_grammar(record):
-                    yield self.look_up(record)
-                continue
-            peer, bootstrap = landing_of(record)
-            session = peer.session
+            session = record.peer.session
             if session not in num_bytes_pending:
-                num_bytes_pending[session] = self._pusher.num_bytes_pending(peer)
+                num_bytes_pending[session] = self._pusher.num_bytes_pending(record.peer)
             if not self._pusher.has_place(record, num_bytes_pending[session]):
                 continue
-            if not self._has_grammar(record):
-                continue  # the others do not wait for it
             waiting = self.look_up(record)
             num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
-            num_to_send = max(0, num_cached_tokens - bootstrap.num_held_tokens)
+            num_to_send = max(0, num_cached_tokens - record.bootstrap.num_held_tokens)
             num_bytes_pending[session] += self._pusher.num_bytes(num_to_send)
             yield waiting
-
-    def _has_grammar(self, record: RoomRecord) -> bool:
-        """Whether its first token can be held to what is asked for."""
-        if record.grammar is None:
-            return not record.sampling.grammar
-        # One that came to nothing after ``follow_grammars`` would end the whole batch.
-        return record.grammar.done() and record.grammar.exception() is None
-
-    def follow_grammars(self, grammars: Compiler, now_secs: float) -> None:
-        """Ask for those of waiting rooms, of a few because they take memory, and end the rooms whose grammar
-        cannot be followed here, or was not compiled in time."""
-        held = {record.grammar for record in self.waiting() if record.grammar is not None}
-        for record in self.waiting():
-            grammar = record.sampling.grammar
-            if grammar and record.grammar is None and len(held) < MAX_WAITING_GRAMMARS:
-                begun = record.token_ids[record.first_resumed :].tolist()
-                record.grammar, record.grammar_asked_secs = grammars.ask(grammar, begun), now_secs
-                held.add(record.grammar)
-            if record.grammar is None:
-                continue
-            if not record.grammar.done():
-                if now_secs - record.grammar_asked_secs > MAX_WAIT_SECS:
-                    reason = f"its grammar was not compiled within {MAX_WAIT_SECS:g} s; try again"
-                    self.fail(record, 503, f"room {record.room}: {reason}", now_secs)
-            elif (error := record.grammar.exception()) is not None:
-                reason = f"room {record.room}: the output cannot follow its grammar: {error}"
-                self.fail(record, 400, reason, now_secs)
 
     def look_up(self, record: RoomRecord) -> Waiting:
         """A waiting room with what the prefix cache has of it."""
@@ -335,15 +208,11 @@ class RoomLife:
         parts = () if found is None else tuple(found.parts())
         num_cached_pages = sum(num_pages for _, num_pages in parts)
         num_unused_pages = sum(num_pages for prefix, num_pages in parts if not prefix.num_users)
-        return Waiting(record.room, record.num_prompt_tokens, keys, num_cached_pages, num_unused_pages)
+        return Waiting(record.room, record.num_computed_tokens, keys, num_cached_pages, num_unused_pages)
 
     def _reusable_keys(self, record: RoomRecord) -> tuple[PageKey, ...]:
-        """Of the pages that may come from the cache. The last prompt token is always computed, and so is
-        each whose row says how likely the next one is, where that is wanted."""
-        first_computed = record.num_prompt_tokens - 1
-        if record.request is not None and record.request.scores is not None:
-            first_computed = min(first_computed, record.request.scores.first - 1)
-        return record.keys[: first_computed // self._limits.page_size]
+        """The keys of the pages that may come from the cache."""
+        return record.keys[: record.first_needed // self._limits.page_size]
 
     @property
     def num_available_pages(self) -> int:
@@ -373,7 +242,7 @@ class RoomLife:
         for record in list(self.rooms.in_state(RoomState.COMPUTING)) if errors else ():
             error = next((errors[page_id] for page_id in record.page_ids if page_id in errors), None)
             if error is not None:
-                self.fail(record, 502, f"room {record.room}: {error}", now_secs, code=KV_ROW_CORRUPT)
+                self.fail(record, 502, f"room {record.room}: {error}", now_secs)
         return bool(errors)
 
     def _slots_before(self, chunk: Chunk) -> SlotArray:
@@ -405,7 +274,7 @@ class RoomLife:
         """End waiting rooms whose prompts do not fit beside the pages that are set aside."""
         num_pages = self._limits.num_pages - len(self.set_aside)
         for record in self.waiting() if self.set_aside else ():
-            why = why_never(record.num_prompt_tokens, replace(self._limits, num_pages=num_pages))
+            why = why_never(record.num_computed_tokens, replace(self._limits, num_pages=num_pages))
             if why is not None:
                 error = (
                     f"{why}; {len(self.set_aside)} pages are set aside, see /quarantine of the prefill node"
@@ -422,39 +291,41 @@ class RoomLife:
         page_size = self._limits.page_size
         for record in records:
             num_cached_pages = 0 if record.prefix is None else record.prefix.end_page
-            num_new_pages = self._limits.pages_for(record.num_prompt_tokens) - num_cached_pages
+            num_new_pages = self._limits.pages_for(record.num_computed_tokens) - num_cached_pages
             need = SlotCounts(device=num_new_pages * page_size, aux=1)
             self.prefixes.make_room(need)
             record.holding = self.pools.reserve(record.room, need, Stage.RUNNING)
             cached = () if record.prefix is None else record.prefix.extents(PoolKind.DEVICE)
             record.page_ids = extents_to_pages(cached + record.holding[PoolKind.DEVICE], page_size)
-            record.num_cached_tokens = record.num_computed_tokens = num_cached_pages * page_size
+            record.num_cached_tokens = record.num_ready_tokens = num_cached_pages * page_size
             self.rooms.move(record, RoomState.COMPUTING, now_secs)
-            self.counters["prompt_tokens_total"] += record.num_prompt_tokens
+            self.counters["prompt_tokens_total"] += record.num_computed_tokens
             self.counters["cached_tokens_total"] += record.num_cached_tokens
-            if not record.is_prefill_only:
-                self._pusher.push_rest(self._pusher.plan(record, 0, record.num_cached_tokens))
+            self._pusher.push_rest(self._pusher.plan(record, 0, record.num_cached_tokens))
 
-    def computed(self, record: RoomRecord, stop: int, push: ChunkPush | None) -> None:
+    def scored(self, record: RoomRecord, pieces: Sequence[RoomScores], now_secs: float) -> bool:
+        """Tell its decode node the scores that a forward computed. False: not all are on their way, and the
+        room has failed."""
+        if all(self._tell_peer(record.peer, piece) for piece in pieces):
+            return True
+        error = (
+            f"room {record.room}: logprobs of the prompt could not be sent to decode node "
+            f"{record.peer.node_id}: its connection is gone, or its queue is full"
+        )
+        self.fail(record, 502, error, now_secs)
+        return False
+
+    def computed(self, record: RoomRecord, stop: int, push: ChunkPush) -> None:
         """The forward is through, all layers up to position ``stop`` are in the pool: send those of ``push``
-        that have not left. None: nothing of the room is sent."""
-        record.num_computed_tokens = stop
-        record.num_chunks += 1
-        if push is not None:
-            self._pusher.push_rest(push)
+        that have not left."""
+        record.num_ready_tokens = stop
+        self._pusher.push_rest(push)
 
     def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
         """COMPUTING -> SENDING: the last chunk is computed; the aux record, which is staged, is sent."""
         self._cache_pages(record)
         self.rooms.move(record, RoomState.SENDING, now_secs)
         self._pusher.push_aux(record)
-
-    def answer_alone(self, record: RoomRecord, answer: Tokens, now_secs: float) -> None:
-        """COMPUTING -> DONE: the prompt of a room that is this node's alone is computed."""
-        self._cache_pages(record)
-        record.phases.end(now_secs)
-        self._tell_front(msgspec.structs.replace(answer, phases=record.phases.take()))
-        self._end(record, RoomState.DONE, now_secs)
 
     def _cache_pages(self, record: RoomRecord) -> None:
         """Pages that are cached of another room by now stay its own: writes read them."""
@@ -478,44 +349,27 @@ class RoomLife:
         self.counters["kv_transfer_seconds_total"] += completion.secs
         if record.is_draining:
             if record.num_writes_pending == 0:
-                if record.peer is not None:
-                    self._tell_peer(record.peer, RoomQuiet(record.room, record.batch_failed))
+                self._tell_peer(record.peer, RoomQuiet(record.room, record.batch_failed))
                 self._end(record, RoomState.FAILED, now_secs)
         elif not completion.ok:
             self.counters["kv_transfer_failures_total"] += 1
-            peer, _ = landing_of(record)
-            what = f"sending {completion.tag} to decode node {peer.node_id}"
+            what = f"sending {completion.tag} to decode node {record.peer.node_id}"
             error = f"room {record.room}: {what}: {completion.error}"
             self.fail(record, 502, error, now_secs)
         elif record.state is RoomState.SENDING and record.num_writes_pending == 0:
             self._delivered(record, now_secs)
 
     def _delivered(self, record: RoomRecord, now_secs: float) -> None:
-        peer, bootstrap = landing_of(record)
         record.phases.end(now_secs)
         done = RoomDone(
             record.room,
             record.num_bytes_sent,
             record.num_cached_tokens,
             record.transfer_secs,
-            PrefillTimes(*map(record.phases.secs, ("queue", "prefill", "transfer"))),
+            PrefillTimes(*map(record.phases.secs, PREFILL_PHASES)),
         )
-        record.delivery = Delivery(peer.node_id, bootstrap.attempt, done)
-        self._tell_peer(peer, done)
-        if record.request is not None:
-            self._tell_front(
-                PrefillFinished(
-                    record.request.request_id,
-                    record.num_prompt_tokens,
-                    record.num_cached_tokens,
-                    record.num_bytes_sent,
-                    record.transfer_secs,
-                    bootstrap.num_held_tokens,
-                    record.num_chunks,
-                    Mode.HISPARSE if bootstrap.hisparse else Mode.DENSE,
-                    record.phases.take(),
-                )
-            )
+        record.delivery = Delivery(record.peer.node_id, record.bootstrap.attempt, done)
+        self._tell_peer(record.peer, done)
         self._end(record, RoomState.DONE, now_secs)
 
     # --- ends that are no delivery -------------------------------------------------------------------
@@ -527,29 +381,22 @@ class RoomLife:
         error: str,
         now_secs: float,
         *,
-        tell_front: bool = True,
         tell_peer: bool = True,
         is_abort: bool = False,
-        code: str = "",
     ) -> None:
-        """End a room early and say so to both sides. With writes in flight it drains, then the peer hears.
+        """End a room early and say so. With writes in flight it drains, then the peer hears that, too.
 
-        ``is_abort``: nobody wants it any more, which is no failure. ``code``: see ``RequestFailed``. Nothing
-        happens to a room that drains already.
+        ``is_abort``: nobody wants it any more, which is no failure. Nothing happens to a room that drains
+        already.
         """
         if record.is_draining:
             return
         log.info("room %d failed in %s: %d %s", record.room, record.state.name, status, error)
-        record.end_status, record.end_error, record.was_aborted = status, error, is_abort
+        record.end_status, record.end_error = status, error
         self._pusher.cancel(record)
         is_quiet = record.num_writes_pending == 0
-        if record.request is not None:
-            self._count_end(is_abort)
-        if record.request is not None and tell_front:
-            record.phases.end(now_secs)
-            phases = record.phases.take()
-            self._tell_front(RequestFailed(record.request.request_id, status, error, code, phases))
-        if record.peer is not None and tell_peer:
+        self.counters["aborted_requests_total" if is_abort else "failed_requests_total"] += 1
+        if tell_peer:
             self._tell_peer(
                 record.peer, _room_failed(record.room, status, error, is_quiet, record.batch_failed)
             )
@@ -560,20 +407,11 @@ class RoomLife:
                 self.pools.move(record.holding, Stage.ENDING)
             self.rooms.move(record, RoomState.DRAINING, now_secs)
 
-    def abort_request(self, request_id: str, now_secs: float) -> None:
-        """The front's client is gone. The decode node hears it, for its client may wait still."""
-        record = self.rooms.of_request(request_id)
-        if record is None or record.is_draining:
-            return
-        error = f"room {record.room}: the client of the prefill node closed the request"
-        self.fail(record, CLIENT_CLOSED_REQUEST, error, now_secs, tell_front=False, is_abort=True)
-
     def abort_room(self, peer: Peer, message: AbortRoom, now_secs: float) -> None:
         """The decode node gave a room up: RoomQuiet is the answer, now or when the last write came back."""
         room = Room(message.room)
         record = self.rooms.get(room)
-        is_his = record is not None and (record.peer is None or record.peer.node_id == peer.node_id)
-        if record is None or not is_his:
+        if record is None or record.peer.node_id != peer.node_id:
             ended = self.rooms.ended(room)
             self.dropped["unknown_room" if ended is None else "late"] += 1
             self._tell_peer(peer, RoomQuiet(room, batch_failed=ended is not None and ended.batch_failed))
@@ -581,7 +419,7 @@ class RoomLife:
         if record.is_draining:
             return
         error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
-        self.fail(record, 503, error, now_secs, tell_peer=False, is_abort=True, code=DECODE_NODE_FAILED)
+        self.fail(record, 503, error, now_secs, tell_peer=False, is_abort=True)
         if not record.is_draining:
             self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
 
@@ -590,7 +428,7 @@ class RoomLife:
         records = [record for record in self.rooms if record.peer is peer]
         for record in records:
             reason = f"room {record.room}: decode node {peer.node_id} {error}"
-            self.fail(record, 502, reason, now_secs, code=DECODE_NODE_FAILED)
+            self.fail(record, 502, reason, now_secs)
         return len(records)
 
     def fail_overdue(self, rooms: Sequence[Room], now_secs: float) -> None:
@@ -603,21 +441,18 @@ class RoomLife:
                 error = f"room {room}: a write to the decode node took longer than {limit_secs:g} s"
                 self.fail(record, 504, error, now_secs)
 
-    def fail_unpaired(self, now_secs: float) -> None:
-        """End the rooms whose other half did not come in time, when the decode node has given them up."""
-        timeout_secs = self._room_timeout_secs + self._grace_secs
-        halves = ((RoomState.WAITING_BOOTSTRAP, "decode"), (RoomState.WAITING_REQUEST, "prefill"))
-        for state, missing in halves:
-            waiting = self.rooms.in_state(state)
-            late = takewhile(lambda record: now_secs - record.since_secs > timeout_secs, waiting)
-            for record in list(late):
-                error = (
-                    f"room {record.room}: the request did not reach the {missing} node within "
-                    f"{timeout_secs:g} s (room_timeout_secs {self._room_timeout_secs:g}, and "
-                    f"{self._grace_secs:g} s in which the decode node would have said why); send it through "
-                    "the router, which sends it to both"
-                )
-                self.fail(record, 504, error, now_secs)
+    def fail_expired(self, now_secs: float) -> None:
+        """End the rooms that waited until their deadline, when the decode node has given them up."""
+        queued = self.rooms.in_state(RoomState.QUEUED)
+        late = takewhile(lambda record: record.deadline_secs < now_secs, queued)
+        for record in list(late):
+            timeout_secs = self._room_timeout_secs + self._grace_secs
+            error = (
+                f"room {record.room}: it was not begun within {timeout_secs:g} s (room_timeout_secs "
+                f"{self._room_timeout_secs:g}, and {self._grace_secs:g} s in which the decode node would "
+                "have given it up); this prefill node has too much to do"
+            )
+            self.fail(record, 504, error, now_secs)
 
     def _end(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
         """Give back whatever the room holds; nothing of it may be in flight. The one release path."""
@@ -625,7 +460,6 @@ class RoomLife:
             raise PoolIntegrityError(
                 f"room {record.room} is released with {record.num_writes_pending} writes in flight"
             )
-        record.grammar = None  # nobody else may want it
         if record.prefix is not None:
             self.prefixes.let_go(record.prefix)
         if record.holding is not None:
@@ -646,21 +480,11 @@ class RoomLife:
             }
         )
         self.prefixes.check_integrity(record.prefix for record in self.rooms if record.prefix is not None)
-        for record in self.rooms.in_state(*_WAITING):
+        for record in self.waiting():
             if record.holding is not None or record.prefix is not None or record.num_writes_pending:
                 raise PoolIntegrityError(
                     f"room {record.room} owns pages or writes in state {record.state.name}"
                 )
-
-
-def _told(num_tokens: int, digest: bytes) -> str:
-    return f"{num_tokens} tokens of digest {digest.hex()}"
-
-
-def _is_repeated(peer: Peer, message: Bootstrap, record: RoomRecord) -> bool:
-    """Whether it is the Bootstrap that the room has, over another connection."""
-    is_his = record.peer is not None and record.peer.node_id == peer.node_id
-    return is_his and message.attempt > 0 and message == record.bootstrap
 
 
 def _room_failed(room: Room, status: int, error: str, quiet: bool, batch_failed: bool) -> RoomFailed:

@@ -1,27 +1,23 @@
 """The rooms of the prefill node: owns which rooms exist, their states, and the memory of those that ended.
 
-A room joins two halves that arrive in any order: the front's ``Generate`` and the decode node's
-``Bootstrap``. A request that is this node's alone has no second half. From then on a room moves one way; what
-it owns in a state is written at the state.
+A room begins with the decode node's ``Bootstrap``, which says which KV is wanted and where it is to land.
+From then on it moves one way; what it owns in a state is written at the state.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
 
-from hisparse_pd.base.vocabulary import SamplingParams
-from hisparse_pd.core.grammar.token_trie import Grammar
 from hisparse_pd.core.paging.pools import Holding, PoolKind
 from hisparse_pd.core.paging.prefix_tree import Prefix
 from hisparse_pd.core.paging.prompt_keys import PageKey
-from hisparse_pd.engine.messages import Generate
+from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.protocol.messages import Bootstrap, Room, RoomDone
@@ -33,30 +29,25 @@ MAX_ENDED_ROOMS = 65_536
 class RoomState(Enum):
     """Where a room stands. Only COMPUTING, SENDING and DRAINING own anything but memory of their own."""
 
-    WAITING_BOOTSTRAP = auto()
-    """Has the request; owns nothing. Ends after the room timeout."""
-    WAITING_REQUEST = auto()
-    """Has the landing zone; owns nothing. Ends after the room timeout."""
     QUEUED = auto()
-    """Has both halves and waits for tokens, pages and an aux slot; owns nothing."""
+    """Waits for tokens, pages and an aux slot; owns nothing. Ends at its deadline."""
     COMPUTING = auto()
     """Owns pages for the prompt behind its cached prefix, which it uses, and an aux slot; writes may be in
     flight."""
     SENDING = auto()
     """Computed; owns what it owned in COMPUTING until its last write, the aux record's, is complete."""
     DRAINING = auto()
-    """Ended early, its clients know, but writes are in flight: owns everything until the last one returns."""
+    """Ended early, its decode node knows, but writes are in flight: owns everything until the last one
+    returns."""
     DONE = auto()
-    """Delivered, or answered by this node alone; owns nothing and is remembered."""
+    """Delivered; owns nothing and is remembered."""
     FAILED = auto()
     """Ended without delivery; owns nothing and is remembered."""
 
 
 MOVES: dict[RoomState, frozenset[RoomState]] = {
-    RoomState.WAITING_BOOTSTRAP: frozenset({RoomState.QUEUED, RoomState.FAILED}),
-    RoomState.WAITING_REQUEST: frozenset({RoomState.QUEUED, RoomState.FAILED}),
     RoomState.QUEUED: frozenset({RoomState.COMPUTING, RoomState.FAILED}),
-    RoomState.COMPUTING: frozenset({RoomState.SENDING, RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
+    RoomState.COMPUTING: frozenset({RoomState.SENDING, RoomState.DRAINING, RoomState.FAILED}),
     RoomState.SENDING: frozenset({RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
     RoomState.DRAINING: frozenset({RoomState.FAILED}),
     RoomState.DONE: frozenset(),
@@ -73,31 +64,24 @@ class IllegalRoomMove(Exception):
 class RoomRecord:
     """One room. Its state changes through ``RoomTable.move`` alone."""
 
-    room: Room
-    state: RoomState
+    peer: Peer
+    """The decode node that bootstrapped it."""
+    bootstrap: Bootstrap
     since_secs: float
-    """When it entered the state, on ``time.monotonic()``'s clock."""
-    request: Generate | None = None
-    peer: Peer | None = None
-    """The decode node that bootstrapped it; set together with ``bootstrap``."""
-    bootstrap: Bootstrap | None = None
+    """When it entered its state, on ``time.monotonic()``'s clock."""
     deadline_secs: float = float("inf")
-    """From when on nothing of it is sent any more: the decode node has given it up by then."""
-
-    # The prompt, set when the request is accepted.
-    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    digest: bytes = b""
+    """From when on it is not begun, and nothing of it is sent any more: the decode node has given it up."""
     keys: tuple[PageKey, ...] = ()
-    """Of the whole pages that other prompts may share; empty when the prefix cache is off. None has resumed
-    tokens: in a prompt of which they are not the output so far, the same tokens get other bits on a GPU."""
-    grammar: Future[Grammar] | None = None
-    """What its first token has to begin, compiled or about to be; None where that is anything, and
-    until it is asked for: when the room could be admitted. At the room's end it is let go."""
-    grammar_asked_secs: float = 0.0
+    """The keys of the whole pages that other prompts may share; empty when the prefix cache is off. No page
+    with a position from ``first_stepped`` on has one: in a prompt that resumes nothing, the same tokens get
+    other bits there on a GPU."""
+    state: RoomState = RoomState.QUEUED
+    token_ids: npt.NDArray[np.int32] = field(init=False)
+    """All of the prompt, the one that is not computed here too: the bootstrap's bytes, not a copy."""
 
     # What it owns from COMPUTING on.
     page_ids: list[int] = field(default_factory=list)
-    """All pages of the prompt in position order, those of its cached prefix included."""
+    """All pages of the computed positions in order, those of its cached prefix included."""
     holding: Holding | None = None
     """What is its alone: pages, and its slot in this node's aux staging memory."""
     prefix: Prefix | None = None
@@ -105,9 +89,8 @@ class RoomRecord:
 
     # Progress.
     num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_chunks: int = 0
-    """Forwards that computed a part of it."""
+    num_ready_tokens: int = 0
+    """Leading positions whose KV is in the pool, computed or cached."""
     num_writes_pending: int = 0
     """Batches submitted whose completion has not come."""
     num_bytes_sent: int = 0
@@ -118,14 +101,16 @@ class RoomRecord:
     end_status: int = 400
     """The HTTP status, and below the error, that answer messages about the room once it has ended."""
     end_error: str = "this room was served before; choose a new one"
-    was_aborted: bool = False
-    """It ended because somebody did not want it any more."""
     delivery: Delivery | None = None
     phases: PhaseLog = field(init=False)
-    """From the request's arrival on."""
 
     def __post_init__(self) -> None:
+        self.token_ids = unpack_token_ids(self.bootstrap.prompt)
         self.phases = PhaseLog(PREFILL_PHASES, self.since_secs)
+
+    @property
+    def room(self) -> Room:
+        return Room(self.bootstrap.room)
 
     @property
     def own_page_ids(self) -> list[int]:
@@ -142,25 +127,27 @@ class RoomRecord:
         return None if self.holding is None else self.holding.only_slot(PoolKind.AUX)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.token_ids)
+    def num_computed_tokens(self) -> int:
+        """Leading positions that this node makes KV of, or has it cached: its length everywhere here."""
+        return self.bootstrap.num_computed_tokens
 
     @property
-    def sampling(self) -> SamplingParams:
-        """Its request's. Raises ValueError while there is none: in WAITING_REQUEST."""
-        if self.request is None:
-            raise ValueError(f"room {self.room} has no request to sample for")
-        return self.request.sampling
+    def first_stepped(self) -> int:
+        """The position from which on rows have the roundings of decode steps; without resumed tokens it is
+        behind the last one that is computed."""
+        return first_stepped(self.bootstrap)
 
     @property
-    def first_resumed(self) -> int:
-        """The position from which on the prompt is the output so far of a request that goes on here."""
-        return self.num_prompt_tokens - self.sampling.num_resumed_tokens
+    def first_needed(self) -> int:
+        """The position from which on all are computed, even where they are cached: the last one selects the
+        hint, and a row from that before the first wanted score on says how likely the next token is."""
+        last = self.num_computed_tokens - 1
+        scores = self.bootstrap.scores
+        return last if scores is None else min(last, scores.first - 1)
 
-    @property
-    def is_prefill_only(self) -> bool:
-        """No decode node takes part: nothing is sent."""
-        return self.request is not None and self.request.is_prefill_only
+
+def first_stepped(bootstrap: Bootstrap) -> int:
+    return bootstrap.num_computed_tokens - bootstrap.num_resumed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,60 +170,49 @@ class EndedRoom:
     status: int
     error: str
     batch_failed: bool
-    was_aborted: bool = False
     delivery: Delivery | None = None
-    """Of a room that is DONE."""
+    """What was told of a room that is DONE."""
 
 
 class RoomTable:
-    """All live rooms by id, by request and by state, each state in order of entry."""
+    """All live rooms by id and by state, each state in order of entry."""
 
     def __init__(self, max_ended_rooms: int = MAX_ENDED_ROOMS) -> None:
         self._live: dict[Room, RoomRecord] = {}
-        self._by_request: dict[str, RoomRecord] = {}
         self._by_state: dict[RoomState, dict[Room, RoomRecord]] = {state: {} for state in RoomState}
         self._ended: OrderedDict[Room, EndedRoom] = OrderedDict()
         self._max_ended_rooms = max_ended_rooms
+        self.num_queued_tokens = 0
+        """Tokens of the prompts of all QUEUED rooms."""
 
-    def open(self, room: Room, state: RoomState, now_secs: float) -> RoomRecord:
-        """A new room with one half, in one of the two waiting states. It must be neither live nor ended."""
+    def open(self, record: RoomRecord) -> None:
+        """Take a new room in, which is QUEUED. It must be neither live nor ended."""
+        room = record.room
         if room in self._live or room in self._ended:
-            raise IllegalRoomMove(f"room {room} is opened in {state.name} but exists already")
-        if state not in (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST):
-            raise IllegalRoomMove(f"room {room} cannot start in {state.name}")
-        record = RoomRecord(room, state, now_secs)
+            raise IllegalRoomMove(f"room {room} is opened but exists already")
+        if record.state is not RoomState.QUEUED:
+            raise IllegalRoomMove(f"room {room} cannot start in {record.state.name}")
         self._live[room] = record
-        self._by_state[state][room] = record
-        return record
-
-    def set_request(self, record: RoomRecord, request: Generate, now_secs: float) -> None:
-        """Give the room its request, by whose id it can be found from now on."""
-        record.request = request
-        record.phases = PhaseLog(PREFILL_PHASES, now_secs)
-        self._by_request[request.request_id] = record
+        self._by_state[RoomState.QUEUED][room] = record
+        self.num_queued_tokens += len(record.token_ids)
 
     def move(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """Change its state, which ends a phase of the request. In DONE and FAILED the room is no longer live,
-        but remembered. Raises IllegalRoomMove."""
+        """Change its state, which ends a phase. In DONE and FAILED the room is no longer live, but
+        remembered. Raises IllegalRoomMove."""
         if state not in MOVES[record.state]:
             raise IllegalRoomMove(f"room {record.room} cannot move from {record.state.name} to {state.name}")
         del self._by_state[record.state][record.room]
+        if record.state is RoomState.QUEUED:
+            self.num_queued_tokens -= len(record.token_ids)
         record.state, record.since_secs = state, now_secs
         if state not in ENDED:
             self._by_state[state][record.room] = record
             record.phases.end(now_secs)
             return
         del self._live[record.room]
-        if record.request is not None:
-            self._by_request.pop(record.request.request_id, None)
-        status, error, batch_failed = record.end_status, record.end_error, record.batch_failed
-        ended = EndedRoom(status, error, batch_failed, record.was_aborted, record.delivery)
-        self.remember(record.room, ended)
-
-    def remember(self, room: Room, ended: EndedRoom) -> None:
-        """Keep what became of a room that is not live, also of one that was refused before it could open."""
-        self._ended[room] = ended
-        self._ended.move_to_end(room)
+        self._ended[record.room] = EndedRoom(
+            record.end_status, record.end_error, record.batch_failed, record.delivery
+        )
         while len(self._ended) > self._max_ended_rooms:
             self._ended.popitem(last=False)
 
@@ -251,10 +227,6 @@ class RoomTable:
     def ended(self, room: Room) -> EndedRoom | None:
         """What is remembered of a room that ended, or None."""
         return self._ended.get(room)
-
-    def of_request(self, request_id: str) -> RoomRecord | None:
-        """The live room of a request, or None."""
-        return self._by_request.get(request_id)
 
     def in_state(self, *states: RoomState) -> Iterator[RoomRecord]:
         """Live rooms, state by state, each in order of entry. Take a list before changing them."""

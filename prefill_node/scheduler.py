@@ -45,20 +45,22 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A room that holds its pages; positions from ``num_computed_tokens`` on are still to compute."""
+    """A room that holds its pages for ``num_tokens`` positions; those from ``num_ready_tokens`` on are still
+    to compute."""
 
     room: Room
-    num_prompt_tokens: int
-    num_computed_tokens: int
+    num_tokens: int
+    num_ready_tokens: int
     keys: tuple[PageKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A room that holds nothing. ``keys`` are those that may be cached."""
+    """A room that holds nothing, with ``num_tokens`` positions to compute, of which the first are cached.
+    ``keys`` are those that may be cached."""
 
     room: Room
-    num_prompt_tokens: int
+    num_tokens: int
     keys: tuple[PageKey, ...]
     num_cached_pages: int
     num_unused_pages: int
@@ -67,7 +69,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions ``[start, stop)`` of a room's prompt. ``admits``: its first; pages are to be reserved."""
+    """Positions ``[start, stop)`` of a room. ``admits``: its first; pages are to be reserved."""
 
     room: Room
     start: int
@@ -75,15 +77,16 @@ class Chunk:
     admits: bool
 
 
-def why_never(num_prompt_tokens: int, limits: StepLimits) -> str | None:
-    """Why a prompt can never be computed here, or None when the empty pool would hold it."""
-    num_pages = limits.pages_for(num_prompt_tokens)
+def why_never(num_tokens: int, limits: StepLimits) -> str | None:
+    """Why so many tokens of a prompt can never be computed here, or None when the empty pool would hold
+    them."""
+    num_pages = limits.pages_for(num_tokens)
     if num_pages <= limits.num_pages:
         return None
     return (
-        f"prompt of {num_prompt_tokens} tokens needs {num_pages} pages of {limits.page_size} token slots, "
+        f"the {num_tokens} tokens to compute need {num_pages} pages of {limits.page_size} token slots, "
         f"the KV pool has {limits.num_pages} ({limits.num_pages * limits.page_size} tokens); "
-        "shorten it or raise kv_pool_tokens"
+        "shorten the prompt or raise kv_pool_tokens"
     )
 
 
@@ -106,7 +109,7 @@ def plan_step(
     for room in running:
         num_running += 1
         leaders.add(room.keys)
-        forward.add(room.room, room.num_computed_tokens, room.num_prompt_tokens, admits=False)
+        forward.add(room.room, room.num_ready_tokens, room.num_tokens, admits=False)
     candidates = islice(waiting, MAX_LOOKED_AT)
     while not forward.is_full and num_running < limits.max_requests and num_aux_slots > 0:
         if (candidate := next(candidates, None)) is None:
@@ -115,13 +118,13 @@ def plan_step(
             # What is behind it in the queue and shares more with it waits as well.
             leaders.add(candidate.keys)
             continue
-        num_new_pages = limits.pages_for(candidate.num_prompt_tokens) - candidate.num_cached_pages
+        num_new_pages = limits.pages_for(candidate.num_tokens) - candidate.num_cached_pages
         num_pages = num_new_pages + candidate.num_unused_pages
         if num_pages > num_available_pages:
             break
         num_available_pages -= num_pages
         start = candidate.num_cached_pages * limits.page_size
-        if forward.add(candidate.room, start, candidate.num_prompt_tokens, admits=True):
+        if forward.add(candidate.room, start, candidate.num_tokens, admits=True):
             leaders.add(candidate.keys)
             num_running += 1
             num_aux_slots -= 1

@@ -1,28 +1,28 @@
-"""The prefill node's front: HTTP on one port, the bootstrap endpoint on another.
+"""The prefill node's front: status and administration on one port, the bootstrap endpoint on another.
 
-A request is answered once all its rooms have been delivered to the decode node, which is what a router waits
-for, and the client's answer comes from the decode node. A request that needs none has its answer from here:
-one for no token, or for logprobs of the prompt's own, which this node alone knows.
+Requests are the decode node's. Routers that send each one to both nodes get an empty answer from here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import assert_never
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.base.seldom import Seldom
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.settings import MAX_BODY_BYTES, PrefillSettings
 from hisparse_pd.base.vocabulary import RankPlace
-from hisparse_pd.engine.messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
+from hisparse_pd.engine.messages import EngineReady
 from hisparse_pd.protocol.bootstrap import (
     BOOTSTRAP_PATH,
     CODE_HEADER,
@@ -33,23 +33,21 @@ from hisparse_pd.protocol.bootstrap import (
     RankInfo,
 )
 from hisparse_pd.protocol.messages import PROTOCOL_VERSION, Geometry
-from hisparse_pd.serving.api.answering import streamed, whole_body
-from hisparse_pd.serving.api.answers import shown_lists
-from hisparse_pd.serving.api.app import Front, Work, create_app
 from hisparse_pd.serving.api.bodies import Endpoint
-from hisparse_pd.serving.api.frame import SSE_DONE, Answer, sse
 from hisparse_pd.serving.api.models import json_response
 from hisparse_pd.serving.api.node import run_front
-from hisparse_pd.serving.api.output import Delta, SampleOutput
-from hisparse_pd.serving.api.prompt_scores import PromptLists, Scores, with_lists, write_lists
-from hisparse_pd.serving.api.quarantine_routes import quarantine_routes
-from hisparse_pd.serving.api.requests import grouped
-from hisparse_pd.serving.api.schemas import ApiRequest
-from hisparse_pd.serving.http.engine_link import by_room
-from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, RequestFailedError
-from hisparse_pd.serving.http.off_loop import off_loop
+from hisparse_pd.serving.api.node_app import NodeFront, create_node_app, model_info
+from hisparse_pd.serving.http.engine_link import rooms_at_work
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, NodeUnavailable
 
 log = logging.getLogger(__name__)
+
+_BODY_SECS = 10.0
+"""For a body to come that nobody reads."""
+
+_NOTHING: Final[dict[str, Any]] = {"meta_info": {"input_token_logprobs": []}}
+"""The answer to every request. SGLang's ``mini_lb`` puts this list before that of the decode node, which has
+all logprobs of the prompt."""
 
 _geometry_decoder = msgspec.msgpack.Decoder(Geometry)
 
@@ -60,16 +58,17 @@ def run(settings: PrefillSettings) -> int:
         settings,
         role="prefill",
         engine=_run_engine,
-        choose_rank=by_room,
-        holds_output=False,
+        num_at_work=rooms_at_work,
         ports=(settings.port, settings.bootstrap_port),
-        apps=_apps,
+        apps=apps,
     )
 
 
-def _apps(front: Front) -> tuple[Starlette, ...]:
+@contextmanager
+def apps(front: NodeFront) -> Iterator[tuple[Starlette, ...]]:
+    """What is served on each of the node's ports."""
     assert isinstance(front.settings, PrefillSettings)
-    return create_prefill_app(front), create_bootstrap_app(front.settings, front)
+    yield create_prefill_app(front), create_bootstrap_app(front.settings, front)
 
 
 def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
@@ -79,18 +78,52 @@ def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: Rank
     run_engine(settings, endpoints, place)
 
 
-def create_prefill_app(front: Front) -> Starlette:
-    async def prefill(work: Work) -> Answer:
-        if work.request.is_prefill_only:
-            return await _answer_alone(front, work)
-        return await _prefill(front, work)
+def create_prefill_app(front: NodeFront) -> Starlette:
+    async def describe_model(request: Request) -> Response:
+        return json_response(model_info(front))
 
-    app = create_app(front, prefill)
-    app.router.routes += quarantine_routes(front.link)
-    return app
+    return create_node_app(
+        front,
+        {endpoint: partial(_leave_to_decode_node, front, endpoint) for endpoint in Endpoint},
+        {"/model_info": describe_model, "/get_model_info": describe_model},
+    )
 
 
-def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
+async def _leave_to_decode_node(front: NodeFront, endpoint: Endpoint, request: Request) -> Response:
+    """The empty answer to a request; 503 unless the node serves, for its router to choose another one.
+
+    The body is dropped as it comes, so that the connection can go on. One that is too large or too slow ends
+    the connection.
+    """
+    try:
+        async with asyncio.timeout(_BODY_SECS):
+            is_whole = await _drop_body(request)
+    except TimeoutError:
+        is_whole = False
+    except ClientDisconnect:
+        is_whole = False  # nobody reads the answer
+    try:
+        front.link.require_serving()
+        response = json_response(_NOTHING)
+    except NodeUnavailable as error:
+        response = error.response(shape=ErrorShape.of_path(endpoint))
+    if not is_whole:
+        response.headers["connection"] = "close"
+    front.metrics.count_request(endpoint, response.status_code)
+    return response
+
+
+async def _drop_body(request: Request) -> bool:
+    """Whether all of the body has come, and it was no larger than bodies may be."""
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > MAX_BODY_BYTES:
+            return False
+    return True
+
+
+def create_bootstrap_app(settings: PrefillSettings, front: NodeFront) -> Starlette:
     """The read-only discovery endpoint, for whom ``BootstrapGate`` lets in; 503 unless the engine is alive.
 
     Decode nodes take its answer for a sign of life while the engine is too busy to answer heartbeats.
@@ -140,120 +173,3 @@ def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> B
         curve=settings.control_key_file is not None,
         ranks=tuple(ranks) if len(ranks) > 1 else (),
     )
-
-
-async def _answer_alone(front: Front, work: Work) -> Answer:
-    """The answer to a request that is this node's alone. Raises RequestFailedError."""
-    scores = _noted_scores(work)
-
-    def tokens(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
-        return _tokens(front, work, outputs, scores)
-
-    if work.request.stream:
-        return await Answer.stream(streamed(front, work, tokens))
-    body = await whole_body(front, work, tokens)
-    if scores:
-        written = await write_lists(work, scores, front.codec.token_bytes)
-        body = await off_loop(with_lists, work, body, written)
-    return Answer(body)
-
-
-async def _tokens(
-    front: Front, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
-) -> AsyncGenerator[Delta, None]:
-    """Each sample's output, which comes at once. ``scores`` are filled on the way."""
-    by_request_id = {output.sample.generate.request_id: output for output in outputs}
-    async with aclosing(_events(front, work, scores)) as events:
-        async for event in events:
-            if not isinstance(event, Tokens):
-                raise RequestFailedError(500, "the prefill engine sent a room away that is its own")
-            output = by_request_id[event.request_id]
-            delta = output.feed(event)
-            if delta.finish is not None:
-                work.timeline.finished(output.index, len(output.token_ids), delta.finish.reason)
-            yield delta
-    front.metrics.time_to_first_token.observe(work.timeline.first_token())
-
-
-async def _prefill(front: Front, work: Work) -> Answer:
-    """Wait until every room is delivered. Raises RequestFailedError for the first that is not."""
-    scores = _noted_scores(work)
-    finished: dict[str, PrefillFinished] = {}
-    async with aclosing(_events(front, work, scores)) as events:
-        async for event in events:
-            if isinstance(event, PrefillFinished):
-                finished[event.request_id] = event
-    front.metrics.time_to_first_token.observe(work.timeline.first_token())
-    written = await write_lists(work, scores, front.codec.token_bytes)
-    report = _report(front, work, finished, written)
-    if work.request.stream:
-        return Answer.events(sse(report) + SSE_DONE)
-    return Answer.json(report)
-
-
-async def _events(
-    front: Front, work: Work, scores: dict[int, Scores]
-) -> AsyncGenerator[PrefillFinished | Tokens, None]:
-    """The last event of each sample. Raises RequestFailedError for the first that fails."""
-    index_of = {sample.generate.request_id: index for index, sample in enumerate(work.samples)}
-    num_live = sum(not sample.resumed.is_over for sample in work.samples)
-    with front.link.open(grouped(work.samples, with_prompts=True)) as group:
-        work.timeline.sent(group.ranks)
-        while num_live:
-            event = await group.next_event()
-            match event:
-                case PromptScores():
-                    of_prompt = scores[work.samples[index_of[event.request_id]].prompt_index]
-                    of_prompt.num_top = event.num_top
-                    of_prompt.rows.append(event.rows)
-                case PrefillFinished() | Tokens():
-                    told = event if isinstance(event, PrefillFinished) else event.stats
-                    work.timeline.note(index_of[event.request_id], event.phases, told)
-                    num_live -= 1
-                    yield event
-                case RequestFailed():
-                    work.timeline.failed(index_of[event.request_id], event.phases, event.error)
-                    raise RequestFailedError(event.status, event.error, code=event.code or None)
-                case _:
-                    assert_never(event)
-
-
-def _noted_scores(work: Work) -> dict[int, Scores]:
-    """A place for those of each prompt; none where nobody asks for them."""
-    return {sample.prompt_index: Scores() for sample in work.samples if sample.wanted_scores is not None}
-
-
-def _report(
-    front: Front, work: Work, finished: Mapping[str, PrefillFinished], written: dict[int, PromptLists]
-) -> object:
-    """What happened here: for the operator, the client never sees it.
-
-    Public routers merge ``meta_info.input_token_logprobs`` of both nodes and look for it in this shape.
-    """
-    entries = [
-        {
-            "text": "",
-            "output_ids": [],
-            "meta_info": {
-                "id": _request_id(work.request, sample.prompt_index, event.request_id),
-                "prompt_tokens": sample.generate.num_prompt_tokens,
-                "completion_tokens": 0,
-                "cached_tokens": event.num_cached_tokens,
-                "transfer_bytes": event.transfer_bytes,
-                "transfer_secs": event.transfer_secs,
-                "input_token_logprobs": [],
-                **(shown_lists(written[sample.prompt_index].meta_info) if written else {}),
-            },
-        }
-        for sample in work.samples
-        if (event := finished.get(sample.generate.request_id)) is not None
-    ]
-    if work.request.endpoint is Endpoint.GENERATE and len(entries) == 1 and not work.request.is_batch:
-        return entries[0]
-    if work.request.endpoint is Endpoint.GENERATE and not work.request.stream:
-        return entries
-    return {"object": "prefill", "model": front.settings.model_name, "choices": [], "prefill": entries}
-
-
-def _request_id(request: ApiRequest, prompt_index: int, request_id: str) -> str:
-    return request.request_ids[prompt_index] if request.request_ids else request_id

@@ -30,13 +30,12 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     token_ids: Tensor
     kv: PagedKv
-    logits: Tensor
-    """float32 [MOST_REQUESTS, vocab_size], behind each request's last row."""
     hidden: Tensor
 
 
 class ShortForwards:
-    """``DsaModel.forward_with_hidden`` of what fits into a graph; of nothing before ``capture``."""
+    """The hidden states of ``DsaModel.forward_with_hidden`` for what fits into a graph; for nothing before
+    ``capture``."""
 
     def __init__(
         self, model: DsaModel, memory: PrefillMemory, page_size: int, kernels: AttentionKernels
@@ -58,17 +57,17 @@ class ShortForwards:
             with torch.cuda.stream(stream):
                 self._forward(token_ids, kv)  # for what is allocated or compiled for these shapes
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits, hidden = self._forward(token_ids, kv)
+                hidden = self._forward(token_ids, kv)
             pool = graph.pool()
-            captured[size] = _Captured(graph, token_ids, kv, logits, hidden)
+            captured[size] = _Captured(graph, token_ids, kv, hidden)
         self._captured = dict(sorted(captured.items()))
         sizes = list(self._captured)
         log.info("captured CUDA graphs of %s tokens in %.1f s", sizes, time.monotonic() - started)
 
     @torch.inference_mode()
-    def run(self, token_ids: Tensor, kv: PagedKv) -> tuple[Tensor, Tensor] | None:
-        """What ``DsaModel.forward_with_hidden`` returns of ``kv.last_rows``, until the next call; ``kv`` gets
-        the hints. None: there are too many tokens or requests for any graph, or resumed tokens among them.
+    def run(self, token_ids: Tensor, kv: PagedKv) -> Tensor | None:
+        """The hidden states, [num_tokens, hidden_size], until the next call; ``kv`` gets the hints. None:
+        there are too many tokens or requests for any graph, or resumed tokens among them.
 
         Whom ``kv`` tells of each layer that is written, the caller has to tell of all.
         """
@@ -81,10 +80,10 @@ class ShortForwards:
         captured.kv.rows.hold(kv.rows, self._memory.scratch_slot)
         captured.graph.replay()
         kv.hints.copy_(captured.kv.hints[:num_requests])
-        return captured.logits[:num_requests], captured.hidden[:num_tokens]
+        return captured.hidden[:num_tokens]
 
-    def _forward(self, token_ids: Tensor, kv: PagedKv) -> tuple[Tensor, Tensor]:
-        return self._model.forward_with_hidden(token_ids, kv.positions, kv, kv.last_rows)
+    def _forward(self, token_ids: Tensor, kv: PagedKv) -> Tensor:
+        return self._model.forward_with_hidden(token_ids, kv.positions, kv, kv.last_rows[:0])[1]
 
     def _padding(self, size: int) -> tuple[Tensor, PagedKv]:
         memory, spec = self._memory, self._model.spec

@@ -14,8 +14,6 @@ GRAPH_TOKENS = (1024, 256, 64, 16)
 """Of the forwards that are captured, which keep the activations of the first of them."""
 MAX_INDEXER_BYTES = 1 << 30
 """For the scores of the indexer, which come in blocks of queries where they would be more."""
-LOGIT_COPIES = 6
-"""Float32 rows of the vocabulary that sampling holds for a request at a time, counts of tokens with them."""
 
 
 def size_kv_pool(settings: PrefillSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
@@ -34,17 +32,16 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
         + spec.num_index_groups * spec.index_item_bytes
         + spec.row_check_bytes,
         page_size=settings.page_size,
-        remedy="lower --chunked-prefill-size or --max-running-requests (reserve), or free GPU memory",
+        remedy="lower --chunked-prefill-size (reserve), or free GPU memory",
     )
 
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     """For what the forward of one chunk computes with: a fixed part, its tokens and those of the largest
-    graph, indexer scores, logits."""
+    graph, indexer scores. Prompts' scores are computed when the layers' activations are gone."""
     num_tokens = settings.chunked_prefill_size
     return (
         BASE_RESERVE_BYTES
         + (num_tokens + min(num_tokens, GRAPH_TOKENS[0])) * TOKEN_RESERVE_BYTES
         + min(MAX_INDEXER_BYTES, 2 * 4 * num_tokens * spec.context_length)
-        + settings.max_running_requests * 4 * LOGIT_COPIES * spec.vocab_size
     )

@@ -32,14 +32,19 @@ from msgspec.msgpack import Encoder
 
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.protocol.lane import LaneOffer
+from hisparse_pd.protocol.prompt_scores import MAX_LOGPROBS, MAX_ROWS_BYTES, WantedScores
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
-DIGEST_BYTES = 16
-"""Of a prompt's token ids and isolation key."""
+ROOT_BYTES = 16
+"""Length of the key of a request's isolation, behind which the keys of its pages come."""
 
-MAX_MESSAGE_BYTES = 4 << 20
-"""Largest control message, in bytes: about 200,000 extents."""
+TOKEN_BYTES = 4
+MAX_PROMPT_TOKENS = 1 << 20
+"""Token ids in one Bootstrap at most."""
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Largest control message, in bytes: the longest prompt, and about 200,000 extents."""
 
 MAX_EXTENTS = 200_000
 
@@ -91,7 +96,6 @@ Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
 class Geometry(Struct, frozen=True, array_like=True):
     """What both nodes must agree on. ``page_size`` alone may differ, and then only for hisparse rooms.
 
-    ``sampling_defaults``: as SamplingDefaults writes them. The prefill node draws an answer's first token.
     ``num_layers``: of the model, those that have KV; some may attend to an earlier one's.
     ``num_draft_layers``: layers behind them, each with an indexer, whose KV a decode node takes and
     a prefill node computes; one that takes none gets none. ``index_rotation``: by what indexer keys were
@@ -108,7 +112,6 @@ class Geometry(Struct, frozen=True, array_like=True):
     index_item_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
     index_topk: Annotated[int, Meta(ge=1, le=1 << 20)]
     page_size: Annotated[int, Meta(ge=1, le=1 << 16)]
-    sampling_defaults: Name = ""
     num_draft_layers: Annotated[int, Meta(ge=0, le=1)] = 0
     index_rotation: Name = ""
     has_row_checks: bool = False
@@ -180,29 +183,45 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
-    """Where the KV of one room is to land. ``hisparse`` stands last, and defaults to dense.
+    """The KV that a room lacks, and where it is to land. ``hisparse`` stands last, and defaults to dense.
 
-    ``prompt_digest``: of the token ids that the decode node has encoded, and of the request's isolation key.
-    A prefill node that has another one fails the room: its KV would be held as that of these tokens.
+    The prefill node computes all tokens of the prompt but the last one, which is the decode node's first
+    step, and writes the KV of those behind the ``num_held_tokens`` that the decode node has.
+
+    ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
+    ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last;
+    row checks go to the same slots of ``ROW_CHECKS``. Both kinds are of the positions from
+    ``num_held_tokens`` to the one before the prompt's last token.
+    ``prompt``: the ids of all tokens, int32, little-endian. ``root``: the key of the request's isolation,
+    behind which the keys of its pages come: KV is shared between prompts with the same one.
     ``attempt``: a number that the decode node gives no other landing zone, nor this one once it has given it
     up. A Bootstrap that comes again with it was repeated over a new connection, and is answered with what
     became of the room; 0: from a node that does not say.
-    ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
-    ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last;
-    row checks go to the same slots of ``ROW_CHECKS``.
-    ``num_held_tokens``: leading tokens of the prompt whose KV and indexer keys the decode node has. Both
-    kinds of extents begin behind them.
+    ``num_resumed_tokens``: the end of the prompt that is the output so far of a stream that goes on here. It
+    and the token before it are computed with the roundings of decode steps.
+    ``scores``: the logprobs of the prompt's own tokens that are wanted; None: none.
     """
 
     room: RoomField
-    num_prompt_tokens: Annotated[int, Meta(ge=1, lt=2**32)]
     kv_extents: Extents
     index_extents: Extents
     aux_slot: Count
-    prompt_digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    prompt: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=MAX_PROMPT_TOKENS * TOKEN_BYTES)]
+    root: Annotated[bytes, Meta(min_length=ROOT_BYTES, max_length=ROOT_BYTES)]
     attempt: Count = 0
     num_held_tokens: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    num_resumed_tokens: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    scores: WantedScores | None = None
     hisparse: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The positions that the prefill node computes, or has cached: all but the last."""
+        return self.num_prompt_tokens - 1
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
@@ -258,6 +277,8 @@ class PrefillTimes(Struct, frozen=True, array_like=True):
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     """All bytes of the room, the aux record included, are in the decode node's memory.
 
+    ``num_cached_tokens``: leading tokens of the prompt whose KV the prefill node had.
+
     ``transfer_secs``: what the transport spent on it, most of it while the prompt was computed.
     ``times``: None from a node that does not say.
     """
@@ -290,7 +311,20 @@ class RoomQuiet(Struct, frozen=True, array_like=True, tag=6):
     batch_failed: bool
 
 
-ToDecode = Registered | Refused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet
+class RoomScores(Struct, frozen=True, array_like=True, tag=7):
+    """Logprobs of prompt tokens from position ``first`` on, before the room's RoomDone and in order.
+
+    ``rows``: one of ``prompt_scores.score_dtype(num_top)`` a position. A message that was lost with its
+    connection does not come again: the decode node sees at RoomDone that rows are missing.
+    """
+
+    room: RoomField
+    first: Annotated[int, Meta(ge=1, lt=2**32)]
+    num_top: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    rows: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
+
+
+ToDecode = Registered | Refused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet | RoomScores
 
 encoder = Encoder()
 to_prefill_decoder: TypedDecoder[ToPrefill] = TypedDecoder(ToPrefill)

@@ -11,15 +11,13 @@ from typing import Protocol
 
 import zmq
 
-from hisparse_pd.protocol.messages import MAX_MESSAGE_BYTES
-
 SEND_HWM = 10_000
 """Messages that ZMQ keeps for a peer that is slow to take them."""
 BURST_MESSAGES = 256
-_BURST_BYTES = MAX_MESSAGE_BYTES
+_BURST_BYTES = 4 << 20
 """What a channel takes in between two turns of its owner's loop, in messages and in bytes; the rest waits.
 
-One message more than the bytes may come. 256 samples take an engine 2 ms, 4 MiB of extents 10.
+One message more than the bytes may come. 256 samples take an engine 2 ms, 4 MiB of extents 10 ms.
 """
 
 

@@ -14,7 +14,6 @@ from types import MappingProxyType
 import msgspec
 from msgspec import Raw
 
-from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.nodes import draw_room
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.raw_json import check_text, first_chars, not_json, split_list
@@ -49,12 +48,10 @@ _LARGE_DECODER = msgspec.json.Decoder(
 )
 
 _OWN_FIELDS = (
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "prefill_only"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
     *("journal", "journal_records"),
 )
-"""What the router tells the nodes; a client's are replaced."""
-
-_MAX_SHOWN_BYTES = 80
+"""Fields by which the router tells the decode node something; a client's are replaced."""
 
 _WITH_LISTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 """Whose prompts may be lists of prompts."""
@@ -65,7 +62,7 @@ class RequestBody:
     """``num_prompts`` is None for a single prompt and the length of a list of prompts otherwise.
 
     With a list the bootstrap fields become lists of that length. The samples of ``n`` > 1 share the
-    prompt's room; the nodes derive theirs from it.
+    prompt's room; the decode node derives theirs from it.
     """
 
     fields: dict[str, Raw]
@@ -73,8 +70,6 @@ class RequestBody:
     prompt: memoryview
     """The values of the fields that have the prompt, as JSON, behind those that set its KV apart; empty
     without any."""
-    is_prefill_only: bool = False
-    """The prefill node can answer alone: it computes the prompt, and draws the first token."""
 
     @property
     def is_streamed(self) -> bool:
@@ -86,8 +81,7 @@ class RequestBody:
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
-        """Raises ApiError 400 for anything that is not a JSON object in UTF-8, and for logprobs of the prompt
-        beside more tokens than the prefill node draws."""
+        """Raises ApiError 400 for anything that is not a JSON object in UTF-8."""
         check_text(content)
         try:
             if len(content) > MAX_OTHER_BYTES:
@@ -108,7 +102,7 @@ class RequestBody:
             num_prompts = _count_prompts(fields, endpoint)
         except msgspec.MsgspecError as error:
             raise ApiError(400, f"the prompts are not valid JSON: {error}") from error
-        return cls(fields, num_prompts, prompt, _is_prefill_only(fields, endpoint))
+        return cls(fields, num_prompts, prompt)
 
     def with_bootstrap(
         self,
@@ -117,10 +111,10 @@ class RequestBody:
         first_room: int,
         journal: Mapping[str, object] = MappingProxyType({}),
     ) -> bytes:
-        """The body for the nodes, as JSON. The router's fields in the client's body are replaced.
+        """The body for the decode node, as JSON, which names the prefill node and the prompts' rooms.
 
-        ``journal``: those that a journal adds. The prompts of a list after the first one get random rooms,
-        and so spread over a node's ranks.
+        The router's fields in the client's body are replaced. ``journal``: those that a journal adds. The
+        prompts of a list after the first one get random rooms, and so spread over the prefill node's ranks.
         """
         host: object = bootstrap_host
         port: object = bootstrap_port
@@ -131,8 +125,6 @@ class RequestBody:
             room = [first_room, *(draw_room() for _ in range(self.num_prompts - 1))]
         theirs = {name: value for name, value in self.fields.items() if name not in _OWN_FIELDS}
         ours = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room, **journal}
-        if self.is_prefill_only:
-            ours["prefill_only"] = True
         return msgspec.json.encode(theirs | ours)
 
 
@@ -153,77 +145,12 @@ def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
         return None
     for name in _PROMPT_FIELDS[endpoint]:
         if name not in fields or first_chars(fields[name]) not in ((b"[", b'"'), (b"[", b"[")):
-            continue  # a string, one list of token ids, or something that the nodes will refuse
+            continue  # a string, one list of token ids, or something that the node will refuse
         prompts = split_list(fields[name], MAX_PROMPTS)
         if prompts is None:
             raise ApiError(400, f"{name}: must have at most {MAX_PROMPTS} prompts; split the request")
         return len(prompts)
     return None
-
-
-# --- whose the answer is: what a node would refuse is for the node to refuse ----------------------------
-
-
-class _Limit(msgspec.Struct):
-    max_new_tokens: int | None = None
-
-
-_limit_decoder: TypedDecoder[_Limit] = TypedDecoder.json(_Limit)
-
-
-def _is_prefill_only(fields: dict[str, Raw], endpoint: Endpoint) -> bool:
-    """Whether the prefill node answers alone. It alone has the prompt's logprobs: asked for beside more than
-    its own token, they are a ApiError 400."""
-    limit = "max_tokens"
-    if endpoint is Endpoint.GENERATE:
-        limit = "sampling_params.max_new_tokens"
-    elif _says(fields, "max_completion_tokens"):
-        limit = "max_completion_tokens"
-    most_tokens = _most_tokens(fields, endpoint, limit)
-    if most_tokens == 0 or not (field := _asking_for_scores(fields, endpoint)):
-        return most_tokens == 0
-    if most_tokens == 1:
-        return True
-    name = limit.partition(".")[0]
-    given = fields.get(name)
-    value = "not given" if given is None else str(memoryview(given)[:_MAX_SHOWN_BYTES], errors="replace")
-    raise ApiError(
-        400,
-        f"{field}: logprobs of the prompt come beside 1 generated token at most, and {name} is {value}: "
-        f"set {limit} to 0 or 1, and generate the rest by a second request",
-        param=field,
-    )
-
-
-def _most_tokens(fields: dict[str, Raw], endpoint: Endpoint, name: str) -> int | None:
-    """That any answer may have by the field ``name``, where that is 0 or 1; None: more, or not said."""
-    match endpoint:
-        case Endpoint.COMPLETIONS | Endpoint.CHAT:
-            return next((limit for limit in (0, 1) if _is(fields, name, b"%d" % limit)), None)
-        case Endpoint.GENERATE:
-            params = fields.get("sampling_params", Raw(b"null"))
-            try:
-                parts = split_list(params, MAX_PROMPTS) if first_chars(params)[0] == b"[" else [params]
-                limits = {_limit_decoder.decode(bytes(part)).max_new_tokens for part in parts or ()}
-            except msgspec.MsgspecError:
-                return None
-            return limits.pop() if limits in ({0}, {1}) else None
-        case _:
-            return None
-
-
-def _asking_for_scores(fields: dict[str, Raw], endpoint: Endpoint) -> str:
-    """The field that asks for logprobs of the prompt's own tokens, or nothing."""
-    match endpoint:
-        case Endpoint.COMPLETIONS if _is(fields, "echo", b"true") and _says(fields, "logprobs"):
-            return "echo"
-        case Endpoint.COMPLETIONS | Endpoint.CHAT:
-            return "prompt_logprobs" if _says(fields, "prompt_logprobs") else ""
-        case Endpoint.GENERATE if _is(fields, "return_logprob", b"true"):
-            starts = _says(fields, "logprob_start_len") and not _is(fields, "logprob_start_len", b"-1")
-            return "logprob_start_len" if starts else ""
-        case _:
-            return ""
 
 
 def _says(fields: dict[str, Raw], name: str) -> bool:

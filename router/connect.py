@@ -42,7 +42,9 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext:
 
 
 class Call(asyncio.Protocol):
-    """One request to a node and its answer. ``silence_secs``: how long the node may say nothing.
+    """The open connection to one node: one request to it, and its answer.
+
+    ``silence_secs``: how long the node may say nothing.
 
     All failures are OSErrors, a node's silence is a TimeoutError.
     """
@@ -77,8 +79,10 @@ class Call(asyncio.Protocol):
 
     async def connect(self, tls: ssl.SSLContext, timeout_secs: float) -> None:
         """Raises OSError. A connection that nobody waits for any more is closed as soon as it is made."""
+        connecting = asyncio.create_task(self._connect(tls, timeout_secs))
+        connecting.add_done_callback(_note_failure)
         try:
-            await asyncio.shield(asyncio.create_task(self._connect(tls, timeout_secs)))
+            await asyncio.shield(connecting)
         except BaseException:
             self.close()
             raise
@@ -189,6 +193,12 @@ class Call(asyncio.Protocol):
     def _give_up(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(TimeoutError())
+
+
+def _note_failure(connecting: asyncio.Task[None]) -> None:
+    """What fails when nobody waits for it any more is no error to report."""
+    if not connecting.cancelled():
+        connecting.exception()
 
 
 class _Body:

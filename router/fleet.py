@@ -34,7 +34,7 @@ class Fleet:
         answers = await self._ask_all(self._pool.healthy(NodeKind.DECODE), MODELS_PATH)
         lists = [None if isinstance(answer, str) else _models_in(answer) for answer in answers]
         if not any(models is not None for models in lists):
-            return _nobody_told(self._pool.of_kind(NodeKind.DECODE), MODELS_PATH)
+            return self._nobody_told(MODELS_PATH)
         by_id = {model["id"]: model for models in lists for model in models or ()}
         return show_models(request, list(by_id.values()))
 
@@ -53,18 +53,18 @@ class Fleet:
 
     async def model_info(self, request: Request) -> Response:
         """The model's, of a decode node: the nodes serve one model."""
-        return await self._first_told(self._pool.of_kind(NodeKind.DECODE), "/model_info")
+        return await self._first_told("/model_info")
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """The tokenizer's, of a node of either kind: they have one tokenizer."""
-        return await self._first_told(self._pool.nodes, "/tokenizer_info")
+        """The tokenizer's, of a decode node: prefill nodes have none."""
+        return await self._first_told("/tokenizer_info")
 
-    async def _first_told(self, nodes: Sequence[Node], path: str) -> Response:
-        """What the first healthy one of ``nodes`` that answers says."""
-        for node in nodes:
-            if node.healthy and not isinstance(answer := await self._ask(node, path), str):
+    async def _first_told(self, path: str) -> Response:
+        """What the first healthy decode node that answers says."""
+        for node in self._pool.healthy(NodeKind.DECODE):
+            if not isinstance(answer := await self._ask(node, path), str):
                 return json_response(answer)
-        return _nobody_told(nodes, path)
+        return self._nobody_told(path)
 
     async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
         return await asyncio.gather(*(self._ask(node, path) for node in nodes))
@@ -77,10 +77,9 @@ class Fleet:
             log.warning("%s: %s", node.name, error)
             return str(error)
 
-
-def _nobody_told(nodes: Sequence[Node], path: str) -> Response:
-    states = "; ".join(f"{node.url}: {node.trouble}" for node in nodes)
-    return ApiError(503, f"{path}: no node answered ({states}); try again later").response()
+    def _nobody_told(self, path: str) -> Response:
+        states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.of_kind(NodeKind.DECODE))
+        return ApiError(503, f"{path}: no decode node answered ({states}); try again later").response()
 
 
 def _models_in(listing: dict[str, object]) -> list[dict[str, object]] | None:

@@ -10,16 +10,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec import Raw
 
 from hisparse_pd.base.settings import MAX_BODY_BYTES
 from hisparse_pd.serving.api.frame import PINGS
 from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER
-
-MAX_LOSSES = 3
-"""Of the nodes that have a request, one after the other; a node that leaves in order is not lost."""
 
 _MAX_JOURNAL_BYTES = MAX_BODY_BYTES - (1 << 20)
 """Of one request; what is sent to the next nodes is a body."""
@@ -47,7 +44,10 @@ class JournalBudget:
 
 
 class Journal:
-    """Of one stream. ``num_body_bytes``: of its request, which is kept for as long."""
+    """The journal of one stream, which takes in what the nodes say, one after the other.
+
+    ``num_body_bytes``: the size of its request, which is kept for as long.
+    """
 
     def __init__(self, num_body_bytes: int, budget: JournalBudget) -> None:
         self._budget = budget
@@ -66,8 +66,10 @@ class Journal:
         """False: it was too large, and the stream cannot go on."""
         self.is_over = False
         """The client has the end of the stream."""
-        self.leg = Leg(self)
-        """What comes from the node that has the stream now."""
+        self.unshown = b""
+        """What the node that has the stream now said behind its last line: its error, if it ended there."""
+        self.is_leaving = False
+        """The node that has the stream now is about to end, as it said itself."""
         self._grow(num_body_bytes)
 
     def fields(self, *, may_move: bool, num_resumes: int) -> Mapping[str, object]:
@@ -76,11 +78,34 @@ class Journal:
         records = b",".join(b"[" + block[:-1] + b"]" for block in self._blocks)
         return {"journal": head, "journal_records": Raw(b"[" + records + b"]")}
 
-    def next_leg(self) -> None:
-        """Another node has the stream; nothing of the old one is shown any more."""
-        self.leg = Leg(self)
+    def next_node(self) -> None:
+        """Another node has the stream; what the old one said behind its last line is not shown."""
+        self.unshown, self.is_leaving = b"", False
 
-    def add(self, record: bytes) -> None:
+    def feed(self, chunk: bytes) -> bytes:
+        """What the client may have now of a node's stream, which comes in chunks that are cut anywhere."""
+        if self.is_over:
+            return b""
+        data = self.unshown + chunk if self.unshown else chunk
+        shown = b""
+        start = 0
+        while (mark := _next_line(data, start)) >= 0 and (end := data.find(b"\n\n", mark)) >= 0:
+            content = data[mark + len(MARK) : end]
+            shown = shown + data[start:mark] if shown else data[start:mark]
+            start = end + 2
+            if content == OVER:
+                self.is_over = True
+                break
+            if content == LEAVING:
+                self.is_leaving = True
+            elif content.startswith(b"["):  # a record; what else there may be, this release does not know
+                self._add(content)
+        self.unshown = data[start:]
+        if self.unshown and self.unshown in _PINGS:
+            shown, self.unshown = shown + self.unshown, b""
+        return shown
+
+    def _add(self, record: bytes) -> None:
         self.num_records += 1
         num_bytes = len(record) + 1
         if self._num_free < num_bytes and not self._make_room(num_bytes):
@@ -117,41 +142,6 @@ class Journal:
         return True
 
 
-class Leg:
-    """The stream as one node sends it, in chunks that are cut anywhere."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self.unshown = b""
-        """What came behind the last line: of a node that ended the stream by itself, why."""
-        self.is_leaving = False
-        """The node is about to end, as it said itself."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """What the client may have now, of this chunk and of those before."""
-        journal = self._journal
-        if journal.leg is not self or journal.is_over:
-            return b""
-        data = self.unshown + chunk if self.unshown else chunk
-        shown = b""
-        start = 0
-        while (mark := _next_line(data, start)) >= 0 and (end := data.find(b"\n\n", mark)) >= 0:
-            content = data[mark + len(MARK) : end]
-            shown = shown + data[start:mark] if shown else data[start:mark]
-            start = end + 2
-            if content == OVER:
-                journal.is_over = True
-                break
-            if content == LEAVING:
-                self.is_leaving = True
-            elif content.startswith(b"["):  # a record; what else there may be, this release does not know
-                journal.add(content)
-        self.unshown = data[start:]
-        if self.unshown and self.unshown in _PINGS:
-            shown, self.unshown = shown + self.unshown, b""
-        return shown
-
-
 def _next_line(data: bytes, start: int) -> int:
     """Where the next line of the journal begins, between ``start``, where an event or a line begins, and the
     end; -1: nowhere."""
@@ -159,23 +149,3 @@ def _next_line(data: bytes, start: int) -> int:
         return start
     before = data.find(_LINE, start)
     return before + 1 if before >= 0 else -1
-
-
-@dataclass
-class Losses:
-    """The decode nodes that were lost with one request."""
-
-    nodes: list[str] = field(default_factory=list)
-    _num_records: int = -1
-    """That the client had when the last one was lost."""
-
-    def add(self, node: str, num_records: int) -> str:
-        """Another one is. Why the request goes to no further one, or nothing."""
-        self.nodes.append(node)
-        in_a_row = num_records == self._num_records
-        self._num_records = num_records
-        if in_a_row:
-            return f"{self.nodes[-2]} and {node} were lost with this request, one after the other"
-        if len(self.nodes) > MAX_LOSSES:
-            return f"{len(self.nodes)} decode nodes were lost with this request"
-        return ""

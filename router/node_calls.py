@@ -6,7 +6,7 @@ import asyncio
 import math
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import AsyncExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -129,58 +129,37 @@ class NodeCalls:
         except (OSError, msgspec.MsgspecError) as error:
             raise NotTold(f"{path}: {error or type(error).__name__}") from error
 
-    def call(self, node: Node, stack: AsyncExitStack, silence_secs: float = math.inf) -> Call:
-        """One to be sent, which ``stack`` closes.
+    def call(self, node: Node, silence_secs: float = math.inf) -> Call:
+        """A call that is to be sent, and to be closed by the caller.
 
         ``silence_secs``: how long the node may say nothing, if that is less than for other calls.
         """
-        return stack.enter_context(closing(Call(node.url, min(silence_secs, self._timeout_secs))))
+        return Call(node.url, min(silence_secs, self._timeout_secs))
 
-    async def send(self, node: Node, call: Call, path: str, content: bytes, headers: RawHeaders) -> None:
-        """Until the head of the answer is here. Raises RouterError."""
-        try:
-            await call.connect(self._tls, CONNECT_TIMEOUT_SECS)
-            await call.ask("POST", path, self._with_key(headers), content)
-        except OSError as error:
-            raise _error_of(node, error, call) from error
-
-    async def answer(self, node: Node, call: Call, added: Mapping[str, str]) -> Answer:
-        """The answer once its first bytes are here, with the headers that are ``added``.
+    async def post(
+        self,
+        node: Node,
+        call: Call,
+        path: str,
+        content: bytes,
+        headers: RawHeaders,
+        added: Mapping[str, str],
+    ) -> Answer:
+        """The answer once the first bytes of its body are here, with the headers that are ``added``.
 
         Raises RouterError: for an error status, what the node says.
         """
-        if not call.is_success:
-            raise await self.refusal(node, call)
         try:
+            await call.connect(self._tls, CONNECT_TIMEOUT_SECS)
+            await call.ask("POST", path, self._with_key(headers), content)
+            if not call.is_success:
+                raise await _refusal(node, call)
             await call.begin()
         except OSError as error:
             raise _error_of(node, error, call) from error
-        headers = _headers_to_client(call)
-        headers += [(name.encode(), value.encode()) for name, value in added.items()]
-        return Answer(call.status, headers, partial(self.read, node, call))
-
-    async def read(self, node: Node, call: Call) -> bytes:
-        """What comes next of the body, nothing at its end. Raises RouterError."""
-        try:
-            return await call.read()
-        except OSError as error:
-            raise _error_of(node, error, call) from error
-
-    async def refusal(self, node: Node, call: Call) -> RouterError:
-        """The error that a node's answer with an error status amounts to."""
-        if call.status < 400:
-            return NodeFailed(502, f"{node.name} answered with status {call.status}, expected 2xx")
-        body = b""
-        while chunk := await self.read(node, call):
-            body += chunk
-            if len(body) > MAX_ERROR_BODY_BYTES:
-                return NodeFailed(
-                    502,
-                    f"{node.name} answered {call.status} with an error text "
-                    f"longer than {MAX_ERROR_BODY_BYTES} bytes",
-                )
-        text = body[:500].decode(errors="replace").strip()
-        return NodeRefused(call.status, f"{node.name} answered {call.status}: {text}", body)
+        given = _headers_to_client(call)
+        given += [(name.encode(), value.encode()) for name, value in added.items()]
+        return Answer(call.status, given, partial(_read, node, call))
 
     def _with_key(self, headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
         """With the router's own key, if it has one, whatever the client sent."""
@@ -188,6 +167,31 @@ class NodeCalls:
             return list(headers)
         others = [header for header in headers if header[0] != b"authorization"]
         return [*others, (b"authorization", b"Bearer " + self._keys.first.encode())]
+
+
+async def _read(node: Node, call: Call) -> bytes:
+    """What comes next of the body, nothing at its end. Raises RouterError."""
+    try:
+        return await call.read()
+    except OSError as error:
+        raise _error_of(node, error, call) from error
+
+
+async def _refusal(node: Node, call: Call) -> RouterError:
+    """The error that a node's answer with an error status amounts to."""
+    if call.status < 400:
+        return NodeFailed(502, f"{node.name} answered with status {call.status}, expected 2xx")
+    body = b""
+    while chunk := await _read(node, call):
+        body += chunk
+        if len(body) > MAX_ERROR_BODY_BYTES:
+            return NodeFailed(
+                502,
+                f"{node.name} answered {call.status} with an error text "
+                f"longer than {MAX_ERROR_BODY_BYTES} bytes",
+            )
+    text = body[:500].decode(errors="replace").strip()
+    return NodeRefused(call.status, f"{node.name} answered {call.status}: {text}", body)
 
 
 def _error_of(node: Node, error: OSError, call: Call) -> RouterError:

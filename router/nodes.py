@@ -106,18 +106,15 @@ class Rank:
 
 @dataclass(frozen=True)
 class Pair:
-    """The nodes of a request. ``decode``: None where its prefill node answers alone.
-
-    ``room``: of the request's first sample, one of the rank that the pool chose on the prefill node.
-    """
+    """The nodes of a request. ``room``: its first prompt's, one of the rank that the pool chose."""
 
     prefill: Node
-    decode: Node | None
+    decode: Node
     room: int
 
     @property
     def urls(self) -> dict[NodeKind, str]:
-        return {node.kind: node.url for node in (self.prefill, self.decode) if node is not None}
+        return {node.kind: node.url for node in (self.prefill, self.decode)}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -151,35 +148,33 @@ class NodePool:
     def healthy(self, kind: NodeKind) -> list[Node]:
         return [node for node in self.of_kind(kind) if node.healthy]
 
-    @property
-    def ready(self) -> bool:
-        return all(self.healthy(kind) for kind in NodeKind)
-
-    def pick(
-        self,
-        excluded: Collection[Node] = (),
-        prompt: bytes | memoryview = b"",
-        kinds: Sequence[NodeKind] = tuple(NodeKind),
-    ) -> Pair:
+    def pick(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Pair:
         """The nodes for the next request, ``prompt`` in any spelling that begins alike for like beginnings.
 
-        ``kinds``: those that it needs, prefill at least. Raises RouterError 503 when one of them has no
-        healthy node left.
+        Raises RouterError 503 when one of the kinds has no healthy node left.
         """
         keys = block_keys(prompt) if self._policy == "cache_aware" else []
-        ranks = {kind: self._pick(kind, excluded, self._prefixes[kind].find(keys)) for kind in kinds}
+        ranks = {kind: self._pick(kind, excluded, self._prefixes[kind].find(keys)) for kind in NodeKind}
         for kind, rank in ranks.items():
             self._prefixes[kind].note(keys, rank)
-        prefill, decode = ranks[NodeKind.PREFILL], ranks.get(NodeKind.DECODE)
-        return Pair(prefill.node, decode.node if decode is not None else None, prefill.draw_room())
+        prefill = ranks[NodeKind.PREFILL]
+        return Pair(prefill.node, ranks[NodeKind.DECODE].node, prefill.draw_room())
 
-    def has(self, kinds: Collection[NodeKind], excluded: Collection[Node] = ()) -> bool:
-        """Whether there is a healthy node of each kind."""
-        return all(self._candidates(kind, excluded) for kind in kinds)
+    def has(self, kind: NodeKind, excluded: Collection[Node] = ()) -> bool:
+        """Whether there is a healthy node of this kind."""
+        return bool(self._candidates(kind, excluded))
+
+    def has_pair(self, excluded: Collection[Node] = ()) -> bool:
+        return all(self.has(kind, excluded) for kind in NodeKind)
+
+    def no_healthy(self, kind: NodeKind) -> RouterError:
+        """The error of a request that needs a node of this kind, where none is left for it."""
+        states = "; ".join(f"{node.url}: {node.trouble or 'just failed'}" for node in self.of_kind(kind))
+        return RouterError(503, f"no healthy {kind} node ({states}); try again later")
 
     @contextmanager
     def working(self, node: Node, room: int, move: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Counts a request of ours on ``node`` as long as it lasts; ``room``: of its first sample.
+        """Counts a request of ours on ``node`` as long as it lasts; ``room``: its first prompt's.
 
         ``move``: called where the node leaves and there is another one, whenever either becomes known.
         """
@@ -222,7 +217,7 @@ class NodePool:
 
     def _move_requests(self, kind: NodeKind) -> None:
         leaving = [node for node in self.of_kind(kind) if node.trouble == LEAVING]
-        for node in leaving if self.has((kind,)) else ():
+        for node in leaving if self.has(kind) else ():
             for move in tuple(node.moves):
                 move()
 
@@ -232,8 +227,7 @@ class NodePool:
     def _pick(self, kind: NodeKind, excluded: Collection[Node], preferred: Rank | None = None) -> Rank:
         ranks = [rank for node in self._candidates(kind, excluded) for rank in node.ranks]
         if not ranks:
-            states = "; ".join(f"{node.url}: {node.trouble or 'just failed'}" for node in self.of_kind(kind))
-            raise RouterError(503, f"no healthy {kind} node ({states}); try again later")
+            raise self.no_healthy(kind)
         # Least recently picked is round-robin that survives nodes coming and going; it also breaks ties.
         picked = min(ranks, key=lambda rank: (self._load(rank), rank.node.last_picked, rank.last_picked))
         if preferred in ranks:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RELAYED = (*Endpoint, *TokenPath)
-"""What nodes answer, under the same paths."""
+"""What decode nodes answer, under the same paths."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PAGE_PATHS
 """Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
@@ -142,7 +142,7 @@ class _Router:
     async def _health(self, request: Request) -> Response:
         """200 while a request could be served: one healthy node of each kind, and no shutdown."""
         is_draining = self.drain.is_draining
-        is_ready = self.pool.ready and not is_draining
+        is_ready = self.pool.has_pair() and not is_draining
         nodes = [
             {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
             | ({"trouble": node.trouble} if node.trouble else {})
@@ -167,7 +167,7 @@ async def _openapi(request: Request) -> Response:
 
 
 class _RelayEndpoint:
-    """ASGI application of one relayed path: of an Endpoint to a pair, of a TokenPath to one node."""
+    """ASGI application of one relayed path: an Endpoint's go to a pair, a TokenPath's to any decode node."""
 
     def __init__(self, router: _Router, path: str) -> None:
         self._router = router

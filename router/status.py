@@ -65,7 +65,7 @@ class StatusBoard:
         nodes = await asyncio.gather(*(self._ask(node) for node in self._pool.nodes))
         return {
             "at": time.time(),
-            "ready": self._pool.ready and not self._drain.is_draining,
+            "ready": self._pool.has_pair() and not self._drain.is_draining,
             "draining": self._drain.is_draining,
             "policy": self._policy,
             "answers": self._metrics.answers(),

@@ -9,6 +9,7 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.scheduler import Admission, StepPlan
+from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
 
 PEER = PeerAddress("prefill", 8998)
@@ -27,7 +28,8 @@ def make_request(
 ) -> Request:
     """``more``: other attributes."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    request = Request(f"id-{room}", Room(room), num_prompt_tokens, sampling, flag, peer, arrived_at)
+    prompt = pack_token_ids(range(num_prompt_tokens))
+    request = Request(f"id-{room}", Room(room), num_prompt_tokens, sampling, flag, peer, arrived_at, prompt)
     for name, value in more.items():
         setattr(request, name, value)
     return request

@@ -78,7 +78,7 @@ def _last_of_each(events: Sequence[Json]) -> list[Json]:
         index = event.pop("index", 0)
         before = last[index]["output_ids"] if index in last else []
         assert event["output_ids"][: len(before)] == before
-        assert len(event["output_ids"]) > len(before)
+        assert len(event["output_ids"]) > len(before) or event["meta_info"]["finish_reason"]
         last[index] = event
     return [last[index] for index in sorted(last)]
 
@@ -146,12 +146,17 @@ def _message(events: Sequence[tuple[str, Json]]) -> Json:
                 assert (name, event) == ("message_stop", events[-1][1])
     for block in answer["content"]:
         if block["type"] == "tool_use":
-            written, block["input"] = block.pop("partial_json", "") or "{}", None
-            with suppress(ValueError):
-                block["input"] = pydantic_core.from_json(written, allow_partial=True)
-            if not isinstance(block["input"], dict):
-                block["input"] = {"INVALID_JSON": written}
+            block["input"] = input_in(block.pop("partial_json", "") or "{}")
     return answer
+
+
+def input_in(written: str) -> Json:
+    """The input of a call of Anthropic's, as far as it is written."""
+    with suppress(ValueError):
+        found = pydantic_core.from_json(written, allow_partial=True)
+        if isinstance(found, dict):
+            return found
+    return {"INVALID_JSON": written}
 
 
 def _response(events: Sequence[tuple[str, Json]]) -> Json:

@@ -100,13 +100,6 @@ class _Settings(FrozenSettings):
         description="what requests in flight have to finish after SIGTERM, in seconds; the rest is answered "
         "503",
     )
-    otlp_traces_endpoint: CollectorUrl = Field(
-        "",
-        description="collector that gets traces, by OTLP over HTTP (protobuf), such as "
-        "http://collector:4318; its path, if none is given, is /v1/traces; OTEL_ variables say the rest; "
-        "default: no traces",
-        title="URL",
-    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
 
     @model_validator(mode="after")
@@ -116,6 +109,18 @@ class _Settings(FrozenSettings):
                 f"ssl_keyfile {self.ssl_keyfile}: a key serves nothing without ssl_certfile; give both"
             )
         return self
+
+
+class _TracedSettings(FrozenSettings):
+    """What services have that make traces of requests."""
+
+    otlp_traces_endpoint: CollectorUrl = Field(
+        "",
+        description="collector that gets traces, by OTLP over HTTP (protobuf), such as "
+        "http://collector:4318; its path, if none is given, is /v1/traces; OTEL_ variables say the rest; "
+        "default: no traces",
+        title="URL",
+    )
 
 
 class TransportSettings(FrozenSettings):
@@ -178,22 +183,6 @@ class NodeSettings(_Settings, TransportSettings):
     context_length: int = Field(
         0, ge=0, description="prompt plus output of a request at most, in tokens; 0: the model's own"
     )
-    default_max_tokens: int = Field(
-        0,
-        ge=0,
-        description="tokens of a chat's answer at most whose request has no max_tokens, the same on all "
-        "nodes; 0: all that context and pools leave",
-    )
-    sampling_defaults: Literal["model", "openai"] = Field(
-        "model",
-        description="what temperature, top_p and top_k are for a request that does not say, the same on all "
-        "nodes; model: what generation_config.json of the checkpoint names; openai: 1, 1 and no top_k",
-    )
-    chat_control_tokens: Literal["template", "anyone"] = Field(
-        "template",
-        description="who writes control tokens in chats, the same on all nodes; template: the model's chat "
-        "template alone, and what clients write is text; anyone: clients, too, who can forge messages so",
-    )
     kv_cache_dtype: CacheDtype = Field(
         "auto", description="format of the KV items, the same on all nodes; auto: --dtype"
     )
@@ -238,13 +227,6 @@ class NodeSettings(_Settings, TransportSettings):
         description="how ranks on GPUs exchange tokens in each layer of experts; auto: over each other's "
         "memory, where all are on one machine and each reaches all others, else by NCCL",
     )
-    api_server_count: int = Field(
-        0,
-        ge=0,
-        le=MAX_FRONTS,
-        description="front processes of this node, which serve HTTP on its port together; 0: one for every "
-        f"{STREAMS_A_FRONT} requests that may run, --dp-size times --max-running-requests",
-    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
     )
@@ -265,8 +247,8 @@ class NodeSettings(_Settings, TransportSettings):
     )
     room_timeout_secs: Secs = Field(
         300.0,
-        description="a room's wait for its other half, or for its KV, at most, in seconds; a prefill node "
-        "waits for the heartbeat limit longer",
+        description="a room's wait for its KV at most, in seconds; a prefill node keeps it for the heartbeat "
+        "limit longer",
     )
     heartbeat_interval_secs: Secs = Field(
         5.0,
@@ -365,9 +347,8 @@ class NodeSettings(_Settings, TransportSettings):
 
     @property
     def num_fronts(self) -> int:
-        """``api_server_count``, or its default."""
-        by_size = -(-self.dp_size * self.max_running_requests // STREAMS_A_FRONT)
-        return self.api_server_count or min(by_size, MAX_FRONTS)
+        """Processes that serve the node's HTTP port."""
+        return 1
 
     def of_rank(self, rank: int) -> Self:
         """The settings of the engine of one of ``ranks_here``: its GPU, or its share of the CPU."""
@@ -467,9 +448,34 @@ class PrefillSettings(NodeSettings):
         return self
 
 
-class DecodeSettings(NodeSettings):
+class DecodeSettings(NodeSettings, _TracedSettings):
     """One decode node."""
 
+    default_max_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens of a chat's answer at most whose request has no max_tokens, the same on all "
+        "decode nodes; 0: all that context and pools leave",
+    )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="what temperature, top_p and top_k are for a request that does not say, the same on "
+        "all decode nodes; model: what generation_config.json of the checkpoint names; openai: 1, 1 and no "
+        "top_k",
+    )
+    chat_control_tokens: Literal["template", "anyone"] = Field(
+        "template",
+        description="who writes control tokens in chats, the same on all decode nodes; template: the model's "
+        "chat template alone, and what clients write is text; anyone: clients, too, who can forge messages "
+        "so",
+    )
+    api_server_count: int = Field(
+        0,
+        ge=0,
+        le=MAX_FRONTS,
+        description="front processes of this node, which serve HTTP on its port together; 0: one for every "
+        f"{STREAMS_A_FRONT} requests that may run, --dp-size times --max-running-requests",
+    )
     hisparse: HisparsePolicy = Field(
         HisparsePolicy.AUTO,
         description="what a request without the flag gets: auto picks dense while the device pool has room",
@@ -520,6 +526,12 @@ class DecodeSettings(NodeSettings):
         "verifies; how many it is follows what they have brought; 0: none",
     )
 
+    @property
+    def num_fronts(self) -> int:
+        """``api_server_count``, or its default."""
+        by_size = -(-self.dp_size * self.max_running_requests // STREAMS_A_FRONT)
+        return self.api_server_count or min(by_size, MAX_FRONTS)
+
     @model_validator(mode="after")
     def _device_pool_can_be_sized(self) -> Self:
         self._check_free_memory_is_known("device_pool_tokens", self.device_pool_tokens)
@@ -548,7 +560,7 @@ class DecodeSettings(NodeSettings):
         return sorted(size for size in ours if 0 < size <= most)
 
 
-class RouterSettings(_Settings):
+class RouterSettings(_Settings, _TracedSettings):
     """The router."""
 
     port: Port = Field(8000, description="port of the HTTP server")

@@ -23,19 +23,20 @@ from hisparse_pd.base.vocabulary import (
     info_metric,
 )
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prompt_keys import PromptIdentity
+from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.phases import Phase
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.protocol.messages import PrefillTimes
+from hisparse_pd.protocol.prompt_scores import WantedScores
 
 # --- front to engine -------------------------------------------------------------------------------
 
 
 class Generate(Struct, frozen=True, omit_defaults=True):
-    """One sample of one prompt. ``room`` is shared with the other node.
+    """One sample of one prompt, for a decode engine. ``room`` is the request's id on the prefill node, too.
 
     ``request_id`` begins as of ``request_prefix``. ``bootstrap_host`` and ``bootstrap_port`` name the prefill
-    node, which ignores them. ``hisparse`` is None when the request did not say.
+    node. ``hisparse`` is None when the request did not say.
     """
 
     request_id: str
@@ -48,27 +49,18 @@ class Generate(Struct, frozen=True, omit_defaults=True):
     is_speculative: bool = True
     """False: its steps verify no drafts."""
     scores: WantedScores | None = None
-    """Of the prompt's own tokens; a decode node ignores it."""
-    is_prefill_only: bool = False
-    """A prefill node answers alone, with one token at most; no decode node hears of the room."""
-
-
-class WantedScores(Struct, frozen=True):
-    """Logprobs of the prompt's tokens from position ``first`` on, at least 1: the first token has none."""
-
-    first: int
-    num_top: int
-    """Of the likeliest tokens, beside that of the token that is there."""
+    """The logprobs of the prompt's own tokens that are wanted."""
 
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
-    """All samples of one prompt, which goes with them once, and of which as many tokens are resumed."""
+    """All samples of one prompt, which goes with them once, and of which as many tokens are resumed.
+
+    ``root``: the key of the request's isolation. ``prompt``: all token ids, as of ``pack_token_ids``.
+    """
 
     samples: tuple[Generate, ...]
-    identity: PromptIdentity
-    """Of the tokens that this node's front has encoded; the other node's are compared with it."""
-    prompt: bytes = b""
-    """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes, if no draw needs it."""
+    root: PageKey
+    prompt: bytes
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -174,9 +166,9 @@ class EngineReady(Struct, frozen=True, tag="ready"):
 class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
-    A prefill engine sends one for a request that is its alone. Each carries the ``stats`` so far, because a
-    stop string lets the front end a request at any token. ``phases``: those that have ended since the message
-    before. ``prefill``: with the first token, what the prefill node said of its own.
+    Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
+    ``phases``: those that have ended since the message before. ``prefill``: with the first token, what the
+    prefill node said of its own; None where no prefill node took part.
     """
 
     request_id: str
@@ -192,8 +184,7 @@ class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
 class RequestStats(Struct, frozen=True):
     """What happened to one request."""
 
-    mode: Mode | None
-    """None: no decode node served it."""
+    mode: Mode
     num_cached_tokens: int = 0
     num_held_tokens: int = 0
     """Of the prompt, that the decode node held and the prefill node did not send."""
@@ -209,42 +200,14 @@ class RequestStats(Struct, frozen=True):
 
 
 class PromptScores(Struct, frozen=True, tag="prompt_scores"):
-    """Of the positions that one forward computed, in order, before the message that ends the request.
+    """Logprobs of a prompt's tokens, in order and in pieces, before the request's first token.
 
-    ``rows``: one of ``score_dtype(num_top)`` a position, beginning with ``WantedScores.first``.
+    ``rows``: one of ``prompt_scores.score_dtype(num_top)`` a position, beginning with ``WantedScores.first``.
     """
 
     request_id: str
     num_top: int
     rows: bytes
-
-
-def score_dtype(num_top: int) -> np.dtype[np.void]:
-    """A prompt's token: its logprob, how many tokens are as likely or likelier, itself counted, and the
-    likeliest tokens with theirs. Of equally likely tokens the lowest ids come first."""
-    return np.dtype(
-        [
-            ("logprob", "<f4"),
-            ("rank", "<i4"),
-            ("top_ids", "<i4", (num_top,)),
-            ("top_logprobs", "<f4", (num_top,)),
-        ]
-    )
-
-
-class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):
-    """The prefill node has delivered the room."""
-
-    request_id: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    transfer_bytes: int
-    transfer_secs: float
-    num_held_tokens: int = 0
-    num_chunks: int = 0
-    """Forwards that computed a part of it."""
-    mode: Mode | None = None
-    phases: tuple[Phase, ...] = ()
 
 
 class RequestFailed(Struct, frozen=True, tag="request_failed"):
@@ -330,9 +293,7 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     """Of those that run; they wait for their grammars to be compiled, for a known time."""
 
 
-FromEngine = (
-    EngineLoading | EngineReady | Tokens | PromptScores | PrefillFinished | RequestFailed | EngineStats
-)
+FromEngine = EngineLoading | EngineReady | Tokens | PromptScores | RequestFailed | EngineStats
 
 encoder = Encoder()
 to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-PREFILL_PHASES = ("bootstrap", "queue", "prefill", "transfer")
-"""On a prefill node: until the decode node has said where the KV is to land; until the first of it is
-computed; until all is; and what is left then of sending it."""
+PREFILL_PHASES = ("queue", "prefill", "transfer")
+"""On a prefill node: until the first of the KV is computed; until all is; and what is left then of sending
+it."""
 
 DECODE_PHASES = ("queue", "landing", "first_step")
-"""On a decode node: until the landing zone is reserved; until all KV is in it, and with it the answer's first
-token; until this node's own first token, which is the second one."""
+"""On a decode node: until the landing zone is reserved; until all KV is in it; until the answer's first
+token."""
 
 
 class Phase(Struct, frozen=True, array_like=True):

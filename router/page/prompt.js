@@ -120,15 +120,15 @@ function showUsage(usage, finish, times, headers) {
   const selected = hits + misses;
   const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } =
     usage.completion_tokens_details ?? {};
-  const decoded = usage.completion_tokens - 1; // the first token is the prefill node's
-  const rest = 1000 * decoded;
+  const tokens = usage.completion_tokens;
+  const rest = 1000 * (tokens - 1); // the time of the others begins with the first one
   const rows = [
     ["served as", mode ?? "–"],
     ["prompt tokens", number(usage.prompt_tokens)],
     ["of them cached", number(usage.prompt_tokens_details?.cached_tokens ?? 0)],
-    ["completion tokens", number(usage.completion_tokens)],
+    ["completion tokens", number(tokens)],
     ["drafts accepted", accepted + rejected ? `${number(accepted)} of ${number(accepted + rejected)}` : "–"],
-    ["tokens a step", decoded > accepted ? (decoded / (decoded - accepted)).toFixed(2) : "–"],
+    ["tokens a step", tokens > accepted ? (tokens / (tokens - accepted)).toFixed(2) : "–"],
     ["hot-buffer hits", mode === "hisparse" ? number(hits) : "–"],
     ["misses", mode === "hisparse" ? number(misses) : "–"],
     ["hit rate", mode === "hisparse" && selected ? `${((100 * hits) / selected).toFixed(1)} %` : "–"],

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from hisparse_pd.base.vocabulary import Mode, SamplingParams
+from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.engine.messages import Generate
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.prefill_node.rooms import RoomRecord
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
 from tests.gpu.support import DEVICE, needs_gpu
+from tests.unit.prefill_node.support import bootstrap_of
 from tools.bench import decode_step
 from tools.bench.decode_step import PAGE_SIZE
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
@@ -63,20 +63,18 @@ def test_a_resumed_prompts_rows_are_those_of_steps(tmp_path: Path, kv_format: st
     num_pages = -(-num_tokens // PAGE_SIZE)
     memory = PrefillMemory(spec, num_slots=num_pages * PAGE_SIZE, num_aux_slots=1, device=DEVICE)
     runner = PromptRunner(model, memory, PAGE_SIZE, backend, 1024)
-    sampling = SamplingParams(1, temperature=0.0, num_resumed_tokens=NUM_STEPS)
-    request_again = Generate("resumed", 1, num_tokens, sampling, "", 0)
-    record = RoomRecord(Room(1), RoomState.COMPUTING, 0.0, request_again)
-    tokens = [*decode_step.random_tokens(spec, PROMPT).tolist(), *output[:NUM_STEPS]]
-    record.token_ids, record.page_ids = np.array(tokens, np.int32), list(range(num_pages))
+    tokens = [*decode_step.random_tokens(spec, PROMPT).tolist(), *output[: NUM_STEPS + 1]]
+    bootstrap = bootstrap_of(1, tokens, num_resumed_tokens=NUM_STEPS)
+    nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
+    record = RoomRecord(nobody, bootstrap, 0.0, page_ids=list(range(num_pages)))
     for start in (PROMPT, PROMPT - 70):
         memory.kv.zero_()
         memory.index.zero_()
         memory.kv[:, :start], memory.index[:, :start] = prompt.kv[:, :start], prompt.index[:, :start]
-        computed = runner.run([(record, Chunk(Room(1), start, num_tokens, admits=True))])
+        runner.run([(record, Chunk(Room(1), start, num_tokens, admits=True))])
         resumed = slice(PROMPT, num_tokens)
         same = (memory.kv[:, resumed] == kv).all(2)
         assert same.all(), f"from {start}: equal KV by layer: {same.sum(1).tolist()} of {NUM_STEPS}"
         same = (memory.index[:, resumed] == index_keys).all(2)
         assert same.all(), f"from {start}: equal index keys by group: {same.sum(1).tolist()} of {NUM_STEPS}"
         assert torch.equal(memory.kv[:, start:PROMPT], prompt.kv[:, start:])
-        assert computed.first_tokens[Room(1)].token_id == output[NUM_STEPS]

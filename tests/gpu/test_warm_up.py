@@ -12,16 +12,17 @@ import torch
 
 pytest.importorskip("msgspec", reason="msgspec is not installed")
 
-from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.spec import load_spec
-from hisparse_pd.engine.messages import Generate, WantedScores
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.prefill_node.rooms import RoomRecord
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from tests.gpu.support import needs_gpu
+from tests.unit.prefill_node.support import bootstrap_of
 from tools.checkpoints.make_tiny import write_checkpoint
 
 pytestmark = needs_gpu
@@ -42,12 +43,12 @@ def num_compiled() -> dict[str, int]:
     return found
 
 
-def part(room: int, start: int, stop: int, num_prompt_tokens: int, pages: range) -> tuple[RoomRecord, Chunk]:
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.7, seed=1, num_logprobs=2)
-    request = Generate(f"r{room}", room, num_prompt_tokens, sampling, "", 0, scores=WantedScores(1, 2))
-    record = RoomRecord(Room(room), RoomState.COMPUTING, 0.0, request)
-    record.token_ids = (np.arange(num_prompt_tokens) % 90 + 32).astype(np.int32)
-    record.page_ids = list(pages)
+def part(room: int, start: int, stop: int, num_tokens: int, pages: range) -> tuple[RoomRecord, Chunk]:
+    """Positions of a prompt of which so many tokens are computed."""
+    tokens = np.arange(num_tokens + 1) % 90 + 32
+    nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
+    bootstrap = bootstrap_of(room, tokens.tolist(), scores=WantedScores(1, 2))
+    record = RoomRecord(nobody, bootstrap, 0.0, page_ids=list(pages))
     return record, Chunk(Room(room), start, stop, admits=start == 0)
 
 

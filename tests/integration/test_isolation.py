@@ -79,7 +79,7 @@ def test_garbage_at_the_control_socket_is_counted_and_harmless(pair: Deployment)
         client.socket.send(no_text)
         client.socket.send(too_deep)
         extents = (messages.Extent(0, 1),)
-        client.send(messages.Bootstrap(1, 1, extents, extents, 0, bytes(messages.DIGEST_BYTES)))
+        client.send(messages.Bootstrap(1, extents, extents, 0, bytes(8), bytes(messages.ROOT_BYTES)))
         wait_until(lambda: prefill.metrics().get(dropped, 0) >= before + 7, "garbage counted")
     finally:
         client.close()

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Stage
-from hisparse_pd.core.paging.prompt_keys import root_of
+from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.decode_node import sizing
 from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.decode_node.memory import DecodeMemory
@@ -31,7 +31,6 @@ from hisparse_pd.prefill_node.engine import PrefillEngine
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from hisparse_pd.protocol.messages import PROTOCOL_VERSION, RegionKind, Room
 from hisparse_pd.transfer.transport import TCP
-from tests.identities import identity_of
 from tests.property.sim_network import Lookups, Network, SimClient, SimServer
 from tests.property.sim_nodes import (
     PAGE_SIZE,
@@ -133,7 +132,7 @@ class World:
         self.now = 1000.0
         self.network = Network()
         self.prompts: dict[str, tuple[int, ...]] = {}
-        self.salts: dict[str, str] = {}
+        self.roots: dict[str, PageKey] = {}
         """By request id, as are the prompts."""
         self.forward_fails_at: int | None = None
         self.late: list[Piece] = []
@@ -175,7 +174,7 @@ class World:
                 "time": clock,
                 "MAX_TURN_SECS": float("inf"),  # the turns in the time that passes at once are left out
                 "Poller": NoPoller,
-                "HotBuffers": lambda spec, memory, **_: SimHotBuffers(spec, memory, self.prompts, self.salts),
+                "HotBuffers": lambda spec, memory, **_: SimHotBuffers(spec, memory, self.prompts, self.roots),
                 "make_runner": lambda settings, model, hot_buffers: SimDecodeRunner(hot_buffers),
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
@@ -187,7 +186,7 @@ class World:
                 "time": clock,
                 "Poller": NoPoller,
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(
-                    memory, lambda: self.forward_fails_at, self.salts
+                    memory, lambda: self.forward_fails_at
                 ),
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
@@ -366,10 +365,7 @@ class World:
         self.num_landed += 1
 
     def generate(self, request: Generate, prompt: tuple[int, ...], salt: str = "") -> GenerateGroup:
-        """What the fronts send for ``request``."""
+        """What the decode node's front sends for ``request``."""
         self.prompts[request.request_id] = prompt
-        self.salts[request.request_id] = salt
-        return self.group_of(request, prompt, salt)
-
-    def group_of(self, request: Generate, prompt: tuple[int, ...], salt: str = "") -> GenerateGroup:
-        return GenerateGroup((request,), identity_of(prompt, root_of(salt or None)), pack_token_ids(prompt))
+        self.roots[request.request_id] = root = root_of(salt or None)
+        return GenerateGroup((request,), root, pack_token_ids(prompt))

@@ -263,7 +263,7 @@ class Node:
         sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0)
         message = Generate(str(room), room, len(prompt), sampling, PEER.host, PEER.port, flag)
         keys = PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), PAGE_SIZE)
-        self.life.generate(message, b"", time.monotonic(), keys)
+        self.life.generate(message, NO_ISOLATION, pack_token_ids(prompt), time.monotonic(), keys)
         return room
 
     def turn(self) -> None:
@@ -282,9 +282,9 @@ class Node:
     # --- a prefill node ---------------------------------------------------------------------------
 
     def write(self, request: Request) -> Bootstrap:
-        """A prompt's KV, its checks, and the aux record."""
+        """The KV of a prompt's tokens but the last, its checks, and the aux record."""
         memory, bootstrap = self.memory, self.peers.bootstraps[request.room]
-        positions = torch.arange(bootstrap.num_held_tokens, bootstrap.num_prompt_tokens)
+        positions = torch.arange(bootstrap.num_held_tokens, bootstrap.num_computed_tokens)
         token_ids = torch.tensor(self.prompts[request.room])[positions]
         slots, check_slots = slots_tensor(bootstrap.kv_extents), slots_tensor(bootstrap.index_extents)
         pool = memory.k_host if bootstrap.hisparse else memory.k_dev
@@ -295,9 +295,8 @@ class Node:
             store_row_checks(memory.row_checks, check_slots, pool, slots, positions, layers)
         hint = np.full((self.spec.num_index_groups, TOP_K), -1, np.int32)
         hint[:, 0] = positions[-1]
-        first = right_token(token_ids[-1].item(), positions[-1].item())
         record = memory.aux[bootstrap.aux_slot].numpy()
-        memory.aux_layout.pack_into(record, request.room, first, None, hint)
+        memory.aux_layout.pack_into(record, request.room, hint)
         return bootstrap
 
     def say_done(self, request: Request) -> None:

@@ -1,7 +1,7 @@
 """What both nodes have beside their engines: fronts, and forwards that leave a tag where KV would be.
 
-A tag says of which tokens, behind which salt, and of which layer it is. So a request that reads bytes which
-are not its own, or were computed for one with another salt, is found at its next step.
+A tag says of which tokens, behind which root, and of which layer it is. So a request that reads bytes which
+are not its own, or were computed for one with another isolation, is found at its next step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.request import Request
@@ -30,12 +31,11 @@ from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
     FromEngine,
-    PrefillFinished,
     RequestFailed,
     ToEngine,
     Tokens,
 )
-from hisparse_pd.prefill_node.compute import Computed, FirstToken, LayerWritten
+from hisparse_pd.prefill_node.compute import Computed, LayerWritten
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.rooms import RoomRecord
 from hisparse_pd.prefill_node.scheduler import Chunk
@@ -44,7 +44,7 @@ from tests.unit.model.model_specs import make_spec
 
 PAGE_SIZE = 4
 TAG_BYTES = 16
-FIRST_TOKEN, NEXT_TOKEN = 5, 6
+NEXT_TOKEN = 6
 MAX_CONTEXT = 40
 MAX_NEW = 3
 
@@ -94,8 +94,6 @@ class SimFront:
                 self.tokens.setdefault(message.request_id, []).extend(message.token_ids)
                 if message.finish_reason is not None:
                     self._end(message.request_id)
-            case PrefillFinished():
-                self._end(message.request_id)
             case RequestFailed():
                 assert message.error
                 assert 400 <= message.status <= 599
@@ -116,19 +114,15 @@ class SimFront:
 class SimPromptRunner:
     """In place of the model: leaves tags in the KV pool, layer after layer."""
 
-    def __init__(
-        self, memory: PrefillMemory, fails_at: Callable[[], int | None], salts: Mapping[str, str]
-    ) -> None:
-        """``fails_at``: the layer before which the next forward raises; ``salts``: by request id."""
+    def __init__(self, memory: PrefillMemory, fails_at: Callable[[], int | None]) -> None:
+        """``fails_at``: the layer before which the next forward raises."""
         self._fails_at = fails_at
-        self._salts = salts
         self._memory = memory
 
     def run(self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Computed:
         rows = []
         for record, chunk in batch:
-            assert record.request is not None
-            said = (self._salts[record.request.request_id], *record.token_ids.tolist())
+            said = (record.bootstrap.root, *record.token_ids.tolist())
             contents = [said[: position + 2] for position in range(chunk.start, chunk.stop)]
             rows.append((expand_pages(record.page_ids, PAGE_SIZE, chunk.start, chunk.stop), contents))
         for layer, group in enumerate(SPEC.index_group_of_layer):
@@ -140,12 +134,8 @@ class SimPromptRunner:
                     self._memory.index.numpy()[group, slots] = _tags(contents, 100 + group)
             on_written(layer, None)
         hint = torch.full((SPEC.num_index_layers, SPEC.index_topk), -1, dtype=torch.int32)
-        first_tokens = {
-            record.room: FirstToken(FIRST_TOKEN, None, hint)
-            for record, chunk in batch
-            if chunk.stop == record.num_prompt_tokens
-        }
-        return Computed(first_tokens, [])
+        hints = {record.room: hint for record, chunk in batch if chunk.stop == record.num_computed_tokens}
+        return Computed(hints, {})
 
 
 class SimHotBuffers:
@@ -156,11 +146,11 @@ class SimHotBuffers:
         spec: ModelSpec,
         memory: DecodeMemory,
         prompts: Mapping[str, tuple[int, ...]],
-        salts: Mapping[str, str],
+        roots: Mapping[str, PageKey],
     ) -> None:
-        """``prompts`` and ``salts``: by request id."""
+        """``prompts`` and ``roots``: by request id."""
         self._prompts = prompts
-        self._salts = salts
+        self._roots = roots
         self.spec = spec
         self.memory = memory
         self.bytes_per_miss = 0.0
@@ -206,13 +196,13 @@ class SimHotBuffers:
 
     def write_new(self, request: Request, num_accepted: int, num_rejected: int) -> None:
         """The newest token and drafts behind it. On the device rejected ones are written like any other."""
-        salt = self._salts[request.request_id]
+        root = self._roots[request.request_id]
         tokens = [*self._prompts[request.request_id], *request.output_token_ids, *[NEXT_TOKEN] * num_accepted]
         for pool, slots, first_layer in self._pools(request):
             is_host = first_layer == 0 and request.mode is Mode.HISPARSE
             for layer, items in enumerate(pool):
                 for position in range(request.num_kv_tokens, len(tokens)):
-                    content = (salt, *tokens[: position + 1])
+                    content = (root, *tokens[: position + 1])
                     items[slots[position]] = np.frombuffer(tag(content, first_layer + layer), np.uint8)
                 for position in range(len(tokens), len(tokens) + num_rejected):
                     if not is_host:
@@ -220,8 +210,8 @@ class SimHotBuffers:
 
     def check(self, request: Request) -> None:
         """Every position that the request has read from its slots is the one that was written there."""
-        salt, prompt = self._salts[request.request_id], self._prompts[request.request_id]
-        said = (salt, *prompt, *request.output_token_ids)
+        root, prompt = self._roots[request.request_id], self._prompts[request.request_id]
+        said = (root, *prompt, *request.output_token_ids)
         contents = [said[: position + 2] for position in range(request.num_kv_tokens)]
         for pool, slots, first_layer in self._pools(request):
             for layer, items in enumerate(pool):

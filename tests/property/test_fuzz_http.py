@@ -20,7 +20,7 @@ from hisparse_pd.router.errors import NodeRefused
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.body_parts import MAX_ROOM
 from hisparse_pd.serving.api.requests import Limits, grouped, plan_samples
-from hisparse_pd.serving.api.schemas import ApiRequest, parse_request
+from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.api.tokens import answer_about_tokens
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -39,7 +39,7 @@ from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 CODEC = TextCodec(TOKENIZER, len(TOKENIZER), grammar_checks=Unchecked())
-LIMITS = Limits(256, 256, 128, holds_output=True)
+LIMITS = Limits(256, 256, 128)
 
 ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
 _TEXTS: dict[Endpoint, list[str]] = {
@@ -49,15 +49,14 @@ _TEXTS: dict[Endpoint, list[str]] = {
         "top_p": 0.5, "hisparse": "auto"}""",
         """{"prompt": ["a", "b"], "bootstrap_host": ["h", "h"], "bootstrap_port": [1, null],
         "bootstrap_room": [1, 2]}""",
-        """{"prompt": [[1, 2], [3]], "best_of": 1, "echo": true, "max_tokens": 1, "logprobs": 1,
-        "prefill_only": true}""",
-        """{"prompt": [1, 2], "prompt_logprobs": 2, "max_tokens": 0, "prefill_only": true}""",
+        """{"prompt": [[1, 2], [3]], "best_of": 1, "echo": true, "max_tokens": 1, "logprobs": 1}""",
+        """{"prompt": [1, 2], "prompt_logprobs": 2, "max_tokens": 0}""",
     ],
     Endpoint.CHAT: [
         """{"messages": [{"role": "user", "content": "hi"},
           {"role": "assistant", "content": [{"type": "text", "text": "ho"}]}],
         "max_completion_tokens": 1, "logprobs": true, "top_logprobs": 2, "continue_final_message": true,
-        "prompt_logprobs": 0, "prefill_only": true, "chat_template_kwargs": {"a": 1},
+        "prompt_logprobs": 0, "chat_template_kwargs": {"a": 1},
         "metadata": {"hisparse": "true"}, "response_format": {"type": "text"}}""",
     ],
     Endpoint.GENERATE: [
@@ -66,7 +65,7 @@ _TEXTS: dict[Endpoint, list[str]] = {
         "sampling_params": {"max_new_tokens": 4, "min_new_tokens": 1, "stop": "x", "stop_token_ids": [3],
           "top_k": -1, "sampling_seed": 5}}""",
         """{"input_ids": [1, 2], "return_logprob": true, "logprob_start_len": 1,
-        "sampling_params": {"max_new_tokens": 0}, "prefill_only": true}""",
+        "sampling_params": {"max_new_tokens": 0}}""",
         """{"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}], "rid": ["a", "b"]}""",
     ],
     Endpoint.RESPONSES: [
@@ -172,7 +171,7 @@ def check_body(endpoint: Endpoint, loop: asyncio.AbstractEventLoop, body: bytes)
         assert all(0 <= token < CODEC.vocab_size for token in token_ids)
         num_tokens = generate.num_prompt_tokens + generate.sampling.max_new_tokens - 1
         assert num_tokens <= LIMITS.context_length
-    for group in grouped(samples, with_prompts=True):
+    for group in grouped(samples):
         frame = engine_messages.encoder.encode(group)
         assert engine_messages.to_engine_decoder.decode(frame) == group
 
@@ -270,16 +269,14 @@ def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
     names = [name for name, _ in json.loads(sent, object_pairs_hook=list, parse_int=str)]
     assert len(set(names)) == len(names), "parsers disagree on which of two equal keys counts"
     given_fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    for name in (*ROOM, "prefill_only", "journal", "journal_records"):
+    for name in (*ROOM, "journal", "journal_records"):
         fields.pop(name, None)
         given_fields.pop(name, None)
     assert {name: bytes(value) for name, value in fields.items()} == {
         name: bytes(value) for name, value in given_fields.items()
     }
-    # A node that is sent the body sees the same request, or refuses it, as if it had been asked directly.
-    request = outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
-    if isinstance(request, ApiRequest) and request.wants_scores:
-        assert body.is_prefill_only, "the decode node has no logprobs of the prompt"
+    # A node takes or refuses what it is sent; no other error comes of it.
+    outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
 
 
 _ERROR = json.dumps({"error": {"message": "no", "type": "x", "code": "y"}}).encode()

@@ -25,7 +25,6 @@ from hisparse_pd.engine.messages import (
     FlushCache,
     Generate,
     GenerateGroup,
-    PrefillFinished,
     PromptScores,
     QuarantinedRun,
     ReleasePage,
@@ -34,7 +33,6 @@ from hisparse_pd.engine.messages import (
     RequestStats,
     Shutdown,
     Tokens,
-    WantedScores,
     pack_token_ids,
 )
 from hisparse_pd.engine.phases import Phase
@@ -52,8 +50,9 @@ from hisparse_pd.protocol.messages import (
     RegionKind,
     Register,
 )
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.transfer.aux_record import AuxLayout, AuxMismatch
-from tests.identities import identity_of
+from tests.identities import ROOT
 from tests.property.fuzzing import (
     BATCH,
     HUGE_LENGTHS,
@@ -77,9 +76,9 @@ TO_ENGINE = (
     GenerateGroup(
         (
             Generate("r", 7, 3, _SAMPLING, "10.0.0.1", 8998, HisparseFlag.AUTO),
-            Generate("s", 8, 3, _SAMPLING, "", 1, scores=WantedScores(1, 2), is_prefill_only=True),
+            Generate("s", 8, 3, _SAMPLING, "", 1, scores=WantedScores(1, 2)),
         ),
-        identity_of((1, 2, 3)),
+        ROOT,
         pack_token_ids((1, 2, 3)),
     ),
     Abort("r"),
@@ -94,7 +93,6 @@ FROM_ENGINE = (
     PromptScores("r", 2, bytes(24)),
     Tokens("r", (1,), (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))),), FinishReason.STOP, 2, _STATS),
     Tokens("r", (1,), phases=_PHASES, prefill=PrefillTimes(0.25, 0.5, 1.0)),
-    PrefillFinished("r", 10, 4, 1000, 0.5, 64, 2, Mode.DENSE, _PHASES),
     RequestFailed("r", 503, "full", phases=_PHASES),
     EngineStats(
         {"token_usage": 0.5},
@@ -254,7 +252,22 @@ _extents = st.lists(st.builds(Extent, _slots, st.integers(1, 8) | st.integers(1,
 )
 
 
-@given(st.builds(Bootstrap, st.just(1), st.integers(1, 40), _extents, _extents, _slots, st.booleans()))
+_prompts = st.integers(1, 40).map(lambda num_tokens: pack_token_ids(range(num_tokens)))
+
+
+@given(
+    st.builds(
+        Bootstrap,
+        st.just(1),
+        _extents,
+        _extents,
+        _slots,
+        _prompts,
+        st.just(ROOT),
+        num_held_tokens=st.integers(0, 40),
+        hisparse=st.booleans(),
+    )
+)
 @fuzz
 def test_a_landing_zone_that_stands_lies_in_its_regions(message: Bootstrap) -> None:
     table = Registrations(GEOMETRY, "tcp")
@@ -264,8 +277,8 @@ def test_a_landing_zone_that_stands_lies_in_its_regions(message: Bootstrap) -> N
     assert message.aux_slot < NUM_SLOTS
     for extents in (message.kv_extents, message.index_extents):
         slots = [slot for extent in extents for slot in range(extent.start, extent.end)]
-        assert len(set(slots)) == len(slots) >= message.num_prompt_tokens
-        assert max(slots) < NUM_SLOTS
+        assert len(set(slots)) == len(slots) >= message.num_computed_tokens - message.num_held_tokens
+        assert max(slots, default=0) < NUM_SLOTS
 
 
 def test_the_strategy_for_landing_zones_finds_some_that_stand() -> None:
@@ -314,9 +327,9 @@ def test_bootstrap_information_is_usable_or_refused(seed: int) -> None:
 # --- the aux record, in memory that a peer writes --------------------------------------------------------
 
 ROOM = 2**62 + 3
-_LAYOUT = AuxLayout(num_index_groups=2, index_topk=4, max_logprobs=3)
+_LAYOUT = AuxLayout(num_index_groups=2, index_topk=4)
 _RECORD = bytearray(_LAYOUT.slot_bytes)
-_LAYOUT.pack_into(_RECORD, ROOM, 5, TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.0))), np.arange(8).reshape(2, 4))
+_LAYOUT.pack_into(_RECORD, ROOM, np.arange(8).reshape(2, 4))
 
 
 def check_record(content: bytes, *, repairs_checksum: bool) -> None:
@@ -329,7 +342,6 @@ def check_record(content: bytes, *, repairs_checksum: bool) -> None:
         return
     assert record.room == ROOM
     assert record.hint is None or record.hint.shape == (2, 4)
-    assert record.logprob is None or len(record.logprob.top) <= _LAYOUT.max_logprobs
     if not repairs_checksum:
         assert slot[: _LAYOUT.record_bytes] == _RECORD[: _LAYOUT.record_bytes]
 

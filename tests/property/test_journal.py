@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hisparse_pd.router.journal import MAX_LOSSES, Journal, JournalBudget, Leg, Losses
+from hisparse_pd.router.journal import Journal, JournalBudget
+from hisparse_pd.router.resume import MAX_LOSSES, Losses
 from hisparse_pd.serving.api.frame import PINGS
 from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER, journal_line
 
@@ -37,8 +38,7 @@ class Streams(RuleBasedStateMachine):
         self.budget = JournalBudget(1 << 20)
         self.journal = Journal(100, self.budget)
         self.shown = b""
-        self.old: list[tuple[Leg, bytes]] = []
-        """Nodes that were lost, with what they have yet to say."""
+        self.num_resumes = 0
         self.unsaid = said(0)
         self.num_pings = 0
 
@@ -46,12 +46,12 @@ class Streams(RuleBasedStateMachine):
     @rule(num_bytes=st.integers(1, 120))
     def the_node_says_something(self, num_bytes: int) -> None:
         chunk, self.unsaid = self.unsaid[:num_bytes], self.unsaid[num_bytes:]
-        self.shown += self.journal.leg.feed(chunk)
+        self.shown += self.journal.feed(chunk)
 
-    @precondition(lambda self: not self.journal.leg.unshown)
+    @precondition(lambda self: not self.journal.unshown)
     @rule(ping=st.sampled_from(sorted(set(PINGS.values()))))
     def it_has_nothing_to_say(self, ping: bytes) -> None:
-        shown = self.journal.leg.feed(ping)
+        shown = self.journal.feed(ping)
         assert shown == (b"" if self.journal.is_over else ping)
 
     @rule()
@@ -59,9 +59,10 @@ class Streams(RuleBasedStateMachine):
         """In the middle of anything; the next one gets what the journal has."""
         if self.journal.is_over:
             return
-        self.old.append((self.journal.leg, self.unsaid))
-        self.journal.next_leg()
-        fields = self.journal.fields(may_move=True, num_resumes=len(self.old))
+        self.journal.next_node()
+        assert (self.journal.unshown, self.journal.is_leaving) == (b"", False)
+        self.num_resumes += 1
+        fields = self.journal.fields(may_move=True, num_resumes=self.num_resumes)
         records = [
             record for block in json.loads(msgspec.json.encode(fields["journal_records"])) for record in block
         ]
@@ -71,18 +72,12 @@ class Streams(RuleBasedStateMachine):
     @rule(data=st.data())
     def it_says_that_it_leaves(self, data: st.DataObject) -> None:
         """Behind any line, in pieces; the stream goes on."""
-        if self.journal.is_over or self.journal.leg.unshown:
+        if self.journal.is_over or self.journal.unshown:
             return
-        leg, line = self.journal.leg, journal_line(LEAVING)
+        journal, line = self.journal, journal_line(LEAVING)
         cut = data.draw(st.integers(0, len(line)))
-        assert leg.feed(line[:cut]) + leg.feed(line[cut:]) == b""
-        assert (leg.is_leaving, leg.unshown) == (True, b"")
-
-    @precondition(lambda self: self.old)
-    @rule(data=st.data())
-    def a_lost_one_wakes_up(self, data: st.DataObject) -> None:
-        leg, unsaid = data.draw(st.sampled_from(self.old))
-        assert leg.feed(unsaid) == b""
+        assert journal.feed(line[:cut]) + journal.feed(line[cut:]) == b""
+        assert (journal.is_leaving, journal.unshown) == (True, b"")
 
     @invariant()
     def the_client_has_what_the_journal_says(self) -> None:
@@ -102,7 +97,7 @@ def test_a_stream_for_which_there_is_no_room_is_shown_all_the_same() -> None:
     budget = JournalBudget(130)
     other = Journal(50, budget)
     journal = Journal(50, budget)
-    assert journal.leg.feed(said(0)) == b"".join(EVENTS)
+    assert journal.feed(said(0)) == b"".join(EVENTS)
     assert (journal.is_over, journal.is_kept, budget.num_dropped) == (True, False, 1)
     assert (other.is_kept, budget.num_bytes) == (True, 50)
     assert not Journal(500, budget).is_kept
@@ -111,13 +106,13 @@ def test_a_stream_for_which_there_is_no_room_is_shown_all_the_same() -> None:
 @pytest.mark.parametrize("word", [b"", b"over", b"leaving", b"[0,[1]]"])
 def test_a_line_that_has_not_ended_shows_nothing(word: bytes) -> None:
     journal = Journal(0, JournalBudget(1000))
-    assert journal.leg.feed(EVENTS[0] + MARK + word + b"\n") == b""
-    assert (journal.num_records, journal.is_over, journal.leg.is_leaving) == (0, False, False)
+    assert journal.feed(EVENTS[0] + MARK + word + b"\n") == b""
+    assert (journal.num_records, journal.is_over, journal.is_leaving) == (0, False, False)
 
 
 def test_a_word_of_a_later_release_is_passed_over() -> None:
     journal = Journal(0, JournalBudget(1 << 20))
-    assert journal.leg.feed(EVENTS[0] + journal_line(b"[0,[1]]") + journal_line(b"later")) == EVENTS[0]
+    assert journal.feed(EVENTS[0] + journal_line(b"[0,[1]]") + journal_line(b"later")) == EVENTS[0]
     assert json.loads(bytes(journal.fields(may_move=False, num_resumes=1)["journal_records"])) == [[[0, [1]]]]
 
 

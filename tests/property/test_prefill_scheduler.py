@@ -86,7 +86,7 @@ def test_a_plan_keeps_every_bound_and_the_order(
     assert len(admitted) <= num_aux_slots
     by_room = {room.room: room for room in waiting}
     needed = sum(
-        limits.pages_for(by_room[chunk.room].num_prompt_tokens)
+        limits.pages_for(by_room[chunk.room].num_tokens)
         - by_room[chunk.room].num_cached_pages
         + by_room[chunk.room].num_unused_pages
         for chunk in admitted
@@ -94,8 +94,8 @@ def test_a_plan_keeps_every_bound_and_the_order(
     assert needed <= num_pages
     for chunk in admitted:
         assert chunk.start == by_room[chunk.room].num_cached_pages * PAGE_SIZE
-    num_prompt_tokens = {room.room: room.num_prompt_tokens for room in [*running, *waiting]}
-    long = [chunk for chunk in chunks if chunk.stop < num_prompt_tokens[chunk.room]]
+    num_tokens = {room.room: room.num_tokens for room in [*running, *waiting]}
+    long = [chunk for chunk in chunks if chunk.stop < num_tokens[chunk.room]]
     assert len(long) <= 1
     if long:
         assert sum(chunk.stop - chunk.start for chunk in chunks) == limits.chunk_tokens
@@ -193,4 +193,4 @@ def test_a_prompt_that_finds_all_it_shares_in_the_cache_does_not_wait() -> None:
 
 def test_only_a_prompt_beyond_the_whole_pool_can_never_run() -> None:
     assert why_never(64, LIMITS) is None
-    assert "needs 17 pages" in str(why_never(65, LIMITS))
+    assert "need 17 pages" in str(why_never(65, LIMITS))

@@ -1,7 +1,7 @@
 """The room protocol between both real ends, under everything that clients, networks and machines do to it.
 
-Requests arrive at both nodes, at one or at none, and are given up on either side; messages are late, lost
-with their connection or said twice; writes are slow, fail, land after they failed, or never come back; nodes
+Requests arrive at the decode node and are given up there; messages are late, lost with their connection or
+said twice; writes are slow, fail, land after they failed, or never come back; nodes
 stop, die and start again. Whatever happens, no byte lands in a slot that is not kept for the room of its
 write, and no request runs on bytes that are not its own (``both_ends.World``). One prefill node writes over
 the network, the other over shared memory, of which the kernel says when a dead writer has let go. In the end
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -27,11 +27,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.pools import Stage
 from hisparse_pd.decode_node.prefill_peers import LAST_WORDS_SECS
-from hisparse_pd.engine.messages import Abort, Generate, GenerateGroup
+from hisparse_pd.engine.messages import Abort, Generate
 from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_network import SimClient
-from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
+from tests.property.sim_nodes import NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
 
 pytestmark = pytest.mark.I7
@@ -40,26 +40,19 @@ _ASKED = os.environ.get("ROOM_EXAMPLES")
 NUM_PREFILL = 2
 NUM_SHARED = 1
 """The last of them writes over shared memory."""
-LEGS = ("prefill", "decode")
-ABORTED = st.sampled_from([LEGS[1:], LEGS, LEGS[:1], LEGS[1:]])
 
 
 class Arrival(NamedTuple):
-    """``legs``: those that reach their node now; ``reused``: how many rooms ago this one was used.
-
-    ``family``: of prompts that begin alike, where no ``prompt`` is given. ``differs``: in what the prefill
-    node's leg is another prompt, of the same length: its ``tokens``, or the ``salt``; "" for the same one.
-    """
+    """``reused``: how many rooms ago this one was used. ``family``: of prompts that begin alike, where no
+    ``prompt`` is given."""
 
     node: int
     flag: HisparseFlag
     family: int = 0
     num_tokens: int = 9
     max_new_tokens: int = 2
-    legs: str = "both"
     reused: int | None = None
     salt: str = ""
-    differs: str = ""
     prompt: tuple[int, ...] = ()
 
 
@@ -69,10 +62,8 @@ ARRIVALS = st.tuples(
     st.integers(0, 2),
     st.sampled_from([1, 3, 4, 5, 8, 9, 13, 17, 24]),
     st.sampled_from([1, 2, 5, 12]),
-    st.sampled_from([*["both"] * 6, "prefill", "decode"]),
     st.sampled_from([*[None] * 6, 0, 1, 3]),
     st.sampled_from(["", "", "", "salt"]),
-    st.sampled_from([*[""] * 8, "tokens", "salt"]),
 ).map(lambda drawn: Arrival(*drawn))
 DICE = st.integers(0, 3)
 """For rules that are to act at times only: at 0."""
@@ -85,14 +76,8 @@ class BothEndsMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(NUM_PREFILL, NUM_SHARED)
         self.requests: dict[str, Generate] = {}
-        self.groups: dict[tuple[str, str], GenerateGroup] = {}
-        """By leg and request id."""
-        self.differing: set[str] = set()
-        """Requests that are not the same on both nodes."""
-        self.undelivered: list[tuple[str, str]] = []
-        """Legs of requests that have not reached their node: (leg, request id)."""
-        self.taken: dict[str, dict[str, SimFront]] = {leg: {} for leg in LEGS}
-        """By leg and request id, the front that took the request; a dead one owes nothing."""
+        self.taken: dict[str, SimFront] = {}
+        """By request id, the front that took the request; a dead one owes nothing."""
 
     @initialize()
     def meet(self) -> None:
@@ -109,7 +94,7 @@ class BothEndsMachine(RuleBasedStateMachine):
             self.request(arrival)
 
     def request(self, arrival: Arrival) -> None:
-        number, family, salt = len(self.requests), arrival.family, arrival.salt
+        number, family = len(self.requests), arrival.family
         room = number if arrival.reused is None else max(0, number - 1 - arrival.reused)
         prompt = arrival.prompt or tuple(
             (family + position // 6 * family) % 8 for position in range(arrival.num_tokens)
@@ -125,18 +110,9 @@ class BothEndsMachine(RuleBasedStateMachine):
             arrival.flag,
         )
         self.requests[request.request_id] = request
-        group = self.world.generate(request, prompt, salt)
-        self.groups |= {(leg, request.request_id): group for leg in LEGS}
-        if arrival.differs:
-            self.differing.add(request.request_id)
-            other = (*prompt[:-1], 9) if arrival.differs == "tokens" else prompt
-            other_salt = f"not {salt}" if arrival.differs == "salt" else salt
-            self.groups["prefill", request.request_id] = self.world.group_of(request, other, other_salt)
-        for leg in LEGS:
-            if arrival.legs in (leg, "both"):
-                self.deliver_leg(leg, request)
-            else:
-                self.undelivered.append((leg, request.request_id))
+        front = self.world.decode.front
+        front.inbox.append(self.world.generate(request, prompt, arrival.salt))
+        self.taken[request.request_id] = front
 
     @precondition(lambda self: self.world.decode.front.tokens)
     @rule(arrival=ARRIVALS, back=st.integers(0, 3), num_new=st.integers(1, 6))
@@ -147,73 +123,47 @@ class BothEndsMachine(RuleBasedStateMachine):
         prompt = (*self.world.prompts[before], *tokens[before], *[arrival.family] * num_new)[:26]
         self.request(arrival._replace(prompt=prompt))
 
-    def deliver_leg(self, leg: str, request: Generate) -> None:
-        front = self.world.decode.front
-        if leg == "prefill":
-            node = self.prefill_of(request)
-            if node is None:
-                return
-            front = node.front
-        front.inbox.append(self.groups[leg, request.request_id])
-        self.taken[leg][request.request_id] = front
-
-    def prefill_of(self, request: Generate) -> PrefillNode | None:
-        addresses = [a for a in self.world.addresses if a.port == request.bootstrap_port]
-        return self.world.prefill.get(addresses[0])
-
-    @precondition(lambda self: self.undelivered)
-    @rule(data=st.data(), is_lost=st.booleans())
-    def other_leg(self, data: st.DataObject, is_lost: bool) -> None:
-        leg, request_id = self.undelivered.pop(data.draw(st.integers(0, len(self.undelivered) - 1)))
-        if not is_lost:
-            self.deliver_leg(leg, self.requests[request_id])
-
     @precondition(lambda self: self.requests)
-    @rule(back=st.integers(0, 4), legs=ABORTED)
-    def abort(self, back: int, legs: tuple[str, ...]) -> None:
-        self.leave(f"request-{max(0, len(self.requests) - 1 - back)}", legs)
+    @rule(back=st.integers(0, 4))
+    def abort(self, back: int) -> None:
+        self.leave(f"request-{max(0, len(self.requests) - 1 - back)}")
 
     @precondition(lambda self: self.writing())
-    @rule(data=st.data(), legs=ABORTED, fates=st.lists(FATES, max_size=2), num_turns=st.integers(1, 3))
-    def abort_in_a_write(
-        self, data: st.DataObject, legs: tuple[str, ...], fates: list[WriteFate], num_turns: int
-    ) -> None:
-        node, room = data.draw(st.sampled_from(self.writing()))
-        request = node.engine._life.rooms.live(room).request
-        assert request is not None
-        self.leave(request.request_id, legs)
+    @rule(data=st.data(), fates=st.lists(FATES, max_size=2), num_turns=st.integers(1, 3))
+    def abort_in_a_write(self, data: st.DataObject, fates: list[WriteFate], num_turns: int) -> None:
+        _, room = data.draw(st.sampled_from(self.writing()))
+        self.leave_room(room)
         slow = itertools.chain(fates, itertools.repeat(WriteFate.SLOW))
         for _ in range(num_turns):
             self.world.work(slow, decode_first=True)
 
-    def leave(self, request_id: str, legs: tuple[str, ...]) -> None:
-        for leg in legs:
-            front = self.taken[leg].get(request_id)
-            if front is not None:
-                front.inbox.append(Abort(request_id))
-                front.aborted.add(request_id)
+    def leave(self, request_id: str) -> None:
+        front = self.taken[request_id]
+        front.inbox.append(Abort(request_id))
+        front.aborted.add(request_id)
+
+    def leave_room(self, room: Room) -> None:
+        """The client of a room that a prefill node writes for; it may have left before."""
+        if (request := self.world.decode.engine.requests.get(room)) is not None:
+            self.leave(request.request_id)
 
     def between_slices(self) -> list[tuple[PrefillNode, Room]]:
         nodes = [node for node in self.world.prefill.values() if not node.is_stopped]
         return [(node, room) for node in nodes for room in node.sender.between_slices]
 
     @precondition(lambda self: self.between_slices())
-    @rule(data=st.data(), legs=ABORTED, fates=st.lists(FATES, max_size=2))
-    def abort_between_slices(
-        self, data: st.DataObject, legs: tuple[str, ...], fates: list[WriteFate]
-    ) -> None:
+    @rule(data=st.data(), fates=st.lists(FATES, max_size=2))
+    def abort_between_slices(self, data: st.DataObject, fates: list[WriteFate]) -> None:
         """While another room of the peer has its turn, with which nothing happens to it."""
-        node, room = data.draw(st.sampled_from(self.between_slices()))
-        request = node.engine._life.rooms.live(room).request
-        assert request is not None
-        self.leave(request.request_id, legs)
+        _, room = data.draw(st.sampled_from(self.between_slices()))
+        self.leave_room(room)
         self.world.work(itertools.chain(fates, itertools.repeat(WriteFate.SLOW)), decode_first=True)
 
     @rule(num_aborted=st.integers(2, 5), num_turns=st.integers(0, 2))
     def abort_storm(self, num_aborted: int, num_turns: int) -> None:
         """Clients that all leave at once, and as many that come in their place."""
         for back in range(min(num_aborted, len(self.requests))):
-            self.abort(back, LEGS)
+            self.abort(back)
         for number in range(num_aborted):
             self.request(Arrival(number % NUM_PREFILL, list(HisparseFlag)[number % 3], number % 3))
         self.work(num_turns, [])
@@ -397,39 +347,29 @@ class BothEndsMachine(RuleBasedStateMachine):
             left += [f"prefill: room {record.room} is {record.state}" for record in life.rooms]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
-    def check_counted(self, leg: str, front: SimFront, counters: Mapping[str, float]) -> None:
-        """Each request that has ended is counted once: as finished, aborted or failed."""
-        num_taken = sum(taken is front for taken in self.taken[leg].values())
-        num_finished = sum(front.num_ends.values()) - len(front.errors)
-        num_others = sum(counters[f"{end}_requests_total"] for end in ("aborted", "failed"))
-        assert num_finished + num_others == num_taken, f"the {leg} node counts an end twice or not at all"
-
     def check_answers(self) -> None:
-        living = {
-            "decode": [self.world.decode.front],
-            "prefill": [node.front for node in self.world.prefill.values()],
-        }
-        for leg in LEGS:
-            for request_id, front in self.taken[leg].items():
-                if any(front is other for other in living[leg]) and request_id not in front.aborted:
-                    assert front.num_ends[request_id] == 1, f"{request_id} did not end on the {leg} node"
-        for node in self.world.prefill.values():
-            self.check_counted("prefill", node.front, node.engine._life.counters)
         decode = self.world.decode
-        self.check_counted("decode", decode.front, decode.engine._metrics._totals)
+        num_taken = 0
+        for request_id, front in self.taken.items():
+            if front is decode.front:
+                num_taken += 1
+                if request_id not in front.aborted:
+                    assert front.num_ends[request_id] == 1, f"{request_id} did not end"
+        num_finished = sum(decode.front.num_ends.values()) - len(decode.front.errors)
+        totals = decode.engine._metrics._totals
+        num_others = sum(totals[f"{end}_requests_total"] for end in ("aborted", "failed"))
+        assert num_finished + num_others == num_taken, "an end is counted twice or not at all"
         num_uses = Counter(request.room for request in self.requests.values())
-        for request_id, failed in self.world.decode.front.errors.items():
+        for request_id, failed in decode.front.errors.items():
             assert "the decode step failed" not in failed.error, f"{request_id}: {failed.error}"
             if num_uses[self.requests[request_id].room] == 1:
                 assert "served before" not in failed.error, (
                     f"{request_id}: what became of it was not said again"
                 )
-        for request_id, front in self.taken["decode"].items():
+        for request_id, front in self.taken.items():
             tokens = front.tokens.get(request_id, [])
-            if request_id in self.differing and num_uses[self.requests[request_id].room] == 1:
-                assert not tokens, f"{request_id} is served with another prompt's KV"
             num_asked = self.requests[request_id].sampling.max_new_tokens
-            assert tokens == [FIRST_TOKEN, *[NEXT_TOKEN] * (num_asked - 1)][: len(tokens)]
+            assert tokens == [NEXT_TOKEN] * len(tokens)
             if front.num_ends[request_id] and request_id not in front.errors:
                 assert len(tokens) == num_asked
 
@@ -446,17 +386,14 @@ def one_pair(num_shared: int = 0) -> Iterator[World]:
         world.close()
 
 
-def ask(world: World, request_id: str = "r", room: int = 1, num_tokens: int = 2, legs: str = "both") -> None:
+def ask(world: World, request_id: str = "r", room: int = 1, num_tokens: int = 3) -> None:
     (address,) = world.addresses
     sampling = SamplingParams(1)
     request = Generate(request_id, room, num_tokens, sampling, address.host, address.port, HisparseFlag.TRUE)
-    group = world.generate(request, tuple(range(num_tokens)))
-    world.decode.front.inbox.append(group)
-    if legs == "both":
-        world.prefill[address].front.inbox.append(group)
+    world.decode.front.inbox.append(world.generate(request, tuple(range(num_tokens))))
 
 
-def write_slowly(world: World, num_tokens: int = 9) -> PrefillNode:
+def write_slowly(world: World, num_tokens: int = 10) -> PrefillNode:
     """A request, of which a write is in flight."""
     (address,) = world.addresses
     ask(world, num_tokens=num_tokens)
@@ -479,7 +416,7 @@ def finish_writes(world: World, node: PrefillNode, client: SimClient, fate: Writ
 def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: WriteFate) -> None:
     """A RoomDone, or the RoomFailed of a room that drains: nobody else would ever say it."""
     with one_pair() as world:
-        front, node = world.decode.front, write_slowly(world, 2)
+        front, node = world.decode.front, write_slowly(world, 3)
         (client,) = world.network.clients
         if fate is WriteFate.FAILED:  # told while its write is in flight, which comes back later
             node.engine._life.fail(node.engine._life.rooms.live(Room(1)), 502, "no", world.now)
@@ -491,7 +428,7 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
         assert front.num_ends["r"] == 1
         if fate is WriteFate.WRITTEN:
             assert not front.errors
-            assert front.tokens["r"] == [FIRST_TOKEN]
+            assert front.tokens["r"] == [NEXT_TOKEN]
         else:
             assert front.errors["r"].error == "no"
 
@@ -507,7 +444,7 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
         (address,) = world.addresses
         decode, network = world.decode.engine, world.network
         decode.peers.use(address, world.now)
-        ask(world, legs="decode")
+        ask(world)
         for _ in range(4):
             world.work(itertools.repeat(WriteFate.WRITTEN))
         control_port = world.kill_prefill(address).server.port
@@ -516,7 +453,7 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
         assert world.decode.lookups.pending
         world.start_prefill(address, control_port)
         new_run = world.prefill[address].instance_id
-        ask(world, "again", 2, legs="decode")
+        ask(world, "again", 2)
         for answers_lookups in (False, False, True, True, True, True):
             network.deliver_all()
             world.turn_prefill(world.prefill[address])
@@ -532,7 +469,7 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
     """It answers an abort that crosses its registration, and bytes of the dead run are still under way."""
     with one_pair() as world:
         (address,) = world.addresses
-        write_slowly(world, 2)
+        write_slowly(world, 3)
         world.start_prefill(address, world.kill_prefill(address).server.port)
         node = world.prefill[address]
         world.pass_time(3.0, late_bytes_land=False)
@@ -604,7 +541,7 @@ def test_what_a_run_said_before_it_let_go_of_the_memory_counts() -> None:
         world.network.deliver_all()
         turn_for_last_words(world)
         assert world.decode.front.errors == {}
-        assert world.decode.front.tokens["r"] == [FIRST_TOKEN]
+        assert world.decode.front.tokens["r"] == [NEXT_TOKEN]
 
 
 TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCase)

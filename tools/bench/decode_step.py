@@ -53,6 +53,7 @@ from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
 from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.protocol.messages import Room
@@ -345,6 +346,7 @@ class Bench:
             flag=HisparseFlag.TRUE,
             peer=PeerAddress("", 0),
             arrived_at=0.0,
+            prompt=pack_token_ids([0]),
             state=RequestState.RUNNING,
             mode=mode,
             holding=pools.reserve(room, need),

@@ -78,7 +78,10 @@ class DsaModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size], of ``hidden`` [n, hidden_size] as ``forward_with_hidden`` returns them."""
+        """float32 [n, vocab_size], of ``hidden`` [n, hidden_size] as ``forward_with_hidden`` returns them.
+        Without rows the LM head is not read."""
+        if not len(hidden):
+            return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         logits = product_of(self._lm_head, hidden).float()
         return logits if self._softcap is None else softcap(logits, self._softcap)
 

@@ -192,9 +192,7 @@ class ModelSpec:
         """What indexer keys in the pools are rotated by: "" or HADAMARD."""
         return HADAMARD if self.index_format == FP8_E4M3 else ""
 
-    def geometry(
-        self, page_size: int, sampling_defaults: str = "", attention_split_tile_size: int | None = None
-    ) -> Geometry:
+    def geometry(self, page_size: int, attention_split_tile_size: int | None = None) -> Geometry:
         """What a peer must agree on. Formats of indexer keys differ in their ``index_item_bytes``."""
         return Geometry(
             model_fingerprint=self.fingerprint,
@@ -205,7 +203,6 @@ class ModelSpec:
             index_item_bytes=self.index_item_bytes,
             index_topk=self.index_topk,
             page_size=page_size,
-            sampling_defaults=sampling_defaults,
             num_draft_layers=self.num_draft_layers,
             index_rotation=self.index_rotation,
             has_row_checks=self.has_row_checks,

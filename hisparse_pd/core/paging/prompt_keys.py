@@ -3,7 +3,7 @@
 A chain of keys begins at a root; each key is a hash of the one before and of the block that it is of. So
 equal keys mean equal tokens from the beginning, behind the same root. The root is of the request's isolation
 key: prompts with different ones have no key in common, and so nothing that is found by keys is shared between
-them. The digest of a whole prompt, by which two nodes see that they have the same one, begins there, too.
+them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,6 @@ TOKEN_BYTES: Final = 4
 
 PageKey = bytes
 """Of one whole page: equal keys mean equal tokens up to its end, and the same isolation key."""
-
-
-class PromptIdentity(msgspec.Struct, frozen=True):
-    """What two nodes must agree on about a prompt, and where the chain of its page keys begins."""
-
-    root: PageKey
-    digest: bytes
-    """Of all tokens, behind the root."""
-
-    @classmethod
-    def of(cls, root: PageKey, prompt: bytes) -> PromptIdentity:
-        """``prompt``: as of ``pack_token_ids``."""
-        return cls(root, _key(root, prompt))
 
 
 def root_of(cache_salt: str | None = None, extra_key: str | None = None) -> PageKey:

@@ -11,10 +11,11 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import TokenLogprob
-from hisparse_pd.serving.api.answers import Chat, Completions, Dialect, Generate
+from hisparse_pd.serving.api.answers import Chat, Completions, Dialect, Generate, Json
 from hisparse_pd.serving.api.anthropic_answers import Messages
 from hisparse_pd.serving.api.app import Front, Work
 from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.frame import sse
 from hisparse_pd.serving.api.journal import Journal
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.responses_answers import Responses
@@ -53,15 +54,17 @@ async def _plain(
     try:
         async with aclosing(deltas_of(outputs)) as deltas:
             async for delta in deltas:
-                for piece in dialect.pieces(outputs[delta.index], delta):
-                    yield piece
+                for event in dialect.events(outputs[delta.index], delta):
+                    yield _encoded(event)
     except RequestFailedError as error:
         if (last := dialect.failed(error)) is None:
             raise
-        yield last
+        yield _encoded(last)
         return
-    for piece in dialect.last_pieces(outputs):
-        yield piece
+    for event in dialect.last_events(outputs):
+        yield _encoded(event)
+    if dialect.end:
+        yield dialect.end
 
 
 async def _journaled(
@@ -88,7 +91,8 @@ async def _journaled(
         async with aclosing(deltas_of(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
-                if unit := records.unit(output, delta, b"".join(dialect.pieces(output, delta))):
+                events = b"".join(map(_encoded, dialect.events(output, delta)))
+                if unit := records.unit(output, delta, events):
                     has_begun = True
                     if front.link.is_leaving and not has_said_leaving:
                         has_said_leaving = True
@@ -98,9 +102,14 @@ async def _journaled(
         if not has_begun:
             raise
         line = journal_line(OVER) if error.status < 500 else b""
-        yield (dialect.failed(error) or error.event(ErrorShape.of_path(work.request.endpoint))) + line
+        last = dialect.failed(error)
+        yield (_encoded(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))) + line
         return
-    yield b"".join(dialect.last_pieces(outputs)) + journal_line(OVER)
+    yield b"".join(map(_encoded, dialect.last_events(outputs))) + dialect.end + journal_line(OVER)
+
+
+def _encoded(event: Json) -> bytes:
+    return sse(event, event.get("type", ""))
 
 
 class _Records:

@@ -1,8 +1,9 @@
 """Answers to OpenAI's completions and chats and to SGLang's native ``/generate``.
 
-A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
-last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). A call encodes
-what one engine message brought: all logprobs of a long answer would hold the event loop up.
+A dialect shows each engine message as events (``events``, then ``last_events``), or finished samples as one
+body (``keep`` with each engine message, ``choice`` with each sample's last one, then ``whole``). The body has
+what its events make together; texts of ``/generate``, and blocks, are joined where they are read. A call
+encodes what one engine message brought: all logprobs of a long answer would hold the event loop up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 from msgspec import Raw
@@ -22,17 +23,20 @@ from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.serving.api.app import Front, Work
 from hisparse_pd.serving.api.chat_reading import ChatReading, chat_readings
 from hisparse_pd.serving.api.detokenizer import TokenBytes
-from hisparse_pd.serving.api.frame import SSE_DONE, sse
+from hisparse_pd.serving.api.frame import SSE_DONE
 from hisparse_pd.serving.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.serving.api.schemas import StreamedUsage
 from hisparse_pd.serving.api.token_names import TextOffsets, TokenNames, by_id, finite
 from hisparse_pd.serving.http.http_errors import ApiError
 
-Json = dict[str, object]
+Json = dict[str, Any]
 
 
 class Dialect(ABC):
     """How one endpoint shows the samples of one request."""
+
+    end = SSE_DONE
+    """What stands behind the last event of a stream."""
 
     def __init__(self, front: Front, work: Work) -> None:
         self._work = work
@@ -53,40 +57,66 @@ class Dialect(ABC):
         """That body."""
 
     @abstractmethod
-    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+    def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         """The events for one delta; none when it shows nothing new."""
 
     def replay(self, output: SampleOutput, delta: Delta) -> None:
         """Take in one delta whose events the client has."""
-        for _ in self.pieces(output, delta):
+        for _ in self.events(output, delta):
             pass
 
-    @abstractmethod
-    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+    def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
         """The events after the last delta of all samples."""
+        return iter(())
 
-    def failed(self, error: ApiError) -> bytes | None:
+    def failed(self, error: ApiError) -> Json | None:
         """The event that ends a stream which has begun; None: an error as of its endpoint."""
         return None
 
 
-class _Kept:
-    """Logprobs of the samples so far, as lists of JSON by name: encoded once, and smaller than objects."""
+_TEXTS = ("text", "content", "reasoning_content", "arguments")
+"""Fields of choices that grow; their other strings come once."""
+
+
+class _Grown:
+    """What the pieces of an object make together, as clients join them: texts and lists go on, objects by
+    their fields, and anything else comes once. Lists are encoded at once, and take less memory so."""
 
     def __init__(self) -> None:
-        self._pieces: defaultdict[int, defaultdict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
-        """By sample and name, without brackets."""
+        self._fields: dict[Any, Any] = {}
 
-    def extend(self, output: SampleOutput, lists: Mapping[str, Sequence[object]]) -> None:
-        pieces = self._pieces[output.index]
-        for name, values in lists.items():
-            pieces[name] += encoded(values)
+    def add(self, piece: Mapping[Any, object]) -> None:
+        fields = self._fields
+        for name, value in piece.items():
+            match value:
+                case dict():
+                    fields[name] = fields.get(name) or _Grown()
+                    fields[name].add(value)
+                case list() if name == "tool_calls":
+                    fields.setdefault(name, _Grown()).add({call["index"]: call for call in value})
+                case list():
+                    fields.setdefault(name, []).extend(encoded(value))
+                case str() if name in _TEXTS:
+                    fields.setdefault(name, []).append(value)
+                case _ if fields.get(name) is None:
+                    fields[name] = value
 
-    def show(self, output: SampleOutput) -> Mapping[str, Raw]:
-        pieces = self._pieces[output.index]
-        for name, of_name in pieces.items():
-            pieces[name] = [b",".join(of_name)] if of_name else []
-        return shown_lists(pieces)
+    def show(self) -> Json:
+        """All that was added; calls stand by their index."""
+        shown: Json = {}
+        for name, value in self._fields.items():
+            match value:
+                case _Grown():
+                    shown[name] = value.show()
+                case [str(), *_]:
+                    value[:] = ["".join(value)]
+                    (shown[name],) = value
+                case list():
+                    value[:] = [b",".join(value)] if value else []
+                    shown[name] = Raw(b"[%b]" % b"".join(value))
+                case _:
+                    shown[name] = value
+        return shown
 
 
 def encoded(entries: Sequence[object]) -> list[bytes]:
@@ -113,38 +143,37 @@ class _OpenAi(Dialect):
         super().__init__(front, work)
         self._usage = work.request.usage
         self._id = work.identity.name(f"{self.id_prefix}-", 12)
-        self._kept = _Kept()
+        self._grown: defaultdict[int, _Grown] = defaultdict(_Grown)
+        """By sample, in an answer that is shown whole."""
         self._shows_ids = work.request.returns_token_ids
         self._names_by_id = work.request.names_tokens_by_id
         self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
         self._encoded_prompts: dict[int, Raw] = {}
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
-        if output.sample.options.sampling.num_logprobs is not None:
-            self._kept.extend(output, self._logprobs(output, delta))
+        for event in self.events(output, delta):
+            (choice,) = event["choices"]
+            self._grown[output.index].add(choice)
 
     def choice(self, output: SampleOutput) -> Raw:
-        shows_logprobs = output.sample.options.sampling.num_logprobs is not None
-        logprobs = self._shown_logprobs(self._kept.show(output)) if shows_logprobs else None
-        return Raw(msgspec.json.encode(self._choice(output, logprobs)))
+        return Raw(msgspec.json.encode(self._whole_choice(self._grown.pop(output.index).show())))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
         return self._envelope(self.whole_object, choices) | {"usage": self._used(outputs)}
 
-    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+    def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
         if self._usage is not StreamedUsage.NONE:
-            yield sse(self._envelope(self.chunk_object, []) | {"usage": self._used(outputs)})
-        yield SSE_DONE
+            yield self._envelope(self.chunk_object, []) | {"usage": self._used(outputs)}
 
-    def _chunk(self, output: SampleOutput, choice: Json, **added: object) -> bytes:
+    def _chunk(self, output: SampleOutput, choice: Json, **added: object) -> Json:
         envelope = self._envelope(self.chunk_object, [choice]) | added
         match self._usage:
             case StreamedUsage.NONE:
-                return sse(envelope)
+                return envelope
             case StreamedUsage.LAST:
-                return sse(envelope | {"usage": None})
+                return envelope | {"usage": None}
             case StreamedUsage.EVERY:
-                return sse(envelope | {"usage": self._used([output])})
+                return envelope | {"usage": self._used([output])}
             case _:
                 assert_never(self._usage)
 
@@ -165,14 +194,14 @@ class _OpenAi(Dialect):
             self._encoded_prompts[prompt_index] = Raw(msgspec.json.encode(token_ids))
         return {"prompt_token_ids": self._encoded_prompts[prompt_index]}
 
-    def _ids(self, output: SampleOutput, first: int = 0, last: int | None = None) -> Json:
+    def _ids(self, output: SampleOutput, first: int, last: int) -> Json:
         """The same of an answer's tokens in [first, last)."""
         return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
 
     def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
         if output.sample.options.sampling.num_logprobs is None:
             return None
-        return self._shown_logprobs(self._logprobs(output, delta))
+        return self._logprobs(output, delta)
 
     def _envelope(self, kind: str, choices: Sequence[Json | Raw]) -> Json:
         return {
@@ -184,15 +213,12 @@ class _OpenAi(Dialect):
         }
 
     @abstractmethod
-    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
-        """A finished sample in a whole answer."""
+    def _whole_choice(self, grown: Json) -> Json:
+        """The choice of a whole answer, from all that those of its chunks make together."""
 
     @abstractmethod
-    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
-        """Of the tokens of a delta, by field: lists that those of the next one go on."""
-
-    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
-        return dict(lists)
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Json:
+        """Logprobs of the tokens of a delta; lists go on with those of the next one."""
 
 
 class Completions(_OpenAi):
@@ -209,29 +235,28 @@ class Completions(_OpenAi):
         self._echoed: set[int] = set()
         """Samples whose stream has begun, with the prompt where it is echoed."""
 
-    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
-        shown = self._show(output, output.sample.echo + output.text, logprobs, output.finish)
-        return shown | self._prompt_ids(output.sample.prompt_index) | self._ids(output)
-
-    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+    def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         text = delta.text if output.index in self._echoed else output.sample.echo + delta.text
         self._echoed.add(output.index)
-        if text or delta.finish or self._shows_tokens(output, delta):
-            choice = self._show(output, text, self._new_logprobs(output, delta), delta.finish)
-            choice |= self._ids(output, delta.first_token, delta.last_token)
-            choice |= self._prompt_ids(output.sample.prompt_index) if delta.first_token == 0 else {}
+        finish = delta.finish
+        if text or finish or self._shows_tokens(output, delta):
+            choice = {
+                "index": output.index,
+                "text": text,
+                "logprobs": self._new_logprobs(output, delta),
+                "finish_reason": finish and finish.reason,
+                "matched_stop": finish and finish.matched,
+                **self._ids(output, delta.first_token, delta.last_token),
+                **(self._prompt_ids(output.sample.prompt_index) if delta.first_token == 0 else {}),
+            }
             yield self._chunk(output, choice)
 
-    def _show(self, output: SampleOutput, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
-        return {
-            "index": output.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish and finish.reason,
-            "matched_stop": finish and finish.matched,
-        }
+    def _whole_choice(self, grown: Json) -> Json:
+        if self._shows_ids:
+            grown["token_ids"] = grown.pop("token_ids")  # behind those of the prompt
+        return grown
 
-    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Json:
         """Of the tokens of which it is certain where they begin: what may be a stop string may be no text."""
         sample = output.sample
         shown = self._shown.get(output.index)
@@ -283,11 +308,7 @@ class Chat(_OpenAi):
         super().__init__(front, work)
         self._readings = chat_readings(front, work)
 
-    def keep(self, output: SampleOutput, delta: Delta) -> None:
-        self._readings[output.index].feed(output, delta)
-        super().keep(output, delta)
-
-    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+    def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         reading = self._readings[output.index]
         if delta.first_token == 0:
             role: Json = {"role": "assistant", "content": ""}
@@ -306,10 +327,8 @@ class Chat(_OpenAi):
                 "logprobs": self._new_logprobs(output, delta) if is_first else None,
                 "finish_reason": _finish_reason(finish, reading) if finish and is_last else None,
                 "matched_stop": finish.matched if finish and is_last else None,
+                **self._ids(output, delta.first_token, delta.last_token if is_first else delta.first_token),
             }
-            choice |= self._ids(
-                output, delta.first_token, delta.last_token if is_first else delta.first_token
-            )
             yield self._chunk(output, choice)
 
     def _shown_change(self, sample: int, change: Change, block: Block, text: str) -> Json:
@@ -320,7 +339,7 @@ class Chat(_OpenAi):
             case Change.GREW, BlockKind.TEXT:
                 return {"content": text}
             case Change.OPENED, BlockKind.CALL:
-                return {"tool_calls": [self._shown_call(sample, block, "")]}
+                return {"tool_calls": [self._shown_call(sample, block)]}
             case Change.GREW, BlockKind.CALL:
                 return {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
             case _:
@@ -332,42 +351,28 @@ class Chat(_OpenAi):
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
         return super().whole(outputs, choices) | self._prompt_ids(0)
 
-    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
-        finish, reading = output.finish, self._readings[output.index]
-        assert finish is not None
-        message: Json = {"role": "assistant"}
-        if reasoning := "".join(block.text for block in reading.of_kind(BlockKind.REASONING)):
-            message["reasoning_content"] = reasoning
-        if calls := reading.of_kind(BlockKind.CALL):
-            message["tool_calls"] = [self._shown_call(output.index, call, call.text) for call in calls]
-        content = "".join(block.text for block in reading.of_kind(BlockKind.TEXT))
-        return {
-            "index": output.index,
-            "message": message | {"content": content or (None if calls else ""), "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": _finish_reason(finish, reading),
-            "matched_stop": finish.matched,
-            **self._ids(output),
-        }
+    def _whole_choice(self, grown: Json) -> Json:
+        message = grown.pop("delta")
+        content, calls = message.pop("content"), message.pop("tool_calls", {})
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        message |= {"content": content or (None if calls else ""), "refusal": None}
+        return {"index": grown.pop("index"), "message": message, **grown}
 
-    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
-        return {
-            "content": [
-                self._token(entry.token_id, entry.logprob)
-                | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
-                for entry in delta.logprobs
-            ]
-        }
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Json:
+        content = [
+            self._token(entry.token_id, entry.logprob)
+            | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
+            for entry in delta.logprobs
+        ]
+        return {"content": content, "refusal": None}
 
-    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
-        return {**lists, "refusal": None}
-
-    def _shown_call(self, sample: int, call: Block, arguments: str) -> Json:
+    def _shown_call(self, sample: int, call: Block) -> Json:
         return {
             "index": call.number,  # by which clients join deltas; in a whole message it is one field more
             "id": self._identity.name("call_", 12, sample, call.number),
             "type": "function",
-            "function": {"name": call.name, "arguments": arguments},
+            "function": {"name": call.name, "arguments": ""},
         }
 
     def _token(self, token_id: int, logprob: float) -> Json:
@@ -395,12 +400,13 @@ class Generate(Dialect):
     def __init__(self, front: Front, work: Work) -> None:
         super().__init__(front, work)
         self._is_list = work.request.is_batch or len(work.samples) > 1
-        self._kept = _Kept()
+        self._logprobs: defaultdict[int, _Grown] = defaultdict(_Grown)
+        """By sample."""
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         if (num_logprobs := output.sample.options.sampling.num_logprobs) is None:
             return
-        lists = {
+        lists: Json = {
             "output_token_logprobs": [
                 self._token(output, entry.token_id, entry.logprob) for entry in delta.logprobs
             ]
@@ -410,7 +416,7 @@ class Generate(Dialect):
                 [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
                 for entry in delta.logprobs
             ]
-        self._kept.extend(output, lists)
+        self._logprobs[output.index].add(lists)
 
     def choice(self, output: SampleOutput) -> Raw:
         return Raw(msgspec.json.encode(self._show(output)))
@@ -418,16 +424,13 @@ class Generate(Dialect):
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
         return choices if self._is_list else choices[0]
 
-    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+    def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         self.keep(output, delta)
         if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
-            yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
+            yield self._show(output) | ({"index": output.index} if self._is_list else {})
 
     def replay(self, output: SampleOutput, delta: Delta) -> None:
         self.keep(output, delta)  # an event has all that those before it have
-
-    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
-        yield SSE_DONE
 
     def _show(self, output: SampleOutput) -> Json:
         meta: Json = {
@@ -440,12 +443,12 @@ class Generate(Dialect):
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),
         }
-        if output.stats.num_drafted:
-            meta["spec_draft_token_num"] = output.stats.num_drafted
-            meta["spec_accept_token_num"] = output.stats.num_accepted
+        if output.num_drafted:
+            meta["spec_draft_token_num"] = output.num_drafted
+            meta["spec_accept_token_num"] = output.num_accepted
         if output.sample.options.sampling.num_logprobs is not None:
             meta["input_token_logprobs"] = []
-            meta |= self._kept.show(output)
+            meta |= self._logprobs[output.index].show()
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
     def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
@@ -477,8 +480,8 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
     num_new_tokens = sum(len(output.token_ids) for output in outputs)
     details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
-    if num_drafted := sum(output.stats.num_drafted for output in outputs):
-        num_accepted = sum(output.stats.num_accepted for output in outputs)
+    if num_drafted := sum(output.num_drafted for output in outputs):
+        num_accepted = sum(output.num_accepted for output in outputs)
         details["accepted_prediction_tokens"] = num_accepted
         details["rejected_prediction_tokens"] = num_drafted - num_accepted
     return {
@@ -495,13 +498,13 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
 
 
 def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
-    """Mode, and hits and misses of all samples together; None before the engine has told, and where no
-    decode node took part.
+    """Mode, and hits and misses of all samples together; None before the engine has told, and where it took
+    no part.
 
     Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them. Of an
     answer that went on at another node, how often it did, with the hits and misses of the last one.
     """
-    stats = [output.stats for output in outputs if output.stats.mode is not None]
+    stats = [output.stats for output in outputs if output.stats is not None]
     if not stats:
         return None
     modes = [entry.mode for entry in stats]

@@ -11,15 +11,12 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.answers import hisparse_usage
+from hisparse_pd.serving.api.answers import Json, hisparse_usage
 from hisparse_pd.serving.api.anthropic_messages import signature_of
 from hisparse_pd.serving.api.app import Front, Work
 from hisparse_pd.serving.api.blocks import BlockAnswer
-from hisparse_pd.serving.api.frame import sse
 from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.api.raw_json import is_object
-
-Json = dict[str, object]
 
 
 class Messages(BlockAnswer):
@@ -34,15 +31,15 @@ class Messages(BlockAnswer):
         (output,) = outputs
         return self._message([self._whole_block(block) for block in self._reading.blocks], output)
 
-    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+    def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
         (output,) = outputs
         yield _event("message_delta", delta=self._stop(output.finish), usage=self._usage(output))
         yield _event("message_stop")
 
-    def _begin(self, output: SampleOutput) -> Iterator[bytes]:
+    def _begin(self, output: SampleOutput) -> Iterator[Json]:
         yield _event("message_start", message=self._message([], output) | self._stop(None))
 
-    def _show(self, change: Change, block: Block, text: str) -> Iterator[bytes]:
+    def _show(self, change: Change, block: Block, text: str) -> Iterator[Json]:
         match change:
             case Change.OPENED:
                 yield _event("content_block_start", index=block.index, content_block=self._empty_block(block))
@@ -113,8 +110,8 @@ class Messages(BlockAnswer):
         }
 
 
-def _event(name: str, **fields: object) -> bytes:
-    return sse({"type": name, **fields}, name)
+def _event(name: str, **fields: object) -> Json:
+    return {"type": name, **fields}
 
 
 def _delta(kind: BlockKind, text: str) -> Json:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.serving.api.answer_blocks import Block, Change
-from hisparse_pd.serving.api.answers import Dialect
+from hisparse_pd.serving.api.answers import Dialect, Json
 from hisparse_pd.serving.api.app import Front, Work
 from hisparse_pd.serving.api.chat_reading import chat_readings
 from hisparse_pd.serving.api.output import Delta, SampleOutput
@@ -22,6 +22,8 @@ _NO_CHOICE = Raw(msgspec.json.encode(None))
 
 class BlockAnswer(Dialect):
     """For requests of one sample."""
+
+    end = b""
 
     def __init__(self, front: Front, work: Work) -> None:
         super().__init__(front, work)
@@ -34,7 +36,7 @@ class BlockAnswer(Dialect):
     def choice(self, output: SampleOutput) -> Raw:
         return _NO_CHOICE  # there is one, and ``whole`` shows it
 
-    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+    def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         if not self._has_begun:
             self._has_begun = True
             yield from self._begin(output)
@@ -42,9 +44,9 @@ class BlockAnswer(Dialect):
             yield from self._show(change, block, text)
 
     @abstractmethod
-    def _begin(self, output: SampleOutput) -> Iterator[bytes]:
+    def _begin(self, output: SampleOutput) -> Iterator[Json]:
         """The events before the first block."""
 
     @abstractmethod
-    def _show(self, change: Change, block: Block, text: str) -> Iterator[bytes]:
+    def _show(self, change: Change, block: Block, text: str) -> Iterator[Json]:
         """The events of a change; ``text``: by what the block grew."""

@@ -126,7 +126,6 @@ class Served(Addressed):
     ]
     bootstrap_port: parts.Port | Annotated[list[parts.Port | None], Meta(max_length=parts.MAX_SAMPLES)] | None
     bootstrap_room: parts.Room | Annotated[list[parts.Room], Meta(max_length=parts.MAX_SAMPLES)] | None
-    prefill_only: bool | None
     journal: parts.JournalHead | None
     journal_records: Annotated[Raw | None, _RECORD_BLOCKS]
     cache_salt: parts.IsolationKeys | None
@@ -373,7 +372,7 @@ class Endpoint(StrEnum):
 
 
 class TokenPath(StrEnum):
-    """vLLM's paths that are about tokens, and Anthropic's to count; any node answers them."""
+    """vLLM's paths that are about tokens, and Anthropic's to count; any decode node answers them."""
 
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -19,18 +18,22 @@ from starlette.types import ASGIApp
 
 from hisparse_pd.base.process import setup_logging, stop_signals
 from hisparse_pd.base.settings import NodeSettings
-from hisparse_pd.base.traces import open_tracer
 from hisparse_pd.base.vocabulary import CheckpointError, StartError
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.protocol.channels import load_control_keys
-from hisparse_pd.serving.api.app import Front
 from hisparse_pd.serving.api.keys import load_api_keys
-from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.api.node_app import NodeFront
 from hisparse_pd.serving.http.board import Board, make_board
 from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.descriptors import raise_limit
-from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
+from hisparse_pd.serving.http.engine_link import (
+    EngineLink,
+    LinkState,
+    QueueLimits,
+    RankChoice,
+    least_loaded,
+    samples_at_work,
+)
 from hisparse_pd.serving.http.follower import follow
 from hisparse_pd.serving.http.front import EngineProcesses, EngineTarget, serve
 from hisparse_pd.serving.http.fronts import Fronts, serve_further
@@ -41,8 +44,8 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
 
-_OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""The decoder of JSON lets nobody else run, and megabytes of lists took it four times as long at 700."""
+Apps = Callable[[NodeFront], AbstractContextManager[Sequence[ASGIApp]]]
+"""Makes the applications of a front, and ends what they need when it leaves. Raises StartError, OSError."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,8 @@ class _NodePlan(Generic[S]):
 
     settings: S
     role: str
-    holds_output: bool
     choose_rank: RankChoice
-    apps: Callable[[Front], Sequence[ASGIApp]]
+    apps: Apps
     board: Board
     started_at: int
 
@@ -79,33 +81,19 @@ class _NodePlan(Generic[S]):
             Crossing.of(self.settings),
         )
 
-    def front(self, link: EngineLink, metrics: FrontMetrics) -> Front:
-        """Raises StartError and OSError."""
-        codec = TextCodec.load(
-            self.settings.model_path,
-            clients_write_tokens=self.settings.chat_control_tokens == "anyone",
-        )
-        tracer = open_tracer(
-            self.settings.otlp_traces_endpoint,
-            f"hisparse-pd-{self.role}",
-            f"{self.settings.reachable_host}:{self.settings.port}",
-            metrics.count_spans,
-        )
-        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
-        return Front(
-            self.role,
-            self.settings,
-            codec,
-            link,
-            metrics,
-            self.holds_output,
-            load_api_keys(self.settings.api_key_file),
-            load_control_keys(self.settings.control_key_file),
-            SamplingDefaults.of(self.settings),
-            self.started_at,
-            self.board.metrics,
-            tracer,
+    def open(self, link: EngineLink, metrics: FrontMetrics) -> AbstractContextManager[Sequence[ASGIApp]]:
+        """The applications of one front. Raises StartError and OSError."""
+        return self.apps(
+            NodeFront(
+                self.role,
+                self.settings,
+                link,
+                metrics,
+                load_api_keys(self.settings.api_key_file),
+                load_control_keys(self.settings.control_key_file),
+                self.started_at,
+                self.board.metrics,
+            )
         )
 
 
@@ -114,17 +102,19 @@ def run_front(
     *,
     role: str,
     engine: EngineTarget[S],
-    holds_output: bool,
-    choose_rank: RankChoice,
     ports: Sequence[int],
-    apps: Callable[[Front], Sequence[ASGIApp]],
+    apps: Apps,
+    choose_rank: RankChoice = least_loaded,
+    check: Callable[[S], object] = lambda settings: None,
+    num_at_work: Callable[[EngineLink], int] = samples_at_work,
 ) -> int:
     """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status. On
     another machine of the node than the first: the engines alone.
 
     The first port is served by all fronts, with TLS where the settings have a certificate, the others by this
-    one. ``holds_output``: the node's pools hold what is generated as well, not only prompts. ``choose_rank``:
-    says whose a sample is. Further fronts import the functions by name.
+    one. ``choose_rank``: says whose a sample is. ``check``: raises StartError for settings with which the
+    ``apps`` cannot be, before an engine is started. ``num_at_work``: what a node that leaves waits for.
+    Further fronts import the functions by name.
     """
     raise_limit()
     if settings.node_rank > 0:
@@ -133,7 +123,7 @@ def run_front(
     try:
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
-        sampling_defaults = SamplingDefaults.of(settings)
+        check(settings)
         load_api_keys(settings.api_key_file)
         load_control_keys(settings.control_key_file)
         listeners = [
@@ -149,24 +139,21 @@ def run_front(
     num_fronts = settings.num_fronts
     listeners[0].share(num_fronts)
     board = make_board(settings.dp_size, num_fronts)
-    plan = _NodePlan(settings, role, holds_output, choose_rank, apps, board, int(time.time()))
+    plan = _NodePlan(settings, role, choose_rank, apps, board, int(time.time()))
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
     endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
     fronts = Fronts(board, metrics)
-    for number in stop_signals():  # while the tokenizer loads; serve() takes them over
+    for number in stop_signals():  # while the applications are made; serve() takes them over
         signal.signal(number, _exit)
     try:
         engines.start()
         fronts.start(f"{role}-front", _run_further, plan, endpoints, listeners[0])
-        front = plan.front(link, metrics)
-        addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
-        log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
-        if defaults := str(sampling_defaults):
-            log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
-        with contextlib.closing(front):
+        with plan.open(link, metrics) as served:
+            addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
+            log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
             return asyncio.run(
-                serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs)
+                serve(link, engines, fronts, listeners, served, settings.drain_timeout_secs, num_at_work)
             )
     except (OSError, StartError) as error:
         log.error("%s", error)
@@ -190,8 +177,7 @@ def _run_further(
     metrics = plan.metrics()
     link = plan.link(number, endpoints[number], metrics)
     try:
-        with contextlib.closing(plan.front(link, metrics)) as front:
-            app, *_ = plan.apps(front)
+        with plan.open(link, metrics) as (app, *_):
             asyncio.run(serve_further(number, link, metrics, plan.board, listener, app))
     except (OSError, StartError) as error:
         log.error("%s", error)

@@ -42,8 +42,8 @@ class SampleOutput:
         self.sample = sample
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
-        self.stats = RequestStats(mode=None)
-        """The last that the engine told."""
+        self.stats: RequestStats | None = None
+        """The last that the engine told; None before it did, and where no engine took part."""
         self.is_behind = False
         """More of this sample has come already: the client or the node is slower than the engine."""
         self._pieces: list[str] = []
@@ -67,12 +67,21 @@ class SampleOutput:
     @property
     def num_cached_tokens(self) -> int:
         """Of the prompt; where the output went on at another node, that one may have had some of it, too."""
-        return min(self.stats.num_cached_tokens, self.num_prompt_tokens)
+        return min(self.stats.num_cached_tokens, self.num_prompt_tokens) if self.stats else 0
 
     @property
     def num_held_tokens(self) -> int:
         """The same, of what the decode node held."""
-        return min(self.stats.num_held_tokens, self.num_prompt_tokens)
+        return min(self.stats.num_held_tokens, self.num_prompt_tokens) if self.stats else 0
+
+    @property
+    def num_drafted(self) -> int:
+        return self.stats.num_drafted if self.stats else 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts of those that became output."""
+        return self.stats.num_accepted if self.stats else 0
 
     def feed(self, message: Tokens) -> Delta:
         """Take in one engine message of a sample that has not finished.

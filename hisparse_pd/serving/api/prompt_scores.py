@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from hisparse_pd.engine.messages import score_dtype, unpack_token_ids
+from hisparse_pd.engine.messages import PromptScores, unpack_token_ids
+from hisparse_pd.protocol.prompt_scores import score_dtype
 from hisparse_pd.serving.api.answers import encoded, sglang_token, shown_lists
 from hisparse_pd.serving.api.app import Work
 from hisparse_pd.serving.api.bodies import Endpoint
@@ -37,6 +38,11 @@ class Scores(Struct):
 
     num_top: int = 0
     rows: list[bytes] = []
+
+    def add(self, piece: PromptScores) -> None:
+        """Those that come next."""
+        self.num_top = piece.num_top
+        self.rows.append(piece.rows)
 
 
 class PromptLists(NamedTuple):

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
 from hisparse_pd.engine.messages import (
     Generate,
     GenerateGroup,
-    WantedScores,
     num_packed_tokens,
     pack_token_ids,
     request_prefix,
 )
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES_PER_PROMPT
 from hisparse_pd.serving.api.chat_format import ReasoningStart
 from hisparse_pd.serving.api.constraints import Constraint
@@ -41,12 +41,15 @@ As JSON they have up to 40 MB."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
 """Of the grammars of all samples of an HTTP request: each sample is sent its own."""
 
+_UNSHOWN = SamplingParams(max_new_tokens=1, temperature=0.0)
+"""An engine draws one token at least, also where only the prompt's logprobs are wanted: nobody sees it."""
+
 _SAMPLES_BETWEEN_YIELDS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only.
+    """What an engine can hold, in tokens.
 
     ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
     """
@@ -54,7 +57,6 @@ class Limits:
     context_length: int
     max_total_tokens_hisparse: int
     max_total_tokens_dense: int
-    holds_output: bool
     default_max_tokens: int = 0
 
     @property
@@ -94,6 +96,11 @@ class SampleRequest:
     """Of its output, what is there already; it stands behind the prompt in what the engine gets."""
     num_resumes: int = 0
     """How often it went on at another node."""
+
+    @property
+    def is_empty(self) -> bool:
+        """No token of it is asked for: the prompt is computed, scored and kept, and a token drawn unshown."""
+        return self.options.max_new_tokens == 0
 
 
 async def plan_samples(
@@ -136,6 +143,8 @@ async def plan_samples(
             if journal is not None and sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=(journal.seed + len(samples)) & SEED_MASK)
             resumed = all_resumed.get(len(samples), NOT_RESUMED)
+            if max_new_tokens == 0:
+                sampling = _UNSHOWN
             if resumed.token_ids:
                 _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
                 sampling = _resumed(sampling, resumed)
@@ -148,8 +157,7 @@ async def plan_samples(
                 bootstrap_port=meeting.bootstrap_port,
                 hisparse=request.hisparse,
                 is_speculative=request.is_speculative,
-                scores=wanted if sample_index == 0 else None,
-                is_prefill_only=request.is_prefill_only,
+                scores=wanted if sample_index == 0 and _has_scores(wanted, num_prompt_tokens) else None,
             )
             root = request.roots[prompt_index]
             num_resumes = 0 if journal is None else journal.num_resumes
@@ -205,22 +213,15 @@ async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec:
     )
 
 
-def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[GenerateGroup]:
-    """What the engine is sent: one message a prompt, which is in it for an engine that computes or holds it,
-    and for samples whose draws depend on it: of one prompt all do or none. Samples that have gone different
+def grouped(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
+    """What the engine is sent: one message a prompt, which is in it once. Samples that have gone different
     ways have prompts of their own; nothing is sent of those that are over."""
     live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []
     for _, of_one in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
         group = list(of_one)
         prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
-        groups.append(
-            GenerateGroup(
-                tuple(sample.generate for sample in group),
-                PromptIdentity.of(group[0].root, prompt),
-                prompt if with_prompts or group[0].generate.sampling.needs_prompt else b"",
-            )
-        )
+        groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
     return groups
 
 
@@ -254,6 +255,11 @@ def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> N
         )
 
 
+def _has_scores(wanted: WantedScores | None, num_prompt_tokens: int) -> bool:
+    """Whether the prompt has a token of which a logprob is wanted."""
+    return wanted is not None and wanted.first < num_prompt_tokens
+
+
 def _check_scores(field: str, num_scores: int) -> None:
     if num_scores > MAX_SCORES:
         raise FieldRefused(
@@ -283,15 +289,12 @@ def _max_new_tokens(
         # In the words by which clients know this error from others.
         rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
         raise _too_long(name, f"{length}; {rule}")
-    num_held_tokens = num_prompt_tokens + (num_new_tokens - 1) * limits.holds_output
-    if num_held_tokens > pool_tokens:
+    if num_prompt_tokens + num_new_tokens - 1 > pool_tokens:
         raise _too_long(
             name,
             f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
         )
-    room = limits.context_length + 1 - num_prompt_tokens
-    if limits.holds_output:
-        room = min(room, pool_tokens + 1 - num_prompt_tokens)
+    room = min(limits.context_length, pool_tokens) + 1 - num_prompt_tokens
     max_new_tokens = asked
     if max_new_tokens is None:
         max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)

@@ -13,15 +13,12 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.answers import hisparse_usage
+from hisparse_pd.serving.api.answers import Json, hisparse_usage
 from hisparse_pd.serving.api.app import Front, Work
 from hisparse_pd.serving.api.blocks import BlockAnswer
-from hisparse_pd.serving.api.frame import sse
 from hisparse_pd.serving.api.openai_responses import called_tool, custom_input
 from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.http.http_errors import ApiError
-
-Json = dict[str, object]
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg"}
 _GROWING = {
@@ -46,25 +43,25 @@ class Responses(BlockAnswer):
         self._num_events = 0
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
-        (output,) = outputs
-        return self._response(_status(output.finish), output)
+        (last,) = self.last_events(outputs)
+        return last["response"]
 
-    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+    def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
         (output,) = outputs
         status = _status(output.finish)
         yield self._event(f"response.{status}", response=self._response(status, output))
 
-    def failed(self, error: ApiError) -> bytes | None:
+    def failed(self, error: ApiError) -> Json | None:
         if not self._has_begun:
             return None
         told = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=self._response(_FAILED, None) | {"error": told})
 
-    def _begin(self, output: SampleOutput) -> Iterator[bytes]:
+    def _begin(self, output: SampleOutput) -> Iterator[Json]:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response(_IN_PROGRESS, None))
 
-    def _show(self, change: Change, block: Block, text: str) -> Iterator[bytes]:
+    def _show(self, change: Change, block: Block, text: str) -> Iterator[Json]:
         place: Json = {"item_id": self._id_of(block), "output_index": block.index}
         if block.kind is not BlockKind.CALL:
             place["content_index"] = 0
@@ -94,10 +91,9 @@ class Responses(BlockAnswer):
             case _:
                 assert_never(change)
 
-    def _event(self, name: str, **fields: object) -> bytes:
-        event = sse({"type": name, "sequence_number": self._num_events, **fields}, name)
+    def _event(self, name: str, **fields: object) -> Json:
         self._num_events += 1
-        return event
+        return {"type": name, "sequence_number": self._num_events - 1, **fields}
 
     def _response(self, status: str, output: SampleOutput | None) -> Json:
         """``output``: None where its usage is not told."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.protocol.decoding import decode_json
 from hisparse_pd.serving.api.body_parts import MAX_TOKENS
@@ -34,7 +34,7 @@ class _GenerationConfig:
 class SamplingDefaults:
     """As built, OpenAI's. ``top_k``: 0 for all tokens.
 
-    Both nodes must have the same: the prefill node draws an answer's first token, the decode node the others.
+    All decode nodes must have the same: a stream that goes on at another node is drawn there as here.
     """
 
     temperature: float = 1.0
@@ -44,8 +44,8 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of(cls, settings: NodeSettings) -> SamplingDefaults:
-        """Those of a node with these settings. Raises CheckpointError."""
+    def of(cls, settings: DecodeSettings) -> SamplingDefaults:
+        """The defaults of a node with these settings. Raises CheckpointError."""
         return cls() if settings.sampling_defaults == "openai" else cls.of_checkpoint(settings.model_path)
 
     @classmethod
@@ -69,7 +69,7 @@ class SamplingDefaults:
             given = decode(_GenerationConfig, content)
         except ApiError as error:
             raise CheckpointError(
-                f"{path}: {error}; correct it, or start all nodes with --sampling-defaults openai"
+                f"{path}: {error}; correct it, or start all decode nodes with --sampling-defaults openai"
             ) from error
         return cls().changed_by(given)
 
@@ -81,6 +81,6 @@ class SamplingDefaults:
         return replace(self, **said)
 
     def __str__(self) -> str:
-        """What differs from OpenAI's, as nodes compare it; empty for no difference."""
+        """What differs from OpenAI's, for the log; empty for no difference."""
         ours, openai = asdict(self), asdict(SamplingDefaults())
         return ", ".join(f"{name} {value!r}" for name, value in ours.items() if value != openai[name])

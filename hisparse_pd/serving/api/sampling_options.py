@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
-from hisparse_pd.engine.messages import WantedScores
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.bodies import (
     ChatBody,
     CompletionsBody,

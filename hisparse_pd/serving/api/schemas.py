@@ -1,8 +1,8 @@
 """The bodies of the endpoints that generate, parsed and checked.
 
-Prefill and decode nodes get the same body and parse it with the same code into an ``ApiRequest``, so both
-see the same samples, rooms and seeds. Whatever needs no tokenizer is checked here; ``requests.py`` does the
-rest. Unknown fields are ignored; a known field that asks for something unsupported is an error.
+``parse_request`` makes an ``ApiRequest`` of a body. Whatever needs no tokenizer is checked here;
+``requests.py`` does the rest. Unknown fields are ignored; a known field that asks for something unsupported
+is an error.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StreamedUsage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and under which room the two nodes of one sample meet."""
+    """The prefill node of one sample, and the room under which it knows the sample."""
 
     bootstrap_host: str
     bootstrap_port: int
@@ -113,8 +113,6 @@ class ApiRequest:
     """Fields of ``/v1/responses`` that its answer repeats."""
     omits_thinking: bool = False
     """An answer to ``/v1/messages`` does not show its thinking."""
-    is_prefill_only: bool = False
-    """A prefill node answers alone: nothing is generated, or no more than the token that it draws itself."""
     journal: Journal | None = None
     """None: there is no router that keeps one."""
 
@@ -192,32 +190,11 @@ def parse_request(
         ),
         echo=echo,
         omits_thinking=_omits_thinking(body),
-        is_prefill_only=_is_prefill_only(body, options),
         journal=Journal.of(body, num_samples),
     )
     if body.stream and parsed.wants_scores:
         raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
-    if parsed.wants_scores and not body.prefill_only and endpoint is not Endpoint.GENERATE:
-        # Both nodes say so: neither waits for the other. Of /generate SGLang's routers join the two answers.
-        raise ApiError(
-            400,
-            "echo with logprobs, prompt_logprobs: the prefill node alone has the prompt's logprobs, and this "
-            "router asks for the decode node's answer; use hisparse-pd's own, with max_tokens 0 or 1",
-        )
     return parsed
-
-
-def _is_prefill_only(body: Served, options: Sequence[SampleOptions]) -> bool:
-    """Where nothing is generated, or where the router says so, which then asks no decode node."""
-    limits = [option.max_new_tokens for option in options]
-    if 0 in limits and any(limit != 0 for limit in limits):
-        raise InvalidField(
-            "sampling_params", limits, "must have max_new_tokens 0 for all prompts or for none"
-        )
-    is_told = bool(body.prefill_only)
-    if is_told and any(limit not in (0, 1) for limit in limits):
-        raise InvalidField("prefill_only", True, f"needs {options[0].max_new_tokens_field} of 1 at most")
-    return is_told or 0 in limits
 
 
 def _omits_thinking(body: Served) -> bool:
@@ -228,7 +205,7 @@ def _omits_thinking(body: Served) -> bool:
 def derive_room(room: int, sample_index: int) -> int:
     """The room of a prompt's sample ``sample_index``: ``room`` itself for the first, else a hash of both.
 
-    In [0, 2**63), the same on both nodes.
+    In [0, 2**63).
     """
     if sample_index == 0:
         return room

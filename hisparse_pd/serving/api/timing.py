@@ -1,7 +1,7 @@
-"""When what happened to one HTTP request on this node: for histograms, ``server-timing`` and traces.
+"""When what happened to one HTTP request: for histograms, ``server-timing`` and traces.
 
-What the engines say of their phases comes here, sample by sample. The trace's spans are made of it
-afterwards, with the times that the engines took.
+What the engines say of their phases comes here, sample by sample, and with the first token what the prefill
+node said of its own. The trace's spans are made of it afterwards, with the times that the engines took.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hisparse_pd.base.vocabulary import FinishReason
-from hisparse_pd.engine.messages import PrefillFinished, RequestStats
+from hisparse_pd.engine.messages import RequestStats
 from hisparse_pd.engine.phases import DECODE_PHASES, Phase, wall_clock_ahead
 from hisparse_pd.protocol.messages import PrefillTimes
 from hisparse_pd.serving.api.bodies import Endpoint
@@ -31,7 +31,9 @@ MAX_TRACED_SAMPLES = 16
 _PLAIN = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
-Told = RequestStats | PrefillFinished
+
+_LANDING = "landing"
+"""The phase of a decode node at whose end a prefill node's last one ended."""
 
 
 class Timeline:
@@ -60,7 +62,7 @@ class Timeline:
         """By sample, Unix time of its last phase's end."""
         self._decoding: set[int] = set()
         """Samples that have had their first step and not their last."""
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, RequestStats] = {}
         """What was last said of each sample that is traced."""
         self._num_output_tokens = 0
         self._finish_reasons: list[str] = []
@@ -94,25 +96,49 @@ class Timeline:
         self._secs.setdefault("ttft", secs)
         return secs
 
-    def note(self, index: int, phases: Sequence[Phase], told: Told | None = None, *, error: str = "") -> None:
-        """Sample ``index`` has been through ``phases``; ``error``: in the last of which it failed."""
+    def note(
+        self,
+        index: int,
+        phases: Sequence[Phase],
+        told: RequestStats | None = None,
+        prefill: PrefillTimes | None = None,
+        *,
+        error: str = "",
+    ) -> None:
+        """Sample ``index`` has been through ``phases``; ``error``: in the last of which it failed.
+
+        ``prefill``: what the prefill node said when the landing ended.
+        """
         if told is not None and self._is_traced(index):
             self._told[index] = told
         for phase in phases:
-            self._end_phase(
-                index, phase.name, phase.started_at, phase.ended_at, error if phase is phases[-1] else ""
-            )
+            of_phase = error if phase is phases[-1] else ""
+            started_at = self._end_phase(index, phase.name, phase.started_at, phase.ended_at, of_phase)
+            if prefill is not None and phase.name == _LANDING:
+                self._note_prefill(index, prefill, started_at)
         if phases and phases[-1].name == DECODE_PHASES[-1] and not error:
             self._decoding.add(index)
 
-    def note_prefill(self, times: PrefillTimes) -> None:
-        """What a sample's prefill node, which has histograms and spans of its own, said at the landing."""
-        for phase, secs in (
-            ("prefill_queue", times.queue_secs),
-            ("prefill", times.prefill_secs),
-            ("transfer", times.transfer_secs),
-        ):
-            self._secs[phase] = max(secs, self._secs.get(phase, 0.0))
+    def _note_prefill(self, index: int, times: PrefillTimes, landing_began_at: float) -> None:
+        """The prefill node's phases, which ended with the landing. Its clock may be another machine's: only
+        what they took is known."""
+        phases = {
+            "prefill_queue": times.queue_secs,
+            "prefill": times.prefill_secs,
+            "transfer": times.transfer_secs,
+        }
+        left_secs = sum(phases.values())
+        landing_ended_at = self._ended_at[index]
+        for phase, secs in phases.items():
+            started_at = landing_ended_at - left_secs
+            left_secs -= secs
+            self._took(phase, secs)
+            self._part(
+                index,
+                phase,
+                max(started_at, landing_began_at),
+                max(landing_ended_at - left_secs, landing_began_at),
+            )
 
     def finished(self, index: int, num_tokens: int, reason: FinishReason) -> None:
         """Sample ``index`` has all its tokens."""
@@ -178,16 +204,29 @@ class Timeline:
         ended_at: float,
         error: str = "",
         attributes: Attributes | None = None,
-    ) -> None:
+    ) -> float:
+        """When it began, on this machine's clock."""
         if not error:
             self._took(phase, max(0.0, ended_at - started_at))
         # An engine's clock may be another machine's: phases neither overlap nor are in the future.
         now = time.time()
         started_at = min(max(started_at, self._ended_at.get(index, self._checked_at)), now)
         self._ended_at[index] = min(max(ended_at, started_at), now)
+        self._part(index, phase, started_at, self._ended_at[index], error, attributes)
+        return started_at
+
+    def _part(
+        self,
+        index: int,
+        phase: str,
+        started_at: float,
+        ended_at: float,
+        error: str = "",
+        attributes: Attributes | None = None,
+    ) -> None:
         if self._span is not None and self._is_traced(index):
             described = self._attributes(index) | (attributes or {})
-            self._span.part(phase, started_at, self._ended_at[index], described, error)
+            self._span.part(phase, started_at, ended_at, described, error)
 
     def _attributes(self, index: int) -> Attributes:
         generate, told = self._samples[index].generate, self._told.get(index)
@@ -201,8 +240,5 @@ class Timeline:
             attributes["hisparse_pd.held_tokens"] = told.num_held_tokens
             attributes["hisparse_pd.transfer_bytes"] = told.transfer_bytes
             attributes["hisparse_pd.transfer_secs"] = told.transfer_secs
-            if told.mode is not None:
-                attributes["hisparse_pd.mode"] = str(told.mode)
-        if isinstance(told, PrefillFinished):
-            attributes["hisparse_pd.prefill_chunks"] = told.num_chunks
+            attributes["hisparse_pd.mode"] = str(told.mode)
         return attributes

@@ -31,7 +31,6 @@ from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     GenerateGroup,
-    PrefillFinished,
     PromptScores,
     ReleasePage,
     ReleaseQuarantine,
@@ -48,11 +47,10 @@ from hisparse_pd.serving.http.rank_link import RankLink
 
 log = logging.getLogger(__name__)
 
-SampleEvent = Tokens | PromptScores | PrefillFinished | RequestFailed
-_LAST = (PrefillFinished, RequestFailed)
+SampleEvent = Tokens | PromptScores | RequestFailed
 
 MAX_QUEUED_TOKENS = 64 << 20
-"""Prompt tokens of what runs and waits. A prefill node holds 9 bytes of each beside the requests' bodies: 5
+"""Prompt tokens of what runs and waits. A decode node holds 9 bytes of each beside the requests' bodies: 5
 in its engine, the id and a share of its page's key, and 4 in a front."""
 
 
@@ -95,7 +93,7 @@ class ByPrefix:
         self._prefixes: PrefixIndex[int] = PrefixIndex()
 
     def __call__(self, ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-        keys = block_keys(prompt.prompt, prompt.identity.root) if len(ranks) > 1 else []
+        keys = block_keys(prompt.prompt, prompt.root) if len(ranks) > 1 else []
         for sample, least in zip(prompt.samples, least_loaded(ranks, prompt), strict=True):
             rank = least
             if (found := self._prefixes.find(keys)) is not None:
@@ -106,10 +104,19 @@ class ByPrefix:
             yield rank
 
 
-def by_room(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-    """Where decode nodes look for the room; so ``PrefillPeers.address_for``."""
-    for sample in prompt.samples:
-        yield ranks[sample.room % len(ranks)]
+def samples_at_work(link: EngineLink) -> int:
+    """Samples in flight of all fronts."""
+    return link.counts.num_samples
+
+
+def rooms_at_work(link: EngineLink) -> int:
+    """What the engines have in hand that no front gave them, as they last said; one that has said nothing
+    since the node began to leave may have begun a room in the meantime, and counts for one."""
+    num = 0
+    for rank in link.ranks:
+        if rank.stats is not None:
+            num += rank.stats.num_running + rank.stats.num_waiting + (not rank.has_told_since_leaving)
+    return num
 
 
 class LinkState(StrEnum):
@@ -383,6 +390,8 @@ class EngineLink:
         """New requests are refused; those in flight go on, elsewhere if they may."""
         if self.state is not LinkState.GONE:
             self.state = LinkState.STOPPING
+        for rank in self.ranks:
+            rank.has_told_since_leaving = False
         for request_id, in_flight in list(self._in_flight.items()):
             if in_flight.group.may_move:
                 self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
@@ -437,7 +446,7 @@ class EngineLink:
 
     def _handle(self, rank: RankLink, message: FromEngine) -> None:
         match message:
-            case Tokens() | PromptScores() | PrefillFinished() | RequestFailed():
+            case Tokens() | PromptScores() | RequestFailed():
                 self._dispatch(message)
             case EngineLoading():
                 rank.note(message)
@@ -469,7 +478,9 @@ class EngineLink:
         in_flight = self._in_flight.get(event.request_id)
         if in_flight is None:
             return
-        if isinstance(event, _LAST) or (isinstance(event, Tokens) and event.finish_reason is not None):
+        if isinstance(event, RequestFailed) or (
+            isinstance(event, Tokens) and event.finish_reason is not None
+        ):
             self._release(event.request_id)
         in_flight.group.put(event)
 

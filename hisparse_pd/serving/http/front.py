@@ -133,11 +133,13 @@ async def serve(
     listeners: Sequence[Listener],
     apps: Sequence[ASGIApp],
     drain_timeout_secs: float,
+    num_at_work: Callable[[EngineLink], int],
 ) -> int:
     """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
 
-    After a signal new requests are refused with 503, and those in flight have ``drain_timeout_secs`` to
-    finish, or until a second signal. The port of ``listeners[0]`` is served by all fronts.
+    After a signal new requests are refused with 503, and what is in flight, ``num_at_work``, has
+    ``drain_timeout_secs`` to finish, or until a second signal. The port of ``listeners[0]`` is served by all
+    fronts.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
@@ -160,10 +162,10 @@ async def serve(
     try:
         await asyncio.wait([stop, died, *running], return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
-            log.info("%s: shutting down with %d requests in flight", stop.result(), link.counts.num_samples)
+            log.info("%s: shutting down with %d requests in flight", stop.result(), num_at_work(link))
             link.stop_accepting()
             fronts.stop_accepting()
-            await _drain(link, drain_timeout_secs, signals, died)
+            await _drain(lambda: num_at_work(link) == 0, drain_timeout_secs, signals, died)
         status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
         word = Word.LEAVE
         if died.done():
@@ -193,12 +195,12 @@ def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, lost: asyncio.Eve
 
 
 async def _drain(
-    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
+    is_idle: Callable[[], bool], timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
 ) -> None:
     """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_secs
-    while link.counts.num_samples and signals.empty() and not died.done() and loop.time() < deadline:
+    while not is_idle() and signals.empty() and not died.done() and loop.time() < deadline:
         await asyncio.sleep(0.05)
 
 

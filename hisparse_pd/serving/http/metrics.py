@@ -96,7 +96,8 @@ class FrontMetrics:
         )
         self._phases = self._histogram(
             "request_phase_seconds",
-            "what a request went through on this node, one after the other, by phase",
+            "what a request went through, one after the other, by phase; those of its prefill node "
+            "(prefill_queue, prefill, transfer) end with its landing",
             _PHASE_BUCKETS,
             "phase",
         )

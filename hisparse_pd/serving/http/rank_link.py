@@ -41,6 +41,8 @@ class RankLink:
         """How far it was when it last said so, until it is ready."""
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
+        self.has_told_since_leaving = True
+        """Whether ``stats`` are younger than the node's decision to leave."""
         self._endpoint = endpoint
         self._in_flight = in_flight
         self._on_message = on_message
@@ -107,7 +109,7 @@ class RankLink:
                 if self.stats is None or message.step != self.stats.step or not has_to_step:
                     self._last_progress_at = now
                 self._last_stats_at = now
-                self.stats = message
+                self.stats, self.has_told_since_leaving = message, True
 
     def stall(self, health_timeout_secs: float) -> str | None:
         """Why the engine gets nowhere, or None while it makes progress, loading included."""

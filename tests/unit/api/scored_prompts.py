@@ -1,4 +1,4 @@
-"""A prefill engine that scores prompts: logprobs that follow from the position alone."""
+"""A decode engine whose prompts are scored: logprobs that follow from the position alone."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
-from hisparse_pd.engine.messages import (
-    FromEngine,
-    Generate,
-    PrefillFinished,
-    PromptScores,
-    RequestStats,
-    Tokens,
-    score_dtype,
-)
+from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
+from hisparse_pd.engine.messages import FromEngine, Generate, PromptScores, RequestStats, Tokens
+from hisparse_pd.protocol.prompt_scores import score_dtype
 
 
 def rows_of(generate: Generate) -> bytes:
@@ -31,17 +24,14 @@ def rows_of(generate: Generate) -> bytes:
 
 
 def scores(generate: Generate) -> Iterable[FromEngine]:
-    """In two messages, as of two forwards."""
+    """In two messages, as of two forwards; then as many ``!`` as may be."""
     if generate.scores is not None:
         rows, num_top = rows_of(generate), generate.scores.num_top
         half = generate.num_prompt_tokens // 2 * score_dtype(num_top).itemsize
         yield PromptScores(generate.request_id, num_top, rows[:half])
         yield PromptScores(generate.request_id, num_top, rows[half:])
-    if not generate.is_prefill_only:
-        yield PrefillFinished(generate.request_id, generate.num_prompt_tokens, 0, 4096, 0.25)
-        return
-    stats = RequestStats(None, num_cached_tokens=1)
-    token_ids = tuple(b"!"[: generate.sampling.max_new_tokens])
-    logprobs = tuple(TokenLogprob(token_id, -9.0) for token_id in token_ids)
-    logprobs = logprobs if generate.sampling.num_logprobs is not None else ()
-    yield Tokens(generate.request_id, token_ids, logprobs, FinishReason.LENGTH, stats=stats)
+    for number in range(1, generate.sampling.max_new_tokens + 1):
+        logprobs = (TokenLogprob(ord("!"), -9.0),) if generate.sampling.num_logprobs is not None else ()
+        finish = FinishReason.LENGTH if number == generate.sampling.max_new_tokens else None
+        stats = RequestStats(Mode.DENSE, num_cached_tokens=1)
+        yield Tokens(generate.request_id, (ord("!"),), logprobs, finish, stats=stats)

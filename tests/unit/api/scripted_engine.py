@@ -21,7 +21,6 @@ from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     GenerateGroup,
-    PrefillFinished,
     RequestStats,
     Shutdown,
     ToEngine,
@@ -55,20 +54,15 @@ def ready() -> EngineReady:
     )
 
 
-def stats(step: int = 0, num_running: int = 0, **counters: float) -> EngineStats:
+def stats(step: int = 0, num_running: int = 0, num_waiting: int = 1, **counters: float) -> EngineStats:
     return EngineStats(
         gauges={"num_running_reqs": float(num_running), 'pool_used_tokens{pool="host"}': 42.0},
         counters={'requests_total{mode="dense"}': 3.0, "kv_transfer_bytes_total": 7.0, **counters},
         num_running=num_running,
-        num_waiting=1,
+        num_waiting=num_waiting,
         num_used_tokens=17,
         step=step,
     )
-
-
-def deliver(generate: Generate) -> Iterable[FromEngine]:
-    """A prefill engine to which nothing bad happens."""
-    yield PrefillFinished(generate.request_id, generate.num_prompt_tokens, 3, 4096, 0.25)
 
 
 def say(
@@ -130,6 +124,7 @@ class ScriptedEngine(threading.Thread):
         self._endpoints = endpoints
         self._script = script
         self.num_running = num_running
+        self.num_waiting = 1
         self.step = 0
         self.is_ready = is_ready
         self.is_silent = False
@@ -197,7 +192,7 @@ def serve_script(endpoints: Sequence[str], engine: ScriptedEngine) -> None:
                 socket.send(ready())
                 is_announced = True
             if is_announced and not engine.is_silent and time.monotonic() > next_stats_at:
-                socket.send(stats(engine.step, engine.num_running))
+                socket.send(stats(engine.step, engine.num_running, engine.num_waiting))
                 next_stats_at = time.monotonic() + 0.05
             time.sleep(0.001)
     finally:

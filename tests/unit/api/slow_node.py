@@ -1,6 +1,6 @@
 """A node's own processes with engines that speak slowly; what they do not need they do not import.
 
-usage: python -m tests.unit.api.slow_node MODEL_PATH PORT NUM_FRONTS DRAIN_TIMEOUT_SECS
+usage: python -m tests.unit.api.slow_node prefill|decode MODEL_PATH PORT NUM_FRONTS DRAIN_TIMEOUT_SECS
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.base.vocabulary import RankPlace
 from hisparse_pd.engine.messages import Generate
 
@@ -30,8 +30,47 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
     serve_script(endpoints, ScriptedEngine(endpoints, script))
 
 
-def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
-    from hisparse_pd.decode_node.server import _apps
+def run_prefill_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+    """Has a room in hand until there is such a file."""
+    from hisparse_pd.engine.sockets import EngineSocket
+    from tests.unit.api.scripted_engine import ScriptedEngine, serve_script
+
+    go_on = settings.model_path.parent / "go_on"
+
+    class Engine(ScriptedEngine):
+        def turn(self, socket: EngineSocket) -> bool:
+            self.num_running, self.num_waiting = int(not go_on.exists()), 0
+            self.step += 1
+            return super().turn(socket)
+
+    serve_script(endpoints, Engine(endpoints, lambda sample: ()))
+
+
+def run_prefill(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
+    from hisparse_pd.base.ports import free_port
+    from hisparse_pd.prefill_node.server import apps
+    from hisparse_pd.serving.api.node import run_front
+    from hisparse_pd.serving.http.engine_link import rooms_at_work
+
+    settings = PrefillSettings(
+        model_path=model_path,
+        port=port,
+        bootstrap_port=free_port(),
+        dp_size=num_fronts,
+        drain_timeout_secs=drain_timeout_secs,
+    )
+    return run_front(
+        settings,
+        role="prefill",
+        engine=run_prefill_engine,
+        num_at_work=rooms_at_work,
+        ports=(port, settings.bootstrap_port),
+        apps=apps,
+    )
+
+
+def run_decode(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
+    from hisparse_pd.decode_node.server import apps
     from hisparse_pd.serving.api.node import run_front
     from hisparse_pd.serving.http.engine_link import least_loaded
 
@@ -49,13 +88,13 @@ def run(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float)
         settings,
         role="decode",
         engine=run_engine,
-        holds_output=True,
         choose_rank=least_loaded,
         ports=(port,),
-        apps=_apps,
+        apps=apps,
     )
 
 
 if __name__ == "__main__":
-    path, *numbers = sys.argv[1:]
+    role, path, *numbers = sys.argv[1:]
+    run = run_prefill if role == "prefill" else run_decode
     sys.exit(run(Path(path), int(numbers[0]), int(numbers[1]), float(numbers[2])))

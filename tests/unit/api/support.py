@@ -14,7 +14,7 @@ import httpx
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from hisparse_pd.base.settings import DecodeSettings, NodeSettings, PrefillSettings
+from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.base.tracing import Tracer
 from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.prefill_node.server import create_bootstrap_app, create_prefill_app
@@ -23,6 +23,7 @@ from hisparse_pd.serving.api.app import Front
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.grammar_checks import GrammarChecks
 from hisparse_pd.serving.api.keys import load_api_keys
+from hisparse_pd.serving.api.node_app import NodeFront
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.api.schemas import ApiRequest, parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
@@ -115,29 +116,17 @@ async def serving(
     **options: Any,
 ) -> AsyncIterator[Node]:
     """For ``WAIT_SECS`` at most."""
-    settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
-        model_path=tmp_path / "model", **{"served_model_name": "tiny", **options}
-    )
+    options = {"model_path": tmp_path / "model", "served_model_name": "tiny", **options}
     metrics = FrontMetrics()
     endpoints = [f"ipc://{tmp_path}/engine.ipc"]
     link = EngineLink(endpoints, health_timeout_secs, metrics.update)
-    front = Front(
-        role,
-        settings,
-        CODEC,
-        link,
-        metrics,
-        holds_output=role == "decode",
-        api_keys=load_api_keys(settings.api_key_file),
-        control_keys=load_control_keys(settings.control_key_file),
-        sampling_defaults=SamplingDefaults.of(settings),
-        tracer=Tracer(collector, role, "tests", metrics.count_spans) if collector else None,
-    )
+    tracer = Tracer(collector, role, "tests", metrics.count_spans) if collector else None
+    if role == "prefill":
+        apps = prefill_apps(link, metrics, PrefillSettings(**options))
+    else:
+        apps = [create_decode_app(decode_front(link, metrics, DecodeSettings(**options), tracer))]
     engine = ScriptedEngine(endpoints, script, is_ready=is_ready)
     listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
-    apps = [create_prefill_app(front) if role == "prefill" else create_decode_app(front)]
-    if isinstance(settings, PrefillSettings):
-        apps.append(create_bootstrap_app(settings, front))
     servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=False)]
     link.start()
     engine.start()
@@ -161,15 +150,36 @@ async def serving(
             await asyncio.gather(*tasks)
             await asyncio.to_thread(engine.stop)
             link.close()
-            front.close()
+            if tracer is not None:
+                tracer.close()
             for listener in listeners:
                 listener.socket.close()
 
 
+def decode_front(
+    link: EngineLink, metrics: FrontMetrics, settings: DecodeSettings, tracer: Tracer | None = None
+) -> Front:
+    return Front(
+        role="decode",
+        settings=settings,
+        link=link,
+        metrics=metrics,
+        api_keys=load_api_keys(settings.api_key_file),
+        codec=CODEC,
+        sampling_defaults=SamplingDefaults.of(settings),
+        tracer=tracer,
+    )
+
+
+def prefill_apps(link: EngineLink, metrics: FrontMetrics, settings: PrefillSettings) -> list[Starlette]:
+    keys = load_api_keys(settings.api_key_file), load_control_keys(settings.control_key_file)
+    front = NodeFront("prefill", settings, link, metrics, *keys)
+    return [create_prefill_app(front), create_bootstrap_app(settings, front)]
+
+
 def socketless_front(tmp_path: Path, link: EngineLink) -> Front:
     link.ranks[0].ready, link.state = ready(), LinkState.SERVING
-    settings = DecodeSettings(model_path=tmp_path, served_model_name="tiny")
-    return Front("decode", settings, CODEC, link, FrontMetrics(), holds_output=True)
+    return decode_front(link, FrontMetrics(), DecodeSettings(model_path=tmp_path, served_model_name="tiny"))
 
 
 async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: bool) -> list[Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -40,20 +41,19 @@ from hisparse_pd.engine.messages import (
     RequestStats,
     Tokens,
 )
-from hisparse_pd.protocol.bootstrap import BootstrapInfo, look_up
 from hisparse_pd.serving.api import node
 from hisparse_pd.serving.api.app import Work, create_app
 from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http import front as front_module
 from hisparse_pd.serving.http import rank_link
-from hisparse_pd.serving.http.engine_link import EngineLink, least_loaded
+from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics
-from tests.unit.api.scripted_engine import deliver, plays, say, stats
+from tests.unit.api.scripted_engine import plays, say, stats
 from tests.unit.api.support import (
     BODY,
     MESSAGES,
-    MINIMAL,
     NATIVE,
     ROOM,
     TOKENIZER,
@@ -298,73 +298,16 @@ async def test_generate_answers_a_list_with_a_list(tmp_path: Path) -> None:
         assert last == {0: "abc", 1: "abc"}
 
 
-# --- prefill -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_prefill_answers_when_all_rooms_are_delivered(tmp_path: Path, stream: bool) -> None:
-    async with serving(deliver, tmp_path, role="prefill") as node:
-        response = await node.post("/generate", **NATIVE, stream=stream, return_logprob=True)
-        assert response.status_code == 200
-        answer = decode_events(response.text)[0] if stream else response.json()
-        assert answer["meta_info"]["prompt_tokens"] == 5
-        assert answer["meta_info"]["input_token_logprobs"] == []
-        answer = await node.answer("/v1/completions", **BODY, n=3)
-        assert [entry["meta_info"]["cached_tokens"] for entry in answer["prefill"]] == [3, 3, 3]
-        assert len({generate.room for generate in node.engine.generates[1:]}) == 3
-        for path, body in MINIMAL.items():
-            assert (await node.post(path, **body, stream=stream)).status_code == 200
-            assert node.engine.generates[-1].room == ROOM["bootstrap_room"]
-
-
-async def test_a_room_that_fails_fails_the_prefill(tmp_path: Path) -> None:
-    fails = plays(RequestFailed("", 503, "room 7: the decode node is gone"))
-
-    def script(generate: Generate) -> Iterable[FromEngine | float]:
-        return fails(generate) if generate.room == 7 else [60.0]
-
-    async with serving(script, tmp_path, role="prefill") as node:
-        response = await node.post("/v1/completions", **BODY, n=2)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
-        assert response.json()["error"]["message"] == "room 7: the decode node is gone"
-        other = node.engine.generates[1].request_id
-        await until(lambda: node.engine.aborts == [other], "the other sample was aborted")
-
-
-@pytest.mark.I7
-async def test_bootstrap_endpoint(tmp_path: Path) -> None:
-    async with serving(deliver, tmp_path, role="prefill") as node:
-        info = await asyncio.to_thread(look_up, "127.0.0.1", node.bootstrap_port)
-        assert isinstance(info, BootstrapInfo)
-        assert info.control_endpoint("10.1.1.1") == "tcp://127.0.0.1:4711", "an address, where it answered"
-        assert (info.instance_id, info.geometry.num_layers, info.curve) == ("instance-1", 4, False)
-        url = f"http://127.0.0.1:{node.bootstrap_port}/bootstrap"
-        assert (await node.client.put(url, json={})).status_code == 405
-
-        async def status() -> int:
-            return (await node.client.get(url)).status_code
-
-        node.link.stop_accepting()  # requests that it has already taken may still need it
-        assert await status() == 200
-        node.link.health_timeout_secs = -1.0  # no engine is as fast: it counts as hung
-        assert await status() == 503
-        node.link.health_timeout_secs = 60.0
-        assert await status() == 200
-        node.link.engine_died()
-        assert await status() == 503
-
-
 # --- keys --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_without_a_key_only_probes_and_metrics_are_answered(role: str, tmp_path: Path) -> None:
     key = "the-key-of-the-router"
     path = tmp_path / "keys"
     path.write_text(f"{key}\n")
 
-    script = deliver if role == "prefill" else say("hello")
-    async with serving(script, tmp_path, role=role, api_key_file=path) as node:
+    async with serving(say("hello"), tmp_path, role=role, api_key_file=path) as node:
         for target in ("/health", "/health_generate", "/metrics"):
             assert (await node.client.get(target)).status_code == 200, target
         closed = ["/server_info", "/model_info", "/get_load", "/v1/models", "/flush_cache", "/nowhere"]
@@ -421,8 +364,7 @@ async def test_headers_that_are_no_text_do_no_harm(role: str, tmp_path: Path) ->
     names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"content-type")
     key = "k" * 32
     (tmp_path / "keys").write_text(key)
-    script = deliver if role == "prefill" else say("hello")
-    async with serving(script, tmp_path, role=role, api_key_file=tmp_path / "keys") as node:
+    async with serving(say("hello"), tmp_path, role=role, api_key_file=tmp_path / "keys") as node:
         for value in (b"caf\xe9", b"\xff\xfe", b"a\x01b"):
             given = [(name, value) for name in names]
             keyed = [*given, (b"authorization", b"Bearer " + key.encode())]
@@ -437,6 +379,20 @@ async def test_headers_that_are_no_text_do_no_harm(role: str, tmp_path: Path) ->
 
 
 # --- failures ----------------------------------------------------------------------------------------
+
+
+async def test_a_sample_that_fails_fails_the_request(tmp_path: Path) -> None:
+    fails = plays(RequestFailed("", 503, "room 7: the prefill node is gone", PREFILL_NODE_FAILED))
+
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        return fails(generate) if generate.room == 7 else [60.0]
+
+    async with serving(script, tmp_path) as node:
+        response = await node.post("/v1/completions", **BODY, n=2)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert response.json()["error"]["message"] == "room 7: the prefill node is gone"
+        other = node.engine.generates[1].request_id
+        await until(lambda: node.engine.aborts == [other], "the other sample was aborted")
 
 
 async def test_a_failure_before_the_first_token_has_a_status(tmp_path: Path) -> None:
@@ -466,13 +422,12 @@ async def test_a_failure_in_a_stream_is_its_last_event(tmp_path: Path, path: str
 
 @pytest.mark.I7
 @pytest.mark.I8
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_bad_input_reaches_no_engine(tmp_path: Path, role: str) -> None:
+async def test_bad_input_reaches_no_engine(tmp_path: Path) -> None:
     async def without_a_length() -> AsyncIterator[bytes]:
         for _ in range(2):
             yield b" " * (MAX_BODY_BYTES // 2 + 1)
 
-    async with serving(say("x"), tmp_path, role=role) as node:
+    async with serving(say("x"), tmp_path) as node:
         bad: list[tuple[Any, int]] = [
             (b"{", 400),
             (b"\xff\xfe", 400),
@@ -501,10 +456,10 @@ async def test_bad_input_reaches_no_engine(tmp_path: Path, role: str) -> None:
 
 
 @pytest.mark.I8
-@pytest.mark.parametrize(("role", "stream"), [("decode", False), ("decode", True), ("prefill", False)])
-async def test_a_client_that_leaves_aborts_its_samples(tmp_path: Path, role: str, stream: bool) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_its_samples(tmp_path: Path, stream: bool) -> None:
     script = plays(*[Tokens("", (97,))] * stream, 60.0)
-    async with serving(script, tmp_path, role=role) as node:
+    async with serving(script, tmp_path) as node:
 
         async def ask() -> None:
             body = {**BODY, "n": 2, "stream": stream}
@@ -688,7 +643,7 @@ async def test_loading_shows_how_far_it_is_and_that_it_stands_still(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_information(role: str, tmp_path: Path) -> None:
-    async with serving(deliver, tmp_path, role=role) as node:
+    async with serving(say("x"), tmp_path, role=role) as node:
         for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
             response = await node.client.get(path)
             assert response.status_code == 200
@@ -697,10 +652,6 @@ async def test_information(role: str, tmp_path: Path) -> None:
             assert response.json()["served_model_name"] == "tiny"
             assert response.json()["context_length"] == 256
         assert (await node.client.get("/version")).json() == {"version": VERSION}
-        tokenizer = await node.client.get("/tokenizer_info")
-        assert str(tmp_path) not in tokenizer.text
-        assert tokenizer.json()["eos_token"] == TOKENIZER.eos_token
-        assert tokenizer.json()["chat_template"] == TOKENIZER.chat_template
         info = (await node.client.get("/server_info")).json()
         assert info["disaggregation_mode"] == role
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])
@@ -723,6 +674,15 @@ async def test_information(role: str, tmp_path: Path) -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         assert (await node.client.post("/flush_cache")).status_code == 200
         await until(lambda: FlushCache() in node.engine.received, "the engine was told")
+
+
+async def test_information_about_the_tokenizer(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
+        tokenizer = await node.client.get("/tokenizer_info")
+        assert str(tmp_path) not in tokenizer.text
+        assert tokenizer.json()["eos_token"] == TOKENIZER.eos_token
+        assert tokenizer.json()["chat_template"] == TOKENIZER.chat_template
+        assert (await node.client.get("/model_info")).json()["vocab_size"] == len(TOKENIZER)
 
 
 async def test_models_as_anthropics_client_reads_them(tmp_path: Path) -> None:
@@ -762,7 +722,7 @@ def test_metrics_of_the_engine() -> None:
 TROUBLES = {
     "port in use": "127.0.0.1:{port}",
     "no checkpoint": "missing: no such directory",
-    "bad defaults": "generation_config.json: top_p: 7 must be `float` <= 1.0; correct it, or start all nodes",
+    "bad defaults": "generation_config.json: top_p: 7 must be `float` <= 1.0; correct it, or start all",
 }
 
 
@@ -780,10 +740,9 @@ def test_a_front_that_cannot_start_says_why(
             DecodeSettings(model_path=model_path, port=port),
             role="decode",
             engine=_never,
-            holds_output=True,
-            choose_rank=least_loaded,
+            check=SamplingDefaults.of,
             ports=(port,),
-            apps=lambda _: (),
+            apps=lambda _: contextlib.nullcontext(()),
         )
     assert status == 1
     (line,) = caplog.messages

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hisparse_pd.base.vocabulary import FinishReason, SamplingParams, TokenLogprob
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
@@ -35,10 +36,9 @@ from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, SampleGroup
 from hisparse_pd.serving.http.http_errors import ApiError, QueueFull
-from tests.identities import ANY
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine
-from tests.unit.api.scripted_engine import deliver, plays, ready, say
+from tests.unit.api.scripted_engine import plays, ready, say
 from tests.unit.api.support import (
     BODY,
     CODEC,
@@ -64,7 +64,8 @@ def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> Gener
         tuple(
             Generate(f"{name}-{i}", i, num_prompt_tokens, GREEDY, "127.0.0.1", 1) for i in range(num_samples)
         ),
-        ANY,
+        NO_ISOLATION,
+        b"",
     )
 
 
@@ -96,10 +97,7 @@ class Turns:
 
 @pytest.mark.I7
 @pytest.mark.I8
-@pytest.mark.parametrize(("role", "holds_prefixes"), [("prefill", True), ("decode", True), ("decode", False)])
-async def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, holds_prefixes: bool
-) -> None:
+async def test_a_prompt_goes_to_the_engine_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
         monkeypatch.setattr(scripted_engine, name, 140_000)
     sent: list[bytes] = []
@@ -111,15 +109,14 @@ async def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
 
     monkeypatch.setattr("hisparse_pd.serving.http.rank_link.FrontSocket", Spy)
     prompt = [i % 251 for i in range(131_072)]
-    more = {"disable_prefix_cache": not holds_prefixes} if role == "decode" else {}
-    async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role, **more) as node:
+    async with serving(say("x"), tmp_path) as node:
         answer = await node.post("/v1/completions", **{**BODY, "prompt": prompt, "n": 128})
         assert answer.status_code == 200
         (group,) = node.engine.groups
         assert len(group.samples) == 128
-        assert unpack_token_ids(group.prompt).tolist() == (prompt if holds_prefixes else [])
+        assert unpack_token_ids(group.prompt).tolist() == prompt
         assert {sample.num_prompt_tokens for sample in group.samples} == {131_072}
-    assert sum(map(len, sent)) < 4 * 131_072 * holds_prefixes + 128 * 400
+    assert sum(map(len, sent)) < 4 * 131_072 + 128 * 400
 
 
 # --- what a request may ask for ----------------------------------------------------------------------
@@ -166,7 +163,7 @@ def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
 @pytest.mark.I7
 @pytest.mark.I8
 def test_prompt_tokens_times_samples_are_bounded() -> None:
-    limits, n = Limits(256, 256, 256, holds_output=False), 128
+    limits, n = Limits(256, 256, 256), 128
     most = 128 * 256
 
     def plan(num_tokens: int) -> int:
@@ -184,9 +181,8 @@ def test_prompt_tokens_times_samples_are_bounded() -> None:
 
 @pytest.mark.I7
 @pytest.mark.I8
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: str) -> None:
-    async with serving(plays(60.0), tmp_path, role=role) as node:
+async def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path) -> None:
+    async with serving(plays(60.0), tmp_path) as node:
         node.link.limits = QueueLimits(3, 1000)
         posts = [asyncio.create_task(node.post("/v1/completions", **BODY)) for _ in range(3)]
         await until(lambda: node.link.num_in_flight == 3, "three are in flight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,12 +66,12 @@ class NodeProcess:
                 found.add(answer.status_code)
         return found
 
-    def until(self, path: str, says: str) -> None:
+    def until(self, path: str, says: str, *, no_more: bool = False) -> None:
         deadline = time.monotonic() + WAIT_SECS
         while time.monotonic() < deadline:
             assert self.process.poll() is None
             with contextlib.suppress(httpx.TransportError):
-                if says in self.client.get(path).text:
+                if (says in self.client.get(path).text) is not no_more:
                     return
             time.sleep(0.05)
         raise TimeoutError(f"{path} does not say {says!r}")
@@ -78,12 +79,15 @@ class NodeProcess:
 
 @contextlib.contextmanager
 def node(
-    tmp_path: Path, num_fronts: int = 2, drain_timeout_secs: float = NEVER_SECS
+    tmp_path: Path,
+    num_fronts: int = 2,
+    drain_timeout_secs: float = NEVER_SECS,
+    role: str = "decode",
 ) -> Iterator[NodeProcess]:
     """With as many engines as fronts."""
     model_path = write_checkpoint(tmp_path / "tiny")
     port = free_port()
-    command = [sys.executable, "-m", "tests.unit.api.slow_node", str(model_path)]
+    command = [sys.executable, "-m", "tests.unit.api.slow_node", role, str(model_path)]
     command += map(str, (port, num_fronts, drain_timeout_secs))
     limits = httpx.Limits(max_keepalive_connections=0)
     with (
@@ -155,6 +159,21 @@ def test_a_front_alone_lets_them_finish_too(tmp_path: Path, number: signal.Signa
             assert list(streams[0])[-1] == "data: [DONE]"
         assert one.process.wait(WAIT_SECS) == 0
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_prefill_node_that_leaves_finishes_the_rooms_in_hand(tmp_path: Path) -> None:
+    """Of which its front knows from the engine alone."""
+    with node(tmp_path, num_fronts=1, role="prefill") as one:
+        assert one.client.post("/v1/completions", json=BODY).json() == {}
+        one.until("/get_load", '"num_reqs":1')
+        one.process.send_signal(signal.SIGTERM)
+        one.until("/health", "shutting down")
+        assert one.client.post("/v1/completions", json=BODY).status_code == 503
+        for _ in range(10):  # the engine goes on, and so does the node
+            (steps,) = re.findall(r"hisparse_pd:engine_steps_total \d.*", one.client.get("/metrics").text)
+            one.until("/metrics", steps, no_more=True)
+        (tmp_path / "go_on").touch()
+        assert one.process.wait(WAIT_SECS) == 0
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error(tmp_path: Path) -> None:

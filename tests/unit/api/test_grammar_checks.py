@@ -145,7 +145,7 @@ def test_others_are_served_while_checks_wait_and_only_so_many_wait(checks: Gramm
 
 def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path: Path) -> None:
     codec = TextCodec.load(model_path)
-    limits = Limits(8192, 8192, 8192, holds_output=True)
+    limits = Limits(8192, 8192, 8192)
 
     def plan(grammar: str) -> Any:
         request = parse(Endpoint.GENERATE, sampling_params={"ebnf": grammar, "max_new_tokens": 5})

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.engine.messages import FromEngine, Generate, GenerateGroup, unpack_token_ids
+from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.stream_events import said_in
-from tests.unit.api.scripted_engine import deliver, say, stops_after
+from tests.unit.api.scripted_engine import say, stops_after
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving
 from tests.waiting import until
 
@@ -114,23 +114,17 @@ async def test_the_cut_may_lie_within_any_markup(tmp_path: Path, path: str) -> N
             assert said_in(path, text) == undisturbed, records[:number]
 
 
-async def test_both_nodes_have_the_same_prompt_of_each_sample(tmp_path: Path) -> None:
+async def test_a_sample_goes_on_behind_its_prompt_and_its_output_so_far(tmp_path: Path) -> None:
     records = [[[0, [97]], [1, [98, 99]], [2, [100], [], "stop", 100, None]]]
-    groups = {}
-    for role, script in (("prefill", deliver), ("decode", say("zz"))):
-        directory = tmp_path / role
-        directory.mkdir()
-        async with serving(script, directory, role=role) as node:
-            await node.post("/v1/completions", **asked(n=4, journal_records=records, seed=40))
-            groups[role] = node.engine.groups
-
-    def seeds(group: GenerateGroup) -> list[int | None]:
-        return [sample.sampling.seed for sample in group.samples]
-
-    for group, twin in zip(*groups.values(), strict=True):
-        assert (group.identity, seeds(group)) == (twin.identity, seeds(twin))
-    prompts = [unpack_token_ids(group.prompt).tolist() for group in groups["prefill"]]
+    async with serving(say("zz"), tmp_path) as node:
+        await node.post("/v1/completions", **asked(n=4, journal_records=records, seed=40))
+        groups = node.engine.groups
+    prompts = [unpack_token_ids(group.prompt).tolist() for group in groups]
     assert prompts == [[*b"xy", 97], [*b"xy", 98, 99], [*b"xy"]]
+    samples = [sample for group in groups for sample in group.samples]
+    assert [sample.sampling.seed for sample in samples] == [40, 41, 43]
+    assert [sample.sampling.num_resumed_tokens for sample in samples] == [1, 2, 0]
+    assert [sample.num_prompt_tokens for sample in samples] == [3, 4, 2]
 
 
 async def test_a_node_that_leaves_says_so_in_streams_and_ends_what_may_begin_anew(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Logprobs of prompts in each dialect, as the prefill node's front writes them."""
+"""Logprobs of prompts in each dialect, as the decode node's front writes them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.base.vocabulary import FinishReason
-from hisparse_pd.engine.messages import (
-    PromptScores,
-    Tokens,
-    score_dtype,
-)
+from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, FinishReason, SamplingParams
+from hisparse_pd.engine.messages import PromptScores, RequestFailed, Tokens
+from hisparse_pd.protocol.prompt_scores import score_dtype
 from tests.unit.api.scored_prompts import scores
 from tests.unit.api.scripted_engine import plays, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
@@ -29,8 +26,7 @@ def best(position: int, own: str, num: int) -> dict[str, float]:
 ONE = {"max_new_tokens": 1}
 INPUT_LOGPROBS = [[None, 108, "l"], [-3.0, 108, "l"], [-4.0, 111, "o"]]
 NOTHING: dict[str, Any] = {"max_tokens": 0}
-ALONE: dict[str, Any] = BODY | {"echo": True, "prefill_only": True}
-"""As the router asks a prefill node alone."""
+ECHOED: dict[str, Any] = BODY | {"echo": True}
 ECHO: dict[str, Any] = {
     "tokens": ["h", "e", "l", "l", "o"],
     "token_logprobs": [None, -1.0, -2.0, -3.0, -4.0],
@@ -46,9 +42,10 @@ BY_ID = [None] + [
 ]
 
 
-async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
-    async with serving(scores, tmp_path, role="prefill") as node:
-        asked = ALONE | {"max_tokens": 0, "logprobs": 1, "prompt_logprobs": 1}
+async def test_a_prompt_alone(tmp_path: Path) -> None:
+    """The engine draws a token that nobody sees."""
+    async with serving(scores, tmp_path) as node:
+        asked = ECHOED | {"max_tokens": 0, "logprobs": 1, "prompt_logprobs": 1, "temperature": 0.5}
         answer = await node.answer("/v1/completions", **asked)
         (choice,) = answer["choices"]
         assert choice == {
@@ -62,13 +59,35 @@ async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
         assert answer["object"] == "text_completion"
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
-        assert answer["usage"]["hisparse"] is None
+        assert answer["usage"]["hisparse"]["mode"] == "dense"
+        assert node.engine.generates[-1].sampling == SamplingParams(1, temperature=0.0)
+        assert await node.metric("hisparse_pd:time_to_first_token_seconds_count") == 0
+        twice = await node.answer("/v1/completions", **asked | {"prompt": ["hello", "h"]}, n=2)
+        assert [choice["text"] for choice in twice["choices"]] == ["hello", "hello", "h", "h"]
+        assert [choice["logprobs"]["tokens"] for choice in twice["choices"]] == [ECHO["tokens"]] * 2 + [
+            ["h"]
+        ] * 2
+        wanted = [generate.scores is not None for generate in node.engine.generates[1:]]
+        assert wanted == [True, False, False, False], "once a prompt, and not of one token"
+
+
+async def test_an_echo_beside_a_whole_answer(tmp_path: Path) -> None:
+    async with serving(scores, tmp_path) as node:
+        asked = ECHOED | {"max_tokens": 3, "logprobs": 1, "prompt_logprobs": 1, "n": 2}
+        answer = await node.answer("/v1/completions", **asked)
+        for choice in answer["choices"]:
+            assert choice["text"] == "hello!!!"
+            assert choice["logprobs"]["tokens"] == [*ECHO["tokens"], "!", "!", "!"]
+            assert choice["logprobs"]["token_logprobs"] == [*ECHO["token_logprobs"], -9.0, -9.0, -9.0]
+            assert choice["logprobs"]["text_offset"] == list(range(8))
+            assert choice["prompt_logprobs"] == BY_ID
+        assert answer["usage"]["completion_tokens"] == 6
 
 
 async def test_an_echo_of_parts_of_characters(tmp_path: Path) -> None:
     """A token of such bytes is called by them; each begins in the character of which it is a part."""
-    async with serving(scores, tmp_path, role="prefill") as node:
-        asked = ALONE | {"prompt": "é€", "max_tokens": 1, "logprobs": 0}
+    async with serving(scores, tmp_path) as node:
+        asked = ECHOED | {"prompt": "é€", "max_tokens": 1, "logprobs": 0}
         (choice,) = (await node.answer("/v1/completions", **asked))["choices"]
         assert choice["text"] == "é€!"
         assert choice["logprobs"]["tokens"] == [*(f"bytes:\\x{byte:02x}" for byte in "é€".encode()), "!"]
@@ -82,9 +101,9 @@ async def test_an_echo_of_parts_of_characters(tmp_path: Path) -> None:
         assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
 
 
-async def test_a_prefill_node_answers_with_the_token_that_it_drew(tmp_path: Path) -> None:
-    async with serving(scores, tmp_path, role="prefill") as node:
-        asked = ALONE | {"prompt": [[104, 105], [106]], "max_tokens": 1, "logprobs": 1}
+async def test_an_echo_with_one_token_more(tmp_path: Path) -> None:
+    async with serving(scores, tmp_path) as node:
+        asked = ECHOED | {"prompt": [[104, 105], [106]], "max_tokens": 1, "logprobs": 1}
         answer = await node.post("/v1/completions", **asked | {"bootstrap_room": [7, 8]})
         first, second = answer.json()["choices"]
         assert (first["text"], second["text"]) == ("hi!", "j!")
@@ -95,55 +114,48 @@ async def test_a_prefill_node_answers_with_the_token_that_it_drew(tmp_path: Path
             "text_offset": [0, 1, 2],
         }
         assert second["logprobs"]["token_logprobs"] == [None, -9.0]
-        streamed = await node.events("/v1/completions", **BODY | NOTHING, echo=True)
-        assert [choice["text"] for event in streamed for choice in event["choices"]] == ["hello"]
-        answer = await node.post("/v1/chat/completions", **BODY | NOTHING, messages=MESSAGES)
-        assert answer.json()["choices"][0]["message"]["content"] == ""
 
 
-async def test_the_other_dialects_of_a_prefill_node_that_answers_alone(tmp_path: Path) -> None:
-    chat = {**BODY, "messages": MESSAGES, "max_tokens": 0, "prompt_logprobs": 0, "prefill_only": True}
+async def test_the_other_dialects(tmp_path: Path) -> None:
+    chat = {**BODY, "messages": MESSAGES, "max_tokens": 0, "prompt_logprobs": 0}
     native = {**NATIVE, "return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": 1}
     native |= {"return_text_in_logprobs": True}
-    async with serving(scores, tmp_path, role="prefill") as node:
+    async with serving(scores, tmp_path) as node:
         of_chat = (await node.answer("/v1/chat/completions", **chat, n=2))["prompt_logprobs"]
         assert of_chat[0] is None
         ranks = [entry["rank"] for entries in of_chat[1:] for entry in entries.values()]
         assert ranks == list(range(1, len(of_chat)))
-        twice = native | {"text": ["hello", "ab"], "bootstrap_room": [7, 8], "prefill_only": True}
+        twice = native | {"text": ["hello", "ab"], "bootstrap_room": [7, 8]}
         first, second = await node.answer("/generate", **twice | {"sampling_params": ONE})
         meta = first["meta_info"]
         assert meta["input_token_logprobs"] == INPUT_LOGPROBS
         assert meta["input_top_logprobs"] == [None, [[-1.5, 97, "a"]], [[-2.0, 97, "a"]]]
         assert len(meta["output_token_logprobs"]) == 1
         assert second["meta_info"]["input_token_logprobs"] == []
-        # SGLang's routers join what they find there themselves.
+        # SGLang's routers join the lists of both nodes, and the prefill node has none.
         entry = await node.answer("/generate", **native)
         assert entry["meta_info"]["input_token_logprobs"] == INPUT_LOGPROBS
+        assert len(entry["meta_info"]["output_token_logprobs"]) == 5
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_both_nodes_say_that_the_router_asks_for_the_wrong_answer(tmp_path: Path, role: str) -> None:
-    ids = {"prompt_logprobs": 0}
-    async with serving(say("AB"), tmp_path, role=role) as node:
-        for fields in ({"echo": True, "logprobs": 0}, ids, ids | NOTHING):
-            answer = await node.post("/v1/completions", **BODY | fields)
-            assert answer.status_code == 400
-            assert "asks for the decode node's answer" in answer.json()["error"]["message"]
+async def test_a_prompt_that_cannot_be_scored_is_an_error_of_the_request(tmp_path: Path) -> None:
+    fails = plays(RequestFailed("", 502, "room 7: the prefill node is gone", PREFILL_NODE_FAILED))
+    async with serving(fails, tmp_path) as node:
+        answer = await node.post("/v1/completions", **ECHOED | NOTHING, logprobs=0)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, PREFILL_NODE_FAILED)
+
+
+async def test_logprobs_of_a_prompt_are_in_no_stream(tmp_path: Path) -> None:
+    async with serving(scores, tmp_path) as node:
+        native = NATIVE | {"return_logprob": True, "logprob_start_len": 0}
+        for path, body in (("/v1/completions", ECHOED | {"logprobs": 0}), ("/generate", native)):
+            answer = await node.post(path, **body, stream=True)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+            assert "must be false where logprobs of the prompt are asked for" in answer.text
         assert not node.engine.generates
 
 
-async def test_a_decode_node_does_not_answer_for_a_prefill_node(tmp_path: Path) -> None:
-    async with serving(say("AB"), tmp_path) as node:
-        for fields in ({"max_tokens": 1}, NOTHING | {"prompt_logprobs": 0}):
-            answer = await node.post("/v1/completions", **BODY | fields, prefill_only=True)
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "prefill_only"
-        assert not node.engine.generates
-
-
-async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> None:
-    """Other routers send it both nodes."""
+async def test_no_token_is_shown_where_none_is_wanted(tmp_path: Path) -> None:
     async with serving(say("AB"), tmp_path) as node:
         nothing = BODY | NOTHING | {"echo": True}
         answer = await node.answer("/v1/completions", **nothing)
@@ -153,7 +165,22 @@ async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> Non
         assert native.json()["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
         streamed = await node.events("/v1/completions", **nothing)
         assert [event["choices"][0]["finish_reason"] for event in streamed] == ["length"]
-        assert not node.engine.generates
+        assert [event["choices"][0]["text"] for event in streamed] == ["hello"]
+        answer = await node.post("/v1/chat/completions", **BODY | NOTHING, messages=MESSAGES)
+        assert answer.json()["choices"][0]["message"]["content"] == ""
+        assert {generate.sampling for generate in node.engine.generates} == {
+            SamplingParams(1, temperature=0.0)
+        }, "the prompt is computed, and kept for others"
+
+
+async def test_prompts_of_which_some_have_no_answer(tmp_path: Path) -> None:
+    two = {"text": ["ab", "c", "de"], "bootstrap_room": [7, 8, 9], "return_logprob": True}
+    params = [{"max_new_tokens": number} for number in (0, 2, 0)]
+    async with serving(scores, tmp_path) as node:
+        answers = await node.answer("/generate", **NATIVE | two | {"sampling_params": params})
+        assert [answer["text"] for answer in answers] == ["", "!!", ""]
+        assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in answers] == [0, 2, 0]
+        assert [generate.room for generate in node.engine.generates] == [7, 8, 9]
 
 
 async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:
@@ -167,8 +194,8 @@ async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:
 
 
 async def test_long_lists_are_written_in_pieces(tmp_path: Path) -> None:
-    async with serving(scores, tmp_path, role="prefill") as node:
-        asked = ALONE | NOTHING | {"prompt": "x" * 190, "prompt_logprobs": 20, "logprobs": 0}
+    async with serving(scores, tmp_path) as node:
+        asked = ECHOED | NOTHING | {"prompt": "x" * 190, "prompt_logprobs": 20, "logprobs": 0}
         (choice,) = (await node.answer("/v1/completions", **asked))["choices"]
         assert [entry["120"]["rank"] for entry in choice["prompt_logprobs"][1:]] == list(range(1, 190))
         assert len(choice["prompt_logprobs"][7]) == 21
@@ -179,7 +206,7 @@ async def test_long_lists_are_written_in_pieces(tmp_path: Path) -> None:
 async def test_positions_that_lack_are_an_error(tmp_path: Path) -> None:
     one_row = PromptScores("", 0, b"\0" * score_dtype(0).itemsize)
     lossy = plays(one_row, Tokens("", (), finish_reason=FinishReason.LENGTH))
-    async with serving(lossy, tmp_path, role="prefill") as node:
-        answer = await node.post("/v1/completions", **ALONE | NOTHING, prompt_logprobs=0)
+    async with serving(lossy, tmp_path) as node:
+        answer = await node.post("/v1/completions", **ECHOED | NOTHING, prompt_logprobs=0)
         assert answer.status_code == 500
         assert "1 logprobs for 5 tokens" in answer.json()["error"]["message"]

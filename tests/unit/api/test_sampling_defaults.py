@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.api.schemas import parse_request
-from tests.unit.api.scripted_engine import deliver, say
+from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY, MINIMAL, NATIVE, serving
 
 pytestmark = pytest.mark.anyio
@@ -69,8 +69,7 @@ def test_what_is_no_use_is_refused(tmp_path: Path, content: object, reason: str)
 
 def test_the_option_turns_them_off(tmp_path: Path) -> None:
     model_path = write(tmp_path, GLM)
-    for settings in (DecodeSettings(model_path=model_path), PrefillSettings(model_path=model_path)):
-        assert SamplingDefaults.of(settings) == SamplingDefaults(0.6, 0.95, 0)
+    assert SamplingDefaults.of(DecodeSettings(model_path=model_path)) == SamplingDefaults(0.6, 0.95, 0)
     off = DecodeSettings(model_path=write(tmp_path, {"top_p": 7}), sampling_defaults="openai")
     assert SamplingDefaults.of(off) == SamplingDefaults()
 
@@ -91,11 +90,9 @@ def test_a_request_that_does_not_say_gets_them(endpoint: Endpoint) -> None:
     assert options(min_p=0, repetition_penalty=1) == (0.6, 0.95, 40, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path) -> None:
-    script = deliver if role == "prefill" else say("abcde")
+async def test_a_node_hands_them_to_its_engine(tmp_path: Path) -> None:
     write(tmp_path / "model", asdict(OURS))
-    async with serving(script, tmp_path, role=role) as node:
+    async with serving(say("abcde"), tmp_path) as node:
         for path, body in (("/v1/completions", BODY), ("/generate", NATIVE)):
             assert (await node.post(path, **body)).status_code == 200
         assert (await node.client.get("/model_info")).json()["default_sampling_params"] == asdict(OURS)
@@ -105,6 +102,6 @@ async def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path
             assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.1)
 
 
-def test_nodes_compare_what_differs_from_openais() -> None:
+def test_what_differs_from_openais_is_told() -> None:
     assert str(SamplingDefaults()) == ""
     assert str(OURS) == "temperature 0.6, top_p 0.95, top_k 40, min_p 0.05, repetition_penalty 1.1"

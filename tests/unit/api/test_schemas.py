@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
-from hisparse_pd.engine.messages import WantedScores, pack_token_ids
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, root_of
+from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.decoding import MAX_NESTING
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.bodies import BODIES, Endpoint
 from hisparse_pd.serving.api.openapi import openapi_document
 from hisparse_pd.serving.api.requests import Limits, SampleRequest, grouped, plan_samples
@@ -27,8 +28,7 @@ from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.support import MESSAGES, MINIMAL, parse
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
-DECODE_LIMITS = Limits(CONTEXT_LENGTH, 200, 100, holds_output=True)
-PREFILL_LIMITS = Limits(CONTEXT_LENGTH, 200, 200, holds_output=False)
+LIMITS = Limits(CONTEXT_LENGTH, 200, 100)
 
 
 def completion(**changes: Any) -> ApiRequest:
@@ -45,7 +45,7 @@ def generate(**changes: Any) -> ApiRequest:
     return parse(Endpoint.GENERATE, **changes)
 
 
-def plan(request: ApiRequest, limits: Limits = DECODE_LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
+def plan(request: ApiRequest, limits: Limits = LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
     tokens = make_tokenizer(**tokenizer)
     return asyncio.run(plan_samples(request, TextCodec(tokens, len(tokens)), limits))
 
@@ -88,7 +88,7 @@ def test_the_template_hears_of_the_reasoning_effort() -> None:
 
 
 def max_new_tokens(request: ApiRequest, default_max_tokens: int = 0) -> int:
-    (sample,) = plan(request, replace(DECODE_LIMITS, default_max_tokens=default_max_tokens))
+    (sample,) = plan(request, replace(LIMITS, default_max_tokens=default_max_tokens))
     return sample.generate.sampling.max_new_tokens
 
 
@@ -165,16 +165,6 @@ def test_penalties_and_biases_of_all_dialects() -> None:
         assert sampling.changes_logits
     (sample,) = plan(completion(min_p=0.1, repetition_penalty=1.0, logit_bias={"6": 0}))
     assert not sample.generate.sampling.changes_logits
-
-
-def test_a_prompt_goes_to_the_engine_that_needs_it() -> None:
-    def prompts(with_prompts: bool, **said: Any) -> list[bytes]:
-        return [group.prompt for group in grouped(plan(completion(n=2, **said)), with_prompts=with_prompts)]
-
-    (prompt,) = prompts(True)
-    assert prompts(False) == [b""]
-    assert prompts(False, presence_penalty=1, logit_bias={"5": 1}) == [b""]
-    assert prompts(False, repetition_penalty=1.1) == prompts(True, repetition_penalty=1.1) == [prompt]
 
 
 # --- rooms -----------------------------------------------------------------------------------------
@@ -266,10 +256,8 @@ def test_isolation_fields_may_be_lists_of_one_a_prompt() -> None:
     request = completion(prompt=["x", "y"], n=2, cache_salt="s", extra_key=["a", None])
     assert request.roots == (root_of("s", "a"), root_of("s"))
     samples = plan(request)
-    assert [group.identity for group in grouped(samples, with_prompts=False)] == [
-        PromptIdentity.of(root, sample.prompt)
-        for root, sample in zip(request.roots, (samples[0], samples[2]), strict=True)
-    ]
+    expected = list(zip(request.roots, (samples[0].prompt, samples[2].prompt), strict=True))
+    assert [(group.root, group.prompt) for group in grouped(samples)] == expected
     assert generate(text=["x", "y"], extra_key=["a", "b"]).roots == (root_of(None, "a"), root_of(None, "b"))
 
 
@@ -312,7 +300,6 @@ TYPED: list[Case] = [
     ({"hisparse": 1}, "hisparse", 'true, false or "auto"'),
     ({"stream": "yes"}, "stream", '"yes" must be `bool | null`'),
     ({"speculative": "no"}, "speculative", '"no" must be `bool | null`'),
-    ({"prefill_only": 1}, "prefill_only", "1 must be `bool | null`"),
     ({"cache_salt": ""}, "cache_salt", "length >= 1"),
     ({"cache_salt": "x" * 1025}, "cache_salt", "length <= 1024"),
     ({"extra_key": {"a": 1}}, "extra_key", "an object with 1 fields must be `str | array | null`"),
@@ -444,8 +431,6 @@ EVERYWHERE: list[Case] = [
 SCORES = "must be false where logprobs of the prompt"
 OPENAI: list[Case] = [
     ({"prompt_logprobs": 0, "stream": True}, "stream", f"true {SCORES}"),
-    ({"prefill_only": True, "max_tokens": 2}, "prefill_only", "needs max_tokens of 1 at most"),
-    ({"prefill_only": True, "max_tokens": None}, "prefill_only", "needs max_tokens of 1 at most"),
     ({"max_tokens": 0, "min_tokens": 1}, "min_tokens", "1 must be at most max_tokens, which is 0"),
     ({"best_of": 3}, "best_of", "3 must equal n"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: needs stream: true"),
@@ -473,16 +458,10 @@ CHAT: list[Case] = [
     ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
 ]
-NONE_AND_ONE = [{"max_new_tokens": 0}, {"max_new_tokens": 1}]
 GENERATE: list[Case] = [
     ({"text": None}, "text", "exactly one of text and input_ids"),
     ({"input_ids": [1], "text": "a"}, "text", "exactly one of text and input_ids"),
     ({"sampling_params": [{}, {}]}, "sampling_params", "one entry a prompt, 1"),
-    (
-        {"text": ["a", "b"], "sampling_params": NONE_AND_ONE},
-        "sampling_params",
-        "0 for all prompts or for none",
-    ),
     ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "stream", SCORES),
     ({"rid": ["a", "b"]}, "rid", "one string a prompt, 1"),
 ]
@@ -651,7 +630,7 @@ TOO_LONG = [
         "logprob_start_len: 4 is behind the end of text, which has 3 tokens",
     ),
     (
-        {"prompt": ["x" * 100] * 256, "max_tokens": 1, "prompt_logprobs": 20, "prefill_only": True},
+        {"prompt": ["x" * 100] * 256, "max_tokens": 1, "prompt_logprobs": 20},
         "prompt: at least 525987 logprobs of prompt tokens are asked for, those of the likeliest tokens "
         "included; 524288 fit in one answer: split the request, or ask for fewer a token",
     ),
@@ -668,22 +647,26 @@ def test_what_does_not_fit_is_400(changes: dict[str, Any], said: str) -> None:
     assert said in caught.value.message
 
 
-def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
-    assert plan(completion(prompt="x" * 200, max_tokens=56), PREFILL_LIMITS)
-    with pytest.raises(ApiError, match="can hold 200"):
-        plan(completion(prompt="x" * 201, max_tokens=5), PREFILL_LIMITS)
-
-
 def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
-    asked = {"echo": True, "logprobs": 1, "prompt_logprobs": 3, "prefill_only": True}
-    samples = plan(completion(prompt=["abc", "d"], n=2, max_tokens=1, **asked))
-    assert [sample.generate.scores for sample in samples] == [WantedScores(1, 3), None] * 2
-    assert [sample.echo for sample in samples] == ["abc", "abc", "d", "d"]
-    assert all(sample.generate.is_prefill_only for sample in samples)
-    none = {"max_new_tokens": 0}
-    (native,) = plan(generate(return_logprob=True, logprob_start_len=2, sampling_params=none))
+    asked = {"echo": True, "logprobs": 1, "prompt_logprobs": 3}
+    samples = plan(completion(prompt=["abc", "d", "ef"], n=2, max_tokens=9, **asked))
+    abc, ef = WantedScores(1, 3), WantedScores(1, 3)
+    assert [sample.generate.scores for sample in samples] == [abc, None, None, None, ef, None]
+    assert [sample.wanted_scores for sample in samples] == [abc] * 6, (
+        "also of a prompt that has none to compute"
+    )
+    assert [sample.echo for sample in samples] == ["abc", "abc", "d", "d", "ef", "ef"]
+    (native,) = plan(generate(return_logprob=True, logprob_start_len=2))
     assert native.generate.scores == WantedScores(3, 0)
-    assert (native.generate.is_prefill_only, native.generate.sampling.max_new_tokens) == (True, 0)
+
+
+def test_an_engine_scores_a_prompt_of_which_no_token_is_wanted() -> None:
+    """It draws one, as cheaply as can be."""
+    drawing = {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2, "max_tokens": 0}
+    samples = plan(completion(prompt=["abc", "d"], n=2, echo=True, **drawing))
+    sent = [sample for group in grouped(samples) for sample in group.samples]
+    assert [sample.scores for sample in sent] == [WantedScores(1, 2), None, None, None]
+    assert {sample.sampling for sample in sent} == {SamplingParams(1, temperature=0.0)}
 
 
 @pytest.mark.I6
@@ -698,14 +681,4 @@ def test_a_hopeless_text_is_refused_without_encoding_it() -> None:
     codec = TextCodec(tokenizer, len(tokenizer))
     codec._backend = SimpleNamespace(normalizer=None)  # cannot encode
     with pytest.raises(ApiError, match=r"at least .* tokens; .* maximum context length is 200 tokens"):
-        asyncio.run(plan_samples(completion(prompt="ab c" * 20_000), codec, DECODE_LIMITS))
-
-
-@pytest.mark.I5
-def test_both_nodes_see_the_same_samples() -> None:
-    body = completion(prompt=["a", "b"], n=3, seed=5, bootstrap_room=[1, 2])
-    decode, prefill = plan(body), plan(body, PREFILL_LIMITS)
-    assert [s.prompt for s in decode] == [s.prompt for s in prefill]
-    for field in ("room", "num_prompt_tokens", "sampling"):
-        assert [getattr(s.generate, field) for s in decode] == [getattr(s.generate, field) for s in prefill]
-    assert len({sample.generate.request_id for sample in decode}) == 6
+        asyncio.run(plan_samples(completion(prompt="ab c" * 20_000), codec, LIMITS))

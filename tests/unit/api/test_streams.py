@@ -14,16 +14,14 @@ from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
 from tests.unit.api.scripted_engine import Script, say, stops_after
 from tests.unit.api.streams import whole_and_streamed
-from tests.unit.api.support import MESSAGES, NATIVE, ROOM, serving
+from tests.unit.api.support import MESSAGES, ROOM, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("codec")]
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "times": {"type": "integer"}}}
 FUNCTION = {"name": "write", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-COMPLETIONS, CHAT, ANTHROPIC, RESPONSES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
-)
+CHAT, ANTHROPIC, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 160, **ROOM},
     ANTHROPIC: {
@@ -103,28 +101,6 @@ async def test_a_stream_says_what_the_whole_answer_says(
                 expected = [("write", json.dumps(calls_of_messages))]
             assert (calls_of(path, whole), end_of(path, whole)) == (expected, ends[path])
             assert "tool_call>wri" not in json.dumps(whole).replace(OOPS, "")
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (
-            COMPLETIONS,
-            {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "echo": False, "return_token_ids": True},
-        ),
-        (COMPLETIONS, {"prompt": "ab", "echo": True, "stop": ["d"]}),
-        (CHAT, {"messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
-        ("/generate", {**NATIVE, "return_logprob": True, "top_logprobs_num": 1}),
-        ("/generate", {**NATIVE, "text": ["a", "b"], "bootstrap_room": [1, 2]}),
-    ],
-)
-async def test_what_else_an_answer_shows_is_in_its_stream(
-    tmp_path: Path, path: str, body: dict[str, Any]
-) -> None:
-    """Logprobs, token ids, usage and reasons of all samples."""
-    async with serving(say("a€bcdef"), tmp_path) as node:
-        whole, streamed = await whole_and_streamed(node, path, ROOM | body)
-        assert streamed == whole
 
 
 @pytest.mark.parametrize("path", BODIES)

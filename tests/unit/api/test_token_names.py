@@ -172,12 +172,11 @@ async def test_streams_and_whole_answers_say_the_same_of_any_tokens(tmp_path: Pa
 async def test_an_echo_says_the_same_of_any_tokens(tmp_path: Path, is_text: bool) -> None:
     body = BODY | {
         "echo": True,
-        "prefill_only": True,
         "max_tokens": 1,
         "logprobs": 1,
         "return_token_ids": True,
     }
-    async with serving(scores, tmp_path, role="prefill") as node:
+    async with serving(scores, tmp_path) as node:
         for seed in range(60):
             choose = random.Random(seed)
             ids = [token_id for token_id in random_tokens(choose) if token_id != UNKNOWN]  # is no prompt's

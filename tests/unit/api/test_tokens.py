@@ -11,7 +11,7 @@ import pytest
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.serving.api.text_codec import TextCodec
 from tests.unit.api import support
-from tests.unit.api.scripted_engine import CONTEXT_LENGTH, deliver, say
+from tests.unit.api.scripted_engine import CONTEXT_LENGTH, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
 from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer, write_checkpoint
 
@@ -26,9 +26,8 @@ def tokenizer_with_bos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "CODEC", TextCodec(TOKENIZER, len(TOKENIZER)))
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_text_in_tokens_and_back(tmp_path: Path, role: str) -> None:
-    async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role) as node:
+async def test_a_text_in_tokens_and_back(tmp_path: Path) -> None:
+    async with serving(say("x"), tmp_path) as node:
         text = "a page €"
         answer = await node.answer("/tokenize", model="tiny", prompt=text, return_token_strs=True)
         token_ids = TOKENIZER(text).input_ids

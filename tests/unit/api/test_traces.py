@@ -19,13 +19,13 @@ from hisparse_pd.base.vocabulary import FinishReason, Mode, StartError
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
-    PrefillFinished,
     RequestFailed,
     RequestStats,
     Tokens,
 )
-from hisparse_pd.engine.phases import Phase
+from hisparse_pd.engine.phases import Phase, wall_clock_ahead
 from hisparse_pd.protocol.messages import PrefillTimes
+from hisparse_pd.serving.api import timing
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.unit.api.scripted_engine import Script, plays, say
 from tests.unit.api.support import BODY, Node, serving
@@ -53,19 +53,19 @@ def phases(*lasting: tuple[str, float], started_at: float) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-LANDED = RequestStats(Mode.HISPARSE, num_cached_tokens=64, num_held_tokens=32)
+LANDED = RequestStats(Mode.HISPARSE, num_cached_tokens=64, num_held_tokens=32, transfer_bytes=4096)
+OF_PREFILL_NODE = ("prefill_queue", "prefill", "transfer")
 
 
 def lands(*others: Any) -> Script:
-    """Sends an answer's first two tokens, whose phases were over before they come, and ``others``."""
+    """Sends an answer's first two tokens, the first with phases that were over before, and ``others``."""
 
     def script(generate: Generate) -> Iterable[FromEngine | float]:
         ago = time.time() - 0.4
-        before = phases(("queue", 0.1), ("landing", 0.2), started_at=ago)
+        before = phases(("queue", 0.1), ("landing", 0.2), ("first_step", 0.05), started_at=ago)
         prefill = PrefillTimes(0.01, 0.02, 0.03)
-        step = phases(("first_step", 0.05), started_at=ago + 0.3)
         first = Tokens("", tuple(b"a"), stats=LANDED, phases=before, prefill=prefill)
-        second = Tokens("", tuple(b"b"), stats=LANDED, phases=step)
+        second = Tokens("", tuple(b"b"), stats=LANDED)
         return plays(first, second, *others)(generate)
 
     return script
@@ -82,10 +82,10 @@ def fails_in_landing(generate: Generate) -> Iterable[FromEngine | float]:
 
 
 async def spans_of(
-    receiver: Receiver, tmp_path: Path, script: Script, status: int = 200, role: str = "decode", **body: Any
+    receiver: Receiver, tmp_path: Path, script: Script, status: int = 200, **body: Any
 ) -> list[Span]:
     """Those of one request, in its client's trace, to a node whose engine plays ``script``."""
-    async with serving(script, tmp_path, collector=receiver.url, role=role) as node:
+    async with serving(script, tmp_path, collector=receiver.url) as node:
         response = await node.client.post("/v1/completions", json=BODY | body, headers=TRACEPARENT)
         assert response.status_code == status
     return receiver.of_trace(TRACE_ID)
@@ -100,7 +100,8 @@ async def test_spans_that_wait_are_sent_at_the_end(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     spans = by_name(await spans_of(receiver, tmp_path, answers))
-    assert set(spans) == {"POST /v1/completions", "tokenize", "queue", "landing", "first_step", "decode"}
+    of_engine = {"queue", "landing", "first_step", "decode"}
+    assert set(spans) == {"POST /v1/completions", "tokenize", *of_engine, *OF_PREFILL_NODE}
     of_node = spans.pop("POST /v1/completions")
     assert of_node.parent_id == SPAN_ID
     assert {span.parent_id for span in spans.values()} == {of_node.span_id}
@@ -129,10 +130,8 @@ async def test_a_stream_that_breaks_off_is_an_error(tmp_path: Path, receiver: Re
         assert spans[name].error == "the hot buffer burst"
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver, role: str) -> None:
-    script = starts if role == "decode" else plays(FOREVER)
-    async with serving(script, tmp_path, collector=receiver.url, role=role) as node:
+async def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver) -> None:
+    async with serving(starts, tmp_path, collector=receiver.url) as node:
         has_read = asyncio.Event()
 
         async def ask() -> None:
@@ -144,28 +143,65 @@ async def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Rec
 
         asking = asyncio.create_task(ask())
         await until(lambda: bool(node.engine.generates), "the engine has it")
-        if role == "decode":
-            await has_read.wait()
+        await has_read.wait()
         asking.cancel()
         await asyncio.wait([asking])
         await until(lambda: bool(node.engine.aborts), "the engine hears of it")
     spans = by_name(receiver.of_trace(TRACE_ID))
     of_node = spans["POST /v1/completions"]
     assert (of_node.attributes["http.response.status_code"], of_node.error) == (499, "the client is gone")
-    if role == "decode":
-        assert spans["decode"].error == "the request was aborted"
+    assert spans["decode"].error == "the request was aborted"
 
 
-async def test_a_delivered_prompt(tmp_path: Path, receiver: Receiver) -> None:
-    def delivers(generate: Generate) -> Iterable[FromEngine]:
-        names = ("bootstrap", "queue", "prefill", "transfer")
-        told = phases(*((name, 0.1) for name in names), started_at=time.time() - 1)
-        yield PrefillFinished(generate.request_id, 5, 3, 4096, 0.25, 1, 2, Mode.DENSE, told)
+@pytest.fixture
+def began_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are taken for checked before the phases that their engine tells of began."""
+    monkeypatch.setattr(timing, "wall_clock_ahead", lambda: wall_clock_ahead() - 1.0)
 
-    spans = by_name(await spans_of(receiver, tmp_path, delivers, role="prefill"))
-    assert set(spans) >= {"bootstrap", "queue", "prefill", "transfer"}
-    expected = {"room": 7, "mode": "dense", "prefill_chunks": 2, "transfer_bytes": 4096}
+
+@pytest.mark.usefixtures("began_before")
+async def test_the_prefill_nodes_phases_end_with_the_landing(tmp_path: Path, receiver: Receiver) -> None:
+    """In the trace that the decode node makes of both nodes."""
+    spans = by_name(await spans_of(receiver, tmp_path, answers))
+    landing = spans["landing"]
+    lasted = {name: (spans[name].end - spans[name].start) / 1e9 for name in OF_PREFILL_NODE}
+    assert lasted == pytest.approx({"prefill_queue": 0.01, "prefill": 0.02, "transfer": 0.03}, abs=1e-5)
+    until_then = landing.start
+    for name in OF_PREFILL_NODE:
+        assert spans[name].parent_id == landing.parent_id
+        assert until_then <= spans[name].start + 1000
+        until_then = spans[name].end
+    assert until_then == landing.end
+    expected = {"room": 7, "mode": "hisparse", "transfer_bytes": 4096}
     assert {name: spans["prefill"].attributes[f"hisparse_pd.{name}"] for name in expected} == expected
+
+
+@pytest.mark.usefixtures("began_before")
+async def test_phases_that_took_longer_than_the_landing_begin_with_it(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    """Two clocks need not agree."""
+
+    def lands_fast(generate: Generate) -> Iterable[FromEngine | float]:
+        for message in answers(generate):
+            assert isinstance(message, Tokens)
+            long = message.prefill and PrefillTimes(5.0, 0.3, 0.1)
+            yield msgspec.structs.replace(message, prefill=long)
+
+    spans = by_name(await spans_of(receiver, tmp_path, lands_fast))
+    landing = spans["landing"]
+    assert spans["prefill_queue"].start == spans["prefill_queue"].end == landing.start
+    assert spans["prefill"].start == landing.start < spans["prefill"].end == spans["transfer"].start
+    assert spans["transfer"].end == landing.end
+
+
+async def test_a_sample_of_which_no_prefill_node_heard(tmp_path: Path, receiver: Receiver) -> None:
+    def holds_all(generate: Generate) -> Iterable[FromEngine | float]:
+        for message in answers(generate):
+            assert isinstance(message, Tokens)
+            yield msgspec.structs.replace(message, prefill=None)
+
+    assert not set(OF_PREFILL_NODE) & set(by_name(await spans_of(receiver, tmp_path, holds_all)))
 
 
 @pytest.mark.parametrize("ahead_secs", [-3600.0, 3600.0])
@@ -220,7 +256,7 @@ async def test_a_trace_that_cannot_be_continued_begins_anew(
         assert response.status_code == 200
     (of_node,) = [span for span in receiver.spans if span.parent_id == ""]
     assert of_node.trace_id != TRACE_ID
-    assert len(receiver.of_trace(of_node.trace_id)) == 6
+    assert len(receiver.of_trace(of_node.trace_id)) == 9
 
 
 # --- a collector in trouble ------------------------------------------------------------------------------
@@ -236,8 +272,8 @@ async def test_no_request_waits_for_a_collector(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Eight spans may wait, and each request has six."""
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    """Twelve spans may wait, and each request has nine."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "12")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
@@ -257,8 +293,8 @@ async def test_no_request_waits_for_a_collector(
             response = await node.client.post("/v1/completions", json=BODY)
             assert response.status_code == 200
             num_requests += 1
-        if trouble == "hangs":  # a batch is under way, eight wait, the last request may not be quite over
-            assert await outcome(node, "dropped") >= 6 * num_requests - 4 - 8 - 6
+        if trouble == "hangs":  # a batch is under way, twelve wait, the last request may not be quite over
+            assert await outcome(node, "dropped") >= 9 * num_requests - 4 - 12 - 9
             assert await outcome(node, "exported") == await outcome(node, "failed") == 0
     assert receiver.spans == []
     assert len([record for record in caplog.records if record.name.startswith("opentelemetry")]) <= 1
@@ -351,9 +387,9 @@ async def test_an_answer_says_how_long_it_took_if_asked(tmp_path: Path, stream: 
             assert "server-timing" not in response.headers, headers
         response = await node.client.post("/v1/completions", json=body, headers={"x-request-timing": "1"})
         told = dict(entry.split(";dur=") for entry in response.headers["server-timing"].split(", "))
-        known = ["tokenize", "queue", "landing", "prefill_queue", "prefill", "transfer", "ttft"]
+        known = ["tokenize", "queue", "landing", "prefill_queue", "prefill", "transfer", "first_step", "ttft"]
         assert list(told)[: len(known)] == known
-        shown = {name: round(float(told[name])) for name in known[1:-1]}
+        shown = {name: round(float(told[name])) for name in known[1:-2]}
         assert shown == {"queue": 100, "landing": 200, "prefill_queue": 10, "prefill": 20, "transfer": 30}
         assert ("decode" in told) >= (not stream)
         assert float(told["ttft"]) <= float(told["total"])
@@ -362,10 +398,11 @@ async def test_an_answer_says_how_long_it_took_if_asked(tmp_path: Path, stream: 
 async def test_phases_are_counted(tmp_path: Path) -> None:
     async with serving(answers, tmp_path) as node:
         await node.post("/v1/completions", **BODY)
-        for phase in ("tokenize", "queue", "landing", "first_step", "decode"):
+        for phase in ("tokenize", "queue", "landing", *OF_PREFILL_NODE, "first_step", "decode"):
             assert await node.metric(f'hisparse_pd:request_phase_seconds_count{{phase="{phase}"}}') == 1
-        total = await node.metric('hisparse_pd:request_phase_seconds_sum{phase="landing"}')
-        assert total == pytest.approx(0.2, abs=1e-4)
+        for phase, secs in (("landing", 0.2), ("prefill", 0.02)):
+            total = await node.metric(f'hisparse_pd:request_phase_seconds_sum{{phase="{phase}"}}')
+            assert total == pytest.approx(secs, abs=1e-4)
 
 
 async def test_an_engine_that_tells_of_no_phases(tmp_path: Path, receiver: Receiver) -> None:

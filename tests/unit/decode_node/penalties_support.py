@@ -39,19 +39,19 @@ class Penalties:
 
 def penalized_tokens(
     checkpoint: Path,
-    starts: Sequence[tuple[Sequence[int], Sequence[int], dict[str, Any]]],
+    prompts: Sequence[tuple[Sequence[int], dict[str, Any]]],
     num_new_tokens: int,
 ) -> list[list[int]]:
-    """The likeliest ``num_new_tokens`` of each prompt, of which some may be given, with its settings."""
+    """The likeliest ``num_new_tokens`` of each prompt, with its settings."""
     model = load(checkpoint)
     texts = []
-    for prompt, given, settings in starts:
-        ids = torch.tensor([[*prompt, *given]])
+    for prompt, settings in prompts:
+        ids = torch.tensor([prompt])
         with torch.no_grad():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_new_tokens - len(given),
+                max_new_tokens=num_new_tokens,
                 do_sample=False,
                 pad_token_id=0,
                 eos_token_id=None,

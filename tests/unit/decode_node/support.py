@@ -26,7 +26,6 @@ from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
-from hisparse_pd.core.model.sampling import sample
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
@@ -41,11 +40,13 @@ from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     GenerateGroup,
+    PromptScores,
     RequestFailed,
     RequestStats,
     ToEngine,
     Tokens,
     pack_token_ids,
+    unpack_token_ids,
 )
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.protocol.messages import (
@@ -60,9 +61,9 @@ from hisparse_pd.protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.transfer.aux_record import AuxLayout
 from hisparse_pd.transfer.transport import TCP
-from tests.identities import identity_of
 from tests.unit.decode_node.peers_support import PrefillNode
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.kernels.table_rules import check_consistency
@@ -101,13 +102,11 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A computed prompt, at the start of its own pools."""
+    """All tokens of a prompt but the last, computed, at the start of their own pools."""
 
     kv: torch.Tensor
     index: torch.Tensor
     row_checks: torch.Tensor
-    first_token: int
-    logprob: TokenLogprob | None
     hint: np.ndarray[Any, Any]
 
 
@@ -125,20 +124,14 @@ def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) 
     kv = torch.zeros((spec.num_kv_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
     index = torch.zeros((spec.num_index_groups, num_slots, spec.index_item_bytes), dtype=torch.uint8)
     row_checks = torch.zeros((spec.num_kv_layers, num_slots), dtype=torch.int32)
-    request = PagedRequest(torch.arange(num_pages), 0, len(prompt))
+    request = PagedRequest(torch.arange(num_pages), 0, len(prompt) - 1)
     access = PagedKv(spec, kv, index, page_size, [request], row_checks=row_checks)
-    tokens = torch.tensor(prompt)
-    greedy = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
+    _, hidden = model.forward_with_hidden(
+        torch.tensor(prompt[:-1]), access.positions, access, access.last_rows
+    )
     if num_draft_layers:
-        logits, hidden = model.forward_with_hidden(tokens, access.positions, access, access.last_rows)
-        token_ids, logprobs = sample(logits, [greedy], [0], ())
-        following = torch.tensor([*prompt[1:], token_ids[0]])
-        model.draft(following, hidden, access.positions, access, access.last_rows)
-    else:
-        logits = model.forward(tokens, access.positions, access, access.last_rows)
-        token_ids, logprobs = sample(logits, [greedy], [0], ())
-    hint = access.hints[0]
-    return Prefilled(kv, index, row_checks, token_ids[0], logprobs[0], hint.numpy())
+        model.draft(torch.tensor(prompt[1:]), hidden, access.positions, access, access.last_rows)
+    return Prefilled(kv, index, row_checks, access.hints[0].numpy())
 
 
 def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefilled:
@@ -153,14 +146,11 @@ class PrefillDouble(PrefillNode):
         super().__init__(run=uuid.uuid4().hex, geometry=checkpoint.spec.geometry(page_size))
         self.checkpoint = checkpoint
         self.page_size = page_size
-        self.prompts: dict[int, Prompt] = {}
         self.bootstraps: list[Bootstrap] = []
         self.aborts: list[AbortRoom] = []
         self.delivers = True
         """Deliver a room as soon as its Bootstrap is here."""
         self.answers_aborts = True
-        self.first_tokens: dict[int, int] = {}
-        """By room, in place of the likeliest."""
         self._layout = AuxLayout(checkpoint.spec.num_index_groups, checkpoint.spec.index_topk)
         self._transfer = kept_engine("127.0.0.1")
 
@@ -200,7 +190,8 @@ class PrefillDouble(PrefillNode):
         register = list(self.registered.values())[-1]
         regions = {region.kind: region for region in register.regions}
         spec = self.checkpoint.spec
-        ready = computed(self.checkpoint, self.prompts[bootstrap.room], self.page_size)
+        prompt = tuple(unpack_token_ids(bootstrap.prompt).tolist())
+        ready = computed(self.checkpoint, prompt, self.page_size)
         kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
         first = bootstrap.num_held_tokens
         parts = [
@@ -212,10 +203,7 @@ class PrefillDouble(PrefillNode):
         for source, item_bytes, region, extents in parts:
             self._write_pool(register.session, source[:, first:].contiguous(), item_bytes, region, extents)
         record = torch.zeros(self._layout.slot_bytes, dtype=torch.uint8)
-        first, logprob = ready.first_token, ready.logprob
-        if bootstrap.room in self.first_tokens:
-            first, logprob = self.first_tokens[bootstrap.room], None
-        self._layout.pack_into(record.numpy(), bootstrap.room, first, logprob, ready.hint)
+        self._layout.pack_into(record.numpy(), bootstrap.room, ready.hint)
         aux = regions[RegionKind.AUX]
         dst_addr = aux.base_addr + bootstrap.aux_slot * self._layout.slot_bytes
         self._send(register.session, record, [record.data_ptr()], [dst_addr], [record.nbytes])
@@ -260,6 +248,7 @@ class Answer:
     failure: RequestFailed | None = None
     phases: list[str] = field(default_factory=list)
     prefill: list[PrefillTimes] = field(default_factory=list)
+    scores: list[PromptScores] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -339,14 +328,14 @@ class EngineHarness:
         is_speculative: bool = True,
         room: int | None = None,
         root: PageKey = NO_ISOLATION,
+        scores: WantedScores | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Send one request on both legs, with another prefill node if ``double`` is one."""
+        """Ask for one answer, with the KV of another prefill node if ``double`` is one."""
         double = double or self.double
         self._num_requests += 1
         room = 1000 + self._num_requests if room is None else room
         request_id = f"request-{self._num_requests}"
-        double.prompts[room] = prompt
         params = {"temperature": 0.0, "ignore_eos": True, **sampling}
         self.answers[request_id] = answer = Answer(prompt, num_new_tokens)
         self.send(
@@ -361,9 +350,10 @@ class EngineHarness:
                         bootstrap_port=double.port,
                         hisparse=hisparse,
                         is_speculative=is_speculative,
+                        scores=scores,
                     ),
                 ),
-                identity_of(prompt, root),
+                root,
                 pack_token_ids(prompt),
             )
         )
@@ -473,6 +463,10 @@ class EngineHarness:
                 assert not answer.is_over
                 answer.failure = message
                 answer.phases += [phase.name for phase in message.phases]
+            case PromptScores():
+                answer = self.answers[message.request_id]
+                assert not answer.token_ids
+                answer.scores.append(message)
             case EngineLoading():
                 pass
             case EngineStats():

@@ -53,7 +53,8 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
     each = [(stats.hits, stats.misses, stats.evictions) for stats in (answer.stats for answer in answers)]
     assert shared_node.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert (answer.phases, answer.prefill) == (["queue", "landing", "first_step"], [TIMES])
+        assert answer.phases == ["queue", "landing", "first_step"]
+        assert answer.prefill == ([TIMES] if len(prompt) > 1 else []), "one token needs no prefill node"
         stats = answer.stats
         match flag:
             case HisparseFlag.TRUE:

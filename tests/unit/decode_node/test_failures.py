@@ -283,14 +283,14 @@ def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, dou
     node.tokens_of(answer)
 
 
-@pytest.mark.parametrize("status", [400, 502])
+@pytest.mark.parametrize("status", [400, 429, 500, 502, 503])
 def test_an_error_of_the_prefill_node_is_passed_on_as_one(
     node: EngineHarness, double: PrefillDouble, status: int
 ) -> None:
     failed = node.entrust(PROMPT, 8)
     double.say(RoomFailed(double.bootstraps[0].room, status, "no", quiet=True, batch_failed=False))
     failure = node.failure_of(failed, status=status)
-    assert failure.code == ("" if status == 400 else PREFILL_NODE_FAILED)
+    assert failure.code == (PREFILL_NODE_FAILED if status in (429, 502, 503) else "")
 
 
 def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:
@@ -331,7 +331,6 @@ def test_what_can_never_fit_is_refused_at_once(node: EngineHarness, double: Pref
 
 
 def test_the_first_token_may_be_the_last(node: EngineHarness) -> None:
-    """It comes from the aux record, with its logprob; no decode step happens."""
     one = node.generate(PROMPT, 1, num_logprobs=2)
     node.turn_until(lambda: one.is_over)
     assert one.last is not None

@@ -19,7 +19,6 @@ from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
 from tests.books import end, land, make_request
-from tests.identities import identity_of
 from tests.unit.decode_node.support import (
     Checkpoint,
     EngineHarness,
@@ -195,7 +194,7 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     assert match is not None
     assert match.num_pages * 16 == num_held
     prefix = match.prefix
-    alone = computed(checkpoint, (*prompt, *answer.token_ids)[:num_held], 16)
+    alone = computed(checkpoint, (*prompt, *answer.token_ids)[: num_held + 1], 16)
     kind, _ = prefix.kinds
     kv = memory.k_dev if mode is Mode.DENSE else memory.k_host
     assert kv[:, slots_tensor(prefix.extents(kind))].equal(alone.kv[:, :num_held])
@@ -207,13 +206,13 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
 
 @pytest.mark.I5
 def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(node: EngineHarness) -> None:
-    """And its mode. The Bootstrap has the digest of the tokens and the key."""
+    """And its mode. The Bootstrap has the tokens and the key."""
     prompt = random_prompt(12, 85)
 
     def num_held(root: PageKey, flag: HisparseFlag) -> int:
         answer = node.ask(prompt, 2, flag, root=root)
         bootstrap = node.double.bootstraps[-1]
-        assert bootstrap.prompt_digest == identity_of(prompt, root).digest
+        assert (bootstrap.root, bootstrap.prompt) == (root, pack_token_ids(prompt))
         return answer.stats.num_held_tokens
 
     roots = [NO_ISOLATION, root_of("a"), root_of(None, "a")]

@@ -21,9 +21,9 @@ from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.request_life import RequestLife
 from hisparse_pd.decode_node.reserve import Reserve
 from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
-from hisparse_pd.engine.messages import Generate
+from hisparse_pd.engine.messages import Generate, pack_token_ids
 from tests.books import carry_out, end
-from tests.identities import DIGEST
+from tests.identities import ROOT
 from tests.unit.decode_node.peers_support import FakePeers
 
 NUM_WAITING = 3000
@@ -62,7 +62,7 @@ class Node:
         peer = PEERS[number % len(PEERS)]
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
         message = Generate(f"id-{number}", number, 20, sampling, *peer.node, HisparseFlag.TRUE)
-        self.lifecycle.generate(message, DIGEST, now)
+        self.lifecycle.generate(message, ROOT, pack_token_ids(range(20)), now)
 
     def turn(self, now: float) -> None:
         self.lifecycle.expire(now)

@@ -17,10 +17,8 @@ from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.row_counts import RowCounts
-from hisparse_pd.engine.messages import Generate, GenerateGroup
 from hisparse_pd.protocol.messages import Room
 from tests import books
-from tests.identities import ANY
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
@@ -61,9 +59,7 @@ def plain(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint, plain: dict[Prompt, list[int]]) -> list[list[int]]:
-    """Behind the first token, which is the prefill double's and the likeliest."""
-    starts = [(prompt, (plain[prompt][0],), settings) for prompt, settings in PENALTIES]
-    texts = penalized_tokens(checkpoint.path, starts, NUM_NEW)
+    texts = penalized_tokens(checkpoint.path, PENALTIES, NUM_NEW)
     assert all(text != plain[prompt] for text, (prompt, _) in zip(texts, PENALIZED, strict=True))
     return texts
 
@@ -126,14 +122,6 @@ def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
         node.finish(answers)
     assert in_flight > NUM_NEW // 2
     assert [answer.token_ids for answer in answers] == expected
-
-
-def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(node: EngineHarness) -> None:
-    lacking = Answer()
-    node.answers["lacking"] = lacking
-    params = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
-    node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", node.double.port),), ANY))
-    node.failure_of(lacking, error="its draws need the prompt, which did not come")
 
 
 # --- without an engine ---------------------------------------------------------------------------------

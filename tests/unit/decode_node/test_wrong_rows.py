@@ -136,8 +136,8 @@ def test_a_bit_that_flips_between_write_and_admission(
     node: EngineHarness,
     flag: HisparseFlag,
 ) -> None:
-    """A short prompt is warmed up whole, a dense one gone through once: it gets its first token and no other.
-    Others that run meanwhile are not concerned."""
+    """A short prompt is warmed up whole, a dense one gone through once: it gets no token. Others that run
+    meanwhile are not concerned."""
     prompt, other = random_prompt(1, 50), random_prompt(2, 60)
     right = right_tokens(node, other, 30)
     corruption = Corruption(node, "landing")
@@ -152,8 +152,7 @@ def test_a_bit_that_flips_between_write_and_admission(
     corruption.was_found(failure, pool, 2, 33, slot)
     node.turn_until(lambda: neighbour.is_over)
     assert neighbour.token_ids == right
-    assert len(answer.token_ids) == 1
-    assert node.ask(prompt, 20, flag).token_ids[0] == answer.token_ids[0]
+    assert answer.token_ids == []
 
 
 def running(node: EngineHarness, prompt: Prompt, num_new: int, num_tokens: int) -> Answer:

@@ -34,7 +34,7 @@ from hisparse_pd.engine.messages import (
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone, FrontSocket
 from hisparse_pd.protocol.channels import ControlKeys, Heartbeats
 from hisparse_pd.protocol.polling import Poller
-from tests.identities import ANY
+from tests.identities import ROOT
 from tests.port_scan import VISITS, visit
 from tests.unit.endless import Endless
 from tests.waiting import WAIT_SECS, wait_until
@@ -114,8 +114,8 @@ _SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for 
     ("message", "most"),
     [
         (Abort("r"), 256),
-        (GenerateGroup(_SAMPLES[:1], ANY, b"\0" * (1 << 20)), 4),
-        (GenerateGroup(_SAMPLES, ANY), 3),
+        (GenerateGroup(_SAMPLES[:1], ROOT, b"\0" * (1 << 20)), 4),
+        (GenerateGroup(_SAMPLES, ROOT, b""), 3),
     ],
     ids=["messages", "bytes", "samples"],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from hisparse_pd.base.vocabulary import SamplingParams
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.engine.messages import EngineReady, Generate, GenerateGroup, ToEngine
 from hisparse_pd.serving.http.board import Board
 from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits, RankChoice
-from tests.identities import ANY
+from hisparse_pd.serving.http.rank_link import RankLink
 
 ROOMY = QueueLimits(100, 1000)
 
@@ -26,11 +29,17 @@ def make_link(
     return link
 
 
+def by_room(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
+    """A choice that a test knows beforehand."""
+    for sample in prompt.samples:
+        yield ranks[sample.room % len(ranks)]
+
+
 def group_of(rooms: range, num_prompt_tokens: int = 7) -> GenerateGroup:
     """A sample for each room, with the request id ``rROOM``."""
     greedy = SamplingParams(1, temperature=0.0)
     samples = (Generate(f"r{room}", room, num_prompt_tokens, greedy, "127.0.0.1", 1) for room in rooms)
-    return GenerateGroup(tuple(samples), ANY, b"prompt")
+    return GenerateGroup(tuple(samples), NO_ISOLATION, b"prompt")
 
 
 def sent(link: EngineLink) -> list[list[ToEngine]]:

@@ -8,7 +8,7 @@ import pytest
 
 from hisparse_pd.engine.messages import EngineReady, EngineStats, GenerateGroup
 from hisparse_pd.serving.http.board import Board, InFlight, make_board
-from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits, RankChoice, by_room, least_loaded
+from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits, RankChoice, least_loaded
 from hisparse_pd.serving.http.http_errors import QueueFull
 from tests.unit.http.links import group_of, make_link, sent
 from tests.waiting import WAIT_SECS
@@ -45,7 +45,7 @@ def test_the_limits_are_those_of_all_fronts_together() -> None:
     assert first.counts.num_samples == first.counts.num_prompt_tokens == 0
 
 
-def test_ranks_are_chosen_by_the_load_of_all_fronts_and_rooms_decide_on_each_alike() -> None:
+def test_ranks_are_chosen_by_the_load_of_all_fronts() -> None:
     first, second = two_fronts(QueueLimits(100, 1000), num_ranks=3)
     with first.open(prompt(0, 50)), second.open(prompt(1, 20)), first.open(prompt(2, 30)):
         assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 20, 30]
@@ -53,9 +53,6 @@ def test_ranks_are_chosen_by_the_load_of_all_fronts_and_rooms_decide_on_each_ali
             assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 21, 30]
     assert [rank.num_given for rank in second.ranks] == [1, 2, 1]
     assert [rank.num_tokens_in_flight for rank in second.ranks] == [0, 0, 0]
-    for link in two_fronts(QueueLimits(10, 100), num_ranks=3, choose=by_room):
-        with link.open(prompt(4, 5)):
-            assert [rank.num_tokens_in_flight for rank in link.ranks] == [0, 5, 0]
 
 
 def _count(board: Board, front: int) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hisparse_pd.base.vocabulary import FinishReason
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, root_of
 from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
@@ -23,12 +23,12 @@ from hisparse_pd.serving.http.engine_link import (
     EngineLink,
     LinkState,
     QueueLimits,
-    by_room,
     least_loaded,
+    rooms_at_work,
 )
 from hisparse_pd.serving.http.http_errors import QueueFull
 from hisparse_pd.serving.http.prefixes import BLOCK_BYTES
-from tests.unit.http.links import group_of, make_link, sent
+from tests.unit.http.links import by_room, group_of, make_link, sent
 
 
 def test_it_serves_once_all_ranks_are_ready() -> None:
@@ -44,7 +44,7 @@ def test_it_serves_once_all_ranks_are_ready() -> None:
     assert link.require_serving() == EngineReady(100, 80, 50), "what every rank can hold"
 
 
-def test_samples_go_to_the_ranks_of_their_rooms_with_the_prompt_for_each() -> None:
+def test_samples_go_to_their_ranks_with_the_prompt_for_each() -> None:
     link = make_link(by_room)
     with link.open([group_of(range(4, 9))]) as group:
         shares = sent(link)
@@ -91,7 +91,7 @@ def test_a_prompt_with_another_isolation_key_is_nothing_that_a_rank_had() -> Non
     ranks = []
     for number, root in enumerate([NO_ISOLATION, root_of("a"), NO_ISOLATION, root_of("a")]):
         group = group_of(range(number, number + 1))
-        group = msgspec.structs.replace(group, prompt=talk, identity=PromptIdentity.of(root, talk))
+        group = msgspec.structs.replace(group, prompt=talk, root=root)
         with link.open([group]):
             ranks += [rank for rank, messages in enumerate(sent(link)) if messages]
         sent(link)
@@ -107,6 +107,27 @@ def test_a_prompt_counts_for_each_rank_that_holds_it_until_all_is_said() -> None
         link.require_place(1, 7)
     sent(link)
     link.require_place(1, 20)
+
+
+def test_a_prefill_node_that_leaves_waits_for_rooms_of_which_no_front_knows() -> None:
+    """And, after its decision to leave, for a word of each engine: a room may have begun since the last."""
+    link = make_link(by_room, num_ranks=2)
+
+    def tell(rank: int, num_running: int, num_waiting: int) -> None:
+        link._handle(link.ranks[rank], EngineStats({}, {}, num_running, num_waiting, 0, 0))
+
+    tell(0, 2, 1)
+    tell(1, 0, 0)
+    assert rooms_at_work(link) == 3
+    tell(0, 0, 0)
+    assert rooms_at_work(link) == 0
+    link.stop_accepting()
+    assert rooms_at_work(link) == 2
+    tell(0, 0, 0)
+    tell(1, 1, 0)
+    assert rooms_at_work(link) == 1
+    tell(1, 0, 0)
+    assert rooms_at_work(link) == 0
 
 
 def test_a_flush_reaches_all_ranks() -> None:

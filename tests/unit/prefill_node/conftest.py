@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hisparse_pd.engine.messages import FlushCache
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -31,7 +30,7 @@ def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 @pytest.fixture
 def engine(served: EngineThread) -> Iterator[EngineThread]:
     """The module's engine with an empty cache; after the test it must serve on and be whole."""
-    served.send(FlushCache())
+    served.flush()
     served.forget()
     yield served
     served.before_run = lambda batch: None

@@ -1,6 +1,6 @@
-"""What the prefill engine's tests drive: an engine in a thread, a front and a decode node in its hands.
+"""What the prefill engine's tests drive: an engine in a thread, and decode nodes that want KV of it.
 
-The decode node is real where it meets the prefill node: control client, Mooncake engine, registered memory.
+A decode node is real where it meets the prefill node: control client, Mooncake engine, registered memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ import torch
 import zmq
 
 from hisparse_pd.base.settings import PrefillSettings
-from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.core.memory.host import HostPool, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
@@ -32,19 +31,16 @@ from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
-from hisparse_pd.core.paging.prompt_keys import PromptIdentity
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
-    Generate,
-    GenerateGroup,
-    PrefillFinished,
+    FlushCache,
     Shutdown,
     ToEngine,
     pack_token_ids,
 )
-from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.kernels.row_check import row_checks_of
 from hisparse_pd.prefill_node.compute import LayerWritten
@@ -69,16 +65,15 @@ from hisparse_pd.protocol.messages import (
     RoomDone,
 )
 from hisparse_pd.protocol.polling import Poller
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.transfer.aux_record import AuxLayout, AuxRecord
 from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
 from hisparse_pd.transfer.sender import Ready, WriteBatch
 from hisparse_pd.transfer.transport import TCP
-from tests.identities import ANY, DIGEST
 from tests.unit.kept_engines import kept_engine, kept_engines
 
 T = TypeVar("T")
 TIMEOUT_SECS = 60.0
-GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 
 @lru_cache
@@ -232,35 +227,38 @@ class EngineThread(Listener):
     def wait_until_idle(self) -> None:
         wait_for(lambda: len(self.life.rooms) == 0, "the rooms to end")
 
-    def pause_until_message(self, chunk_start: int, inbox: Literal["front", "control"]) -> threading.Event:
+    def pause_until_message(self, chunk_start: int) -> threading.Event:
         """Pause before the forward of a chunk until there is a message to take in. Set: it paused."""
         has_paused = threading.Event()
 
         def wait(batch: Sequence[tuple[RoomRecord, Chunk]]) -> None:
             if any(chunk.start == chunk_start for _, chunk in batch):
                 has_paused.set()
-                self.wait_for_message(inbox)
+                self.wait_for_message()
 
         self.before_run = wait
         return has_paused
 
-    def wait_for_message(self, inbox: Literal["front", "control"]) -> None:
-        socket = self.engine._front.fronts[0].socket if inbox == "front" else self.engine._control.socket
-        assert socket.poll(TIMEOUT_SECS * 1000)
+    def wait_for_message(self) -> None:
+        assert self.engine._control.socket.poll(TIMEOUT_SECS * 1000)
+
+    @contextmanager
+    def queue_stands(self) -> Iterator[None]:
+        """No room is admitted meanwhile; the loop turns."""
+        pusher = self.life._pusher
+        pusher.has_place = lambda record, num_bytes_pending: False  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del pusher.has_place  # type: ignore[method-assign]
 
     def send(self, message: ToEngine) -> None:
         self._front.send(engine_messages.encoder.encode(message))
 
-    def generate(
-        self,
-        room: int,
-        tokens: Sequence[int],
-        sampling: SamplingParams = GREEDY,
-        identity: PromptIdentity = ANY,
-    ) -> str:
-        sample = Generate(f"request-{room}", room, len(tokens), sampling, "127.0.0.1", 1)
-        self.send(GenerateGroup((sample,), identity, pack_token_ids(tokens)))
-        return f"request-{room}"
+    def flush(self) -> None:
+        """Empty the cache of an idle engine, and wait: Bootstraps come another way than the front's word."""
+        self.send(FlushCache())
+        wait_for(lambda: self.num_cached_pages == 0, "the cache to be empty")
 
     def hear(self, timeout_secs: float) -> None:
         """All messages that there are, once one has come. Statistics are kept aside."""
@@ -333,6 +331,38 @@ class StuckTransport:
         self._write(*args, **options)
 
 
+def bootstrap_of(
+    room: int,
+    tokens: Sequence[int],
+    *,
+    kv: tuple[Extent, ...] | None = None,
+    index: tuple[Extent, ...] | None = None,
+    aux_slot: int = 0,
+    hisparse: bool = True,
+    num_held_tokens: int = 0,
+    num_resumed_tokens: int = 0,
+    scores: WantedScores | None = None,
+    root: PageKey = NO_ISOLATION,
+    attempt: int = 0,
+) -> Bootstrap:
+    """Landing zones start at slot 0 unless given."""
+    num_landing = len(tokens) - 1 - num_held_tokens
+    landing = (Extent(0, num_landing),) if num_landing > 0 else ()
+    return Bootstrap(
+        room,
+        landing if kv is None else kv,
+        landing if index is None else index,
+        aux_slot,
+        pack_token_ids(tokens),
+        root,
+        attempt=attempt,
+        num_held_tokens=num_held_tokens,
+        num_resumed_tokens=num_resumed_tokens,
+        scores=scores,
+        hisparse=hisparse,
+    )
+
+
 class ControlPeer(Listener):
     """A decode node's control connection, without memory behind it."""
 
@@ -361,30 +391,9 @@ class ControlPeer(Listener):
         self.client.send(Heartbeat(seq))
         return self.expect(HeartbeatAck)
 
-    def bootstrap(
-        self,
-        room: int,
-        num_tokens: int,
-        *,
-        kv: tuple[Extent, ...] | None = None,
-        index: tuple[Extent, ...] | None = None,
-        aux_slot: int = 0,
-        hisparse: bool = True,
-        num_held_tokens: int = 0,
-        digest: bytes = DIGEST,
-    ) -> Bootstrap:
-        """Sends and returns the Bootstrap; landing zones start at slot 0 unless given."""
-        whole = (Extent(0, num_tokens),)
-        message = Bootstrap(
-            room,
-            num_tokens,
-            kv or whole,
-            index or whole,
-            aux_slot,
-            digest,
-            hisparse=hisparse,
-            num_held_tokens=num_held_tokens,
-        )
+    def bootstrap(self, room: int, tokens: Sequence[int], **changes: Any) -> Bootstrap:
+        """Sends and returns the Bootstrap."""
+        message = bootstrap_of(room, tokens, **changes)
         self.client.send(message)
         return message
 
@@ -469,7 +478,7 @@ class DecodePeer(ControlPeer):
     def assert_has(self, bootstrap: Bootstrap) -> None:
         """KV, indexer keys and row checks of the room are bitwise those of the prefill node's pools, and the
         checks are those of the items."""
-        num_tokens = bootstrap.num_prompt_tokens
+        num_tokens = bootstrap.num_computed_tokens
         src_slots = self.engine.slots(bootstrap.room, num_tokens)[bootstrap.num_held_tokens :]
         kv = self.kv_host if bootstrap.hisparse else self.kv_device
         assert self.engine.memory.row_checks is not None
@@ -543,68 +552,52 @@ def own_pools(
 
 @dataclass(frozen=True)
 class Computed:
-    """Of a prompt: what one forward makes. ``kv`` and ``index`` as of ``own_pools``."""
+    """What one forward makes of all tokens of a prompt but the last. ``kv`` and ``index`` as of
+    ``own_pools``; ``hint``: int32 [num_index_groups, index_topk]."""
 
     kv: torch.Tensor
     index: torch.Tensor
-    first_token: int
     hint: torch.Tensor
 
 
 def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Computed:
-    """One forward of the whole prompt over pools of its own, and then the MTP layer where there is one."""
-    kv, kv_bytes, index_bytes = own_pools(engine.spec, len(tokens))
+    """One forward over pools of its own, and then the MTP layer where there is one."""
+    kv, kv_bytes, index_bytes = own_pools(engine.spec, len(tokens) - 1)
     ids = torch.tensor(tokens)
+    _, hidden = engine.model.forward_with_hidden(ids[:-1], kv.positions, kv, kv.last_rows)
     if engine.spec.num_draft_layers:
-        logits, hidden = engine.model.forward_with_hidden(ids, kv.positions, kv, kv.last_rows)
-        next_ids = torch.cat((ids[1:], logits.argmax(1)))
-        engine.model.draft(next_ids, hidden, kv.positions, kv, kv.last_rows)
-    else:
-        logits = engine.model.forward(ids, kv.positions, kv, kv.last_rows)
-    hint = kv.hints[0]
-    return Computed(kv_bytes, index_bytes, int(logits.argmax()), hint)
+        engine.model.draft(ids[1:], hidden, kv.positions, kv, kv.last_rows)
+    return Computed(kv_bytes, index_bytes, kv.hints[0])
 
 
-def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
-    """First token and hint from one forward of the whole prompt over pools of its own."""
-    computed = computed_alone(engine, tokens)
-    return computed.first_token, computed.hint
-
-
-def all_delivered(engine: EngineThread, peer: DecodePeer, num_rooms: int = 1) -> dict[int, RoomDone]:
+def all_delivered(peer: DecodePeer, num_rooms: int = 1) -> dict[int, RoomDone]:
     """Wait until so many rooms are, of which nothing else is told."""
-    for _ in range(num_rooms):
-        engine.expect(PrefillFinished)
     return {done.room: done for done in (peer.expect(RoomDone) for _ in range(num_rooms))}
 
 
 def deliver(
-    engine: EngineThread, peer: DecodePeer, room: int, tokens: Sequence[int], **landing: Any
+    engine: EngineThread, peer: DecodePeer, room: int, tokens: Sequence[int], **changes: Any
 ) -> RoomDone:
-    """One request through; checks what was sent, and what arrived."""
-    bootstrap = peer.bootstrap(room, len(tokens), **landing)
-    request_id = engine.generate(room, tokens)
+    """One room through; checks what was sent, and what arrived."""
+    bootstrap = peer.bootstrap(room, tokens, **changes)
     done = peer.expect(RoomDone)
-    finished = engine.expect(PrefillFinished)
-    assert (done.room, finished.request_id) == (room, request_id)
-    assert (finished.num_prompt_tokens, finished.transfer_bytes) == (len(tokens), done.num_bytes)
-    assert finished.num_cached_tokens == done.num_cached_tokens
+    assert done.room == room
     per_token = sum(len(pool) * pool.shape[2] for pool in (peer.kv_host, peer.index, peer.row_checks))
-    num_sent = len(tokens) - bootstrap.num_held_tokens
+    num_sent = len(tokens) - 1 - bootstrap.num_held_tokens
     assert done.num_bytes == num_sent * per_token + peer.layout.slot_bytes
-    secs = {phase.name: phase.secs for phase in finished.phases}
-    assert tuple(secs) == PREFILL_PHASES
     assert done.times is not None
-    assert secs["queue"] == pytest.approx(done.times.queue_secs, abs=1e-5)
-    assert secs["prefill"] == pytest.approx(done.times.prefill_secs, abs=1e-5)
-    assert secs["transfer"] == pytest.approx(done.times.transfer_secs, abs=1e-5)
-    chunk_tokens = engine.settings.chunked_prefill_size
-    assert finished.num_chunks >= -(-(len(tokens) - finished.num_cached_tokens) // chunk_tokens)
+    assert min(done.times.queue_secs, done.times.prefill_secs, done.times.transfer_secs) > 0
+    assert engine.computed[room][0][0] == done.num_cached_tokens
+    assert engine.computed[room][-1][1] == len(tokens) - 1
     peer.assert_has(bootstrap)
-    first_token, hint = reference(engine, tokens)
-    record = peer.aux_record(bootstrap)
-    assert record.first_token == first_token
-    assert record.hint is not None
-    for ours, theirs in zip(record.hint.tolist(), hint.tolist()[: len(peer.index)], strict=True):
-        assert set(ours) == set(theirs)
+    assert_hint(engine, peer, bootstrap, tokens)
     return done
+
+
+def assert_hint(engine: EngineThread, peer: DecodePeer, bootstrap: Bootstrap, tokens: Sequence[int]) -> None:
+    """What the last computed token selected is in the aux record."""
+    hint = peer.aux_record(bootstrap).hint
+    assert hint is not None
+    expected = computed_alone(engine, tokens).hint.tolist()
+    for ours, theirs in zip(hint.tolist(), expected[: len(peer.index)], strict=True):
+        assert set(ours) == set(theirs)

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import torch
 
-from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.protocol.messages import Extent, Geometry, Refused, RegionKind
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
     all_delivered,
+    assert_hint,
     computed_alone,
     decode_peer,
     deliver,
@@ -64,7 +64,7 @@ def landed(peer: DecodePeer, num_tokens: int, first_slot: int = 0) -> tuple[torc
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("num_tokens", [1, 16, 48, 100])
+@pytest.mark.parametrize("num_tokens", [2, 17, 49, 100])
 def test_the_draft_layers_bytes_are_those_of_one_forward(
     engine: EngineThread, nodes: dict[bool, DecodePeer], room: int, num_tokens: int
 ) -> None:
@@ -72,10 +72,10 @@ def test_the_draft_layers_bytes_are_those_of_one_forward(
     tokens = prompt(num_tokens, num_tokens)
     alone = computed_alone(engine, tokens)
     for takes_drafts, peer in nodes.items():
-        engine.send(FlushCache())
+        engine.flush()
         peer.forget()
         deliver(engine, peer, 2 * room + takes_drafts, tokens)
-        kv, index = landed(peer, num_tokens)
+        kv, index = landed(peer, num_tokens - 1)
         assert (len(kv), len(index)) == (4 + takes_drafts, 2 + takes_drafts)
         assert torch.equal(kv, alone.kv[: len(kv)])
         assert torch.equal(index, alone.index[: len(index)])
@@ -85,13 +85,13 @@ def test_a_cached_prefix_brings_the_draft_layer_with_it(
     engine: EngineThread, nodes: dict[bool, DecodePeer], room: int
 ) -> None:
     """Its last row saw the next token of the prompt that it was computed for, all others the same."""
-    first, second = prompt(1, 64), [*prompt(1, 32), *prompt(2, 40)]
+    first, second = prompt(1, 64), [*prompt(1, 64)[:32], *prompt(2, 40)]
     deliver(engine, nodes[False], 2 * room, first)
     peer = nodes[True]
     peer.forget()
     done = deliver(engine, peer, 2 * room + 1, second)
     assert done.num_cached_tokens == 32
-    alone, (kv, _) = computed_alone(engine, second), landed(peer, len(second))
+    alone, (kv, _) = computed_alone(engine, second), landed(peer, len(second) - 1)
     assert torch.equal(kv[:4], alone.kv[:4])
     assert torch.equal(kv[4, :31], alone.kv[4, :31])
     assert kv[4, 31:].any(dim=1).all()
@@ -99,7 +99,7 @@ def test_a_cached_prefix_brings_the_draft_layer_with_it(
 
 def test_the_draft_layer_leaves_last(engine: EngineThread, nodes: dict[bool, DecodePeer], room: int) -> None:
     for takes_drafts, peer in nodes.items():
-        engine.send(FlushCache())
+        engine.flush()
         peer.forget()
         deliver(engine, peer, 2 * room + takes_drafts, prompt(3, 40))
         tags = [submission.batch.tag for submission in engine.submitted[2 * room + takes_drafts]]
@@ -120,21 +120,19 @@ def test_prompts_of_one_forward_get_their_own_next_tokens(
     landings = {
         number: peer.bootstrap(
             number,
-            len(tokens),
-            kv=(Extent(208 * place, len(tokens)),),
-            index=(Extent(208 * place, len(tokens)),),
+            tokens,
+            kv=(Extent(208 * place, len(tokens) - 1),),
+            index=(Extent(208 * place, len(tokens) - 1),),
             aux_slot=place,
         )
         for place, (number, tokens) in enumerate(prompts.items())
     }
-    for number, tokens in prompts.items():
-        engine.generate(number, tokens)
-    assert all_delivered(engine, peer, len(prompts)).keys() == prompts.keys()
+    assert all_delivered(peer, len(prompts)).keys() == prompts.keys()
     for place, (number, tokens) in enumerate(prompts.items()):
-        alone, (kv, index) = computed_alone(engine, tokens), landed(peer, len(tokens), 208 * place)
+        alone, (kv, index) = computed_alone(engine, tokens), landed(peer, len(tokens) - 1, 208 * place)
         assert torch.equal(kv, alone.kv)
         assert torch.equal(index, alone.index)
-        assert peer.aux_record(landings[number]).first_token == alone.first_token
+        assert_hint(engine, peer, landings[number], tokens)
 
 
 def test_a_node_without_the_layer_refuses_one_that_drafts(

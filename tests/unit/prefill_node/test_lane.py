@@ -57,8 +57,7 @@ def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: Eng
         assert mapping is not None
         ending.lane_host.close()
         wait_for(lambda: all(mapped.closed for mapped in mapping._maps), "the memory to be unmapped")
-        ending.bootstrap(4, 20)
-        engine.generate(4, prompt(4, 20))
+        ending.bootstrap(4, prompt(4, 20))
         failed = ending.expect(RoomFailed)
         assert "has ended" in failed.error
         assert failed.quiet or not failed.batch_failed

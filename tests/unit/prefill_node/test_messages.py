@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,36 +12,39 @@ import msgspec
 import pytest
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.base.vocabulary import DECODE_NODE_FAILED
-from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prompt_keys import PromptIdentity, page_keys, root_of
-from hisparse_pd.engine.messages import PrefillFinished, RequestFailed, Shutdown, pack_token_ids
+from hisparse_pd.engine.messages import Shutdown
 from hisparse_pd.prefill_node.registrations import Registrations
 from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRoom,
-    Bootstrap,
     Extent,
     Geometry,
     Heartbeat,
     Refused,
     RegionKind,
     Registered,
+    Room,
     RoomDone,
     RoomFailed,
     RoomQuiet,
     encoder,
 )
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.transfer.lane import Lane, Lanes
-from tests.identities import DIGEST, identity_of
 from tests.unit.prefill_node.support import (
     ControlPeer,
     DecodePeer,
     EngineThread,
+    bootstrap_of,
+    decode_peer,
     engine_thread,
     next_room,
+    prompt,
     wait_for,
 )
+
+TOKENS = tuple(range(5, 26))
+"""Twenty are computed."""
 
 
 @pytest.fixture
@@ -53,10 +56,8 @@ def stranger(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
     yield node
     node.register()
     room = next_room()
-    node.bootstrap(room, 5)
-    engine.generate(room, [5, 6, 7, 8, 9])
+    node.bootstrap(room, [5, 6, 7, 8, 9])
     assert node.expect(RoomDone, lambda done: done.room == room)
-    engine.expect(PrefillFinished, lambda finished: finished.request_id == f"request-{room}")
     engine.wait_until_idle()
     engine.assert_whole()
 
@@ -94,7 +95,6 @@ def test_registers_and_answers_heartbeats(engine: EngineThread, stranger: Decode
         ({"item_bytes": 656}, ["item_bytes"]),
         ({"index_item_bytes": 132}, ["index_item_bytes"]),
         ({"index_topk": 2048}, ["index_topk"]),
-        ({"sampling_defaults": "temperature 0.6"}, ["sampling_defaults", "'temperature 0.6'"]),
         ({"index_rotation": "hadamard"}, ["index_rotation", "'hadamard'"]),
         ({"attention_split_tile_size": 0}, ["attention_split_tile_size: the decode node has 0", "None"]),
         ({"transfer_protocol": "rdma"}, ["the decode node is on 'rdma', this prefill node on 'tcp'"]),
@@ -184,9 +184,7 @@ def test_row_checks_go_to_who_verifies_rows(engine: EngineThread, stranger: Deco
     host, device, index, _, aux = stranger.regions
     unverified = msgspec.structs.replace(stranger.geometry, has_row_checks=False)
     stranger.register(geometry=unverified, regions=(host, device, index, aux))
-    room = next_room()
-    stranger.bootstrap(room, 20)
-    engine.generate(room, range(5, 25))
+    stranger.bootstrap(next_room(), TOKENS)
     stranger.expect(RoomDone)
     assert not stranger.row_checks.any()
     assert stranger.kv_host[:, :20].any(dim=-1).all()
@@ -199,11 +197,10 @@ def test_row_checks_go_to_who_verifies_rows(engine: EngineThread, stranger: Deco
 def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, stranger: DecodePeer) -> None:
     stranger.register(geometry=msgspec.structs.replace(stranger.geometry, page_size=64))
     sparse, dense = next_room(), next_room()
-    bootstrap = stranger.bootstrap(sparse, 20)
-    engine.generate(sparse, range(5, 25))
+    bootstrap = stranger.bootstrap(sparse, TOKENS)
     stranger.expect(RoomDone)
     stranger.assert_has(bootstrap)
-    stranger.bootstrap(dense, 20, hisparse=False)
+    stranger.bootstrap(dense, TOKENS, hisparse=False)
     failed = stranger.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet) == (dense, 400, True)
     assert "64" in failed.error
@@ -217,7 +214,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, stranger: D
     before = engine.num_dropped("unregistered")
     room = next_room()
     messages = (
-        Bootstrap(room, 1, (Extent(0, 1),), (Extent(0, 1),), 0, DIGEST, hisparse=True),
+        bootstrap_of(room, TOKENS),
         AbortRoom(room, ""),
         Heartbeat(1),
     )
@@ -232,7 +229,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, stranger: D
 
 def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: DecodePeer) -> None:
     before = engine.num_dropped("malformed")
-    valid = encoder.encode(Bootstrap(1, 1, (Extent(0, 1),), (Extent(0, 1),), 0, DIGEST, hisparse=True))
+    valid = encoder.encode(bootstrap_of(1, TOKENS))
     for frame in (b"", valid[:-3], encoder.encode([3, -1, 1, [], [], 0])):
         peer.client.socket.send(frame)
     peer.client.socket.send_multipart([valid, b"one frame too many"])
@@ -245,11 +242,11 @@ def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: 
 def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread, peer: DecodePeer) -> None:
     before = engine.num_dropped("duplicate")
     room = next_room()
-    first = peer.bootstrap(room, 20)
-    peer.bootstrap(room, 20, kv=(Extent(500, 20),), aux_slot=3)
-    peer.assert_nothing_more()
-    assert engine.num_dropped("duplicate") == before + 1
-    engine.generate(room, range(5, 25))
+    with engine.queue_stands():
+        first = peer.bootstrap(room, TOKENS)
+        peer.bootstrap(room, TOKENS, kv=(Extent(500, 20),), aux_slot=3)
+        peer.assert_nothing_more()
+        assert engine.num_dropped("duplicate") == before + 1
     peer.expect(RoomDone)
     peer.assert_has(first)
     assert not peer.kv_host[:, 500:].any()
@@ -260,10 +257,9 @@ def test_messages_about_rooms_that_are_over_or_unknown_are_answered(
 ) -> None:
     before = engine.num_dropped("late")
     room = next_room()
-    peer.bootstrap(room, 20)
-    engine.generate(room, range(5, 25))
+    peer.bootstrap(room, TOKENS)
     peer.expect(RoomDone)
-    peer.bootstrap(room, 20)
+    peer.bootstrap(room, TOKENS)
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet, failed.batch_failed) == (room, 400, True, False)
     peer.client.send(AbortRoom(room, "too late"))
@@ -275,29 +271,16 @@ def test_messages_about_rooms_that_are_over_or_unknown_are_answered(
     assert engine.num_dropped("unknown_room") == before + 1
 
 
-def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
-    engine: EngineThread, peer: DecodePeer
-) -> None:
-    room = next_room()
-    request_id = engine.generate(room, range(5, 25))
-    wait_for(lambda: len(engine.life.rooms) == 1, "the request's own way to the engine")
-    peer.client.send(AbortRoom(room, "no room in the pools"))
-    peer.expect(RoomQuiet)
-    failed = engine.expect(RequestFailed)
-    assert (failed.request_id, failed.code) == (request_id, DECODE_NODE_FAILED)
-
-
 @pytest.mark.I7
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
     room = next_room()
-    peer.bootstrap(room, 20)
-    peer.heartbeat()
-    with closing(ControlPeer(engine)) as other:
+    with engine.queue_stands(), closing(ControlPeer(engine)) as other:
+        peer.bootstrap(room, TOKENS)
+        peer.heartbeat()
         other.client.send(peer.registration(node_id="decode-1", session="127.0.0.1:9"))
         other.expect(Registered)
         other.client.send(AbortRoom(room, "mine now"))
         other.expect(RoomQuiet)
-    engine.generate(room, range(5, 25))
     assert peer.expect(RoomDone).room == room
 
 
@@ -307,79 +290,82 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
     [
         ({"kv": (Extent(1020, 20),)}, "kv_host extent [1020, 1040) ends past the region's 1024 slots"),
         ({"kv": (Extent(2**47, 20),)}, "ends past the region's 1024 slots"),
-        ({"kv": (Extent(0, 19),)}, "kv_host extents are of 19 tokens, the prompt needs 20"),
-        ({"kv": (Extent(0, 21),)}, "kv_host extents are of 21 tokens, the prompt needs 20"),
+        ({"kv": (Extent(0, 19),)}, "kv_host extents are of 19 tokens, the KV to land is of 20"),
+        ({"kv": (Extent(0, 21),)}, "kv_host extents are of 21 tokens, the KV to land is of 20"),
         ({"kv": (Extent(0, 12), Extent(11, 8))}, "kv_host extents overlap at slot 11"),
         ({"index": (Extent(1020, 20),)}, "index extent [1020, 1040)"),
-        ({"index": (Extent(0, 16),)}, "index extents are of 16 tokens, the prompt needs at least 20"),
+        ({"index": (Extent(0, 16),)}, "index extents are of 16 tokens, the KV to land is of at least 20"),
         ({"aux_slot": 8}, "aux_slot 8 is not in [0, 8)"),
         (
             {"num_held_tokens": 16, "kv": (Extent(0, 20),)},
-            "kv_host extents are of 20 tokens, the prompt needs 4",
+            "kv_host extents are of 20 tokens, the KV to land is of 4",
         ),
-        ({"num_held_tokens": 20}, "num_held_tokens 20 of 20 prompt tokens: the last one is never held"),
-        ({"num_held_tokens": 2**32 - 1}, "the last one is never held"),
+        (
+            {"num_held_tokens": 20, "kv": (Extent(0, 1),), "scores": WantedScores(1, 0)},
+            "kv_host extents are of 1 tokens, the KV to land is of 0",
+        ),
         ({"kv": (Extent(1020, 20),), "hisparse": False}, "kv_device extent [1020, 1040)"),
     ],
 )
 def test_a_landing_zone_outside_the_regions_is_refused(
     engine: EngineThread, peer: DecodePeer, landing: dict[str, Any], error: str
 ) -> None:
+    check_refused(peer, error, **landing)
+
+
+def check_refused(peer: DecodePeer, error: str, tokens: Sequence[int] = TOKENS, **changes: Any) -> None:
+    """And the room is none: the right Bootstrap is served."""
+    before = peer.engine.life.counters["failed_requests_total"]
     room = next_room()
-    peer.bootstrap(room, 20, **landing)
+    peer.bootstrap(room, tokens, **changes)
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet, failed.batch_failed) == (room, 400, True, False)
     assert error in failed.error
-    request_id = engine.generate(room, range(5, 25))
-    told = engine.expect(RequestFailed)
-    assert (told.request_id, told.status) == (request_id, 400)
-    assert error in told.error
+    assert peer.engine.life.counters["failed_requests_total"] == before + 1
+    peer.bootstrap(room, TOKENS)
+    assert peer.expect(RoomDone).room == room
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize(
+    ("tokens", "changes", "error"),
+    [
+        ([5], {}, "num_held_tokens 0 of 1 prompt tokens: nothing is left to compute before the last token"),
+        (TOKENS, {"num_held_tokens": 20}, "num_held_tokens 20 of 21 prompt tokens: nothing is left"),
+        (TOKENS, {"num_held_tokens": 2**32 - 1}, "num_held_tokens 4294967295 of 21"),
+        (TOKENS, {"num_held_tokens": 21, "scores": WantedScores(1, 0)}, "num_held_tokens 21 of 21"),
+        (TOKENS, {"num_resumed_tokens": 21}, "num_resumed_tokens 21 of 21 prompt tokens"),
+        (TOKENS, {"num_resumed_tokens": 2**32 - 1}, "num_resumed_tokens 4294967295 of 21"),
+        (TOKENS, {"scores": WantedScores(21, 0)}, "wanted from position 21 on, the prompt has 21 tokens"),
+        ([5], {"scores": WantedScores(1, 0)}, "wanted from position 1 on, the prompt has 1 tokens"),
+        ([5, 100_000], {}, "token id 100000 is not in [0, "),
+        ([5, -1, 7], {}, "token id -1 is not in [0, "),
+        ([5] * 1026, {}, "the 1025 tokens to compute need 65 pages"),
+        ([5] * 8193, {}, "longer than the context of 8192"),
+    ],
+)
+def test_what_can_never_be_computed_is_refused(
+    peer: DecodePeer, tokens: list[int], changes: dict[str, Any], error: str
+) -> None:
+    check_refused(peer, error, tokens, **changes)
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("num_bytes", [5, 83])
+def test_a_prompt_of_broken_ids_is_refused(peer: DecodePeer, num_bytes: int) -> None:
+    message = bootstrap_of(next_room(), TOKENS)
+    peer.client.send(msgspec.structs.replace(message, prompt=message.prompt[:num_bytes]))
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.quiet) == (message.room, 400, True)
+    assert f"the prompt has {num_bytes} bytes, which is no multiple of 4" in failed.error
 
 
 def test_a_region_that_was_not_registered_is_refused(engine: EngineThread, stranger: DecodePeer) -> None:
     stranger.register(
         regions=tuple(region for region in stranger.regions if region.kind is not RegionKind.KV_DEVICE)
     )
-    stranger.bootstrap(next_room(), 20, hisparse=False)
+    stranger.bootstrap(next_room(), TOKENS, hisparse=False)
     assert "has not registered a region kv_device" in stranger.expect(RoomFailed).error
-
-
-@pytest.mark.I5
-@pytest.mark.parametrize("bootstrap_first", [True, False])
-@pytest.mark.parametrize(
-    ("num_tokens", "identity"),
-    [
-        (21, identity_of(range(60, 81))),
-        (20, identity_of((*range(60, 79), 99))),
-        (20, identity_of(range(60, 80), root_of("salt"))),
-    ],
-    ids=["longer", "another token", "another salt"],
-)
-def test_another_prompt_is_refused_with_both_digests(
-    engine: EngineThread,
-    peer: DecodePeer,
-    num_tokens: int,
-    identity: PromptIdentity,
-    bootstrap_first: bool,
-) -> None:
-    """Nothing of it is computed, sent or cached."""
-    room, ours = next_room(), identity_of(range(60, 80))
-    if bootstrap_first:
-        peer.bootstrap(room, num_tokens, digest=identity.digest)
-        peer.heartbeat()
-    engine.generate(room, range(60, 80), identity=ours)
-    if not bootstrap_first:
-        wait_for(lambda: engine.has_room(room), "the request")
-        peer.bootstrap(room, num_tokens, digest=identity.digest)
-    for failed in (peer.expect(RoomFailed), engine.expect(RequestFailed)):
-        assert failed.status == 400
-        assert f"{num_tokens} tokens of digest {identity.digest.hex()} on the decode node" in failed.error
-        assert f"20 tokens of digest {ours.digest.hex()} on the prefill node" in failed.error
-        assert "cache_salt" in failed.error
-    assert room not in engine.computed
-    assert room not in engine.submitted
-    keys = page_keys(ours.root, pack_token_ids(range(60, 80)), engine.settings.page_size)
-    assert engine.life.prefixes.find(keys, (PoolKind.DEVICE,)) is None
 
 
 # --- peers that come and go -----------------------------------------------------------------------------
@@ -387,11 +373,11 @@ def test_another_prompt_is_refused_with_both_digests(
 
 def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:
     room = next_room()
-    bootstrap = peer.bootstrap(room, 20)
-    peer.heartbeat()
-    peer.reconnect()
-    peer.register()
-    engine.generate(room, range(5, 25))
+    with engine.queue_stands():
+        bootstrap = peer.bootstrap(room, TOKENS)
+        peer.heartbeat()
+        peer.reconnect()
+        peer.register()
     assert peer.expect(RoomDone).room == room
     peer.assert_has(bootstrap)
 
@@ -403,47 +389,45 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
 ) -> None:
     """Whatever its name: a session with other memory is another process."""
     room = next_room()
-    peer.bootstrap(room, 20)
-    peer.heartbeat()
     kept = tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE)
     other = {"node_id": "decode-1", "regions": kept} if is_at_its_session else {"session": "127.0.0.1:9"}
-    with closing(ControlPeer(engine)) as successor:
+    with engine.queue_stands(), closing(ControlPeer(engine)) as successor:
+        peer.bootstrap(room, TOKENS)
+        peer.heartbeat()
         successor.client.send(peer.registration(**other))
         successor.expect(Registered)
-    engine.generate(room, range(5, 25))
-    failed = engine.expect(RequestFailed)
-    assert failed.status == 502
-    assert "restarted" in failed.error
+    ended = engine.life.rooms.ended(Room(room))
+    assert ended is not None
+    assert ended.status == 502
+    assert "restarted" in ended.error
+    assert room not in engine.computed
 
 
 @pytest.mark.I7
-def test_rooms_without_their_other_half_and_silent_peers_end(
-    tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer, caplog: pytest.LogCaptureFixture
+def test_rooms_that_wait_for_too_long_and_silent_peers_end(
+    tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
     impatience = {"room_timeout_secs": 0.3, "heartbeat_interval_secs": 0.5}
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
         closing(ControlPeer(impatient)) as other,
+        impatient.queue_stands(),
     ):
         other.client.send(peer.registration())
         other.expect(Registered)
-        half, other_half = next_room(), next_room()
-        request_id = impatient.generate(half, range(5, 25))
-        other.bootstrap(other_half, 20)
+        room = next_room()
+        other.bootstrap(room, TOKENS)
         other.heartbeat()
+        assert impatient.has_room(room)
 
-        def have_ended() -> bool:
+        def has_ended() -> bool:
             other.client.send(Heartbeat(1))
             return len(impatient.life.rooms) == 0
 
-        wait_for(have_ended, "both halves to be given up while the decode node is alive")
-        failed = impatient.expect(RequestFailed)
-        assert (failed.request_id, failed.status) == (request_id, 504)
-        margin = "within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode node would have said why)"
-        assert f"did not reach the decode node {margin}" in failed.error
+        wait_for(has_ended, "the room to be given up while the decode node is alive")
         told = other.expect(RoomFailed)
-        assert (told.room, told.status, told.quiet) == (other_half, 504, True)
-        assert f"did not reach the prefill node {margin}" in told.error
+        assert (told.room, told.status, told.quiet) == (room, 504, True)
+        assert "not begun within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode" in told.error
         other.reconnect()
         wait_for(lambda: len(impatient.engine._peers) == 0, "the peer that left to be lost")
         assert "lost decode node" not in caplog.text, "it had no rooms"
@@ -462,26 +446,49 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
         closing(ControlPeer(impatient)) as other,
+        impatient.queue_stands(),
     ):
         other.client.send(peer.registration())
         other.expect(Registered)
         room = next_room()
-        other.bootstrap(room, 20)
+        other.bootstrap(room, TOKENS)
         time.sleep(3.0)  # as much silence as would end it three times
         assert impatient.has_room(room)
         other.reconnect()
         impatient.wait_until_idle()
-        impatient.generate(room, range(5, 25))
-        failed = impatient.expect(RequestFailed)
-        assert failed.status == 502
-        assert "silent for more than 1 s" in failed.error
+        ended = impatient.life.rooms.ended(Room(room))
+        assert ended is not None
+        assert ended.status == 502
+        assert "silent for more than 1 s" in ended.error
         wait_for(lambda: "and 1 rooms of it: it was silent" in caplog.text, "the loss to be logged")
 
 
+@pytest.mark.I7
+def test_a_full_node_says_so_and_serves_on(tiny: Path, tmp_path: Path) -> None:
+    bounds = {"max_running_requests": 1, "max_queued_requests": 2}
+    with engine_thread(tiny, tmp_path / "front", **bounds) as engine, decode_peer(engine) as peer:
+        peer.register()
+        rooms = [next_room() for _ in range(4)]
+        with engine.queue_stands():
+            for place, room in enumerate(rooms):
+                peer.bootstrap(room, prompt(room, 21), kv=(Extent(20 * place, 20),), aux_slot=place)
+            failed = peer.expect(RoomFailed)
+            assert (failed.room, failed.status, failed.quiet) == (rooms[3], 429, True)
+            assert "3 rooms wait on this prefill node, and 3 may (max_running_requests + max" in failed.error
+            assert engine.next_stats().num_waiting == 3
+        assert {peer.expect(RoomDone).room for _ in range(3)} == set(rooms[:3])
+        peer.bootstrap(rooms[3], prompt(rooms[3], 21))
+        assert peer.expect(RoomDone).room == rooms[3]
+
+
 def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path) -> None:
-    with engine_thread(tiny, tmp_path / "front") as stopping:
-        stopping.generate(next_room(), range(5, 25))
-        stopping.send(Shutdown())
-        failed = stopping.expect(RequestFailed)
-        assert failed.status == 503
+    with engine_thread(tiny, tmp_path / "front") as stopping, decode_peer(stopping) as peer:
+        peer.register()
+        with stopping.queue_stands():
+            room = next_room()
+            peer.bootstrap(room, TOKENS)
+            peer.heartbeat()
+            stopping.send(Shutdown())
+            failed = peer.expect(RoomFailed)
+        assert (failed.room, failed.status, failed.quiet) == (room, 503, True)
         assert "shutting down" in failed.error

@@ -1,11 +1,8 @@
-"""Logprobs of prompts, and rooms that are the prefill node's alone, in a real engine."""
+"""Logprobs of prompts' own tokens, which a decode node gets in pieces, from a real engine."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,38 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from hisparse_pd.base.vocabulary import FinishReason, SamplingParams
 from hisparse_pd.core.model import prompt_scores
-from hisparse_pd.engine.messages import (
-    Abort,
-    FlushCache,
-    Generate,
-    GenerateGroup,
-    PrefillFinished,
-    PromptScores,
-    RequestFailed,
-    Tokens,
-    WantedScores,
-    pack_token_ids,
-    score_dtype,
-)
-from hisparse_pd.protocol.messages import RoomFailed
-from tests.identities import ANY
+from hisparse_pd.prefill_node import compute
+from hisparse_pd.protocol.channels import ControlServer
+from hisparse_pd.protocol.messages import Bootstrap, Extent, RoomDone, RoomFailed, RoomQuiet, RoomScores
+from hisparse_pd.protocol.prompt_scores import WantedScores, score_dtype
 from tests.unit.prefill_node.support import (
-    GREEDY,
-    TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
+    assert_hint,
+    deliver,
     engine_thread,
     next_room,
     own_pools,
     prompt,
-    wait_for,
 )
 from tools.checkpoints.make_tiny import write_checkpoint
 
-NOTHING = SamplingParams(max_new_tokens=0, temperature=0.0)
-ONE = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
 CHUNK, PAGE_SIZE = 48, 16
 
 
@@ -68,68 +50,40 @@ def served(
         yield engine
 
 
-def ask(
-    engine: EngineThread,
-    tokens: Sequence[int],
-    scores: WantedScores | None,
-    sampling: SamplingParams = NOTHING,
-    *,
-    room: int | None = None,
-    is_alone: bool = True,
-) -> Generate:
-    room = next_room() if room is None else room
-    generate = Generate(
-        f"request-{room}",
-        room,
-        len(tokens),
-        sampling,
-        "127.0.0.1",
-        1,
-        scores=scores,
-        is_prefill_only=is_alone,
-    )
-    engine.send(GenerateGroup((generate,), ANY, pack_token_ids(tokens)))
-    return generate
-
-
-@contextmanager
-def held_in_forward(engine: EngineThread, number: int) -> Iterator[threading.Event]:
-    """The engine waits before its forward ``number`` from now until the end; it sets what is yielded."""
-    reached, may_go = threading.Event(), threading.Event()
-    forwards = itertools.count(1)
-
-    def wait(batch: object) -> None:
-        if next(forwards) == number:
-            reached.set()
-            assert may_go.wait(TIMEOUT_SECS)
-
-    engine.before_run = wait
-    try:
-        yield reached
-    finally:
-        may_go.set()
-
-
 @dataclass
 class Scored:
-    rows: np.ndarray[Any, Any]
-    num_messages: int
-    end: Tokens | PrefillFinished
+    bootstrap: Bootstrap
+    pieces: list[RoomScores]
+    done: RoomDone
+
+    @property
+    def rows(self) -> np.ndarray[Any, Any]:
+        num_top = self.pieces[0].num_top if self.pieces else 0
+        return np.frombuffer(b"".join(piece.rows for piece in self.pieces), score_dtype(num_top))
 
 
-def receive(engine: EngineThread, generate: Generate) -> Scored:
-    """What came of a request, to its end."""
-    kind = Tokens if generate.is_prefill_only else PrefillFinished
-    end: Any = engine.expect(kind, lambda message: message.request_id == generate.request_id)
-    messages = [
-        message
-        for message in engine._inbox
-        if isinstance(message, PromptScores) and message.request_id == generate.request_id
-    ]
-    engine._inbox = [message for message in engine._inbox if message not in messages]
-    num_top = generate.scores.num_top if generate.scores else 0
-    rows = np.frombuffer(b"".join(message.rows for message in messages), score_dtype(num_top))
-    return Scored(rows, len(messages), end)
+def ask(
+    peer: DecodePeer, tokens: Sequence[int], scores: WantedScores | None, place: int = 0, **changes: Any
+) -> Bootstrap:
+    """``place``: of the landing zone, among some that do not overlap."""
+    landing = (Extent(128 * place, len(tokens) - 1),)
+    return peer.bootstrap(
+        next_room(), tokens, kv=landing, index=landing, aux_slot=place, scores=scores, **changes
+    )
+
+
+def receive(peer: DecodePeer, bootstrap: Bootstrap) -> Scored:
+    """What came of a room, to its end; all pieces before that, in order and without a gap."""
+    done = peer.expect(RoomDone, lambda message: message.room == bootstrap.room)
+    inbox = list(peer._inbox)
+    pieces = [each for each in inbox if isinstance(each, RoomScores) and each.room == bootstrap.room]
+    peer._inbox = [each for each in inbox if each not in pieces]
+    first = bootstrap.scores.first if bootstrap.scores else 0
+    for piece in pieces:
+        assert piece.first == first
+        first += len(piece.rows) // score_dtype(piece.num_top).itemsize
+    assert first == (bootstrap.num_prompt_tokens if bootstrap.scores else 0)
+    return Scored(bootstrap, pieces, done)
 
 
 def logprobs_of(engine: EngineThread, tokens: Sequence[int]) -> torch.Tensor:
@@ -154,60 +108,69 @@ def check_rows(engine: EngineThread, tokens: Sequence[int], wanted: WantedScores
 
 
 @pytest.mark.I6
-@pytest.mark.parametrize("num_tokens", [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
-@pytest.mark.parametrize("sampling", [NOTHING, ONE], ids=["nothing", "one token"])
+@pytest.mark.parametrize("num_tokens", [2, 3, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 7])
 def test_scores_are_those_of_one_forward_of_the_whole_prompt(
-    engine: EngineThread, num_tokens: int, sampling: SamplingParams
+    engine: EngineThread, peer: DecodePeer, num_tokens: int
 ) -> None:
     tokens, wanted = prompt(num_tokens, num_tokens), WantedScores(1, 3)
-    generate = ask(engine, tokens, wanted, sampling)
-    scored = receive(engine, generate)
+    scored = receive(peer, ask(peer, tokens, wanted))
     check_rows(engine, tokens, wanted, scored)
-    assert scored.num_messages == -(-(num_tokens - 1) // CHUNK), "more than one a forward"
-    assert isinstance(scored.end, Tokens)
-    assert scored.end.finish_reason is FinishReason.LENGTH
-    assert scored.end.stats is not None
-    assert scored.end.stats.mode is None
-    first_token = int(logprobs_of(engine, tokens)[-1].argmax())
-    assert scored.end.token_ids == ((first_token,) if sampling is ONE else ())
-    assert len(scored.end.logprobs) == len(scored.end.token_ids)
+    assert len(scored.pieces) == -(-(num_tokens - 1) // CHUNK), "more than one a forward"
+    peer.assert_has(scored.bootstrap)
+    assert_hint(engine, peer, scored.bootstrap, tokens)
 
 
-@pytest.mark.parametrize("first", [1, 2, PAGE_SIZE, PAGE_SIZE + 1, CHUNK + 1, CHUNK + 2, 99, 100, 101])
-def test_scores_begin_where_they_are_wanted(engine: EngineThread, first: int) -> None:
+@pytest.mark.parametrize("first", [1, 2, PAGE_SIZE, PAGE_SIZE + 1, CHUNK + 1, CHUNK + 2, 98, 99])
+def test_scores_begin_where_they_are_wanted(engine: EngineThread, peer: DecodePeer, first: int) -> None:
     tokens, wanted = prompt(5, 100), WantedScores(first, 1)
-    scored = receive(engine, ask(engine, tokens, wanted))
+    check_rows(engine, tokens, wanted, receive(peer, ask(peer, tokens, wanted)))
+
+
+def test_scores_come_in_pieces_of_bounded_size(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, wanted = prompt(15, 100), WantedScores(1, 2)
+    most = 20 * score_dtype(2).itemsize + 1
+    monkeypatch.setattr(compute, "MAX_ROWS_BYTES", most)
+    scored = receive(peer, ask(peer, tokens, wanted))
+    sizes = [len(piece.rows) // score_dtype(2).itemsize for piece in scored.pieces]
+    assert sizes == [20, 20, 8, 20, 20, 8, 3]
     check_rows(engine, tokens, wanted, scored)
 
 
 @pytest.mark.I5
-def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread) -> None:
+def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread, peer: DecodePeer) -> None:
     """Prompts of one batch want different numbers of tokens, or none; then all is in the cache."""
     prompts = [prompt(seed, length) for seed, length in ((1, 20), (2, 100), (3, 7), (4, 60))]
     wanted = [WantedScores(1, 2), WantedScores(3 * PAGE_SIZE, 0), None, WantedScores(1, 5)]
     alone = [
-        receive(engine, ask(engine, tokens, scores)).rows.tobytes()
+        receive(peer, ask(peer, tokens, scores)).rows.tobytes()
         for tokens, scores in zip(prompts, wanted, strict=True)
     ]
-    engine.send(FlushCache())
+    engine.flush()
     for is_warm in (False, True):
-        asked = [ask(engine, tokens, scores) for tokens, scores in zip(prompts, wanted, strict=True)]
-        for generate, tokens, scores, of_one in zip(asked, prompts, wanted, alone, strict=True):
-            scored = receive(engine, generate)
+        with engine.queue_stands():
+            asked = [
+                ask(peer, tokens, scores, place)
+                for place, (tokens, scores) in enumerate(zip(prompts, wanted, strict=True))
+            ]
+            peer.heartbeat()
+        for bootstrap, tokens, scores, of_one in zip(asked, prompts, wanted, alone, strict=True):
+            scored = receive(peer, bootstrap)
             assert scored.rows.tobytes() == of_one, "other bits than alone"
             if scores is None:
-                assert scored.num_messages == 0
+                assert scored.pieces == []
             else:
                 check_rows(engine, tokens, scores, scored)
-            assert isinstance(scored.end, Tokens)
-            assert scored.end.stats is not None
-            computed_from = len(tokens) - 1 if scores is None else scores.first - 1
+            computed_from = len(tokens) - 2 if scores is None else scores.first - 1
             cached = computed_from // PAGE_SIZE * PAGE_SIZE if is_warm else 0
-            assert scored.end.stats.num_cached_tokens == cached
-            assert engine.computed[generate.room][0][0] == cached
+            assert scored.done.num_cached_tokens == cached
+            assert engine.computed[bootstrap.room][0][0] == cached
 
 
-def test_logits_come_in_slices(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_come_in_slices(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 5 * 4 * engine.spec.vocab_size)
     num_rows: list[int] = []
     logits = type(engine.model).logits
@@ -218,73 +181,54 @@ def test_logits_come_in_slices(engine: EngineThread, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(type(engine.model), "logits", counted)
     tokens, wanted = prompt(6, 70), WantedScores(1, 2)
-    scored = receive(engine, ask(engine, tokens, wanted))
+    scored = receive(peer, ask(peer, tokens, wanted))
     assert max(num_rows) == 5
     monkeypatch.undo()
     check_rows(engine, tokens, wanted, scored)
 
 
-def test_scores_beside_a_delivery(engine: EngineThread, peer: DecodePeer) -> None:
-    """The decode node gets what it gets without them; held and cached tokens are computed all the same."""
+@pytest.mark.parametrize("num_held", [40, 98, 99])
+def test_scores_of_what_the_decode_node_holds(engine: EngineThread, peer: DecodePeer, num_held: int) -> None:
+    """Held and cached tokens are computed for them all the same; where all is held nothing but the aux record
+    is written."""
     tokens, wanted = prompt(8, 100), WantedScores(1, 1)
-    receive(engine, ask(engine, tokens, None))
-    room = next_room()
-    bootstrap = peer.bootstrap(room, len(tokens), num_held_tokens=0)
-    generate = ask(engine, tokens, wanted, GREEDY, room=room, is_alone=False)
-    scored = receive(engine, generate)
+    deliver(engine, peer, next_room(), tokens)
+    peer.forget()
+    landing = (Extent(0, 99 - num_held),) if num_held < 99 else ()
+    bootstrap = peer.bootstrap(
+        next_room(), tokens, kv=landing, index=landing, num_held_tokens=num_held, scores=wanted
+    )
+    scored = receive(peer, bootstrap)
     check_rows(engine, tokens, wanted, scored)
+    assert engine.computed[bootstrap.room][0][0] == 0
     peer.assert_has(bootstrap)
-    assert peer.aux_record(bootstrap).first_token == int(logprobs_of(engine, tokens)[-1].argmax())
+    assert_hint(engine, peer, bootstrap, tokens)
+    if num_held == 99:
+        assert scored.done.num_bytes == peer.layout.slot_bytes
+        assert [sent.batch.tag for sent in engine.submitted[bootstrap.room]] == ["aux record"]
+        assert not peer.kv_host.any()
 
 
-def test_a_room_without_a_decode_node_sends_nothing_and_keeps_its_pages_in_the_cache(
-    engine: EngineThread,
+@pytest.mark.I7
+def test_scores_that_cannot_be_sent_end_their_room_and_no_other(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = prompt(9, 5 * PAGE_SIZE)
-    generate = ask(engine, tokens, WantedScores(1, 0))
-    receive(engine, generate)
-    assert generate.room not in engine.submitted
-    wait_for(lambda: engine.num_cached_pages == 5, "the pages to be in the cache")
-    again = ask(engine, tokens, None, room=generate.room)
-    failed = engine.expect(RequestFailed)
-    assert (failed.request_id, failed.status) == (again.request_id, 400)
-    assert "served before" in failed.error
+    """As where the queue to the decode node is full, from the second forward on."""
+    send = ControlServer.send
 
+    def send_first(server: ControlServer, identity: bytes, message: Any) -> bool:
+        is_lost = isinstance(message, RoomScores) and message.first > CHUNK
+        return not is_lost and send(server, identity, message)
 
-def test_no_decode_node_may_take_part_in_such_a_room(engine: EngineThread, peer: DecodePeer) -> None:
-    early, late = next_room(), next_room()
-    peer.bootstrap(early, 20)
-    peer.heartbeat()
-    ask(engine, prompt(1, 20), None, room=early)
-    assert engine.expect(RequestFailed).status == 400
-    assert "no decode node may take part" in peer.expect(RoomFailed).error
-
-    with held_in_forward(engine, 1) as reached:
-        generate = ask(engine, prompt(2, 100), None, room=late)
-        assert reached.wait(TIMEOUT_SECS)
-        peer.bootstrap(late, 100)
-    receive(engine, generate)
+    monkeypatch.setattr(ControlServer, "send", send_first)
+    tokens, wanted = prompt(10, 200), WantedScores(1, 0)
+    lost = peer.bootstrap(next_room(), tokens, scores=wanted)
     failed = peer.expect(RoomFailed)
-    assert (failed.room, failed.quiet) == (late, True)
-
-
-def test_an_abort_ends_such_a_room(engine: EngineThread) -> None:
-    with held_in_forward(engine, 2) as reached:
-        generate = ask(engine, prompt(3, 4 * CHUNK), WantedScores(1, 0))
-        assert reached.wait(TIMEOUT_SECS)
-        engine.send(Abort(generate.request_id))
-    engine.wait_until_idle()
-    assert engine.computed[generate.room][-1] == (CHUNK, 2 * CHUNK)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [(WantedScores(0, 0), "position 0 has no logprob"), (WantedScores(1, 21), "21 logprobs a token")],
-)
-def test_what_the_front_would_not_ask_for_is_refused(
-    engine: EngineThread, wanted: WantedScores, said: str
-) -> None:
-    generate = ask(engine, prompt(4, 20), wanted)
-    failed = engine.expect(RequestFailed)
-    assert (failed.request_id, failed.status) == (generate.request_id, 400)
-    assert said in failed.error
+    assert (failed.room, failed.status) == (lost.room, 502)
+    assert "logprobs of the prompt could not be sent" in failed.error
+    if not failed.quiet:
+        assert peer.expect(RoomQuiet) == RoomQuiet(lost.room, batch_failed=False)
+    assert engine.computed[lost.room] == [(0, 48), (48, 96)], "computed on behind lost scores"
+    assert peer.expect(RoomScores).first == 1
+    deliver(engine, peer, next_room(), tokens)
+    peer.assert_nothing_more()

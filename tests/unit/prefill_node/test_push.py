@@ -19,11 +19,11 @@ from hisparse_pd.core.paging.pools import Holding, PoolKind, Stage
 from hisparse_pd.prefill_node import push as push_module
 from hisparse_pd.prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
-from hisparse_pd.protocol.messages import Bootstrap, Extent, RegionKind, Room
+from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.protocol.messages import Extent, RegionKind, Room
 from hisparse_pd.transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
 from hisparse_pd.transfer.sender import Ready, WriteBatch
-from tests.identities import DIGEST
+from tests.unit.prefill_node.support import bootstrap_of, prompt
 
 PAGE_SIZE = 4
 NUM_SLOTS = 64
@@ -99,10 +99,10 @@ class World:
             RegionKind.AUX: view(self.aux_dst),
         }
         num_tokens = sum(extent.length for extent in extents)
-        record = RoomRecord(room, RoomState.COMPUTING, 0.0, page_ids=page_ids)
+        bootstrap = bootstrap_of(room, prompt(room, num_tokens + 1), kv=extents, index=extents[::-1])
+        peer = Peer("node", "host:1", b"", PAGE_SIZE, regions, 0.0)
+        record = RoomRecord(peer, bootstrap, 0.0, page_ids=page_ids)
         record.holding = Holding(room, Stage.RUNNING, {PoolKind.AUX: (Extent(0, 1),)})
-        record.peer = Peer("node", "host:1", b"", PAGE_SIZE, regions, 0.0)
-        record.bootstrap = Bootstrap(room, num_tokens, extents, extents[::-1], 0, DIGEST, hisparse=True)
         return record
 
     def write(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
@@ -122,7 +122,6 @@ class World:
 
     def assert_landed(self, push: ChunkPush) -> None:
         bootstrap = push.record.bootstrap
-        assert bootstrap is not None
         src = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
         for source, target, extents in (
             (self.kv, self.kv_dst, bootstrap.kv_extents),

@@ -10,25 +10,24 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.base.vocabulary import SamplingParams
-from hisparse_pd.engine.messages import Generate
 from hisparse_pd.kernels.attention import TORCH, TorchAttention
 from hisparse_pd.kernels.kv_format import KvFormat
 from hisparse_pd.prefill_node.compute import Computed, PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.registrations import Peer
+from hisparse_pd.prefill_node.rooms import RoomRecord
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
-from tests.unit.prefill_node.support import checkpoint, prompt
+from tests.unit.prefill_node.support import bootstrap_of, checkpoint, prompt
 
 PAGE_SIZE = 16
-NUM_TOKENS, FIRST_RESUMED = 400, 60
-"""More are resumed than one call of attention takes."""
+NUM_TOKENS, FIRST_STEPPED = 400, 60
+"""Tokens that are computed, and the first that steps computed before: the original prompt's last one. These
+are more than one call of attention takes."""
 
 
 @dataclass
@@ -56,10 +55,9 @@ class Node:
 
     def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[RoomRecord, Chunk]:
         """Of the prompt of that number, which are of one length."""
-        sampling = SamplingParams(8, temperature=0.0, num_resumed_tokens=num_resumed)
-        record = RoomRecord(Room(number), RoomState.COMPUTING, 0.0)
-        record.request = Generate(f"r{number}", number, NUM_TOKENS, sampling, "", 0)
-        record.token_ids = np.array(prompt(number, NUM_TOKENS), np.int32)
+        tokens = prompt(number, NUM_TOKENS + 1)
+        bootstrap = bootstrap_of(number, tokens, num_resumed_tokens=num_resumed)
+        record = RoomRecord(Peer("", "", b"", PAGE_SIZE, {}, 0.0), bootstrap, 0.0)
         record.page_ids = list(range(number * self.pages_each, (number + 1) * self.pages_each))
         return record, Chunk(Room(number), start, stop, admits=start == 0)
 
@@ -78,9 +76,9 @@ def node(tiny: Path) -> Node:
 
 @pytest.fixture(scope="module")
 def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
-    """What follows a prompt and the steps behind it, and their rows."""
-    node.prefill.run([node.part(0, 0, FIRST_RESUMED)])
-    for position in range(FIRST_RESUMED, NUM_TOKENS):
+    """What the last of the steps behind a prompt selects, and the rows of all."""
+    node.prefill.run([node.part(0, 0, FIRST_STEPPED)])
+    for position in range(FIRST_STEPPED, NUM_TOKENS):
         computed = node.steps.run([node.part(0, position, position + 1)])
     return computed, node.rows(0)
 
@@ -92,27 +90,25 @@ def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
     ids=["one forward", "cut there", "few rows", "cut before"],
 )
 @pytest.mark.parametrize("has_neighbour", [False, True])
-def test_resumed_tokens_and_no_others_are_computed_as_in_steps(
+def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
     node: Node,
     undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
     bounds: Sequence[int],
     has_neighbour: bool,
 ) -> None:
-    """In any forwards, beside a prompt of which nothing is resumed."""
+    """And no others; in any forwards, beside a prompt of which nothing is resumed."""
     node.prefill.run([node.part(1, 0, NUM_TOKENS)])
     neighbour = node.rows(1)
     node.memory.kv.zero_()
     node.memory.index.zero_()
-    num_resumed = NUM_TOKENS - FIRST_RESUMED
+    num_resumed = NUM_TOKENS - FIRST_STEPPED  # the last of them is the decode node's to compute
     for start, stop in pairwise(bounds):
         batch = [node.part(0, start, stop, num_resumed)]
         if has_neighbour:
             batch.insert(start % 2, node.part(1, start, stop))
         computed = node.prefill.run(batch)
     expected, rows = undisturbed
-    first, expected_first = computed.first_tokens[Room(0)], expected.first_tokens[Room(0)]
-    assert first.token_id == expected_first.token_id
-    assert torch.equal(first.hint, expected_first.hint)
+    assert torch.equal(computed.hints[Room(0)], expected.hints[Room(0)])
     for found, wanted in zip(node.rows(0), rows, strict=True):
         assert torch.equal(found, wanted)
     for found, wanted in zip(node.rows(1), neighbour, strict=True):
@@ -125,5 +121,5 @@ def test_other_attention_gives_other_rows(
     """Or the test above could not fail."""
     node.prefill.run([node.part(0, 0, NUM_TOKENS)])
     kv, _ = node.rows(0)
-    assert torch.equal(kv[:, :FIRST_RESUMED], undisturbed[1][0][:, :FIRST_RESUMED])
-    assert not torch.equal(kv[:, FIRST_RESUMED:], undisturbed[1][0][:, FIRST_RESUMED:])
+    assert torch.equal(kv[:, :FIRST_STEPPED], undisturbed[1][0][:, :FIRST_STEPPED])
+    assert not torch.equal(kv[:, FIRST_STEPPED:], undisturbed[1][0][:, FIRST_STEPPED:])

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import pytest
 
-from hisparse_pd.base.vocabulary import SamplingParams
-from hisparse_pd.engine.messages import FromEngine, Generate, GenerateGroup, RequestFailed, pack_token_ids
+from hisparse_pd.prefill_node import room_life
 from hisparse_pd.prefill_node.push import MAX_PENDING_SHARE, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.room_life import RoomLife
+from hisparse_pd.prefill_node.rooms import RoomState
 from hisparse_pd.prefill_node.scheduler import StepLimits
-from hisparse_pd.protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
+from hisparse_pd.protocol.messages import (
+    AbortRoom,
+    RegionKind,
+    Room,
+    RoomFailed,
+    RoomQuiet,
+    RoomScores,
+    ToDecode,
+)
 from hisparse_pd.transfer.plan import SLICE_BYTES, RegionView
 from hisparse_pd.transfer.send_queue import Completion, Outcome, SendQueue
-from tests.identities import ANY, DIGEST
+from tests.unit.prefill_node.support import bootstrap_of
 
 pytestmark = [pytest.mark.I1, pytest.mark.I8]
 
@@ -25,6 +33,7 @@ NUM_SLOTS = PAGE_SIZE * NUM_PAGES
 ITEM_BYTES, NUM_LAYERS = 64 << 10, 4
 TOKEN_BYTES = (NUM_LAYERS + 1) * ITEM_BYTES
 SHORT = SLICE_BYTES // TOKEN_BYTES
+MAX_QUEUED = 20
 MAX_PENDING = NUM_SLOTS // MAX_PENDING_SHARE
 """Tokens of long prompts that may be pending for a node before the next has to wait."""
 
@@ -65,7 +74,8 @@ class Node:
 
     def __init__(self) -> None:
         self.sender = QueuedSender()
-        self.told: list[FromEngine] = []
+        self.told: list[ToDecode] = []
+        self.is_heard = True
         source = regions(1 << 50)
         self.peers = [
             Peer(name, name, b"", PAGE_SIZE, regions(1 << shift), 0.0)
@@ -81,29 +91,30 @@ class Node:
             vocab_size=1000,
             num_aux_slots=16,
             use_prefix_cache=True,
-            tell_front=self.told.append,
-            tell_peer=lambda peer, message: None,
+            max_queued=MAX_QUEUED,
+            tell_peer=self.tell,
             room_timeout_secs=300.0,
             grace_secs=10.0,
         )
 
-    def arrive(self, room: int, peer: int, num_tokens: int, family: int = 0, num_resumed: int = 0) -> None:
-        """Both halves. Prompts of a family begin alike."""
-        tokens = (*[family or room] * (num_tokens - 1), room)
-        whole = (Extent(0, num_tokens),)
-        sampling = SamplingParams(1, num_resumed_tokens=num_resumed)
-        request = Generate(f"r{room}", room, num_tokens, sampling, "host", 1)
-        self.life.accept(GenerateGroup((request,), ANY, pack_token_ids(tokens)), 0.0)
-        self.life.bootstrap(
-            self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, DIGEST, hisparse=True), 0.0
-        )
+    def tell(self, peer: Peer, message: ToDecode) -> bool:
+        self.told.append(message)
+        return self.is_heard
+
+    def arrive(
+        self, room: int, peer: int, num_tokens: int, family: int = 0, num_resumed: int = 0, now: float = 0.0
+    ) -> None:
+        """A Bootstrap of so many tokens to compute. Prompts of a family begin alike."""
+        tokens = (*[family or room] * (num_tokens - 1), room, 5)
+        message = bootstrap_of(room, tokens, num_resumed_tokens=num_resumed)
+        self.life.bootstrap(self.peers[peer], message, now)
 
     def compute(self, room: int) -> None:
         """Admit a room and compute its prompt: all of it is with the sender then."""
         record = self.life.rooms.live(Room(room))
         self.life.admit([record], 0.0)
-        stop = record.num_prompt_tokens
-        push = self.pusher.plan(record, record.num_computed_tokens, stop)
+        stop = record.num_computed_tokens
+        push = self.pusher.plan(record, record.num_ready_tokens, stop)
         for layer in range(NUM_LAYERS):
             self.pusher.layer_written([push], layer)
         self.life.computed(record, stop, push)
@@ -205,33 +216,141 @@ def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) ->
 
 @pytest.mark.I6
 def test_a_prompt_may_fill_the_context(node: Node) -> None:
-    node.arrive(1, 0, NUM_SLOTS)
+    node.arrive(1, 0, NUM_SLOTS - 1)
     assert node.told == []
-    node.arrive(2, 0, NUM_SLOTS + 1)
+    node.arrive(2, 0, NUM_SLOTS)
     (failed,) = node.told
-    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed, RoomFailed)
+    assert (failed.room, failed.status, failed.quiet) == (2, 400, True)
     assert f"longer than the context of {NUM_SLOTS}" in failed.error
     assert node.candidates() == [1]
 
 
 @pytest.mark.I7
-def test_the_rooms_of_a_group_share_one_prompt(node: Node) -> None:
-    samples = tuple(Generate(f"r{room}", room, 40, SamplingParams(1), "host", 1) for room in range(3))
-    node.life.accept(GenerateGroup(samples, ANY, pack_token_ids(range(40))), 0.0)
-    first, *others = node.life.rooms
-    assert first.token_ids.tolist() == list(range(40))
-    assert len(first.keys) == 2
-    assert all(record.token_ids is first.token_ids and record.keys is first.keys for record in others)
+def test_no_more_rooms_wait_than_may(node: Node) -> None:
+    """Those that compute or send are no waiting ones. Who was refused may come again."""
+    for room in range(1, MAX_QUEUED + 1):
+        node.arrive(room, 0, 20)
+    assert node.told == []
+    node.arrive(30, 1, 20)
+    (failed,) = node.told
+    assert isinstance(failed, RoomFailed)
+    assert (failed.room, failed.status, failed.quiet, failed.batch_failed) == (30, 429, True, False)
+    assert f"{MAX_QUEUED} rooms wait on this prefill node, and {MAX_QUEUED} may" in failed.error
+    assert node.life.counters["failed_requests_total"] == 1
+    node.compute(1)
+    node.arrive(30, 1, 20)
+    assert node.life.rooms.live(Room(30)).state is RoomState.QUEUED
+    assert len(node.told) == 1
+
+
+@pytest.mark.I7
+def test_no_more_tokens_wait_than_may(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_life, "MAX_QUEUED_TOKENS", 100)
+    node.arrive(1, 0, 59)
+    node.arrive(2, 0, 40)
+    (failed,) = node.told
+    assert isinstance(failed, RoomFailed)
+    assert (failed.room, failed.status) == (2, 429)
+    assert "prompts of 60 tokens wait on this prefill node, and 41 more would exceed 100" in failed.error
+    node.arrive(3, 0, 39)
+    node.life.abort_room(node.peers[0], AbortRoom(1, "bored"), 0.0)
+    node.arrive(2, 0, 40)
+    assert node.candidates() == [3, 2]
+
+
+@pytest.mark.I7
+def test_a_room_waits_until_its_deadline(node: Node) -> None:
+    node.arrive(1, 0, 20, now=100.0)
+    node.arrive(2, 0, 20, now=101.0)
+    node.arrive(3, 0, 20, now=102.0)
+    node.life.admit([node.life.rooms.live(Room(1))], 103.0)
+    node.life.fail_expired(411.0)
+    assert node.told == []
+    node.life.fail_expired(411.5)
+    (failed,) = node.told
+    assert isinstance(failed, RoomFailed)
+    assert (failed.room, failed.status, failed.quiet) == (2, 504, True)
+    assert "was not begun within 310 s (room_timeout_secs 300, and 10 s" in failed.error
+    assert node.candidates() == [3]
+    assert node.life.rooms.live(Room(1)).state is RoomState.COMPUTING
+
+
+@pytest.mark.I7
+def test_a_room_whose_scores_cannot_be_sent_fails(node: Node) -> None:
+    """None is left out in silence: the room ends, and nothing behind them is sent."""
+    node.arrive(1, 0, 20)
+    record = node.life.rooms.live(Room(1))
+    node.life.admit([record], 0.0)
+    pieces = [RoomScores(Room(1), first, 0, b"") for first in (1, 2, 3)]
+    assert node.life.scored(record, pieces[:1], 0.0)
+    assert record.state is RoomState.COMPUTING
+    node.is_heard = False
+    assert not node.life.scored(record, pieces[1:], 0.0)
+    assert node.told[:2] == pieces[:2], "sent on behind a lost piece"
+    failed = node.told[2]
+    assert isinstance(failed, RoomFailed)
+    assert (failed.status, len(node.told)) == (502, 3)
+    assert "logprobs of the prompt could not be sent to decode node a" in failed.error
+    assert node.life.rooms.get(Room(1)) is None
+    node.life.check_integrity()
+
+
+@pytest.mark.I7
+def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(node: Node) -> None:
+    """Only that one: another prompt or attempt is another room's, and dropped."""
+    message = bootstrap_of(1, [*range(5, 40)], attempt=3)
+    node.life.bootstrap(node.peers[0], message, 0.0)
+    node.compute(1)
+    taken = node.sender.queue.next("a", 0.0)
+    assert taken is not None
+    node.life.fail(node.life.rooms.live(Room(1)), 500, "a bad kernel", 0.0)
+    first = node.told.pop()
+    assert isinstance(first, RoomFailed)
+    assert not first.quiet
+    for other in (
+        bootstrap_of(1, [*range(5, 39), 9], attempt=3),
+        bootstrap_of(1, [*range(5, 40)], attempt=4),
+    ):
+        node.life.bootstrap(node.peers[0], other, 0.0)
+        assert node.told == []
+    node.life.bootstrap(node.peers[0], bootstrap_of(1, [*range(5, 40)], attempt=3), 0.0)
+    assert node.told == [first]
+    node.sender.queue.finish(taken, Outcome())
+    for completion in node.sender.poll():
+        node.life.completed(completion, 0.0)
+    assert node.told[1:] == [RoomQuiet(Room(1), batch_failed=False)]
+
+
+@pytest.mark.I1
+def test_a_delivery_is_repeated_for_its_attempt(node: Node) -> None:
+    message = bootstrap_of(1, [*range(5, 40)], attempt=3)
+    node.life.bootstrap(node.peers[0], message, 0.0)
+    node.compute(1)
+    node.sender.write("a")
+    for completion in node.sender.poll():
+        node.life.completed(completion, 0.0)
+    (done,) = node.told
+    for peer, attempt in ((0, 3), (1, 3), (0, 4)):
+        node.told.clear()
+        node.life.bootstrap(node.peers[peer], bootstrap_of(1, [*range(5, 40)], attempt=attempt), 0.0)
+        (answer,) = node.told
+        assert (answer == done) is ((peer, attempt) == (0, 3))
 
 
 @pytest.mark.I5
 @pytest.mark.parametrize(
-    ("num_resumed", "num_cached"), [((0, 0), 96), ((30, 0), 64), ((0, 30), 64), ((30, 30), 64), ((0, 99), 0)]
+    ("num_resumed", "num_cached"),
+    [
+        *(((0, 0), 96), ((30, 0), 64), ((0, 30), 64), ((30, 30), 64), ((0, 100), 0)),
+        *(((4, 0), 96), ((5, 0), 80), ((0, 4), 96), ((0, 5), 80)),
+    ],
 )
 def test_pages_with_resumed_tokens_come_from_nobody_and_go_to_nobody(
     node: Node, num_resumed: tuple[int, int], num_cached: int
 ) -> None:
-    """What is before them is shared as ever. The two prompts differ in their last token."""
+    """Nor do they with the token before them. What is before is shared as ever. The two prompts differ in the
+    last token that is computed."""
     for room, resumed in enumerate(num_resumed, start=1):
         node.arrive(room, 0, 100, family=7, num_resumed=resumed)
         node.compute(room)

@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
-from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT
 from hisparse_pd.engine import held_rows
 from hisparse_pd.engine.held_rows import HeldRows
-from hisparse_pd.engine.messages import PrefillFinished, ReleasePage, RequestFailed
+from hisparse_pd.engine.messages import ReleasePage
 from hisparse_pd.protocol.messages import Extent, RoomDone, RoomFailed
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -91,15 +90,12 @@ def test_a_row_of_an_earlier_chunk_ends_its_room_and_no_other(engine: EngineThre
             flip(engine, room, 20)
 
     engine.after_layer = damage
-    landing = {"kv": (Extent(512, 100),), "index": (Extent(512, 100),), "aux_slot": 1}
-    peer.bootstrap(room, len(tokens), **landing)
-    request_id = engine.generate(room, tokens)
+    landing = {"kv": (Extent(512, 99),), "index": (Extent(512, 99),), "aux_slot": 1}
+    peer.bootstrap(room, tokens, **landing)
     deliver(engine, peer, other_room, other)
-    failure = engine.expect(RequestFailed)
-    assert (failure.request_id, failure.status, failure.code) == (request_id, 502, KV_ROW_CORRUPT)
-    assert "layer 1, position 20, in slot" in failure.error
     told = peer.expect(RoomFailed)
     assert (told.room, told.status) == (room, 502)
+    assert "layer 1, position 20, in slot" in told.error
     assert "see /quarantine of the prefill node" in told.error
     assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 0
 
@@ -113,24 +109,20 @@ def test_rooms_that_have_begun_with_a_prefix_end_when_it_is_damaged(
     tokens, other = begins + prompt(7, 100), begins + prompt(8, 20)
     first, room, other_room = (next_room() for _ in range(3))
     with patch.object(HeldRows, "verify_next"):
-        deliver(engine, peer, first, [*begins, 9])
+        deliver(engine, peer, first, [*begins, 9, 9])
 
         def damage(layer: int) -> None:
             if layer == 0 and room not in engine.computed:
                 flip(engine, first, 50)
-                landing = {"kv": (Extent(0, 84),), "index": (Extent(0, 84),)}
-                peer.bootstrap(other_room, len(other), **landing)
-                engine.generate(other_room, other)
-                engine.wait_for_message("front")
-                engine.wait_for_message("control")
+                peer.bootstrap(other_room, other)
+                engine.wait_for_message()
 
         engine.after_layer = damage
-        peer.bootstrap(room, len(tokens), kv=(Extent(512, 164),), index=(Extent(512, 164),), aux_slot=1)
-        engine.generate(room, tokens)
-        assert engine.expect(RequestFailed).code == KV_ROW_CORRUPT
-        finished = engine.expect(PrefillFinished)
-    assert peer.expect(RoomDone).room == other_room
-    assert finished.num_cached_tokens == 0
+        peer.bootstrap(room, tokens, kv=(Extent(512, 163),), index=(Extent(512, 163),), aux_slot=1)
+        told = peer.expect(RoomFailed)
+        assert (told.room, told.status) == (room, 502)
+        done = peer.expect(RoomDone)
+    assert (done.room, done.num_cached_tokens) == (other_room, 0)
     assert engine.computed[other_room][0][0] == 0
 
 
@@ -164,10 +156,9 @@ def test_a_prompt_that_does_not_fit_beside_pages_that_are_set_aside(
         deliver(engine, peer, room, tokens)
         flip(engine, room, 20)
         deliver(engine, peer, next_room(), tokens)
-        peer.bootstrap(room := next_room(), 8 * PAGE)
-        engine.generate(room, prompt(12, 8 * PAGE))
-        failure = engine.expect(RequestFailed, lambda failed: failed.request_id == f"request-{room}")
+        peer.bootstrap(next_room(), prompt(12, 8 * PAGE))
+        failure = peer.expect(RoomFailed)
         assert failure.status == 503
         assert "the KV pool has 7 (112 tokens)" in failure.error
         assert "1 pages are set aside, see /quarantine of the prefill node" in failure.error
-        deliver(engine, peer, next_room(), prompt(13, 7 * PAGE))
+        deliver(engine, peer, next_room(), prompt(13, 7 * PAGE + 1))

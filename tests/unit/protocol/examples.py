@@ -17,7 +17,9 @@ from hisparse_pd.protocol.messages import (
     RoomDone,
     RoomFailed,
     RoomQuiet,
+    RoomScores,
 )
+from hisparse_pd.protocol.prompt_scores import WantedScores
 
 GEOMETRY = Geometry(
     model_fingerprint="fp",
@@ -28,21 +30,23 @@ GEOMETRY = Geometry(
     index_item_bytes=128,
     index_topk=64,
     page_size=64,
-    sampling_defaults="top_p 0.9",
     index_rotation="hadamard",
     has_row_checks=True,
     attention_split_tile_size=256,
 )
+PROMPT = b"".join(token_id.to_bytes(4, "little") for token_id in range(1000, 1068))
 BOOTSTRAP = Bootstrap(
     room=2**63 - 1,
-    num_prompt_tokens=194,
-    kv_extents=(Extent(7, 100), Extent(300, 30)),
-    index_extents=(Extent(64, 192),),
+    kv_extents=(Extent(7, 2), Extent(300, 1)),
+    index_extents=(Extent(64, 64),),
     aux_slot=5,
-    prompt_digest=bytes(range(16)),
-    hisparse=True,
+    prompt=PROMPT,
+    root=bytes(range(16)),
     attempt=1,
     num_held_tokens=64,
+    num_resumed_tokens=2,
+    scores=WantedScores(1, 20),
+    hisparse=True,
 )
 
 TO_PREFILL = [
@@ -58,9 +62,8 @@ TO_PREFILL = [
         ),
         "9801"
         "01a46e6f6465ae31302e302e302e323a3135303031"
-        "9da26670a7666c6f6174333204"
-        "03ccc0cc804040"
-        "a9746f705f7020302e39" + "00"
+        "9ca26670a7666c6f6174333204"
+        "03ccc0cc804040" + "00"
         "a8686164616d617264" + "c3" + "cd0100"
         "9194a76b765f686f7374cd1000cd030001"
         "a472646d61"
@@ -69,10 +72,8 @@ TO_PREFILL = [
     (Heartbeat(9), "920209"),
     (
         BOOTSTRAP,
-        "9a03cf7fffffffffffffffccc29292076492cd012c1e919240ccc005"
-        + "c410"
-        + bytes(range(16)).hex()
-        + "0140c3",
+        "9c03cf7fffffffffffffff" + "9292070292cd012c01" + "91924040" + "05"
+        "c50110" + PROMPT.hex() + "c410" + bytes(range(16)).hex() + "014002" + "920114" + "c3",
     ),
     (AbortRoom(3, "gone"), "930403a4676f6e65"),
 ]
@@ -80,7 +81,7 @@ TO_DECODE = [
     (
         Registered(1, "inst", GEOMETRY, "shm", "same"),
         "960101a4696e7374"
-        "9da26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e3900a8686164616d617264c3cd0100"
+        "9ca26670a7666c6f617433320403ccc0cc80404000a8686164616d617264c3cd0100"
         "a373686da473616d65",
     ),
     (Refused("no", True), "9302a26e6fc3"),
@@ -91,4 +92,5 @@ TO_DECODE = [
     ),
     (RoomFailed(3, 503, "lost", False, True), "960503cd01f7a46c6f7374c2c3"),
     (RoomQuiet(3, False), "930603c2"),
+    (RoomScores(3, 1, 0, bytes(8)), "9507030100c408" + "00" * 8),
 ]

@@ -25,7 +25,7 @@ from hisparse_pd.protocol.channels import (
 from hisparse_pd.protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToPrefill
 from hisparse_pd.protocol.polling import Poller, Wakeup
 from hisparse_pd.protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
-from tests.identities import DIGEST
+from tests.identities import ROOT
 from tests.unit.endless import Endless
 from tests.waiting import WAIT_SECS, wait_until
 
@@ -105,7 +105,7 @@ def test_a_message_that_the_peer_would_not_take_is_not_sent(
     server = make_server()
     client = make_client(server)
     extents = tuple(Extent(2**40 + number, 2**40) for number in range(messages.MAX_EXTENTS))
-    assert not client.send(Bootstrap(1, 1, extents, extents, 0, DIGEST))
+    assert not client.send(Bootstrap(1, extents, extents, 0, bytes(4 << 20), ROOT))
     assert client.dropped["oversized"] == 1
     client.send(Heartbeat(2))
     assert receive_one(server)[1] == Heartbeat(2), "the connection is as it was"
@@ -282,7 +282,13 @@ def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None, why: str
 
 
 _BIG = Bootstrap(
-    1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, DIGEST, hisparse=True
+    1,
+    tuple(Extent(2**40 + i, 2**40) for i in range(50_000)),
+    (Extent(0, 1),),
+    0,
+    bytes(8),
+    ROOT,
+    hisparse=True,
 )
 
 

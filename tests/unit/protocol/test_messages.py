@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from hisparse_pd.protocol import messages
-from hisparse_pd.protocol.messages import Bootstrap, Registered, RoomDone
+from hisparse_pd.protocol.messages import MAX_PROMPT_TOKENS, Bootstrap, Registered, RoomDone
 from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 
 
@@ -37,7 +37,7 @@ def _fields(message: Any) -> list[Any]:
 
 def test_hisparse_stands_last_in_the_bootstrap_message() -> None:
     assert Bootstrap.__struct_fields__[-1] == "hisparse"
-    assert _fields(BOOTSTRAP)[-3:] == [1, 64, True]
+    assert _fields(BOOTSTRAP)[-3:] == [2, [1, 20], True]
 
 
 REGISTER, _ = TO_PREFILL[0]
@@ -62,7 +62,7 @@ def test_a_message_with_fewer_or_further_fields_decodes(fields: list[Any], expec
     ("before", "expected"),
     [
         (
-            "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39",
+            "940101a4696e737498a26670a7666c6f617433320403ccc0cc804040",
             Registered(1, "inst", OLD_GEOMETRY),
         ),
         ("950403cd100040cb3fe0000000000000", RoomDone(3, 4096, 64, 0.5, times=None)),
@@ -88,21 +88,26 @@ def test_a_lane_names_a_socket_of_ours_and_no_path(socket: str) -> None:
     [
         {1: -1},
         {1: 2**63},
-        {2: 0},
-        {3: [[0, 0]]},
-        {3: [[-1, 4]]},
-        {3: [[1]]},
-        {3: "slots"},
-        {5: -1},
+        {2: [[0, 0]]},
+        {2: [[-1, 4]]},
+        {2: [[1]]},
+        {2: "slots"},
+        {4: -1},
+        {5: b""},
+        {5: bytes(4 * MAX_PROMPT_TOKENS + 1)},
+        {5: "text"},
         {6: b""},
         {6: bytes(15)},
         {6: bytes(17)},
         {6: "text"},
-        {9: 1},
+        {9: -1},
+        {10: [0, 1]},
+        {10: [1, 21]},
+        {11: 1},
         {0: 77},
         {0: "Bootstrap"},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:40],
 )
 def test_a_field_out_of_bounds_is_refused(change: dict[int, Any]) -> None:
     fields = _fields(BOOTSTRAP)

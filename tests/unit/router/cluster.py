@@ -33,7 +33,10 @@ async def serving(app: Any) -> AsyncIterator[str]:
 
 @dataclass
 class FakeNode:
-    """Answers as ``behaviour`` says, and keeps what it was sent and whether its client left early."""
+    """Answers as ``behaviour`` says, and keeps what it was sent and whether its client left early.
+
+    A prefill node has a behaviour for what the router asks it about itself; it is sent no request.
+    """
 
     behaviour: Behaviour
     models: tuple[str, ...] = ("tiny",)
@@ -117,8 +120,9 @@ async def write(send: Send, chunk: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
-async def delivers(node: FakeNode, send: Send) -> None:
-    await answer(send, b'{"delivered": true}')
+async def computes(node: FakeNode, send: Send) -> None:
+    """What a prefill node does for the decode node; the router has nothing to ask of it."""
+    await answer(send, b"", 404)
 
 
 class CutConnection(Exception):
@@ -176,6 +180,7 @@ async def cuts_off(node: FakeNode, send: Send) -> None:
 
 
 OK = says(b"{}")
+FIRST_BOOTSTRAP_PORT = 7000
 
 
 @dataclass
@@ -187,6 +192,11 @@ class Cluster:
     @property
     def nodes(self) -> list[FakeNode]:
         return [*self.prefill, *self.decode]
+
+    def prefill_of(self, body: dict[str, Any]) -> FakeNode:
+        """The prefill node that a decode node was told to take."""
+        port = body["bootstrap_port"]
+        return self.prefill[(port[0] if isinstance(port, list) else port) - FIRST_BOOTSTRAP_PORT]
 
     async def metrics(self) -> str:
         return (await self.client.get("/metrics")).text
@@ -208,13 +218,16 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    prefill: list[Behaviour] | Behaviour = delivers,
+    prefill: list[Behaviour] | Behaviour = computes,
     decode: list[Behaviour] | Behaviour = streams,
     drain: Drain | None = None,
     num_ranks: int = 1,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """Fake nodes with the given behaviours behind a real router; ``num_ranks``: of each prefill node."""
+    """Fake nodes with the given behaviours behind a real router; ``num_ranks``: of each prefill node.
+
+    In the end, no prefill node may have been sent a body.
+    """
     nodes = {
         NodeKind.PREFILL: [FakeNode(b) for b in (prefill if isinstance(prefill, list) else [prefill])],
         NodeKind.DECODE: [FakeNode(b) for b in (decode if isinstance(decode, list) else [decode])],
@@ -233,7 +246,9 @@ async def cluster(
             "resume_timeout_secs": 0.0,
         }
         router_settings = RouterSettings(
-            prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
+            prefill=tuple(
+                (node.url, FIRST_BOOTSTRAP_PORT + i) for i, node in enumerate(nodes[NodeKind.PREFILL])
+            ),
             decode=tuple(node.url for node in nodes[NodeKind.DECODE]),
             **{**fixed, **settings},
         )
@@ -242,6 +257,9 @@ async def cluster(
             httpx.AsyncClient(base_url=url, timeout=WAIT_SECS, trust_env=False) as client,
         ):
             yield Cluster(nodes[NodeKind.PREFILL], nodes[NodeKind.DECODE], client)
+            sent = [request for node in nodes[NodeKind.PREFILL] for request in node.requests]
+            assert [path for path, _, _ in sent if path != "/status"] == []
+            assert not any(body for _, _, body in sent)
     finally:
         await asyncio.gather(*(server.aclose() for server in servers))
 

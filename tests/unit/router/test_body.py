@@ -1,4 +1,4 @@
-"""What the router makes of a client's body: the prompts in it, whose the answer is, and what is refused."""
+"""What the router makes of a client's body: the prompts in it, what it adds, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hisparse_pd.serving.http.http_errors import ApiError
 from tests.property.fuzzing import peak_bytes
 
 COMPLETIONS, CHAT, GENERATE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.GENERATE
-ALONE, PLAIN = "prefill_only", ""
 
 
 def parse(fields: dict[str, Any], endpoint: Endpoint = COMPLETIONS) -> RequestBody:
@@ -91,6 +90,22 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 9, "echo": True, "logprobs": 0}),
+        (CHAT, {"messages": [], "prompt_logprobs": 3, "prefill_only": "mine"}),
+        (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 0}),
+    ],
+)
+def test_what_a_request_asks_for_is_the_decode_nodes_to_judge(
+    endpoint: Endpoint, fields: dict[str, Any]
+) -> None:
+    sent = json.loads(parse(fields, endpoint).with_bootstrap("h", 1, 7))
+    assert sent == fields | {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 7}
+
+
 def test_half_of_a_surrogate_pair_is_named() -> None:
     for body in (b'{"prompt": "\\ud83d"}', b'{"prompt": "\\ude00"}'):
         with pytest.raises(ApiError, match="surrogate pair"):
@@ -119,84 +134,3 @@ def test_too_many_prompts_are_refused(prompt: object, num_prompts: int) -> None:
 
     refuse()  # makes the decoder, once
     assert peak_bytes(refuse) < len(body) + (4 << 20), "no object for each"
-
-
-# --- whose the answer is -----------------------------------------------------------------------------
-
-
-def scored(max_new_tokens: Any, **fields: Any) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop": ["x"]}
-    return {"return_logprob": True, "logprob_start_len": 0, "sampling_params": params, **fields}
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "fields", "told"),
-    [
-        (COMPLETIONS, {}, PLAIN),
-        (COMPLETIONS, {"max_tokens": 0}, ALONE),
-        (COMPLETIONS, {"max_tokens": 1}, PLAIN),
-        (COMPLETIONS, {"max_tokens": 10}, PLAIN),
-        (COMPLETIONS, {"max_tokens": 1, "echo": True}, PLAIN),
-        (COMPLETIONS, {"max_tokens": 1, "echo": True, "logprobs": 1}, ALONE),
-        (COMPLETIONS, {"max_tokens": 1, "echo": False, "logprobs": 1}, PLAIN),
-        (COMPLETIONS, {"max_tokens": 1, "prompt_logprobs": 0}, ALONE),
-        (COMPLETIONS, {"max_tokens": 0, "max_completion_tokens": 5, "prompt_logprobs": None}, PLAIN),
-        (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 0}, ALONE),
-        (COMPLETIONS, {"max_tokens": 0, "max_completion_tokens": None}, ALONE),
-        (COMPLETIONS, {"max_tokens": "0"}, PLAIN),
-        (COMPLETIONS, {"max_tokens": False}, PLAIN),
-        (CHAT, {"max_tokens": 0}, ALONE),
-        (CHAT, {"max_tokens": 1, "logprobs": True}, PLAIN),
-        (Endpoint.MESSAGES, {"max_tokens": 0, "prompt_logprobs": 3}, PLAIN),
-        (GENERATE, scored(0), ALONE),
-        (GENERATE, scored(1), ALONE),
-        (GENERATE, scored(1, return_logprob=False), PLAIN),
-        (GENERATE, scored(1, logprob_start_len=-1), PLAIN),
-        (GENERATE, {"sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 0}]}, ALONE),
-        (GENERATE, {"sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}, PLAIN),
-        (GENERATE, {"sampling_params": []}, PLAIN),
-        (GENERATE, {"sampling_params": [0]}, PLAIN),
-        (GENERATE, {"sampling_params": None}, PLAIN),
-    ],
-)
-@pytest.mark.parametrize("indent", [None, 1])
-def test_nodes_are_told_whose_the_answer_is(
-    endpoint: Endpoint, fields: dict[str, Any], told: str, indent: int | None
-) -> None:
-    client = {"prompt": "a", ALONE: "mine", **fields}
-    body = RequestBody.parse(json.dumps(client, indent=indent).encode(), endpoint)
-    assert body.is_prefill_only == (told == ALONE)
-    sent = json.loads(body.with_bootstrap("h", 1, 7))
-    assert sent.get(ALONE) == (True if told else None)
-    assert {name: sent[name] for name in fields} == fields
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "fields", "asking", "said"),
-    [
-        (
-            COMPLETIONS,
-            {"max_tokens": 2, "echo": True, "logprobs": 0},
-            "echo",
-            "max_tokens is 2: set max_tokens",
-        ),
-        (COMPLETIONS, {"echo": True, "logprobs": 0}, "echo", "max_tokens is not given"),
-        (
-            CHAT,
-            {"max_tokens": 1, "max_completion_tokens": 9, "prompt_logprobs": 3},
-            "prompt_logprobs",
-            "max_completion_tokens is 9: set max_completion_tokens to 0 or 1",
-        ),
-        (GENERATE, scored(2), "logprob_start_len", "set sampling_params.max_new_tokens to 0 or 1"),
-        (GENERATE, scored("0"), "logprob_start_len", '"max_new_tokens": "0"'),
-    ],
-)
-def test_logprobs_of_the_prompt_beside_more_than_one_token_are_refused(
-    endpoint: Endpoint, fields: dict[str, Any], asking: str, said: str
-) -> None:
-    with pytest.raises(ApiError) as caught:
-        RequestBody.parse(json.dumps({"prompt": "a", **fields}).encode(), endpoint)
-    assert (caught.value.status, caught.value.param) == (400, asking)
-    assert caught.value.message.startswith(f"{asking}: ")
-    for part in ("1 generated token at most", said, "a second request"):
-        assert part in caught.value.message

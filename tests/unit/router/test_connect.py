@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
@@ -195,6 +196,38 @@ async def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
         while not node.num_accepted:
             await asyncio.sleep(0)
         await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
+
+
+async def test_a_connection_that_fails_when_nobody_waits_for_it_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_fail, has_failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    reported: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+
+    async def fails(*given: Any, **named: Any) -> Any:
+        begun.set()
+        await may_fail.wait()
+        loop.call_soon(has_failed.set)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", fails)
+    handler = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    try:
+        asking = asyncio.create_task(ask("http://127.0.0.1:1"))
+        await begun.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        may_fail.set()
+        await has_failed.wait()
+        gc.collect()  # what nobody asked for is reported when the task is forgotten
+        await asyncio.sleep(0)
+        gc.collect()
+    finally:
+        loop.set_exception_handler(handler)
+    assert reported == []
 
 
 CONTENT = b"data: 1\n\ndata: \r\n0\r\n\r\n2\n\n" * 3

@@ -28,7 +28,7 @@ from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY
-from tests.unit.router.cluster import FakeNode, at_first, delivers, in_two_steps, never, serving
+from tests.unit.router.cluster import FakeNode, at_first, computes, in_two_steps, never, serving
 from tests.waiting import NEVER_SECS, WAIT_SECS, until, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +59,7 @@ class RouterProcess:
 async def router_process(
     *options: str, decode: Callable[..., object] = in_two_steps
 ) -> AsyncIterator[RouterProcess]:
-    prefill_node, decode_node = FakeNode(delivers), FakeNode(decode)  # type: ignore[arg-type]
+    prefill_node, decode_node = FakeNode(computes), FakeNode(decode)  # type: ignore[arg-type]
     port = free_port()
     limits = httpx.Limits(max_keepalive_connections=0)
     async with (

@@ -13,13 +13,14 @@ import pytest
 from starlette.types import Message
 
 from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import RawHeaders
 from hisparse_pd.router.drain import Drain
 from hisparse_pd.router.journal import JournalBudget
 from hisparse_pd.router.metrics import RouterMetrics
 from hisparse_pd.router.node_calls import Answer, NodeCalls
-from hisparse_pd.router.nodes import Node, NodeKind, NodePool, Pair
-from hisparse_pd.router.relay import _Exchange
+from hisparse_pd.router.nodes import Node, NodeKind, NodePool
+from hisparse_pd.router.relay import Relay, RelayedRequest
 from hisparse_pd.router.request_ids import RequestIds
 from hisparse_pd.router.server import _RelayEndpoint
 from hisparse_pd.serving.api.bodies import Endpoint
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.anyio
 
 SETTINGS = RouterSettings(prefill=(("http://p:1", 1),), decode=("http://d:1",))
 BODY = b'{"prompt": "x"}'
+BUDGET = JournalBudget(0)
 
 
 async def take_turns(num: int = 20) -> None:
@@ -49,7 +51,7 @@ def reading() -> Callable[[], Awaitable[bytes]]:
 
 
 class SlowToClose:
-    """A relay whose legs take a while to end."""
+    """A relay whose requests take a while to end."""
 
     def __init__(self, headers: RawHeaders) -> None:
         self._headers = headers
@@ -67,7 +69,7 @@ class SlowToClose:
 
 @pytest.mark.parametrize("headers", [[(b"content-length", b"4")], []], ids=["length", "chunked"])
 async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHeaders) -> None:
-    metrics, relay = RouterMetrics(NodePool([], [], SETTINGS.policy), JournalBudget(0)), SlowToClose(headers)
+    metrics, relay = RouterMetrics(NodePool([], [], SETTINGS.policy), BUDGET), SlowToClose(headers)
     router = SimpleNamespace(settings=SETTINGS, drain=Drain(), metrics=metrics, relay=relay, tracer=None)
     has_all = asyncio.Event()
     requests = [{"type": "http.request", "body": BODY, "more_body": False}]
@@ -97,15 +99,31 @@ async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHead
 
 @pytest.mark.I8
 @pytest.mark.parametrize("num_turns", range(1, 4))
-async def test_legs_end_whenever_their_request_is_cancelled(num_turns: int) -> None:
-    nodes = [Node.from_url(kind, f"http://{kind}:1") for kind in NodeKind]
-    pool = NodePool([nodes[0]], [nodes[1]], "least_loaded")
-    exchange = _Exchange(NodeCalls(1.0), pool, Pair(nodes[0], nodes[1], 1))
-    exchange._stack.enter_context(pool.working(nodes[1], 1))
-    exchange._prefill = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-    closing = asyncio.create_task(exchange.close())
+async def test_a_search_ends_whenever_its_request_is_cancelled(num_turns: int) -> None:
+    """With what is open at the pair that it tries."""
+    pool = NodePool.from_settings(SETTINGS)
+    relay = Relay(pool, NodeCalls(1.0), never, RouterMetrics(pool, BUDGET), BUDGET, SETTINGS)
+    relayed = RelayedRequest(
+        relay, Endpoint.COMPLETIONS, RequestBody.parse(BODY, Endpoint.COMPLETIONS), [], None
+    )
+    node = pool.of_kind(NodeKind.DECODE)[0]
+    relayed._open_at_pair.enter_context(pool.working(node, 1))
+    relayed._going_on = asyncio.create_task(takes_turns_to_end())
+    await take_turns(1)
+    closing = asyncio.create_task(relayed.close())
     await take_turns(num_turns)
     closing.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await closing
-    assert nodes[1].num_in_flight == 0
+    assert node.num_in_flight == 0
+
+
+async def takes_turns_to_end() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await take_turns()
+
+
+async def never(node: Node) -> None:
+    raise AssertionError("no check is due")

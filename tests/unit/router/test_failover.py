@@ -11,89 +11,69 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from hisparse_pd.base.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
+from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED
 from hisparse_pd.router.local_faults import local_fault
 from hisparse_pd.serving.api.bodies import TokenPath
 from tests.unit.router.cluster import (
+    EVENTS,
     OK,
-    WAIT_SECS,
     Behaviour,
     CutConnection,
     FakeNode,
     at_first,
+    breaks_off,
     cluster,
-    cuts_off,
-    delivers,
+    computes,
     error_of,
     never,
     says,
     start,
-    write,
+    streams,
 )
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 BODY = {"text": "a"}
-NOTHING = {"text": "a", "sampling_params": {"max_new_tokens": 0}}
-"""A prefill node answers it alone."""
 BROKEN_TRANSFER = b'{"error": {"message": "the write failed", "type": "server_error", "code": null}}'
+
+
+def about(code: str, status: int = 503) -> Behaviour:
+    return says(json.dumps({"error": {"message": "no contact", "type": "x", "code": code}}).encode(), status)
+
+
+PREFILL_FAILED = about(PREFILL_NODE_FAILED)
 
 
 # --- errors of nodes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "status"),
-    [*(("prefill", status) for status in (400, 404, 500, 503, 504)), ("decode", 400), ("decode", 503)],
-)
-async def test_a_nodes_error_is_the_clients_and_ends_the_other_leg(kind: str, status: int) -> None:
-    """Where no other node of its kind may do better."""
+@pytest.mark.parametrize("status", [400, 404, 500, 503, 504])
+async def test_a_decode_nodes_error_is_the_clients(status: int) -> None:
+    """Where no other one may do better."""
     error = json.dumps({"error": {"message": "prompt too long", "type": "x", "code": "y"}}).encode()
-    async with cluster(**{"prefill": never, "decode": never, kind: says(error, status)}) as pair:
+    async with cluster(decode=says(error, status)) as pair:
         response = await pair.client.post("/v1/completions", json={"prompt": "a"})
         assert (response.status_code, response.content) == (status, error)
-        other = pair.nodes[kind == "prefill"]
-        await asyncio.wait_for(other.client_left.wait(), WAIT_SECS)
 
 
-async def test_a_prefill_error_counts_until_the_first_byte_of_the_answer() -> None:
-    """One that is no JSON becomes some."""
-
-    async def headers_only(node: FakeNode, send: Send) -> None:
-        await start(send)
-        await never(node, send)
-
-    async with cluster(prefill=says(b"oh no", 500, "text/plain"), decode=headers_only) as pair:
+async def test_an_error_that_is_no_json_becomes_some() -> None:
+    async with cluster(decode=says(b"oh no", 500, "text/plain")) as pair:
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.status_code == 500
-        assert f"{pair.prefill[0].url} answered 500: oh no" in error_of(response)
+        assert f"{pair.decode[0].url} answered 500: oh no" in error_of(response)
 
 
 @pytest.mark.I7
-async def test_once_the_client_has_a_byte_the_decode_node_speaks_for_the_room() -> None:
-    """A prefill node that fails then changes nothing, and a stream that breaks off ends in an error event."""
-
-    async def breaks_off(node: FakeNode, send: Send) -> None:
-        await start(send)
-        await write(send, b"data: 1\n\n")
-        pair.prefill[0].release.set()
-        await node.release.wait()
-        await write(send, b"data: 2\n\n")
-        raise CutConnection
-
-    async def dies(node: FakeNode, send: Send) -> None:
-        await node.release.wait()
-        pair.decode[0].release.set()
-        raise CutConnection
-
-    async with cluster(prefill=[dies, delivers], decode=[breaks_off, OK]) as pair:
+async def test_a_stream_that_breaks_off_ends_in_an_error_event() -> None:
+    """The client has a byte: no other pair has the request."""
+    async with cluster([computes] * 2, [breaks_off, OK]) as pair:
         response = await pair.client.post("/generate", json={"stream": True})
         assert response.status_code == 200
-        first, second, error, rest = response.content.split(b"\n\n")
-        assert (first, second, rest) == (b"data: 1", b"data: 2", b"")
+        first, error, rest = response.content.split(b"\n\n")
+        assert (first, rest) == (b"data: 1", b"")
         assert pair.decode[0].url in json.loads(error.removeprefix(b"data: "))["error"]["message"]
-        assert not pair.prefill[1].requests + pair.decode[1].requests
+        assert not pair.decode[1].requests
         metrics = await pair.metrics()
         assert "router_truncated_answers_total 1.0" in metrics
         assert "router_retries_total 0.0" in metrics
@@ -120,34 +100,45 @@ async def test_a_silent_node_is_a_gateway_timeout() -> None:
 # --- nodes that cannot be reached --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
-async def test_an_unreachable_node_is_replaced_once_under_a_new_room(kind: str) -> None:
-    async with cluster([delivers] * 2, [OK] * 2) as pair:
-        broken, spare = getattr(pair, kind)
+async def test_an_unreachable_decode_node_is_replaced_once_under_a_new_room() -> None:
+    async with cluster([computes] * 2, [OK] * 2) as pair:
+        broken, spare = pair.decode
         await broken.close()
         assert (await pair.client.post("/generate", json=BODY)).status_code == 200
         assert len(spare.requests) == 1
-        others = pair.decode if kind == "prefill" else pair.prefill
-        rooms = [json.loads(body)["bootstrap_room"] for node in others for _, _, body in node.requests]
-        assert spare.body()["bootstrap_room"] in rooms
-        assert len(set(rooms)) == len(rooms)
         metrics = await pair.metrics()
         assert "router_retries_total 1.0" in metrics
-        assert f'router_node_healthy{{kind="{kind}",node="{broken.url}"}} 0.0' in metrics
+        assert f'router_node_healthy{{kind="decode",node="{broken.url}"}} 0.0' in metrics
         await pair.client.post("/generate", json=BODY)
         assert "router_retries_total 1.0" in await pair.metrics()
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
-async def test_without_a_spare_node_the_error_names_the_node(kind: str) -> None:
+async def test_without_a_spare_node_the_error_names_the_node() -> None:
     async with cluster(decode=OK) as pair:
-        (broken,) = getattr(pair, kind)
+        (broken,) = pair.decode
         await broken.close()
         for status in (502, 503):
             response = await pair.client.post("/generate", json={})
             assert response.status_code == status
             assert broken.url in error_of(response)
         assert (await pair.client.get("/health")).status_code == 503
+
+
+async def test_a_prefill_node_that_cannot_be_reached_is_found_by_its_health_check() -> None:
+    """The router has no other business with it."""
+    async with cluster([computes] * 2, OK, health_interval_secs=0.05) as pair:
+        gone, spare = pair.prefill
+        await gone.close()
+        await pair.until_counted(f'router_node_healthy{{kind="prefill",node="{gone.url}"}} 0.0')
+        for _ in range(3):
+            response = await pair.client.post("/generate", json=BODY)
+            assert (response.status_code, response.headers["x-hisparse-pd-prefill"]) == (200, spare.url)
+        await spare.close()
+        await pair.until_health(503)
+        response = await pair.client.post("/generate", json=BODY)
+        assert response.status_code == 503
+        assert "no healthy prefill node" in error_of(response)
+        assert len(pair.decode[0].requests) == 3
 
 
 @pytest.mark.I7
@@ -172,7 +163,7 @@ def test_what_this_machine_lacks_is_named(number: int, named: str | None) -> Non
 @pytest.mark.I7
 @pytest.mark.I8
 async def test_what_this_machine_lacks_is_no_nodes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster([delivers] * 2, OK, health_interval_secs=0.05) as pair:
+    async with cluster([computes] * 2, OK, health_interval_secs=0.05) as pair:
         nodes = {httpx.URL(node.url).port for node in pair.nodes}
         connect, num_tries = asyncio.BaseEventLoop.create_connection, 0
 
@@ -200,76 +191,56 @@ async def test_what_this_machine_lacks_is_no_nodes_fault(monkeypatch: pytest.Mon
 @pytest.mark.I7
 @pytest.mark.parametrize(
     "fails",
-    [cuts_off, says(BROKEN_TRANSFER, 502), says(b"shutting down", 503), says(b"full", 429)],
-    ids=["died", "502", "503", "429"],
+    [
+        *(about(PREFILL_NODE_FAILED, status) for status in (502, 503, 429)),
+        about(PREFILL_NODE_FAILED, 500),
+        says(BROKEN_TRANSFER, 502),
+    ],
+    ids=["502", "503", "429", "500", "no code"],
 )
-async def test_a_request_goes_on_with_another_prefill_node(fails: Behaviour) -> None:
-    async with cluster(prefill=[fails, delivers], decode=at_first(never, OK)) as pair:
+@pytest.mark.parametrize(("stream", "answers"), [(False, OK), (True, streams)], ids=["whole", "stream"])
+async def test_a_request_whose_prefill_node_failed_goes_on_with_another_one(
+    fails: Behaviour, stream: bool, answers: Behaviour
+) -> None:
+    """By the word of its decode node, which is not to blame."""
+    async with cluster([computes] * 2, at_first(fails, answers)) as pair:
         broken, spare = pair.prefill
         (decode,) = pair.decode
-        response = await pair.client.post("/generate", json=BODY)
-        assert (response.status_code, response.content) == (200, b"{}")
+        response = await pair.client.post("/generate", json={**BODY, "stream": stream})
+        assert (response.status_code, response.content) == (200, b"".join(EVENTS) if stream else b"{}")
         assert response.headers["x-hisparse-pd-prefill"] == spare.url
-        assert (len(broken.requests), len(spare.requests)) == (1, 1)
-        assert spare.body() == decode.body()
-        assert decode.body(0)["bootstrap_room"] == broken.body()["bootstrap_room"]
-        assert decode.body(0)["bootstrap_room"] != decode.body(1)["bootstrap_room"]
-        await asyncio.wait_for(decode.client_left.wait(), WAIT_SECS)
+        assert response.headers["x-hisparse-pd-decode"] == decode.url
+        first, second = decode.body(0), decode.body(1)
+        assert (pair.prefill_of(first), pair.prefill_of(second)) == (broken, spare)
+        assert first["bootstrap_room"] != second["bootstrap_room"]
+        assert first["text"] == second["text"] == "a"
         metrics = await pair.metrics()
         assert "router_prefill_retries_total 1.0" in metrics
         assert "router_retries_total 1.0" in metrics
-        assert f'router_node_healthy{{kind="prefill",node="{broken.url}"}} 1.0' in metrics, "blacklisted"
+        for node, kind in ((broken, "prefill"), (decode, "decode")):
+            assert f'router_node_healthy{{kind="{kind}",node="{node.url}"}} 1.0' in metrics, "blacklisted"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_there_is_one_prefill_node_the_client_hears_that_it_failed(stream: bool) -> None:
+    async with cluster(decode=PREFILL_FAILED) as pair:
+        response = await pair.client.post("/generate", json={**BODY, "stream": stream})
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == PREFILL_NODE_FAILED
+        assert len(pair.decode[0].requests) == 1
+        assert "router_retries_total 0.0" in await pair.metrics()
 
 
 async def test_a_write_that_failed_is_tried_again_where_there_is_no_other_prefill_node() -> None:
-    fails_once = at_first(says(BROKEN_TRANSFER, 502), delivers)
-    async with cluster(prefill=fails_once, decode=at_first(never, OK)) as pair:
+    async with cluster(decode=at_first(says(BROKEN_TRANSFER, 502), OK)) as pair:
         response = await pair.client.post("/generate", json=BODY)
         assert (response.status_code, response.content) == (200, b"{}")
-        assert len(pair.prefill[0].requests) == 2
-
-
-def about(code: str, status: int = 503) -> Behaviour:
-    return says(json.dumps({"error": {"message": "no contact", "type": "x", "code": code}}).encode(), status)
-
-
-@pytest.mark.parametrize("fails", [says(BROKEN_TRANSFER, 502), about(PREFILL_NODE_FAILED)])
-async def test_a_decode_node_that_cannot_contact_the_prefill_node_is_not_to_blame(fails: Behaviour) -> None:
-    async with cluster(prefill=[never, delivers], decode=at_first(fails, OK)) as pair:
-        response = await pair.client.post("/generate", json=BODY)
-        assert (response.status_code, response.content) == (200, b"{}")
-        assert response.headers["x-hisparse-pd-prefill"] == pair.prefill[1].url
-        assert pair.prefill[0].body()["bootstrap_room"] != pair.prefill[1].body()["bootstrap_room"]
-        await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
-        assert "router_prefill_retries_total 1.0" in await pair.metrics()
-
-
-@pytest.mark.parametrize("says_why", [True, False])
-async def test_a_prefill_node_whose_decode_node_gave_up_is_not_to_blame(
-    says_why: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The decode node's own answer counts, if it comes; the prefill node's word of it may be faster."""
-    monkeypatch.setattr("hisparse_pd.router.relay.DECODE_SAYS_WHY_SECS", WAIT_SECS if says_why else 0.0)
-
-    async def gives_up(node: FakeNode, send: Send) -> None:
-        await node.release.wait()
-        await about("unavailable")(node, send)
-
-    async def hears_of_it(node: FakeNode, send: Send) -> None:
-        await about(DECODE_NODE_FAILED)(node, send)
-        if says_why:
-            pair.decode[0].release.set()
-
-    async with cluster(prefill=at_first(hears_of_it, delivers), decode=[gives_up, OK]) as pair:
-        response = await pair.client.post("/generate", json=BODY)
-        assert (response.status_code, response.content) == (200, b"{}")
-        assert response.headers["x-hisparse-pd-decode"] == pair.decode[1].url
-        assert "router_prefill_retries_total 0.0" in await pair.metrics()
+        assert len(pair.decode[0].requests) == 2
 
 
 @pytest.mark.parametrize("status", [503, 429])
 async def test_a_decode_node_that_is_not_ready_or_full_is_passed_over(status: int) -> None:
-    async with cluster(delivers, [says(b"not now", status), OK]) as pair:
+    async with cluster(decode=[says(b"not now", status), OK]) as pair:
         response = await pair.client.post("/generate", json=BODY)
         assert (response.status_code, response.content) == (200, b"{}")
         assert response.headers["x-hisparse-pd-decode"] == pair.decode[1].url
@@ -283,40 +254,42 @@ async def test_a_decode_node_that_is_not_ready_or_full_is_passed_over(status: in
 @pytest.mark.I8
 @pytest.mark.parametrize(("max_retries", "num_asked"), [(0, 1), (1, 2), (2, 3)])
 async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
-    async with cluster([says(BROKEN_TRANSFER, 502)] * 4, never, max_retries=max_retries) as pair:
+    """Where each prefill node fails with a request, it comes to none of them twice."""
+    async with cluster([computes] * 4, says(BROKEN_TRANSFER, 502), max_retries=max_retries) as pair:
         response = await pair.client.post("/generate", json={})
         assert (response.status_code, response.content) == (502, BROKEN_TRANSFER)
-        assert [len(node.requests) for node in pair.prefill] == [1] * num_asked + [0] * (4 - num_asked)
+        (decode,) = pair.decode
+        asked = [pair.prefill_of(decode.body(number)) for number in range(len(decode.requests))]
+        assert [node.url for node in asked] == [node.url for node in pair.prefill[:num_asked]]
 
 
 @pytest.mark.I7
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
-async def test_where_all_queues_are_full_the_client_hears_it(kind: str) -> None:
+async def test_where_all_queues_are_full_the_client_hears_it() -> None:
     full = json.dumps({"error": {"message": "64 requests wait"}}).encode()
-    async with cluster(**{"prefill": never, "decode": never, kind: [says(full, 429)] * 2}) as pair:
+    async with cluster(decode=[says(full, 429)] * 2) as pair:
         response = await pair.client.post("/generate", json=BODY)
         assert (response.status_code, response.content) == (429, full)
         assert response.headers["retry-after"] == "5"
-        assert [len(node.requests) for node in getattr(pair, kind)] == [1, 1], "both were asked"
+        assert [len(node.requests) for node in pair.decode] == [1, 1], "both were asked"
         metrics = await pair.metrics()
         assert " 0.0" not in [line[-4:] for line in metrics.splitlines() if "router_node_healthy{" in line]
 
 
 @pytest.mark.parametrize("status", [400, 500, 504])
-async def test_what_another_prefill_node_would_do_again_is_not_retried(status: int) -> None:
-    async with cluster([says(b"{}", status), delivers], never) as pair:
+async def test_what_another_pair_would_do_again_is_not_retried(status: int) -> None:
+    async with cluster([computes] * 2, [says(b"{}", status), OK]) as pair:
         assert (await pair.client.post("/generate", json={})).status_code == status
-        assert not pair.prefill[1].requests
+        assert not pair.decode[1].requests
 
 
 async def test_a_retry_needs_another_healthy_prefill_node() -> None:
-    async with cluster([cuts_off, delivers], never, health_interval_secs=0.05) as pair:
+    async with cluster([computes] * 2, PREFILL_FAILED, health_interval_secs=0.05) as pair:
         pair.prefill[1].healthy = False
         await pair.until_counted(f'router_node_healthy{{kind="prefill",node="{pair.prefill[1].url}"}} 0.0')
         response = await pair.client.post("/generate", json={})
-        assert response.status_code == 502
-        assert pair.prefill[0].url in error_of(response)
-        assert not pair.prefill[1].requests
+        assert response.status_code == 503
+        assert response.headers["x-hisparse-pd-prefill"] == pair.prefill[0].url
+        assert len(pair.decode[0].requests) == 1
 
 
 async def test_nodes_that_load_or_are_away_are_used_again_when_they_are_back() -> None:
@@ -339,47 +312,21 @@ async def test_nodes_that_load_or_are_away_are_used_again_when_they_are_back() -
         assert (await pair.client.post("/generate", json={})).status_code == 200
 
 
-# --- what a prefill node answers alone ---------------------------------------------------------------
-
-
-async def test_another_prefill_node_takes_what_one_fails_with_alone() -> None:
-    async with cluster([says(b"{}", status=503), OK], never) as pair:
-        for broken in pair.prefill:
-            for _ in range(2):
-                assert (await pair.client.post("/generate", json=NOTHING)).status_code == 200
-            await broken.close()
-        response = await pair.client.post("/generate", json=NOTHING)
-        assert response.status_code in (502, 503)
-        assert "prefill node" in error_of(response)
-
-
-async def test_its_errors_are_the_clients_and_its_break_is_a_502() -> None:
-    async def cut(node: FakeNode, send: Send) -> None:
-        await start(send)
-        raise CutConnection
-
-    error = b'{"error":{"message":"no"}}'
-    for behaviour, status in ((says(error, 400), 400), (cut, 502)):
-        async with cluster(behaviour, never) as pair:
-            response = await pair.client.post("/generate", json=NOTHING)
-            assert response.status_code == status
-            assert status != 400 or response.content == error
-
-
-# --- what any node answers ---------------------------------------------------------------------------
+# --- what any decode node answers --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", TokenPath)
-async def test_what_needs_no_pair_goes_to_one_node_that_serves(path: str) -> None:
+async def test_what_needs_no_pair_goes_to_one_decode_node_that_serves(path: str) -> None:
     content = b'{"prompt": "a",  "x": 1.10}'
     loading = says(b'{"error": {"message": "loading"}}', 503)
-    async with cluster(prefill=loading, decode=[loading, says(b'{"count": 1}')], max_retries=2) as pair:
+    async with cluster(decode=[loading, loading, says(b'{"count": 1}')], max_retries=2) as pair:
+        await pair.decode[0].close()
         await pair.prefill[0].close()
         response = await pair.client.post(path, content=content)
         assert response.json() == {"count": 1}
-        assert response.headers["x-hisparse-pd-decode"] == pair.decode[1].url
-        assert [node.requests[0][0] for node in pair.decode] == [path, path]
-        assert pair.decode[1].requests[0][2] == content
+        assert response.headers["x-hisparse-pd-decode"] == pair.decode[2].url
+        assert [node.requests[0][0] for node in pair.decode[1:]] == [path, path]
+        assert pair.decode[2].requests[0][2] == content
         assert f'hisparse_pd:router_requests_total{{endpoint="{path}",status="200"}}' in await pair.metrics()
         assert f'token_seconds_count{{endpoint="{path}"}}' not in await pair.metrics()
 
@@ -387,18 +334,18 @@ async def test_what_needs_no_pair_goes_to_one_node_that_serves(path: str) -> Non
 @pytest.mark.I7
 async def test_a_node_that_refuses_what_needs_no_pair_has_the_word() -> None:
     refusal = b'{"error": {"message": "prompt: no", "type": "x", "code": "y"}}'
-    async with cluster(prefill=says(refusal, 400), decode=says(refusal, 400)) as pair:
+    async with cluster(decode=[says(refusal, 400)] * 2) as pair:
         response = await pair.client.post("/tokenize", json={})
         assert (response.status_code, response.content) == (400, refusal)
-        assert len(pair.prefill[0].requests + pair.decode[0].requests) == 1
-        for node in pair.nodes:
+        assert len(pair.decode[0].requests + pair.decode[1].requests) == 1
+        for node in pair.decode:
             await node.close()
         response = await pair.client.post("/tokenize", json={})
         assert response.status_code == 502
         assert "cannot be reached" in error_of(response)
         response = await pair.client.post("/tokenize", json={})
         assert response.status_code == 503
-        assert "no healthy node" in error_of(response)
+        assert "no healthy decode node" in error_of(response)
 
 
 async def test_a_node_of_the_other_kind_gets_no_requests() -> None:

@@ -24,7 +24,7 @@ from hisparse_pd.router.server import create_app
 from hisparse_pd.serving.api import frame
 from hisparse_pd.serving.http.patience import Patience
 from tests.unit.api import support
-from tests.unit.router.cluster import WAIT_SECS, FakeNode, delivers, error_of, serving
+from tests.unit.router.cluster import WAIT_SECS, FakeNode, computes, error_of, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +80,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Silence:
 @asynccontextmanager
 async def routed(decode: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a real router before the decode node at this URL."""
-    async with serving(FakeNode(delivers)) as prefill:
+    async with serving(FakeNode(computes)) as prefill:
         settings = RouterSettings(
             prefill=((prefill, 7000),),
             decode=(decode,),

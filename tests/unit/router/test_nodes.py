@@ -17,7 +17,7 @@ from hisparse_pd.router.errors import RouterError
 from hisparse_pd.router.health import HealthWatch
 from hisparse_pd.router.node_calls import NodeCalls
 from hisparse_pd.router.nodes import NUM_ROOMS, Node, NodeKind, NodePool, Pair, draw_room
-from tests.unit.router.cluster import OK, cluster, delivers
+from tests.unit.router.cluster import OK, cluster, computes
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -62,27 +62,29 @@ def test_a_node_is_given_once() -> None:
         NodePool.from_settings(settings)
 
 
-def test_a_pool_without_a_decode_node_has_prefill_nodes() -> None:
+@of_each_kind
+def test_a_pair_needs_a_node_of_each_kind(kind: NodeKind) -> None:
     pool = pool_of()
-    prefill, decode = pool.nodes
-    pool.mark_unhealthy(decode, "gone")
-    assert pool.pick(kinds=(NodeKind.PREFILL,)).prefill is prefill
-    assert pool.has((NodeKind.PREFILL,))
-    assert not pool.has(tuple(NodeKind))
-    with pytest.raises(RouterError, match="no healthy decode node"):
+    assert pool.has_pair()
+    assert not pool.has_pair(pool.of_kind(kind))
+    with pytest.raises(RouterError, match=rf"no healthy {kind} node \(http://{kind[0]}:1: just failed\)"):
+        pool.pick(pool.of_kind(kind))
+    pool.mark_unhealthy(pool.of_kind(kind)[0], "gone")
+    assert [pool.has(each) for each in NodeKind] == [each is not kind for each in NodeKind]
+    with pytest.raises(RouterError, match=f"no healthy {kind} node"):
         pool.pick()
-    with pytest.raises(RouterError, match="no healthy prefill node"):
-        pool.pick(pool.nodes, kinds=(NodeKind.PREFILL,))
 
 
 # --- turns and loads ---------------------------------------------------------------------------------
 
 
 async def test_round_robin_takes_turns() -> None:
-    async with cluster([delivers] * 2, [OK] * 3) as pair:
+    async with cluster([computes] * 2, [OK] * 3) as pair:
         for _ in range(6):
             await pair.client.post("/generate", json={})
-        assert [len(node.requests) for node in pair.nodes] == [3, 3, 2, 2, 2]
+        bodies = [node.body(number) for node in pair.decode for number in range(len(node.requests))]
+        assert [len(node.requests) for node in pair.decode] == [2, 2, 2]
+        assert Counter(pair.prefill_of(body).url for body in bodies) == {node.url: 3 for node in pair.prefill}
 
 
 def test_an_unhealthy_node_does_not_disturb_the_turns_of_the_others() -> None:
@@ -155,19 +157,20 @@ async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[in
 
 async def test_a_conversation_stays_at_its_rank_and_its_decode_node() -> None:
     """Each turn has the ones before it; all share a system prompt of less than a block."""
-    async with cluster([delivers] * 2, [OK] * 2, num_ranks=4, policy="cache_aware") as pair:
+    async with cluster([computes] * 2, [OK] * 2, num_ranks=4, policy="cache_aware") as pair:
         talks = [[{"role": "system", "content": "Be kind."}] for _ in range(6)]
         for turn in range(4):
             for number, talk in enumerate(talks):
                 talk.append({"role": "user", "content": f"{number} asks {turn}: " + "please " * 100})
                 body = {"messages": talk, "model": "tiny"}
                 assert (await pair.client.post("/v1/chat/completions", json=body)).status_code == 200
-        for nodes, num_ranks, num_talks in ((pair.prefill, 4, 1), (pair.decode, 1, 3)):
+        for kind, num_ranks, num_talks in (("prefill", 4, 1), ("decode", 1, 3)):
             heard: Counter[tuple[str, int, str]] = Counter()
-            for node in nodes:
+            for node in pair.decode:
                 for sent in map(node.body, range(len(node.requests))):
+                    place = node if kind == "decode" else pair.prefill_of(sent)
                     rank = sent["bootstrap_room"] % num_ranks
-                    heard[node.url, rank, sent["messages"][1]["content"]] += 1
+                    heard[place.url, rank, sent["messages"][1]["content"]] += 1
             assert list(heard.values()) == [4] * 6, "each conversation has one place"
             talks_of = Counter((url, rank) for url, rank, _ in heard)
             assert max(talks_of.values()) == num_talks, "and the places have equally many"
@@ -233,7 +236,7 @@ async def test_the_first_prompt_of_a_list_goes_to_the_rank_that_has_it() -> None
         for _ in range(8):
             prompts = [A.decode(), *map(str, range(20))]
             await pair.client.post("/v1/completions", json={"prompt": prompts})
-        rooms = [pair.prefill[0].body(number)["bootstrap_room"] for number in range(8)]
+        rooms = [pair.decode[0].body(number)["bootstrap_room"] for number in range(8)]
         assert len({first % 8 for first, *_ in rooms}) == 1
         assert len({room % 8 for _, *others in rooms for room in others}) == 8, "the others spread"
 

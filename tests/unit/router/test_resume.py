@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED
+from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
 from hisparse_pd.router.drain import Drain
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 from tests.unit.router.cluster import (
@@ -19,6 +19,7 @@ from tests.unit.router.cluster import (
     FakeNode,
     at_first,
     cluster,
+    computes,
     eventually,
     in_two_steps,
     says,
@@ -172,6 +173,17 @@ async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(others: list[B
         shown, error = (await pair.client.post(PATH, json=BODY)).text.removesuffix("\n\n").split("\n\n")
         assert shown == 'data: {"n": 1}'
         assert json.loads(error.removeprefix("data: "))["error"]["message"] in told
+
+
+async def test_a_stream_whose_next_prefill_node_fails_goes_on_with_another_one() -> None:
+    """At the same decode node, and behind the same records."""
+    fails = at_first(says(error_body(PREFILL_NODE_FAILED), 503), GOES_ON)
+    async with cluster([computes] * 2, [LOST, fails], resume_timeout_secs=NEVER_SECS, max_retries=0) as pair:
+        assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
+        failed, went_on = (pair.decode[1].body(number) for number in range(2))
+        assert pair.prefill_of(failed) is not pair.prefill_of(went_on)
+        assert failed["journal_records"] == went_on["journal_records"] == [[[0, [1]]]]
+        assert "router_prefill_retries_total 1.0" in await pair.metrics()
 
 
 async def test_what_is_no_nodes_fault_is_shown_and_not_asked_again() -> None:

@@ -37,39 +37,21 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-NOTHING = {"prompt": "ab", "max_tokens": 0}
-"""What a prefill node answers alone."""
-
-
 # --- requests and answers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", list(Endpoint))
-async def test_both_nodes_get_the_same_body_with_the_bootstrap_fields(path: str) -> None:
+async def test_the_decode_node_alone_gets_the_body_with_the_bootstrap_fields(path: str) -> None:
     async with cluster(decode=OK) as pair:
         await pair.client.post(path, json={"prompt": "a", "text": "a", "messages": [], "stream": False})
         (prefill,), (decode,) = pair.prefill, pair.decode
-        assert prefill.requests[0][0] == decode.requests[0][0] == path
-        assert prefill.requests[0][2] == decode.requests[0][2]
+        assert (len(decode.requests), prefill.requests) == (1, [])
+        assert decode.requests[0][0] == path
         body = decode.body()
         assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 7000)
         assert isinstance(body["bootstrap_room"], int)
         assert 0 <= body["bootstrap_room"] < 2**63
         assert body["stream"] is False
-
-
-async def test_a_prefill_node_answers_alone() -> None:
-    async with cluster(says(b'{"done": 1.0}'), never) as pair:
-        headers = {"x-request-id": "r"}
-        response = await pair.client.post("/v1/completions", json=NOTHING, headers=headers)
-        assert response.content == b'{"done": 1.0}'
-        assert response.headers["x-hisparse-pd-prefill"] == pair.prefill[0].url
-        assert "x-hisparse-pd-decode" not in response.headers
-        assert not pair.decode[0].requests
-        (_, passed, _), sent = pair.prefill[0].requests[0], pair.prefill[0].body()
-        assert passed["x-request-id"] == "r"
-        assert sent["prefill_only"] is True
-        assert (sent["bootstrap_port"], type(sent["bootstrap_room"])) == (7000, int)
 
 
 async def test_headers_that_matter_are_passed_and_no_others() -> None:
@@ -88,10 +70,9 @@ async def test_headers_that_matter_are_passed_and_no_others() -> None:
         for value in values:
             given = [(name, value) for name in (*names, *others)]
             assert (await pair.client.post("/generate", json={}, headers=given)).status_code == 200
-            for node in pair.nodes:
-                passed = dict(node.requests[-1][1].raw)
-                assert {name: passed[name] for name in names} == dict.fromkeys(names, value)
-                assert not {*others} & {*passed}
+            passed = dict(pair.decode[0].requests[-1][1].raw)
+            assert {name: passed[name] for name in names} == dict.fromkeys(names, value)
+            assert not {*others} & {*passed}
             unknown = await pair.client.post("/nowhere", json={}, headers=given)
             assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
@@ -112,13 +93,12 @@ async def test_every_answer_names_its_request() -> None:
         assert told == ["mine-7", new[0]]
 
 
-async def test_the_stream_is_the_decode_nodes_and_does_not_wait_for_the_prefill_nodes_body() -> None:
-    async with cluster(prefill=never) as pair:
+async def test_the_stream_is_the_decode_nodes() -> None:
+    async with cluster() as pair:
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.status_code == 200
         assert response.headers["content-type"] == "text/event-stream"
         assert response.content == b"".join(EVENTS)
-        await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
 
 
 async def test_hop_by_hop_headers_stay_behind() -> None:
@@ -141,31 +121,56 @@ async def _endless(node: FakeNode, send: Send) -> None:
         await asyncio.sleep(0.01)
 
 
+def in_flight(node: FakeNode, kind: str, num: float) -> str:
+    return f'router_inflight_requests{{kind="{kind}",node="{node.url}"}} {num}'
+
+
 @pytest.mark.I8
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_client_that_leaves_closes_both_legs(has_begun: bool) -> None:
+async def test_a_client_that_leaves_closes_the_connection(has_begun: bool) -> None:
     """Before the answer, or within it."""
-    async with cluster(prefill=never, decode=_endless if has_begun else never) as pair:
+    async with cluster(decode=_endless if has_begun else never) as pair:
+        (prefill,), (decode,) = pair.prefill, pair.decode
         if has_begun:
             async with pair.client.stream("POST", "/generate", json={}) as response:
                 await anext(response.aiter_raw())
         else:
             asking = asyncio.create_task(pair.client.post("/generate", json={}))
-            await until(lambda: all(node.requests for node in pair.nodes))
+            await until(lambda: decode.requests)
             asking.cancel()
-        for node, kind in zip(pair.nodes, ("prefill", "decode"), strict=True):
-            await asyncio.wait_for(node.client_left.wait(), WAIT_SECS)
-            await pair.until_counted(f'router_inflight_requests{{kind="{kind}",node="{node.url}"}} 0.0')
+        await asyncio.wait_for(decode.client_left.wait(), WAIT_SECS)
+        await pair.until_counted(in_flight(prefill, "prefill", 0.0))
+        await pair.until_counted(in_flight(decode, "decode", 0.0))
         await pair.until_counted('router_requests_total{endpoint="/generate",status="499"} 1.0')
 
 
-async def test_a_client_that_leaves_ends_what_is_the_prefill_nodes_alone() -> None:
-    async with cluster(prefill=never, decode=never) as pair:
-        asking = asyncio.create_task(pair.client.post("/v1/completions", json=NOTHING))
-        await until(lambda: pair.prefill[0].requests)
-        asking.cancel()
-        await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
-        assert pair.decode[0].requests == []
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_node_works_on_a_request_until_the_answer_begins(stream: bool) -> None:
+    """The head of a stream may be there long before its first event."""
+
+    async def slowly(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await node.release.wait()
+        node.release.clear()
+        await write(send, b"data: 1\n\n", more=stream)
+        if stream:
+            await node.release.wait()
+            await write(send, b"data: 2\n\n", more=False)
+
+    async with cluster(decode=slowly) as pair:
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        asking = asyncio.create_task(pair.client.post("/generate", json={"stream": stream}))
+        await until(lambda: decode.requests)
+        at_prefill = await pair.metrics()
+        assert in_flight(prefill, "prefill", 1.0) in at_prefill
+        assert in_flight(decode, "decode", 1.0) in at_prefill
+        decode.release.set()
+        await pair.until_counted(in_flight(prefill, "prefill", 0.0))
+        if stream:
+            assert in_flight(decode, "decode", 1.0) in await pair.metrics()
+            decode.release.set()
+        assert (await asking).status_code == 200
+        await pair.until_counted(in_flight(decode, "decode", 0.0))
 
 
 # --- what never reaches a node -----------------------------------------------------------------------
@@ -255,25 +260,22 @@ async def test_every_node_says_what_it_is(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "of_any_kind"),
+    ("path", "asked"),
     [
-        ("/tokenizer_info", "/tokenizer_info", True),
-        ("/model_info", "/model_info", False),
-        ("/get_model_info", "/model_info", False),
+        ("/tokenizer_info", "/tokenizer_info"),
+        ("/model_info", "/model_info"),
+        ("/get_model_info", "/model_info"),
     ],
 )
-async def test_the_first_node_that_is_healthy_tells_of_what_all_have(
-    path: str, asked: str, of_any_kind: bool
-) -> None:
-    """The tokenizer's is of either kind, the model's of a decode node."""
+async def test_the_first_decode_node_that_is_healthy_tells_of_what_all_have(path: str, asked: str) -> None:
     async with cluster(decode=[streams] * 2) as pair:
-        for node in pair.nodes if of_any_kind else pair.decode:
+        for node in pair.decode:
             told = (await pair.client.get(path)).json()
             assert told == {"asked": asked, "port": httpx.URL(node.url).port}
             await node.close()
         nobody = await pair.client.get(path)
         assert nobody.status_code == 503
-        assert "no node answered" in error_of(nobody)
+        assert "no decode node answered" in error_of(nobody)
 
 
 @pytest.mark.I7
@@ -345,8 +347,7 @@ async def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> Non
     async with cluster(decode=OK) as pair:
         for headers in (bearer(CLIENT_KEY), {"x-api-key": CLIENT_KEY}):
             await pair.client.post("/v1/messages", json={}, headers=headers)
-            for node in pair.nodes:
-                assert headers.items() <= dict(node.requests[-1][1]).items()
+            assert headers.items() <= dict(pair.decode[0].requests[-1][1]).items()
 
 
 async def test_a_clients_key_opens_the_router_and_goes_no_further(tmp_path: Path) -> None:
@@ -357,8 +358,7 @@ async def test_a_clients_key_opens_the_router_and_goes_no_further(tmp_path: Path
             ("/v1/messages", {"x-api-key": CLIENT_KEY}),
         ):
             assert (await pair.client.post(path, json={"prompt": "a"}, headers=headers)).status_code == 200
-            for node in pair.nodes:
-                assert not {"authorization", "x-api-key"} & set(node.requests[-1][1])
+            assert not {"authorization", "x-api-key"} & set(pair.decode[0].requests[-1][1])
 
 
 @pytest.mark.parametrize("with_client_keys", [True, False])
@@ -371,8 +371,8 @@ async def test_nodes_get_the_routers_own_key_with_everything(tmp_path: Path, wit
         headers = bearer(CLIENT_KEY)
         assert (await pair.client.post("/generate", json={"text": "a"}, headers=headers)).status_code == 200
         assert (await pair.client.get("/v1/models", headers=headers)).status_code == 200
+        assert pair.decode[0].requests[0][1]["authorization"] == f"Bearer {NODE_KEY}"
         for node in pair.nodes:
-            assert node.requests[0][1]["authorization"] == f"Bearer {NODE_KEY}"
             assert {path for path, _ in node.asked} >= {"/health", "/get_load"}
             for path, asked_with in node.asked:
                 assert asked_with == f"Bearer {NODE_KEY}", path

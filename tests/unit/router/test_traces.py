@@ -49,11 +49,10 @@ async def test_what_is_recorded_is_not_for_clients_to_say(
     async with cluster(otlp_traces_endpoint=receiver.url) as pair:
         headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-{flag}", "tracestate": "vendor=1"}
         assert (await pair.client.post(PATH, json={"prompt": "a"}, headers=headers)).status_code == 200
-        passed = [node.requests[0][1] for node in (*pair.prefill, *pair.decode)]
-    for given in passed:
-        assert given["traceparent"].startswith(f"00-{TRACE_ID}-"), "it is the client's trace all the same"
-        assert given["traceparent"].endswith(f"-0{num_spans}"), "the nodes follow the router"
-        assert given["tracestate"] == "vendor=1"
+        given = pair.decode[0].requests[0][1]
+    assert given["traceparent"].startswith(f"00-{TRACE_ID}-"), "it is the client's trace all the same"
+    assert given["traceparent"].endswith(f"-0{num_spans}"), "the node follows the router"
+    assert given["tracestate"] == "vendor=1"
     assert len(receiver.spans) == num_spans
 
 
@@ -71,10 +70,12 @@ async def test_a_ratio_is_not_of_trace_ids_that_clients_choose(
 
 async def test_a_retry_is_an_event(receiver: Receiver) -> None:
     full = says(b'{"error": {"message": "full"}}', 429)
-    async with cluster(prefill=[full, full], decode=never, otlp_traces_endpoint=receiver.url) as pair:
+    async with cluster(decode=[full, full], otlp_traces_endpoint=receiver.url) as pair:
         response = await pair.client.post(PATH, json={"prompt": "a"})
         assert response.status_code == 429
     span = root(receiver)
+    for node, kind in ((pair.prefill[0], "prefill"), (pair.decode[1], "decode")):
+        assert span.attributes[f"hisparse_pd.{kind}_node"] == node.url
     assert span.attributes["hisparse_pd.request_id"] == response.headers["x-request-id"]
     assert span.events == ["retry"]
     assert span.attributes["hisparse_pd.retries"] == 1
@@ -96,9 +97,9 @@ async def test_a_failure_is_an_error(receiver: Receiver, decode: Behaviour, stat
 
 
 async def test_a_client_that_leaves(receiver: Receiver) -> None:
-    async with cluster(prefill=never, decode=never, otlp_traces_endpoint=receiver.url) as pair:
+    async with cluster(decode=never, otlp_traces_endpoint=receiver.url) as pair:
         asking = asyncio.create_task(pair.client.post(PATH, json={"prompt": "a"}))
-        await until(lambda: pair.prefill[0].requests and pair.decode[0].requests)
+        await until(lambda: pair.decode[0].requests)
         asking.cancel()
         await until(lambda: pair.decode[0].client_left.is_set())
     span = root(receiver)
@@ -106,11 +107,9 @@ async def test_a_client_that_leaves(receiver: Receiver) -> None:
 
 
 async def test_what_is_asked_of_one_node_is_traced_too(receiver: Receiver) -> None:
-    async with cluster(prefill=says(b"{}"), decode=says(b"{}"), otlp_traces_endpoint=receiver.url) as pair:
+    async with cluster(decode=says(b"{}"), otlp_traces_endpoint=receiver.url) as pair:
         await pair.client.post("/tokenize", json={"prompt": "a"}, headers=TRACEPARENT)
-        asked = [node for node in (*pair.prefill, *pair.decode) if node.requests]
-    (node,) = asked
-    assert node.requests[0][1]["traceparent"] == f"00-{TRACE_ID}-{root(receiver).span_id}-01"
+    assert pair.decode[0].requests[0][1]["traceparent"] == f"00-{TRACE_ID}-{root(receiver).span_id}-01"
 
 
 async def test_what_became_of_spans_is_counted(receiver: Receiver) -> None:

@@ -3,34 +3,31 @@
 import numpy as np
 import pytest
 
-from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.transfer.aux_record import AuxLayout, AuxMismatch
 
-LAYOUT = AuxLayout(num_index_groups=3, index_topk=8, max_logprobs=4)
+LAYOUT = AuxLayout(num_index_groups=3, index_topk=8)
 HINT = np.arange(24, dtype=np.int32).reshape(3, 8) - 1
-LOGPROB = TokenLogprob(42, -0.1234567890123, ((42, -0.1234567890123), (7, -2.5), (9, float("-inf"))))
 ROOM = 2**63 - 1
 
 
 def packed(room: int = ROOM) -> np.ndarray:
     slot = np.full(LAYOUT.slot_bytes, 0xAB, np.uint8)
-    LAYOUT.pack_into(slot, room, 42, LOGPROB, HINT)
+    LAYOUT.pack_into(slot, room, HINT)
     return slot
 
 
 def test_every_value_comes_back() -> None:
     record = LAYOUT.unpack(packed(), ROOM)
-    assert (record.room, record.first_token, record.logprob) == (ROOM, 42, LOGPROB)
+    assert record.room == ROOM
     assert record.hint is not None
     np.testing.assert_array_equal(record.hint, HINT)
     assert record.hint.dtype == np.int32
 
 
-def test_logprob_and_hint_are_optional() -> None:
+def test_a_hint_is_optional() -> None:
     slot = bytearray(LAYOUT.slot_bytes)
-    LAYOUT.pack_into(slot, 0, 5)
-    record = LAYOUT.unpack(bytes(slot), 0)
-    assert (record.first_token, record.logprob, record.hint) == (5, None, None)
+    LAYOUT.pack_into(slot, 0)
+    assert LAYOUT.unpack(bytes(slot), 0).hint is None
 
 
 def test_the_record_is_copied_out() -> None:
@@ -43,7 +40,7 @@ def test_the_record_is_copied_out() -> None:
 
 def test_slots_are_whole_cache_lines_and_the_rest_is_left_alone() -> None:
     assert LAYOUT.slot_bytes % 64 == 0
-    assert LAYOUT.record_bytes == 40 + 4 * 16 + 3 * 8 * 4
+    assert LAYOUT.record_bytes == 32 + 3 * 8 * 4
     assert (packed()[LAYOUT.record_bytes :] == 0xAB).all()
 
 
@@ -60,9 +57,9 @@ def test_nothing_but_the_rooms_own_record_is_accepted() -> None:
     """Not what is empty or cleared, the record of the previous room, nor one of another geometry."""
     cleared = packed()
     LAYOUT.clear(cleared)
-    wider = AuxLayout(num_index_groups=3, index_topk=9, max_logprobs=4)
+    wider = AuxLayout(num_index_groups=3, index_topk=9)
     of_wider = np.zeros(wider.slot_bytes, np.uint8)
-    wider.pack_into(of_wider, 7, 1)
+    wider.pack_into(of_wider, 7)
     for slot, why in (
         (bytes(LAYOUT.slot_bytes), "no aux record of room 7"),
         (cleared, "no aux record of room 7"),
@@ -73,19 +70,9 @@ def test_nothing_but_the_rooms_own_record_is_accepted() -> None:
             LAYOUT.unpack(slot, 7)
 
 
-@pytest.mark.parametrize(
-    ("first_token", "logprob", "hint", "message"),
-    [
-        (42, TokenLogprob(42, 0.0, ((1, 0.0),) * 5), HINT, "5 top logprobs do not fit"),
-        (41, LOGPROB, HINT, "logprob of token 42 given with first token 41"),
-        (42, LOGPROB, HINT[:2], r"hint has shape \(2, 8\), expected \(3, 8\)"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(
-    first_token: int, logprob: TokenLogprob, hint: np.ndarray, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        LAYOUT.pack_into(bytearray(LAYOUT.slot_bytes), ROOM, first_token, logprob, hint)
+def test_a_hint_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"hint has shape \(2, 8\), expected \(3, 8\)"):
+        LAYOUT.pack_into(bytearray(LAYOUT.slot_bytes), ROOM, HINT[:2])
 
 
 def test_a_slot_that_is_too_small_is_refused() -> None:

@@ -1,0 +1,223 @@
+"""The HTTP application of a node of either kind: what it says of itself, and what its operators ask of it.
+
+``create_node_app`` adds to these what a node of one kind answers besides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.vocabulary import VERSION
+from hisparse_pd.protocol.channels import ControlKeys
+from hisparse_pd.serving.api.keys import ApiKeys, RequireKey
+from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response, show_models
+from hisparse_pd.serving.api.pages import GuardFromPages
+from hisparse_pd.serving.api.quarantine_routes import quarantine_routes
+from hisparse_pd.serving.http.engine_link import EngineLink
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
+from hisparse_pd.serving.http.metrics import CONTENT_TYPE, FrontMetrics
+from hisparse_pd.serving.http.node_load import NodeLoad
+
+_PRIVATE_SETTINGS = {
+    *("model_path", "control_key_file", "api_key_file", "allowed_peers"),
+    *("ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"),
+}
+"""Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
+
+_OF_RANKS = (
+    *("max_total_tokens_hisparse", "max_total_tokens_dense"),
+    *("transfer_protocol", "transfer_devices"),
+)
+"""What /server_info tells of the node's ready engine, and of each rank."""
+_OF_EACH_RANK = (*_OF_RANKS, "numa_node", "numa_placement")
+
+
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics", "/status"))
+"""Answered without an API key: probes and monitoring have none."""
+
+_OPERATORS_PATHS = frozenset(("/flush_cache", "/release_quarantine", "/drain"))
+"""That do something to the node: for no page in a browser."""
+
+
+@dataclass(frozen=True)
+class NodeFront:
+    """What the handlers of a node of either kind work with."""
+
+    role: str
+    settings: NodeSettings
+    link: EngineLink
+    metrics: FrontMetrics
+    api_keys: ApiKeys | None = None
+    """A request must have one of these; None: it needs none."""
+    control_keys: ControlKeys | None = None
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    metrics_of_fronts: Callable[[], Sequence[bytes]] = tuple
+    """Packed metrics of all fronts of a node that has several."""
+
+
+Told = Callable[[Request], Awaitable[Response]]
+Taker = Told | ASGIApp
+
+
+def create_node_app(
+    front: NodeFront, takers: Mapping[str, Taker], information: Mapping[str, Told]
+) -> Starlette:
+    """The application with the endpoints that every node has, with ``takers`` of requests (POST), and with
+    further ``information`` (GET); both by path."""
+    own: dict[str, Callable[[NodeFront, Request], Awaitable[Response]]] = {
+        "/health": _health,
+        "/health_generate": _health,
+        "/liveness": _liveness,
+        "/version": _version,
+        "/server_info": _server_info,
+        "/get_server_info": _server_info,
+        "/get_load": _load,
+        "/status": _status,
+        MODELS_PATH: _models,
+        MODEL_PATH: _models,
+        "/metrics": _metrics,
+    }
+    told = {path: partial(answer, front) for path, answer in own.items()} | dict(information)
+    routes: list[BaseRoute] = [Route(path, taker, methods=["POST"]) for path, taker in takers.items()]
+    routes += [Route(path, answer, methods=["GET"]) for path, answer in told.items()]
+    routes.append(Route("/flush_cache", partial(_flush_cache, front), methods=["POST"]))
+    routes += quarantine_routes(front.link)
+    keys, count_refused = front.api_keys, front.metrics.unauthorized.inc
+    middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count_refused)]
+    return Starlette(
+        routes=routes,
+        middleware=[*middleware, Middleware(GuardFromPages, _OPERATORS_PATHS)],
+        exception_handlers={ApiError: _answer_api_error, HTTPException: _answer_http_error},
+    )
+
+
+def model_info(front: NodeFront) -> dict[str, object]:
+    """What every node says of its model."""
+    info: dict[str, object] = {"served_model_name": front.settings.model_name, "is_generation": True}
+    if front.link.ready is not None:
+        info["context_length"] = front.link.ready.context_length
+    return info
+
+
+# --- information -------------------------------------------------------------------------------------
+
+
+async def _health(front: NodeFront, request: Request) -> Response:
+    trouble = front.link.trouble()
+    if trouble is None:
+        return json_response({"status": "ok", "role": front.role})
+    is_leaving = front.link.is_leaving
+    body: dict[str, object] = {"status": "leaving" if is_leaving else "unavailable", "reason": trouble}
+    loading = front.link.loading
+    if front.link.is_loading and front.link.stall() is None:
+        progress = msgspec.structs.asdict(loading) if loading is not None else None
+        body = {"status": "loading", "reason": trouble, "loading": progress}
+    return json_response(body, 503)
+
+
+async def _liveness(front: NodeFront, request: Request) -> Response:
+    """Whether a restart is the remedy: 503 once the engine, loading or serving, makes no progress."""
+    stall = front.link.stall()
+    if stall is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "reason": stall}, 503)
+
+
+async def _version(front: NodeFront, request: Request) -> Response:
+    return json_response({"version": VERSION})
+
+
+async def _server_info(front: NodeFront, request: Request) -> Response:
+    ready = front.link.ready
+    info: dict[str, object] = {
+        "version": VERSION,
+        "disaggregation_mode": front.role,
+        "dp_size": front.settings.dp_size,
+        "nnodes": front.settings.nnodes,
+        "served_model_name": front.settings.model_name,
+        "max_running_requests": front.settings.max_running_requests,
+        "status": str(front.link.state),
+        "settings": front.settings.model_dump(mode="json", exclude=_PRIVATE_SETTINGS),
+    }
+    if ready is not None:
+        info |= {name: getattr(ready, name) for name in ("context_length", *_OF_RANKS, "transfer_reason")}
+        info["ranks"] = [
+            {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _OF_EACH_RANK}}
+            for rank in front.link.ranks
+        ]
+    info["lanes"] = [
+        {"dp_rank": rank.rank, **msgspec.to_builtins(lane)}
+        for rank in front.link.ranks
+        if rank.stats is not None
+        for lane in rank.stats.lanes
+    ]
+    return json_response(info)
+
+
+async def _load(front: NodeFront, request: Request) -> Response:
+    """One entry a rank; routers add up ``num_tokens``."""
+    loads = [
+        {
+            "dp_rank": rank.rank,
+            "num_reqs": stats.num_running + stats.num_waiting if (stats := rank.stats) else 0,
+            "num_waiting_reqs": stats.num_waiting if stats else 0,
+            "num_tokens": stats.num_used_tokens if stats else 0,
+        }
+        for rank in front.link.ranks
+    ]
+    return json_response(loads)
+
+
+async def _status(front: NodeFront, request: Request) -> Response:
+    stats = {rank.rank: rank.stats for rank in front.link.ranks if rank.stats is not None}
+    return json_response(NodeLoad.of(front.role, stats))
+
+
+async def _models(front: NodeFront, request: Request) -> Response:
+    model: dict[str, object] = {
+        "id": front.settings.model_name,
+        "object": "model",
+        "created": front.started_at,
+        "owned_by": "hisparse-pd",
+    }
+    if front.link.ready is not None:
+        model["max_model_len"] = front.link.ready.context_length
+    return show_models(request, [model])
+
+
+async def _metrics(front: NodeFront, request: Request) -> Response:
+    text = front.metrics.render(front.metrics_of_fronts())
+    return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+async def _flush_cache(front: NodeFront, request: Request) -> Response:
+    front.link.flush_cache()
+    return json_response({"status": "the prefix cache drops what no request uses"})
+
+
+def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response(shape=ErrorShape.of_path(request.url.path))
+
+
+def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods; HTTP/2 with prior knowledge, which routers probe for."""
+    assert isinstance(error, HTTPException)
+    asked = cut(f"{request.method} {request.url.path}")
+    shown = ApiError(error.status_code, f"{asked}: {error.detail}")
+    if request.scope["http_version"] not in ("1.0", "1.1"):
+        shown = ApiError(400, f"HTTP/{request.scope['http_version']} is not spoken here; use HTTP/1.1")
+    return shown.response(shape=ErrorShape.of_path(request.url.path))

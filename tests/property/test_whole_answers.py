@@ -1,0 +1,188 @@
+"""Whole answers have the bytes that the events of their streams make together, whatever the engine says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
+from hisparse_pd.engine.messages import RequestStats, Tokens
+from hisparse_pd.serving.api.answering import streamed, whole_body
+from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.journal import Identity
+from hisparse_pd.serving.api.output import Delta, SampleOutput
+from hisparse_pd.serving.api.requests import Limits, plan_samples
+from hisparse_pd.serving.api.schemas import parse_request
+from hisparse_pd.serving.api.timing import Timeline
+from hisparse_pd.serving.http.engine_link import EngineLink
+from hisparse_pd.serving.http.metrics import FrontMetrics
+from tests.stream_events import answer_in, events_in, input_in, without
+from tests.unit.api.recording_codec import RecordingCodec
+from tests.unit.api.support import MINIMAL
+
+CODEC = RecordingCodec.make()
+LIMITS = Limits(4096, 1 << 20, 1 << 20, default_max_tokens=2048)
+OPENAI = (Endpoint.COMPLETIONS, Endpoint.CHAT)
+TIMES = {"completed_at", "e2e_latency"}
+
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
+FUNCTION = {"name": "write", "parameters": PARAMETERS}
+CALL = "<tool_call>write<arg_key>text</arg_key><arg_value>one\ntwo €</arg_value></tool_call>"
+PATCH = "<tool_call>patch<arg_key>input</arg_key><arg_value>+ x</arg_value></tool_call>"
+PIECES = (
+    *("Yes €. ", "😀", "\n\n", '"a\\b"', "END", "EN", "<think>", "</think>", "<think>hm</think>"),
+    *(CALL, PATCH, CALL[:60], "<tool_call>", "<tool_call>write<arg_key>text</arg_key>oops</tool_call>"),
+)
+TEXTS = st.lists(st.sampled_from([piece.encode() for piece in PIECES]) | st.binary(max_size=3), max_size=6)
+LOGPROBS = st.floats(-20, 0) | st.just(float("-inf"))
+
+TOOLS: dict[Endpoint, list[Any]] = {
+    Endpoint.CHAT: [{"type": "function", "function": FUNCTION}],
+    Endpoint.MESSAGES: [{"name": "write", "input_schema": PARAMETERS}],
+    Endpoint.RESPONSES: [{"type": "function", **FUNCTION}, {"type": "custom", "name": "patch"}],
+}
+OPTIONS: dict[Endpoint, list[dict[str, Any]]] = {
+    Endpoint.COMPLETIONS: [
+        *({"prompt": ["ab", "c€"]}, {"n": 3}, {"logprobs": 2}, {"echo": True}, {"stop": ["END", "hm"]}),
+        *({"return_token_ids": True}, {"return_tokens_as_token_ids": True}, {"stop_token_ids": [10]}),
+    ],
+    Endpoint.CHAT: [
+        *({"tools": TOOLS[Endpoint.CHAT]}, {"n": 3}, {"logprobs": True, "top_logprobs": 2}),
+        *({"stop": ["END", "hm"]}, {"return_token_ids": True}, {"separate_reasoning": False}),
+    ],
+    Endpoint.GENERATE: [
+        *({"text": ["a", "b"], "bootstrap_room": [1, 2]}, {"return_logprob": True, "top_logprobs_num": 2}),
+        {"sampling_params": {"max_new_tokens": 2048, "stop": ["END", "hm"]}},
+    ],
+    Endpoint.MESSAGES: [
+        *({"tools": TOOLS[Endpoint.MESSAGES]}, {"stop_sequences": ["END", "hm"]}),
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+    ],
+    Endpoint.RESPONSES: [{"tools": TOOLS[Endpoint.RESPONSES]}, {"instructions": "be"}],
+}
+Said = list[tuple[int, Tokens]]
+"""Messages of the engine, with the number of their sample."""
+
+
+def work_of(front: Front, endpoint: Endpoint, body: dict[str, Any]) -> Work:
+    """The same names and times whenever it is made."""
+    request = parse_request(endpoint, msgspec.json.encode(body), "tiny")
+    samples = asyncio.run(plan_samples(request, front.codec, LIMITS))
+    work = Work(request, samples, 0.0, Timeline(front.metrics, 0.0, (), None))
+    vars(work)["identity"] = Identity(b"k" * 16, 1234)
+    return work
+
+
+def messages_of(data: st.DataObject, num_logprobs: int | None) -> Iterator[Tokens]:
+    """What the engine says of one sample."""
+    token_ids = b"".join(data.draw(TEXTS))
+    step = data.draw(st.sampled_from([1, 3, 1000]))
+    for start in range(0, len(token_ids) + 1, step):
+        part = tuple(token_ids[start : start + step])
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if num_logprobs is not None:
+            logprob, other = data.draw(LOGPROBS), data.draw(st.integers(0, 255))
+            top = tuple((other + rank, logprob - rank) for rank in range(num_logprobs))
+            logprobs = tuple(TokenLogprob(token_id, logprob, top) for token_id in part)
+        finish = matched = None
+        if start + step > len(token_ids):
+            finish = data.draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
+            matched = part[-1] if part and finish is FinishReason.STOP and data.draw(st.booleans()) else None
+        stats = RequestStats(Mode.DENSE, num_cached_tokens=1, num_drafted=data.draw(st.sampled_from([0, 4])))
+        yield Tokens("", part, logprobs, finish, matched, stats)
+
+
+def said_of(data: st.DataObject, work: Work) -> Said:
+    """The samples' messages in any order among each other."""
+    left = [list(messages_of(data, s.options.sampling.num_logprobs)) for s in work.samples]
+    said: Said = []
+    while live := [index for index, messages in enumerate(left) if messages]:
+        index = data.draw(st.sampled_from(live))
+        said.append((index, left[index].pop(0)))
+    return said
+
+
+async def answers(front: Front, whole: Work, stream: Work, said: Said) -> tuple[bytes, str]:
+    async def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
+        for index, message in said:
+            if outputs[index].finish is None:
+                yield outputs[index].feed(message)
+
+    body = await whole_body(front, whole, deltas)
+    return body, b"".join([piece async for piece in streamed(front, stream, deltas)]).decode()
+
+
+def in_order(value: dict[str, Any]) -> dict[str, Any]:
+    """An object of a whole completion or chat whose fields stand as they are documented."""
+    names = (
+        *("id", "object", "created", "model", "choices", "usage", "index", "text"),
+        *("role", "reasoning_content", "tool_calls", "content", "refusal", "message"),
+        *("logprobs", "finish_reason", "matched_stop", "prompt_token_ids", "token_ids"),
+    )
+    return {name: value[name] for name in sorted(value, key=names.index)}
+
+
+def folded(endpoint: Endpoint, text: str, *, is_list: bool) -> Any:
+    """What a client has in the end of a stream, in the form of a whole answer."""
+    answer = answer_in(endpoint, text)
+    if endpoint is Endpoint.GENERATE:
+        return answer if is_list else answer[0]
+    if endpoint not in OPENAI:
+        return answer
+    first = events_in(text)[0]
+    answer |= {name: first[name] for name in ("id", "created", "model")}
+    answer["object"] = first["object"].removesuffix(".chunk")
+    for choice in answer["choices"]:
+        if "message" in choice:
+            choice["message"] = in_order(choice["message"])
+    answer["choices"] = [in_order(choice) for choice in answer["choices"]]
+    return in_order(answer)
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """Without an engine: nothing is sent to one."""
+    directory = tmp_path_factory.mktemp("front")
+    metrics = FrontMetrics()
+    link = EngineLink([f"ipc://{directory}/engine.ipc"], 60.0, metrics.update)
+    node = DecodeSettings(model_path=directory, served_model_name="tiny")
+    yield Front(role="decode", settings=node, link=link, metrics=metrics, codec=CODEC)
+    link.close()
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+@settings(max_examples=100, derandomize=True)
+@given(data=st.data())
+def test_a_whole_answer_is_what_its_stream_makes(
+    front: Front, endpoint: Endpoint, data: st.DataObject
+) -> None:
+    """Calls of Anthropic's are compared as its clients read them: a stream does not say which was cut off."""
+    body = dict(MINIMAL[endpoint])
+    for options in data.draw(st.lists(st.sampled_from(OPTIONS[endpoint]), max_size=4)):
+        body |= options
+    if "echo" in body:
+        body.pop("logprobs", None)  # those of the prompt are for whole answers alone
+    streams: dict[str, Any] = {"stream": True}
+    if endpoint in OPENAI:
+        every = data.draw(st.booleans())
+        streams["stream_options"] = {"include_usage": True, "continuous_usage_stats": every}
+    whole, stream = work_of(front, endpoint, body), work_of(front, endpoint, body | streams)
+    written, text = asyncio.run(answers(front, whole, stream, said_of(data, whole)))
+    answer = json.loads(written)
+    if endpoint is Endpoint.MESSAGES:
+        for block in answer["content"]:
+            if invalid := block.get("input", {}).get("INVALID_JSON"):
+                block["input"] = input_in(invalid)
+    else:
+        assert msgspec.json.encode(answer) == written
+    made = folded(endpoint, text, is_list=isinstance(answer, list))
+    assert msgspec.json.encode(without(made, TIMES)) == msgspec.json.encode(without(answer, TIMES))
