@@ -77,10 +77,10 @@ def nodes(
     directory = tmp_path_factory.mktemp("machines")
     keys = directory / "control.key"
     keys.write_bytes(ControlKeys.generate().secret)
-    with_key = ("--control-key-file", str(keys), "--api-server-count", "2")
+    with_key = ("--control-key-file", str(keys))
     checkpoint = tied_checkpoint("v32")
     prefill = machines(prefill_service, checkpoint, directory, *PREFILL, *with_key)
-    decode = machines(decode_service, checkpoint, directory, *DECODE, *with_key)
+    decode = machines(decode_service, checkpoint, directory, *DECODE, *with_key, "--api-server-count", "2")
     router = router_service(prefill[:1], decode[:1], directory)
     with started([*prefill, *decode, router]):
         yield Deployment(prefill[:1], decode[:1], router), [prefill[1], decode[1]]

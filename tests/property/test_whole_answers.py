@@ -30,7 +30,7 @@ from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.support import MINIMAL
 
 CODEC = RecordingCodec.make()
-LIMITS = Limits(4096, 1 << 20, 1 << 20, holds_output=True, default_max_tokens=2048)
+LIMITS = Limits(4096, 1 << 20, 1 << 20, default_max_tokens=2048)
 OPENAI = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 TIMES = {"completed_at", "e2e_latency"}
 
@@ -155,7 +155,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     metrics = FrontMetrics()
     link = EngineLink([f"ipc://{directory}/engine.ipc"], 60.0, metrics.update)
     node = DecodeSettings(model_path=directory, served_model_name="tiny")
-    yield Front("decode", node, CODEC, link, metrics, holds_output=True)
+    yield Front(role="decode", settings=node, link=link, metrics=metrics, codec=CODEC)
     link.close()
 
 
@@ -170,7 +170,7 @@ def test_a_whole_answer_is_what_its_stream_makes(
     for options in data.draw(st.lists(st.sampled_from(OPTIONS[endpoint]), max_size=4)):
         body |= options
     if "echo" in body:
-        body.pop("logprobs", None)  # the prefill node's alone
+        body.pop("logprobs", None)  # those of the prompt are for whole answers alone
     streams: dict[str, Any] = {"stream": True}
     if endpoint in OPENAI:
         every = data.draw(st.booleans())
