@@ -90,7 +90,7 @@ def create_prefill_app(front: NodeFront) -> Starlette:
 
 
 async def _leave_to_decode_node(front: NodeFront, endpoint: Endpoint, request: Request) -> Response:
-    """The empty answer to a request; 503 unless the node serves, for its router to choose another one.
+    """The answer that says nothing of a request; 503 unless the node serves: its router takes another one.
 
     The body is dropped as it comes, so that the connection can go on. One that is too large or too slow ends
     the connection.

@@ -79,7 +79,7 @@ def _drafts(answers: Sequence[Response]) -> dict[str, Any]:
     with_tokens = [answer for answer in answers if answer.num_output_tokens]
     num_tokens = sum(answer.num_output_tokens for answer in with_tokens)
     num_accepted = sum(answer.num_accepted for answer in with_tokens)
-    per_step = tokens_per_step(num_tokens, num_accepted, len(with_tokens))
+    per_step = tokens_per_step(num_tokens, num_accepted)
     return {
         "num_output_tokens": num_tokens,
         "num_drafted": sum(answer.num_drafted for answer in with_tokens),

@@ -41,11 +41,8 @@ def served(usage: Mapping[str, Any]) -> Served:
     )
 
 
-def tokens_per_step(num_tokens: int, num_accepted: int, num_answers: int = 1) -> float | None:
-    """Of the decode steps of so many answers with ``num_tokens`` together; None when there were no steps.
-
-    An answer's first token is the prefill node's. Each other one is a step's own, or an accepted draft.
-    """
-    num_decoded = num_tokens - num_answers
-    num_steps = num_decoded - num_accepted
-    return num_decoded / num_steps if num_steps > 0 else None
+def tokens_per_step(num_tokens: int, num_accepted: int) -> float | None:
+    """Tokens that a decode step yields; None when there were no steps. Each of ``num_tokens`` is a step's
+    own, or one of the ``num_accepted`` drafts."""
+    num_steps = num_tokens - num_accepted
+    return num_tokens / num_steps if num_steps > 0 else None

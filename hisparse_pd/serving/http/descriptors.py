@@ -20,8 +20,8 @@ _TURNS_TO_CLOSE = 4
 """Of an event loop from taking a connection to having closed the one whose place it takes: accepted, made,
 heard of by the server, closed. In each of them more are taken."""
 
-OF_ROUTER = 3
-"""Descriptors of a request in the router: the client's connection and a leg to each node."""
+OF_ROUTER = 2
+"""Descriptors of a request in the router: the client's connection and the one to its decode node."""
 
 _OWN = 128
 """Of a process, for anything but clients: files, libraries, the engine, health checks."""

@@ -162,7 +162,7 @@ def test_a_machine_that_does_not_tell_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "status", "of_router", "of_node"), [(1024, WARN, 256, 768), (1 << 20, OK, 8192, 8192)]
+    ("limit", "status", "of_router", "of_node"), [(1024, WARN, 384, 768), (1 << 20, OK, 8192, 8192)]
 )
 def test_descriptors_are_told_in_connections(
     limit: int, status: Status, of_router: int, of_node: int
