@@ -247,11 +247,10 @@ def streamed(url: str, body: Mapping[str, Any]) -> list[Any]:
     return events_in(text)
 
 
-def both_legs(prefill: Service, decode: Service, room: int, **change: Any) -> list[httpx.Response]:
-    """What both nodes answer to one ``generate``, as a router sends it."""
+def generate_by(prefill: Service, decode: Service, room: int, **change: Any) -> httpx.Response:
+    """The decode node's answer to a ``generate`` that names the prefill node, as a router sends it."""
     room_fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
-    body = {**room_fields, "bootstrap_room": room, **change}
-    return at_once(lambda node: generate(node.url, **body), (prefill, decode), 2)
+    return generate(decode.url, **room_fields, bootstrap_room=room, **change)
 
 
 @dataclass
