@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     FLAGS,
@@ -24,6 +24,7 @@ from tests.integration.harness import (
     at_once,
     deployment,
     generate,
+    generate_by,
     is_empty,
     wait_until,
 )
@@ -118,23 +119,18 @@ def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_ser
             decode_options=["--quarantine-secs", quarantine_secs],
             prefill_faults={"TRANSPORT_FAULTS": rates.to_json()},
         ) as nodes,
-        ThreadPoolExecutor(2) as threads,
+        ThreadPoolExecutor(1) as threads,
     ):
         (prefill,), (decode,) = nodes.prefill, nodes.decode
-        fields: dict[str, Any] = {
-            "input_ids": prompt,
-            "params": {"max_new_tokens": MAX_NEW_TOKENS},
-            "hisparse": True,
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": prefill.bootstrap_port,
-            "bootstrap_room": 7,
-        }
-        legs = [threads.submit(generate, node.url, **fields) for node in (prefill, decode)]
+        params = {"max_new_tokens": MAX_NEW_TOKENS}
+        asked = threads.submit(
+            generate_by, prefill, decode, 7, input_ids=prompt, hisparse=True, params=params
+        )
         wait_until(faults.exists, "a write is under way")
         prefill.kill()
-        assert isinstance(legs[0].exception(PATIENCE_SECS), httpx.TransportError)
-        answer = legs[1].result(PATIENCE_SECS)
+        answer = asked.result(PATIENCE_SECS)
         assert answer.status_code == 502, answer.text
+        assert answer.json()["error"]["code"] == PREFILL_NODE_FAILED
         assert f"127.0.0.1:{prefill.bootstrap_port}" in answer.json()["error"]["message"]
         wait_until(lambda: is_empty(decode), "the decode node's pools are whole")
         prefill.put_in(NO_FAULTS)
