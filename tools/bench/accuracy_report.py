@@ -76,13 +76,12 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
 
 
 def _drafts(answers: Sequence[Response]) -> dict[str, Any]:
-    with_tokens = [answer for answer in answers if answer.num_output_tokens]
-    num_tokens = sum(answer.num_output_tokens for answer in with_tokens)
-    num_accepted = sum(answer.num_accepted for answer in with_tokens)
-    per_step = tokens_per_step(num_tokens, num_accepted, len(with_tokens))
+    num_tokens = sum(answer.num_output_tokens for answer in answers)
+    num_accepted = sum(answer.num_accepted for answer in answers)
+    per_step = tokens_per_step(num_tokens, num_accepted)
     return {
         "num_output_tokens": num_tokens,
-        "num_drafted": sum(answer.num_drafted for answer in with_tokens),
+        "num_drafted": sum(answer.num_drafted for answer in answers),
         "num_accepted": num_accepted,
         "tokens_per_step": None if per_step is None else round(per_step, 3),
     }

@@ -41,11 +41,7 @@ def served(usage: Mapping[str, Any]) -> Served:
     )
 
 
-def tokens_per_step(num_tokens: int, num_accepted: int, num_answers: int = 1) -> float | None:
-    """Of the decode steps of so many answers with ``num_tokens`` together; None when there were no steps.
-
-    An answer's first token is the prefill node's. Each other one is a step's own, or an accepted draft.
-    """
-    num_decoded = num_tokens - num_answers
-    num_steps = num_decoded - num_accepted
-    return num_decoded / num_steps if num_steps > 0 else None
+def tokens_per_step(num_tokens: int, num_accepted: int) -> float | None:
+    """Each of the ``num_tokens`` is a step's own, or an accepted draft; None when there were no steps."""
+    num_steps = num_tokens - num_accepted
+    return num_tokens / num_steps if num_steps > 0 else None

@@ -23,13 +23,12 @@ def test_drafts_are_read_in_openais_words_and_in_sglangs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_accepted", "num_answers", "expected"),
-    [(50, 0, 1, 1.0), (50, 28, 1, 49 / 21), (100, 56, 2, 49 / 21), (1, 0, 1, None), (0, 0, 0, None)],
+    ("num_tokens", "num_accepted", "expected"), [(50, 0, 1.0), (50, 28, 50 / 22), (1, 0, 1.0), (0, 0, None)]
 )
-def test_tokens_per_step_leave_out_what_the_prefill_node_drew(
-    num_tokens: int, num_accepted: int, num_answers: int, expected: float | None
+def test_every_token_is_a_steps_own_or_an_accepted_draft(
+    num_tokens: int, num_accepted: int, expected: float | None
 ) -> None:
-    assert tokens_per_step(num_tokens, num_accepted, num_answers) == expected
+    assert tokens_per_step(num_tokens, num_accepted) == expected
 
 
 def test_the_demo_fails_when_a_mode_has_no_accepted_draft() -> None:
