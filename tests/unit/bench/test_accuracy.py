@@ -149,7 +149,7 @@ def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "75.0% 3/4" in printed
     assert "2 of 2" in printed
-    assert "2.00 66.7% 6/9" in " ".join(printed.split())
+    assert "1.75 66.7% 6/9" in " ".join(printed.split())
 
 
 # --- clients ----------------------------------------------------------------------------------------------
