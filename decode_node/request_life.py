@@ -131,7 +131,7 @@ class RequestLife:
             deadline=now + self.contact_timeout_secs,
             prompt=prompt,
             root=root,
-            scores=message.scores if num_prompt_tokens > 1 else None,
+            scores=message.scores if message.scores and message.scores.first < num_prompt_tokens else None,
             prompt_keys=prompt_keys,
             is_speculative=message.is_speculative,
             prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
@@ -294,7 +294,8 @@ class RequestLife:
         if (
             wanted is None
             or message.first != wanted.first + request.num_scored
-            or (message.num_top > wanted.num_top or len(message.rows) % row_bytes)
+            or message.num_top > wanted.num_top
+            or len(message.rows) % row_bytes
         ):
             error = f"scores of its prompt from position {message.first} on, which it does not wait for"
             self._scores_wrong(request, error, now)
@@ -620,7 +621,7 @@ def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
 
 
 def _bootstrap(request: Request) -> Bootstrap:
-    """What of the prompt's KV lacks, and where it is to land."""
+    """What is missing of the prompt's KV, and where it is to land."""
     start, stop = request.held_prefix_tokens, request.num_landing_tokens
     return Bootstrap(
         room=request.room,

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -43,6 +44,10 @@ log = logging.getLogger(__name__)
 
 _BODY_SECS = 10.0
 """For a body to come that nobody reads."""
+
+_NOTHING: Final[dict[str, Any]] = {"meta_info": {"input_token_logprobs": []}}
+"""The answer to every request. SGLang's ``mini_lb`` puts this list before that of the decode node, which has
+all logprobs of the prompt."""
 
 _geometry_decoder = msgspec.msgpack.Decoder(Geometry)
 
@@ -99,7 +104,7 @@ async def _leave_to_decode_node(front: NodeFront, endpoint: Endpoint, request: R
         is_whole = False  # nobody reads the answer
     try:
         front.link.require_serving()
-        response = json_response({})
+        response = json_response(_NOTHING)
     except NodeUnavailable as error:
         response = error.response(shape=ErrorShape.of_path(endpoint))
     if not is_whole:

@@ -11,12 +11,8 @@ from msgspec import Struct
 VERSION = "0.1.0"
 
 PREFILL_NODE_FAILED = "prefill_node_failed"
-DECODE_NODE_FAILED = "decode_node_failed"
-"""Codes of an error that is about the other node, or about the one that answers when it is of that kind.
-
-Another node of the named kind may do better. Without one of them a 502 or 503 is about the node that answers,
-except a decode node's 502, which is about the transfer to it.
-"""
+"""Code of a decode node's error that is about its request's prefill node: another one may do better. Without
+it a 503 is about the decode node, and a 502 about the transfer to it."""
 
 ENGINE_LOST = "engine_lost"
 """Code of an error of a node one of whose engines has died, or stands still: the node ends."""

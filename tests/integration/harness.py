@@ -247,8 +247,8 @@ def streamed(url: str, body: Mapping[str, Any]) -> list[Any]:
     return events_in(text)
 
 
-def generate_by(prefill: Service, decode: Service, room: int, **change: Any) -> httpx.Response:
-    """The decode node's answer to a ``generate`` that names the prefill node, as a router sends it."""
+def at_pair(prefill: Service, decode: Service, room: int, **change: Any) -> httpx.Response:
+    """What the decode node answers to one ``generate`` with this prefill node, as a router sends it."""
     room_fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
     return generate(decode.url, **room_fields, bootstrap_room=room, **change)
 

@@ -20,10 +20,10 @@ from tests.integration.harness import (
     Deployment,
     Service,
     at_once,
+    at_pair,
     decode_service,
     engine_pids,
     generate,
-    generate_by,
     is_idle,
     pool_usage,
     prefill_service,
@@ -92,7 +92,7 @@ def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment
 
 def ask(prefill: Service, decode: Service, room: int, prompt: list[int], hisparse: bool | str) -> list[int]:
     params = {"max_new_tokens": NUM_NEW_TOKENS}
-    answer = generate_by(prefill, decode, room, input_ids=prompt, hisparse=hisparse, params=params)
+    answer = at_pair(prefill, decode, room, input_ids=prompt, hisparse=hisparse, params=params)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["output_ids"]
     return tokens

@@ -24,11 +24,11 @@ from tests.integration.harness import (
     Load,
     Service,
     at_once,
+    at_pair,
     decode_service,
     deployment,
     engine_pids,
     generate,
-    generate_by,
     generated,
     is_empty,
     pool_usage,
@@ -56,7 +56,7 @@ ROOMS = itertools.count(1)
 def ask(prefill: Service, decode: Service, token_ids: list[int], flag: bool | str) -> list[int]:
     """Through these two; as a router does."""
     fields = {"input_ids": token_ids, "hisparse": flag, "params": {"max_new_tokens": NUM_NEW_TOKENS}}
-    answer = generate_by(prefill, decode, next(ROOMS), **fields)
+    answer = at_pair(prefill, decode, next(ROOMS), **fields)
     assert answer.status_code == 200, answer.text
     found: list[int] = answer.json()["output_ids"]
     return found
@@ -190,7 +190,7 @@ def test_what_a_node_says_of_its_ranks(nodes: Deployment) -> None:
 
 def test_samples_of_one_prompt_go_to_all_ranks(nodes: Deployment) -> None:
     params = {"max_new_tokens": 4, "n": 2 * NUM_RANKS + 1}
-    answer = generate_by(nodes.prefill[0], nodes.decode[0], next(ROOMS), params=params)
+    answer = at_pair(nodes.prefill[0], nodes.decode[0], next(ROOMS), params=params)
     assert answer.status_code == 200, answer.text
     assert len({tuple(sample["output_ids"]) for sample in answer.json()}) == 1
 

@@ -108,7 +108,7 @@ def test_openai_client_with_n(router: Service) -> None:
 
 
 @pytest.mark.parametrize("num_new_tokens", [0, 2])
-def test_the_router_joins_logprobs_of_the_prompt(router: Service, num_new_tokens: int) -> None:
+def test_logprobs_of_the_prompt_are_the_decode_nodes(router: Service, num_new_tokens: int) -> None:
     params = {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True}
     body = {"input_ids": list(b"one room"), "sampling_params": params}
     answer = post(router, "/generate", {**body, "return_logprob": True, "logprob_start_len": 0})
@@ -118,8 +118,9 @@ def test_the_router_joins_logprobs_of_the_prompt(router: Service, num_new_tokens
     assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) == num_new_tokens
 
 
-def test_what_the_router_does_not_join_is_refused(router: Service) -> None:
+def test_an_echo_has_the_logprobs_of_the_prompt(router: Service) -> None:
     body = {"model": "tiny", "prompt": "one room", "max_tokens": 1, "echo": True, "logprobs": 1}
-    answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 400
-    assert "use hisparse-pd's own" in answer.text
+    (choice,) = post(router, "/v1/completions", body)["choices"]
+    assert choice["text"].startswith("one room")
+    assert choice["logprobs"]["tokens"][:8] == list("one room")
+    assert [logprob is None for logprob in choice["logprobs"]["token_logprobs"]] == [True] + [False] * 8

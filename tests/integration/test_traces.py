@@ -15,11 +15,11 @@ from tests.integration.harness import Deployment, deployment, wait_until
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.waiting import WAIT_SECS
 
-ROUTER, PREFILL, DECODE = "hisparse-pd-router", "hisparse-pd-prefill", "hisparse-pd-decode"
-PHASES = {
-    PREFILL: ["tokenize", "bootstrap", "queue", "prefill", "transfer"],
-    DECODE: ["tokenize", "queue", "landing", "first_step", "decode"],
-}
+ROUTER, DECODE = "hisparse-pd-router", "hisparse-pd-decode"
+PHASES = ["tokenize", "queue", "landing", "first_step", "decode"]
+OF_PREFILL_NODE = ["prefill_queue", "prefill", "transfer"]
+"""What the decode node's front tells of the prefill node, in the time of the landing."""
+NUM_SPANS = 2 + len(PHASES) + len(OF_PREFILL_NODE)
 PROMPT = "Where does the time go, and who has to wait for whom? " * 12
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "hisparse": True}
 
@@ -45,7 +45,7 @@ def traced(
         with deployment(
             tiny_checkpoint("v32"),
             tmp_path_factory.mktemp("traced"),
-            prefill_options=[*node_options, "--chunked-prefill-size", "256"],
+            prefill_options=["--chunked-prefill-size", "256"],
             decode_options=[*node_options, "--device-buffer-size", "128", "--api-server-count", "2"],
             router_options=options,
         ) as started:
@@ -90,7 +90,7 @@ def test_all_spans_of_a_request_are_one_trace(
     response = post(traced.url, given, stream=stream)
     assert response.status_code == 200
     assert "traceparent" not in response.headers
-    spans = whole_trace(receiver, given.trace_id, 13)
+    spans = whole_trace(receiver, given.trace_id, NUM_SPANS)
 
     root = server_span(spans, ROUTER)
     assert root.parent_id == given.span_id
@@ -99,21 +99,22 @@ def test_all_spans_of_a_request_are_one_trace(
     assert root.attributes["hisparse_pd.decode_node"] == traced.decode[0].url
     assert root.attributes["hisparse_pd.retries"] == 0
     assert root.attributes["http.response.status_code"] == 200
-    for service, phases in PHASES.items():
-        of_node = server_span(spans, service)
-        assert of_node.parent_id == root.span_id
-        assert root.start <= of_node.start
-        parts = parts_of(spans, service)
-        assert sorted(part.name for part in parts) == sorted(phases)
-        by_name = {part.name: part for part in parts}
-        until = of_node.start
-        for name in phases:  # one after the other, all within the node's
-            part = by_name[name]
-            assert part.parent_id == of_node.span_id
-            assert until <= part.start <= part.end
-            until = part.end
-        assert until <= of_node.end
-    assert len({span.span_id for span in spans}) == len(spans) == 13
+    of_node = server_span(spans, DECODE)
+    assert of_node.parent_id == root.span_id
+    assert root.start <= of_node.start
+    by_name = {part.name: part for part in parts_of(spans, DECODE)}
+    assert sorted(by_name) == sorted(PHASES + OF_PREFILL_NODE)
+    assert {part.parent_id for part in by_name.values()} == {of_node.span_id}
+    landing = by_name["landing"]
+    for names, start, end in (
+        (PHASES, of_node.start, of_node.end),
+        (OF_PREFILL_NODE, landing.start, landing.end),
+    ):
+        for name in names:  # one after the other
+            assert start <= by_name[name].start <= by_name[name].end
+            start = by_name[name].end
+        assert start <= end
+    assert len({span.span_id for span in spans}) == len(spans) == NUM_SPANS
     assert all(span.error is None for span in spans)
     assert receiver.paths == {"/v1/traces"}
 
@@ -122,27 +123,23 @@ def test_spans_say_what_they_are_about(traced: Deployment, receiver: Receiver) -
     given = Given()
     traced.flush_prefix_caches()
     answer = post(traced.url, given).json()
-    spans = whole_trace(receiver, given.trace_id, 13)
+    spans = whole_trace(receiver, given.trace_id, NUM_SPANS)
     num_prompt_tokens = answer["usage"]["prompt_tokens"]
     room = server_span(spans, ROUTER).attributes["hisparse_pd.room"]
-    for service in (PREFILL, DECODE):
-        of_node = server_span(spans, service).attributes
-        assert of_node["gen_ai.request.model"] == "tiny"
-        assert of_node["gen_ai.operation.name"] == "text_completion"
-        assert of_node["gen_ai.usage.input_tokens"] == num_prompt_tokens
-        for attributes in (of_node, *(part.attributes for part in parts_of(spans, service)[1:])):
-            assert attributes["hisparse_pd.room"] == room
-            assert attributes["hisparse_pd.dp_rank"] == 0
-            assert attributes["hisparse_pd.mode"] == "hisparse"
-            assert attributes["gen_ai.usage.cache_read.input_tokens"] == 0
-            assert attributes["hisparse_pd.held_tokens"] == 0
-        assert receiver.resources[service]["deployment.environment.name"] == "test"
-    decode = server_span(spans, DECODE).attributes
-    assert decode["gen_ai.usage.output_tokens"] == 8
-    assert decode["gen_ai.response.finish_reasons"] == ["length"]
-    prefill = server_span(spans, PREFILL).attributes
-    assert prefill["hisparse_pd.prefill_chunks"] == -(-num_prompt_tokens // 256) > 1
-    assert prefill["hisparse_pd.transfer_bytes"] > 0
+    of_node = server_span(spans, DECODE).attributes
+    assert of_node["gen_ai.request.model"] == "tiny"
+    assert of_node["gen_ai.operation.name"] == "text_completion"
+    assert of_node["gen_ai.usage.input_tokens"] == num_prompt_tokens
+    for attributes in (of_node, *(part.attributes for part in parts_of(spans, DECODE)[1:])):
+        assert attributes["hisparse_pd.room"] == room
+        assert attributes["hisparse_pd.dp_rank"] == 0
+        assert attributes["hisparse_pd.mode"] == "hisparse"
+        assert attributes["gen_ai.usage.cache_read.input_tokens"] == 0
+        assert attributes["hisparse_pd.held_tokens"] == 0
+    assert receiver.resources[DECODE]["deployment.environment.name"] == "test"
+    assert of_node["gen_ai.usage.output_tokens"] == 8
+    assert of_node["gen_ai.response.finish_reasons"] == ["length"]
+    assert of_node["hisparse_pd.transfer_bytes"] > 0
 
 
 # --- server-timing ---------------------------------------------------------------------------------------
@@ -156,16 +153,16 @@ def timing_of(response: httpx.Response) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-BEFORE_THE_FIRST = ["tokenize", "queue", "landing", "prefill_queue", "prefill", "transfer", "ttft"]
+UP_TO_THE_FIRST = ["tokenize", "queue", "landing", *OF_PREFILL_NODE, "first_step", "ttft"]
 
 
 def test_an_answer_says_how_long_it_took_if_asked(traced: Deployment) -> None:
     asking = Given()
     asking.headers["x-request-timing"] = "1"
     timing = timing_of(post(traced.url, asking))
-    assert list(timing) == [*BEFORE_THE_FIRST, "first_step", "decode", "total"]
+    assert list(timing) == [*UP_TO_THE_FIRST, "decode", "total"]
     assert timing["prefill_queue"] + timing["prefill"] + timing["transfer"] <= timing["landing"] + 1
     assert timing["tokenize"] + timing["queue"] + timing["landing"] <= timing["ttft"] + 1
     assert timing["ttft"] <= timing["total"]
-    assert set(BEFORE_THE_FIRST) <= set(timing_of(post(traced.url, asking, stream=True)))
+    assert set(UP_TO_THE_FIRST) <= set(timing_of(post(traced.url, asking, stream=True)))
     assert "server-timing" not in post(traced.url, Given()).headers

@@ -22,9 +22,9 @@ from tests.integration.harness import (
     NO_FAULTS,
     Deployment,
     at_once,
+    at_pair,
     deployment,
     generate,
-    generate_by,
     is_empty,
     wait_until,
 )
@@ -123,9 +123,7 @@ def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_ser
     ):
         (prefill,), (decode,) = nodes.prefill, nodes.decode
         params = {"max_new_tokens": MAX_NEW_TOKENS}
-        asked = threads.submit(
-            generate_by, prefill, decode, 7, input_ids=prompt, hisparse=True, params=params
-        )
+        asked = threads.submit(at_pair, prefill, decode, 7, input_ids=prompt, hisparse=True, params=params)
         wait_until(faults.exists, "a write is under way")
         prefill.kill()
         answer = asked.result(PATIENCE_SECS)

@@ -98,7 +98,7 @@ WANTED = WantedScores(61, 2)
 
 
 def rows(first: int, num_rows: int, num_top: int = 2) -> RoomScores:
-    return RoomScores(0, first, num_top, bytes(range(256))[:1] * score_dtype(num_top).itemsize * num_rows)
+    return RoomScores(0, first, num_top, bytes(score_dtype(num_top).itemsize * num_rows))
 
 
 def scored(node: EngineHarness, *pieces: RoomScores, prompt: Prompt = PROMPT) -> Answer:

@@ -31,7 +31,7 @@ from hisparse_pd.protocol.bootstrap import (
 )
 from hisparse_pd.protocol.channels import ControlAddressError, ControlClient, ControlKeys
 from hisparse_pd.protocol.messages import PROTOCOL_VERSION
-from tests.unit.api.scripted_engine import deliver
+from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import Node, serving
 from tests.unit.protocol.examples import GEOMETRY
 
@@ -47,7 +47,7 @@ def on_prefill_node(tmp_path: Path, check: Callable[[Node], None], **options: An
     """Serve a prefill node's front, and run ``check`` in a thread, where blocking calls belong."""
 
     async def main() -> None:
-        async with serving(deliver, tmp_path, role="prefill", **options) as node:
+        async with serving(say("A"), tmp_path, role="prefill", **options) as node:
             await asyncio.to_thread(check, node)
 
     asyncio.run(main())
