@@ -201,7 +201,9 @@ class History:
             self.is_owned[slots] = True
             some_pages = torch.tensor(pages[: self.state.max_pages])
             start_dense_row(self.state, row, pages=some_pages, index_pages=self.index_pages[row])
-            self.dev[:, torch.tensor(slots[:prompt], dtype=torch.int64).to(DEVICE)] = truth[:, :prompt].to(DEVICE)
+            self.dev[:, torch.tensor(slots[:prompt], dtype=torch.int64).to(DEVICE)] = truth[:, :prompt].to(
+                DEVICE
+            )
         else:
             self.random.shuffle(slots)
             num_shared, shared_pages = self.share(prompt, truth)
