@@ -19,6 +19,7 @@ RANK_LABEL = "dp_rank"
 """Only what nodes of several ranks say of their engines has it."""
 
 _SELECTOR = re.compile(r"(hisparse_pd:\w+)(?:\{([^}]*)\})?")
+_WORDS_MATCHER = re.compile(r'(\w+)\s*=~?\s*"([\w|]+)"')
 _LABEL_MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
 _AGGREGATION = re.compile(r"\b(?:sum|min|max|count)(?: (?P<how>by|without) \((?P<labels>[^)]*)\))?\s*$")
@@ -40,6 +41,18 @@ class Query:
         found: dict[str, set[str]] = {}
         for name, matchers in _SELECTOR.findall(self.expression):
             found.setdefault(name, set()).update(grouping, {*_LABEL_MATCHER.findall(matchers)} - {RANK_LABEL})
+        return found
+
+    @property
+    def words(self) -> list[tuple[str, str, str, str]]:
+        """Job ("" for any), metric, label and word: what each selector names one by one."""
+        found = []
+        for name, matchers in _SELECTOR.findall(self.expression):
+            named = {label: words.split("|") for label, words in _WORDS_MATCHER.findall(matchers)}
+            jobs = named.pop("job", [""])
+            for job in jobs:
+                found.append((job, name, "", ""))
+                found += [(job, name, label, word) for label, words in named.items() for word in words]
         return found
 
     @property

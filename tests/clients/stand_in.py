@@ -24,7 +24,7 @@ from hisparse_pd.router.server import create_app
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.listening import Listener
 from tests.unit.api import scripted_engine, support
-from tests.unit.api.scripted_engine import ScriptedEngine, deliver, stops_after
+from tests.unit.api.scripted_engine import ScriptedEngine, plays, stops_after
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 CONTEXT_LENGTH = 1 << 20
@@ -54,13 +54,11 @@ def answer(says: list[Any], prompt: str) -> str:
     return f"I look.</think>I call.\n<tool_call>{name}\n{pairs}</tool_call>"
 
 
-def script(says: list[Any], prompt_of: Callable[[int], str | None]) -> scripted_engine.Script:
-    """Of the decode node, which is sent no prompt: the prefill node has it, under the same room."""
+def script(says: list[Any], prompt_of: Callable[[str], str]) -> scripted_engine.Script:
+    """What the decode node does with a request, whose prompt is its group's."""
 
     def run(generate: Generate) -> Iterable[FromEngine | float]:
-        while (prompt := prompt_of(generate.room)) is None:
-            yield 0.005
-        yield from stops_after(answer(says, prompt))(generate)
+        yield from stops_after(answer(says, prompt_of(generate.request_id)))(generate)
 
     return run
 
@@ -71,22 +69,24 @@ async def serve(model: str, says: list[Any], directory: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     support.CODEC = TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa", grammar_checks=support.Unchecked())
-    prefill_engine: list[ScriptedEngine] = []
+    engines: list[ScriptedEngine] = []
 
-    def prompt_of(room: int) -> str | None:
-        for group in prefill_engine[0].groups:
-            if any(sample.room == room for sample in group.samples):
-                return str(tokenizer.decode(unpack_token_ids(group.prompt).tolist()))
-        return None
+    def prompt_of(request_id: str) -> str:
+        (group,) = (
+            group
+            for group in engines[0].groups
+            if any(sample.request_id == request_id for sample in group.samples)
+        )
+        return str(tokenizer.decode(unpack_token_ids(group.prompt).tolist()))
 
     options = {"served_model_name": model}
     for name in ("prefill", "decode"):
         (directory / name).mkdir()
     async with (
-        support.serving(deliver, directory / "prefill", role="prefill", **options) as prefill,
+        support.serving(plays(), directory / "prefill", role="prefill", **options) as prefill,
         support.serving(script(says, prompt_of), directory / "decode", **options) as decode,
     ):
-        prefill_engine.append(prefill.engine)
+        engines.append(decode.engine)
         listener = Listener("127.0.0.1", 0)
         settings = RouterSettings(
             prefill=((f"http://127.0.0.1:{prefill.port}", prefill.bootstrap_port),),

@@ -178,7 +178,10 @@ class History:
     def admit(
         self, *, capacity: int | None = None, prompt: int | None = None, is_warm: bool | None = None
     ) -> int | None:
-        """Start a request, as given or random; returns its row, or None when all rows are taken."""
+        """Start a request, as given or random; returns its row, or None when all rows are taken.
+
+        ``prompt``: its tokens whose items are there; 0: the first step's is the first.
+        """
         if not self.free_rows:
             return None
         row = self.free_rows.pop(self.random.randrange(len(self.free_rows)))
@@ -198,7 +201,9 @@ class History:
             self.is_owned[slots] = True
             some_pages = torch.tensor(pages[: self.state.max_pages])
             start_dense_row(self.state, row, pages=some_pages, index_pages=self.index_pages[row])
-            self.dev[:, torch.tensor(slots[:prompt]).to(DEVICE)] = truth[:, :prompt].to(DEVICE)
+            self.dev[:, torch.tensor(slots[:prompt], dtype=torch.int64).to(DEVICE)] = truth[:, :prompt].to(
+                DEVICE
+            )
         else:
             self.random.shuffle(slots)
             num_shared, shared_pages = self.share(prompt, truth)
@@ -275,7 +280,7 @@ class History:
         if not others or self.random.random() < 0.5:
             return 0, torch.empty(0, dtype=torch.int64)
         other = self.random.choice(others)
-        num_pages = self.random.randint(0, min(prompt - 1, other.seq_len - 1) // PAGE_SIZE)
+        num_pages = self.random.randint(0, max(0, min(prompt, other.seq_len) - 1) // PAGE_SIZE)
         truth[:, : num_pages * PAGE_SIZE] = other.truth[:, : num_pages * PAGE_SIZE]
         return num_pages, other.host_pages[:num_pages]
 
@@ -525,3 +530,15 @@ class History:
                     continue  # nothing is made of what it read
                 assert torch.equal(items, request.truth[layer, read]), f"I3: wrong bytes in row {row}"
         return out
+
+
+def live_from_nothing(item_bytes: int, max_new: int) -> None:
+    """Requests in whose first step the first token of all is new, as prompts of one token have it: dense, and
+    in buffers that are filled or only assigned, until they have outgrown those."""
+    small, large = (25 * max_new + more for more in (6, 65))
+    history = History(item_bytes, item_bytes, max_new=max_new, capacities=(small, large), churns=(0.1, 0.5))
+    for capacity, is_warm in ((0, False), (small, True), (small, False), (large, True)):
+        assert history.admit(capacity=capacity, prompt=0, is_warm=is_warm) is not None
+    while any(request.seq_len <= small for request in history.requests.values()):
+        history.step()
+    history.finish()

@@ -45,7 +45,7 @@ def test_a_resumed_prompts_rows_are_those_of_steps(tmp_path: Path, kv_format: st
     spec = decode_step.load_shared_spec(arguments, 0)
     model = load_model(tmp_path, spec, DEVICE)
     settings = decode_step.make_settings(arguments, 2)
-    prompt = decode_step.prefill(spec, model, settings, 2048, PROMPT, num_passes=1)
+    prompt = decode_step.prefill(spec, model, settings, 2048, PROMPT)
 
     bench = decode_step.Bench(spec, model, settings, prompt, Mode.DENSE, NUM_STEPS, None)
     try:

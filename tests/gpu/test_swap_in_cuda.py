@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hisparse_pd.core.memory.host import CudaPinning
-from tests.gpu.history import ONE_LAYER, History
+from tests.gpu.history import ONE_LAYER, History, live_from_nothing
 from tests.gpu.support import needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.I3]
@@ -30,6 +30,13 @@ def test_history_of_each_item_size(item_bytes: int, max_new: int) -> None:
     """Of requests that outgrow their buffers."""
     capacities = tuple(25 * max_new + more for more in (0, 6, 23, 65))
     History(item_bytes + max_new, item_bytes, max_new=max_new, capacities=capacities).run(90)
+
+
+@pytest.mark.I6
+@pytest.mark.parametrize("max_new", [1, 4])
+@pytest.mark.parametrize("item_bytes", [7, 656])
+def test_requests_begin_with_nothing(item_bytes: int, max_new: int) -> None:
+    live_from_nothing(item_bytes, max_new)
 
 
 @pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64])

@@ -57,7 +57,7 @@ def test_wrong_rows_are_found_in_steps(
     monkeypatch.setattr(forwards, "fastest", lambda secs: split)
     settings = make_settings(arguments, NUM_REQS, num_drafts)
     model = load_model(tmp_path, spec, DEVICE)
-    prompt = prefill(spec, model, settings, CHUNK, CONTEXT, num_passes=1)
+    prompt = prefill(spec, model, settings, CHUNK, CONTEXT)
     bench = Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
     memory, state = bench.memory, bench.hot_buffers.state
     row_checks = state.require_row_checks()

@@ -46,6 +46,21 @@ def test_the_metrics_of_all_queries_exist(shown: dict[str, set[str]]) -> None:
     assert not missing, "no service shows these metrics, or not with these labels"
 
 
+def test_what_queries_name_is_shown_where_they_look(pair: Deployment, shown: dict[str, set[str]]) -> None:
+    """The nodes of a job, and each of the phases, pools and kinds that stand in a query one by one."""
+    found: set[tuple[str, str, str, str]] = set()
+    for service in pair.services:
+        job = service.name.partition("-")[0]
+        for family in text_string_to_metric_families(
+            httpx.get(f"{service.url}/metrics", timeout=WAIT_SECS).text
+        ):
+            for sample in family.samples:
+                labels = [("", ""), *sample.labels.items()]
+                found |= {(of, sample.name, *label) for label in labels for of in ("", job)}
+    missing = [(query.where, words) for query in all_queries() for words in {*query.words} - found]
+    assert not missing, "no service shows these"
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_counters_that_alerts_watch_are_there_before_the_first_event(role: str, pair: Deployment) -> None:
     (node,) = getattr(pair, role)

@@ -92,7 +92,7 @@ def responses(wrong_tokens: bool = False) -> list[Response]:
 
 
 def test_summary_counts_by_length_and_depth_and_by_step() -> None:
-    """Of 14 tokens 2 are the prefill node's and 6 accepted drafts: 6 steps made 12."""
+    """Of 14 tokens 6 are accepted drafts: 8 steps made them."""
     found = summary(responses())
     assert found[ORACLE]["lengths"] == {"512": [3, 4, 1, 2]}
     assert found[ORACLE]["depths"] == [[2, 2], [0, 0], [0, 0], [0, 0], [1, 2]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.decoder import Decoder
-from tests.gpu.history import History
+from tests.gpu.history import History, live_from_nothing
 from tests.gpu.support import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them where there is a GPU")
@@ -24,6 +24,12 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them whe
 )
 def test_history(options: dict[str, Any]) -> None:
     History(1, 24, **options).run(60)
+
+
+@pytest.mark.I6
+@pytest.mark.parametrize("max_new", [1, 3])
+def test_requests_begin_with_nothing(max_new: int) -> None:
+    live_from_nothing(24, max_new)
 
 
 @pytest.mark.parametrize(
