@@ -30,7 +30,7 @@ from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.model.sampling import finish_reason
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prompt_keys import TOKEN_BYTES, PageKey, PromptKeys
+from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
@@ -61,6 +61,7 @@ from hisparse_pd.kernels.hot_state import ReadAt
 from hisparse_pd.kernels.row_check import WrongItem, WrongRow
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
+    TOKEN_BYTES,
     AbortRoom,
     Bootstrap,
     Room,

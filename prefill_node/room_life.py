@@ -20,7 +20,7 @@ from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.core.paging.prompt_keys import TOKEN_BYTES, PageKey, page_keys
+from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
 from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
@@ -32,6 +32,7 @@ from hisparse_pd.prefill_node.rooms import Delivery, RoomRecord, RoomState, Room
 from hisparse_pd.prefill_node.scheduler import Chunk, Running, StepLimits, Waiting, why_never
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
+    TOKEN_BYTES,
     AbortRoom,
     Bootstrap,
     PrefillTimes,

@@ -26,7 +26,7 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.phases import Phase
 from hisparse_pd.protocol.decoding import TypedDecoder
-from hisparse_pd.protocol.messages import PrefillTimes
+from hisparse_pd.protocol.messages import TOKEN_BYTES, PrefillTimes
 from hisparse_pd.protocol.prompt_scores import WantedScores
 
 # --- front to engine -------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def unpack_token_ids(prompt: bytes) -> npt.NDArray[np.int32]:
 
 
 def num_packed_tokens(prompt: bytes) -> int:
-    return len(prompt) // 4
+    return len(prompt) // TOKEN_BYTES
 
 
 # --- engine to front -------------------------------------------------------------------------------

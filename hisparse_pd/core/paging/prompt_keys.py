@@ -14,8 +14,10 @@ from typing import Final
 
 import msgspec
 
-KEY_BYTES: Final = 16
-TOKEN_BYTES: Final = 4
+from hisparse_pd.protocol.messages import ROOT_BYTES, TOKEN_BYTES
+
+KEY_BYTES: Final = ROOT_BYTES
+"""Length of every key of the chain, which begins at a root."""
 
 PageKey = bytes
 """Of one whole page: equal keys mean equal tokens up to its end, and the same isolation key."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw
 
 from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS
+from hisparse_pd.protocol.prompt_scores import MAX_LOGPROBS
 from hisparse_pd.serving.api.declared import (
     AS_SPELLED,
     declared,
@@ -28,7 +29,6 @@ MAX_PARTS = 4096
 """Of a message: parts, blocks."""
 MAX_TOOLS = 256
 MAX_CALLS = 256
-MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ROOM = 2**63 - 1
 MAX_RECORD_BLOCKS = 256
