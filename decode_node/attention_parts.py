@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.kernels.attention import AttentionBackend
 from hisparse_pd.kernels.attention_backends import attention_beside
 from hisparse_pd.kernels.hot_state import StepRequests
@@ -33,12 +33,12 @@ class MissCopies:
     """Copies for steps of up to ``max_reqs`` requests in parts: one behind the other, so that PCIe is one
     part's alone, which so has its misses soonest."""
 
-    def __init__(self, hot_buffers: HotBuffers, max_reqs: int) -> None:
-        self._memory = hot_buffers.memory
-        self._state = hot_buffers.state
-        device, most_reqs = hot_buffers.device, -(-max_reqs // NUM_PARTS)
+    def __init__(self, tables: RequestTables, max_reqs: int) -> None:
+        self._memory = tables.memory
+        self._state = tables.state
+        device, most_reqs = tables.device, -(-max_reqs // NUM_PARTS)
         self.miss_plans = [
-            MissPlan.create(most_reqs, hot_buffers.spec.index_topk, device) for _ in range(NUM_PARTS)
+            MissPlan.create(most_reqs, tables.spec.index_topk, device) for _ in range(NUM_PARTS)
         ]
         """One for each part."""
         # Copies come first: one that waits for a multiprocessor leaves PCIe idle.

@@ -18,7 +18,7 @@ from torch import Tensor
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, Part
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.kernels.hot_state import ABSENT, StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.paged_indexer import paged_index_topk
@@ -74,7 +74,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        hot_buffers: HotBuffers,
+        tables: RequestTables,
         kernels: AttentionKernels,
         seq_lens: Tensor,
         req_rows: Tensor,
@@ -88,18 +88,18 @@ class DeviceStep:
         first_row: int = 0,
         ends: Tensor | None = None,
     ) -> None:
-        self._spec = hot_buffers.spec
-        self._memory = hot_buffers.memory
-        self._miss_plan = hot_buffers.miss_plan if miss_plan is None else miss_plan
-        self._index_page_table = hot_buffers.state.index_pages
-        self._page_size = hot_buffers.page_size
+        self._spec = tables.spec
+        self._memory = tables.memory
+        self._miss_plan = tables.miss_plan if miss_plan is None else miss_plan
+        self._index_page_table = tables.state.index_pages
+        self._page_size = tables.page_size
         self._kernels = kernels
         self._backup_stream = backup_stream
         self._order = order
         self._num_new = num_new
         self._first_row = first_row
         self._has_drafts = ends is not None
-        state = hot_buffers.state
+        state = tables.state
         # The kernels want a slot for a request's first new position, even if no row is there.
         with_slots = seq_lens if ends is None else torch.minimum(seq_lens, ends - 1 + num_new)
         self._requests = StepRequests(state, with_slots, req_rows, num_real_reqs, num_new)

@@ -30,13 +30,13 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import Pools
 from hisparse_pd.core.paging.prompt_keys import PromptKeys
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import PeerAddress, RequestState, RunStage
 from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import make_runner
 from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.sizing import (
@@ -126,7 +126,7 @@ class DecodeEngine:
             shared=settings.same_host_lane == "auto",
             placement=placement,
         )
-        self.hot_buffers = HotBuffers(
+        self.tables = RequestTables(
             spec,
             self._memory,
             num_rows=settings.max_running_requests,
@@ -169,7 +169,7 @@ class DecodeEngine:
             policy=settings.hisparse,
             room_timeout_secs=settings.room_timeout_secs,
             requests=self.requests,
-            hot_buffers=self.hot_buffers,
+            tables=self.tables,
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
@@ -179,12 +179,12 @@ class DecodeEngine:
         self._lockstep = Lockstep(model.ranks)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
-        self._scrubber = Scrubber(self.hot_buffers, self.requests.held, self.lifecycle.held_row_is_wrong)
+        self._scrubber = Scrubber(self.tables, self.requests.held, self.lifecycle.held_row_is_wrong)
         self.steps = StepLine(
-            make_runner(settings, model, self.hot_buffers),
+            make_runner(settings, model, self.tables),
             self._lockstep,
             self.requests,
-            self.hot_buffers,
+            self.tables,
             self.lifecycle,
             most_drafts=settings.speculative_num_steps,
             scrubber=self._scrubber,
@@ -232,8 +232,8 @@ class DecodeEngine:
         self._last_turn_at = now
         self._receive(now)
         self._follow_grammars(now)
-        self.steps.plan(now)
-        if not self.steps.take(is_stopping=self._is_stopping):
+        self.steps.carry_out_plan(now)
+        if not self.steps.advance(is_stopping=self._is_stopping):
             self._has_stopped = True
             return
         if not self.requests:
@@ -330,10 +330,8 @@ class DecodeEngine:
         self._front.send(
             self._metrics.stats(
                 self.requests,
-                swap_ins=self.hot_buffers.totals(
-                    self.requests.select(RequestState.RUNNING, RequestState.ENDING)
-                ),
-                bytes_per_miss=self.hot_buffers.bytes_per_miss,
+                swap_ins=self.tables.totals(self.requests.select(RequestState.RUNNING, RequestState.ENDING)),
+                bytes_per_miss=self.tables.bytes_per_miss,
                 num_dropped=self.peers.num_dropped,
                 num_peers=self.peers.num_registered,
                 transfer_info=self._transfer.transport.info_metric,

@@ -22,8 +22,8 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.draft_chain import draft_chain
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.micro_batches import MicroBatches
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
     SPLITS,
@@ -78,7 +78,7 @@ class Forwards:
     def __init__(
         self,
         model: DsaModel,
-        hot_buffers: HotBuffers,
+        tables: RequestTables,
         kernels: AttentionKernels,
         inputs: StepInputs,
         rows: DeviceRows,
@@ -87,21 +87,21 @@ class Forwards:
         min_split_reqs: int | None,
     ) -> None:
         self._model = model
-        self._hot_buffers = hot_buffers
+        self._tables = tables
         self._kernels = kernels
         self._inputs = inputs
         self._rows = rows
-        self._max_new = hot_buffers.state.max_new
+        self._max_new = tables.state.max_new
         self._measures_split = min_split_reqs is None
         self.min_split_reqs = max_reqs + 1 if min_split_reqs is None else min_split_reqs
-        device = hot_buffers.device
+        device = tables.device
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._parts: AttentionParts | None = None
         self._micro_batches: MicroBatches | None = None
         if (MIN_REQS if min_split_reqs is None else min_split_reqs) <= max_reqs:
-            copies = MissCopies(hot_buffers, max_reqs)
+            copies = MissCopies(tables, max_reqs)
             self._parts = AttentionParts(kernels, copies)
-            self._micro_batches = MicroBatches(model, hot_buffers, kernels, copies, self._backup_stream)
+            self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup_stream)
         self._kept = _Kept.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
         self._graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
         """By new positions and whether a batch is split, then by its size, smallest first."""
@@ -188,7 +188,7 @@ class Forwards:
         tried: dict[tuple[int, Split], tuple[torch.cuda.CUDAGraph, Forward]] = {}
 
         def measure(size: int) -> Secs | None:
-            requests = TrialRequests(self._hot_buffers, self._kernels, self._inputs, size)
+            requests = TrialRequests(self._tables, self._kernels, self._inputs, size)
             try:
                 fits = [(int(requests.fits),)] if ranks is None else ranks.agree(int(requests.fits))
                 if (0,) in fits:
@@ -243,7 +243,7 @@ class Forwards:
             logits, hidden = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
         else:
             step = DeviceStep(
-                self._hot_buffers,
+                self._tables,
                 self._kernels,
                 seq_lens,
                 req_rows,
@@ -260,7 +260,7 @@ class Forwards:
             self._kept.hidden[:num_reqs] = hidden
         sampled = logits.argmax(dim=-1)
         self._rows.put(inputs, sampled)
-        results = torch.cat((self._hot_buffers.row_results(req_rows), sampled[:, None]), dim=1)
+        results = torch.cat((self._tables.row_results(req_rows), sampled[:, None]), dim=1)
         return Forward(num_reqs, 1, logits, results[:, 4], results)
 
     def _write_draft_kv(self, num_reqs: int, hidden: Tensor) -> None:
@@ -269,7 +269,7 @@ class Forwards:
         inputs = self._inputs
         req_rows = inputs.req_rows[:num_reqs]
         seq_lens = self._rows.lengths(inputs, num_reqs)
-        access = DeviceStep(self._hot_buffers, self._kernels, seq_lens, req_rows, inputs.num_real_reqs)
+        access = DeviceStep(self._tables, self._kernels, seq_lens, req_rows, inputs.num_real_reqs)
         access.write_draft_kv(self._model, self._rows.tokens[req_rows], hidden[:num_reqs])
 
     def _verify(self, num_reqs: int, num_new: int) -> Forward:
@@ -283,7 +283,7 @@ class Forwards:
         newest = self._rows.newest_tokens(inputs.tokens[:num_rows:num_new], req_rows)
         token_ids = torch.cat((newest[:, None], drafts.clamp(min=0)), dim=1).flatten()
         access = DeviceStep(
-            self._hot_buffers,
+            self._tables,
             self._kernels,
             seq_lens + num_new - 1,
             req_rows,
@@ -320,7 +320,7 @@ class Forwards:
 
         def step_of(number: int) -> DeviceStep:
             return DeviceStep(
-                self._hot_buffers,
+                self._tables,
                 self._kernels,
                 seq_lens + number,
                 req_rows,
@@ -333,7 +333,7 @@ class Forwards:
         made = draft_chain(self._model, access, newest_rows, logits, hidden, seq_lens, num_new - 1, step_of)
         self._rows.put(inputs, forward.token_ids[newest_rows], seq_lens + 1, made)
         counts = torch.stack((verified.num_drafts, accepted), dim=1)
-        return torch.cat((self._hot_buffers.row_results(req_rows), counts, token_ids, made), dim=1)
+        return torch.cat((self._tables.row_results(req_rows), counts, token_ids, made), dim=1)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS, TAKEN_SMS, MissCopies
 from hisparse_pd.decode_node.device_step import DeviceStep, MicroBatchOrder
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.kernels.miss_plan import MissPlan
 
 
@@ -25,16 +25,16 @@ class MicroBatches:
     def __init__(
         self,
         model: DsaModel,
-        hot_buffers: HotBuffers,
+        tables: RequestTables,
         kernels: AttentionKernels,
         copies: MissCopies,
         backup_stream: torch.cuda.Stream | None,
     ) -> None:
         self._model = model
-        self._hot_buffers = hot_buffers
+        self._tables = tables
         self._backup_stream = backup_stream
         self._copies = copies
-        device = hot_buffers.device
+        device = tables.device
         self._parts = [
             _MicroBatch(
                 own_kernels,
@@ -67,7 +67,7 @@ class MicroBatches:
             with part.after_current_stream():
                 of_part = slice(number, None, num_parts)
                 step = DeviceStep(
-                    self._hot_buffers,
+                    self._tables,
                     part.kernels,
                     seq_lens[of_part].contiguous(),
                     req_rows[of_part].contiguous(),

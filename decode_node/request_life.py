@@ -1,7 +1,7 @@
 """Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
 
 Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
-(``HotBuffers``), and the word to the front or the prefill node. Nothing here waits: a request that ends in
+(``RequestTables``), and the word to the front or the prefill node. Nothing here waits: a request that ends in
 the middle of a step is ENDING until that is over.
 """
 
@@ -31,7 +31,6 @@ from hisparse_pd.core.model.sampling import finish_reason
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.prefill_peers import (
@@ -47,6 +46,7 @@ from hisparse_pd.decode_node.prefill_peers import (
 )
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
 from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.messages import (
@@ -96,7 +96,7 @@ class RequestLife:
     policy: HisparsePolicy
     room_timeout_secs: float
     requests: LiveRequests
-    hot_buffers: HotBuffers
+    tables: RequestTables
     peers: PrefillPeers
     metrics: Metrics
     send: Callable[[FromEngine], None]
@@ -321,7 +321,7 @@ class RequestLife:
         self.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
         try:
             aux_slot = request.owned.only_slot(PoolKind.AUX)
-            record = self.hot_buffers.memory.take_aux(aux_slot, request.room)
+            record = self.tables.memory.take_aux(aux_slot, request.room)
         except AuxMismatch as error:
             self.metrics.add("kv_transfer_failures_total")
             unusable = f"the transfer from {request.peer} is unusable: {error}"
@@ -330,7 +330,7 @@ class RequestLife:
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
         request.delivery = message
         if record.hint is not None:
-            request.hot_positions = self.hot_buffers.by_hot_group(record.hint)
+            request.hot_positions = self.tables.by_hot_group(record.hint)
         self._start(request, now)
 
     def _start(self, request: Request, now: float) -> None:
@@ -423,7 +423,7 @@ class RequestLife:
             self._exchange(exchange, now)
         for growth in plan.growths:
             self.requests.grow(growth.request, growth.need)
-            self.hot_buffers.grow(growth.request)
+            self.tables.grow(growth.request)
         for admission in plan.admissions:
             self._admit(admission, now)
 
@@ -431,7 +431,7 @@ class RequestLife:
         request = admission.request
         instance_id = "" if request.lacks_nothing else self.peers.instance_id(request.peer)
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
-        self.hot_buffers.prepare_landing(request)
+        self.tables.prepare_landing(request)
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
         if request.lacks_nothing:
@@ -448,18 +448,18 @@ class RequestLife:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
         self.requests.grow(request, exchange.need)
-        if self._on_device(self.hot_buffers.retract, request, "retracted", now):
+        if self._on_device(self.tables.retract, request, "retracted", now):
             self.requests.replace_device_slots(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
         request.is_filling = True
-        self._on_device(self.hot_buffers.start, request, "started", now)
+        self._on_device(self.tables.start, request, "started", now)
 
     def fill_rows(self, now: float) -> None:
         """A slice of what rows are filled with, and who is FILLING no more."""
-        failed = self.hot_buffers.go_on()
+        failed = self.tables.go_on()
         for request in self.requests.select(RequestState.RUNNING):
             if not request.is_filling:
                 continue
@@ -467,7 +467,7 @@ class RequestLife:
                 log.error("room %d cannot be started", request.room, exc_info=error)
                 self.fail(request, 500, f"the request cannot be started: {error}", now)
             else:
-                request.is_filling = not self.hot_buffers.is_ready(request)
+                request.is_filling = not self.tables.is_ready(request)
 
     def _on_device(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
@@ -510,7 +510,7 @@ class RequestLife:
                 token_id,
                 len(request.output_token_ids),
                 request.sampling,
-                self.hot_buffers.spec.eos_token_ids,
+                self.tables.spec.eos_token_ids,
             )
             if reason is not None:
                 break
@@ -543,7 +543,7 @@ class RequestLife:
     def row_is_wrong(self, request: Request, now: float) -> None:
         """Something that was read for it is not what was written: nothing that was made of it may be used.
         Its tokens until then are right."""
-        wrong = self.hot_buffers.wrong_row(request)
+        wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_landing_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
         error = self._wrong_item_found(kind, pool, wrong.item)
@@ -589,15 +589,15 @@ class RequestLife:
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)
             return
-        self.hot_buffers.stop_filling(request)
+        self.tables.stop_filling(request)
         self.requests.start_ending(request, is_sound=is_sound)
         self._let_go(request, now)
 
     def _let_go(self, request: Request, now: float, *, waits: bool = False) -> None:
         """Of what a request that is ENDING owns, unless the step that it is in, or what fills its row, uses
         any of it (I1). ``waits``: for what fills the row; for no step."""
-        if not request.num_in_flight and (waits or self.hot_buffers.is_ready(request)):
-            self.hot_buffers.release(request)
+        if not request.num_in_flight and (waits or self.tables.is_ready(request)):
+            self.tables.release(request)
             self.requests.release(request, now)
 
     def release_ended(self, now: float, *, waits: bool = False) -> None:

@@ -25,8 +25,8 @@ from hisparse_pd.core.model.sampling import Sampled, enqueue_sample
 from hisparse_pd.core.model.token_counts import CountedRows, to_device
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS
 from hisparse_pd.decode_node.forwards import Forward, Forwards
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.row_counts import RowCounts
 from hisparse_pd.decode_node.step_buffers import DeviceRows, StepBuffers, StepInputs
 from hisparse_pd.decode_node.step_masks import has_grammar, masks_of
@@ -34,14 +34,14 @@ from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.kernels.hot_state import HotBufferError
 
 
-def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:
+def make_runner(settings: DecodeSettings, model: DsaModel, tables: RequestTables) -> DeviceRunner:
     """The runner for the device and the formats. Raises AttentionBackendError."""
     max_reqs = settings.max_running_requests
-    scratch_tokens = max_reqs * hot_buffers.state.max_new
-    is_gpu = hot_buffers.device.type == "cuda"
+    scratch_tokens = max_reqs * tables.state.max_new
+    is_gpu = tables.device.type == "cuda"
     return DeviceRunner(
         model,
-        hot_buffers,
+        tables,
         AttentionKernels.choose(
             model,
             settings.attention_backend,
@@ -66,7 +66,7 @@ class DeviceRunner:
     def __init__(
         self,
         model: DsaModel,
-        hot_buffers: HotBuffers,
+        tables: RequestTables,
         kernels: AttentionKernels,
         *,
         max_reqs: int,
@@ -75,17 +75,17 @@ class DeviceRunner:
         is_behind: bool,
     ) -> None:
         self._spec = model.spec
-        self._hot_buffers = hot_buffers
+        self._tables = tables
         self._is_behind = is_behind
         if min_split_reqs is not None or not graph_batches:
             min_split_reqs = max(min_split_reqs, NUM_PARTS) if min_split_reqs else max_reqs + 1
-        device, max_new = hot_buffers.device, hot_buffers.state.max_new
+        device, max_new = tables.device, tables.state.max_new
         self._inputs = StepInputs.create(max_reqs, max_new, device)
-        self._rows = DeviceRows.create(hot_buffers.state.num_rows, max_new, device)
-        self._counts = RowCounts(hot_buffers.state.num_rows, model.spec.vocab_size, device)
+        self._rows = DeviceRows.create(tables.state.num_rows, max_new, device)
+        self._counts = RowCounts(tables.state.num_rows, model.spec.vocab_size, device)
         self._forwards = Forwards(
             model,
-            hot_buffers,
+            tables,
             kernels,
             self._inputs,
             self._rows,
@@ -124,7 +124,7 @@ class DeviceRunner:
         most_drafts: list[int] = []
         unread = [request.num_in_flight > 0 and self._has_verified for request in batch]
         for request, is_unread in zip(batch, unread, strict=True):  # whose drafts are still on the device
-            most = self._hot_buffers.max_verifiable(request, num_new - 1) if num_new > 1 else 0
+            most = self._tables.max_verifiable(request, num_new - 1) if num_new > 1 else 0
             drafts.append(request.take_drafts(0 if is_unread else most))
             most_drafts.append(most if is_unread else len(drafts[-1]))
         buffers = self._fill(batch, drafts, most_drafts, unread, num_new)

@@ -13,8 +13,8 @@ from typing import Final
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.engine.held_rows import HeldRows
 from hisparse_pd.kernels.row_check import WrongItem
 
@@ -25,15 +25,15 @@ class Scrubber:
     """``found``: keeps a wrong row's page and prefix from everybody. Without checks nothing is done."""
 
     def __init__(
-        self, hot_buffers: HotBuffers, held: PrefixTree, found: Callable[[PoolKind, WrongItem], None]
+        self, tables: RequestTables, held: PrefixTree, found: Callable[[PoolKind, WrongItem], None]
     ) -> None:
-        memory = hot_buffers.memory
-        self._hot_buffers = hot_buffers
+        memory = tables.memory
+        self._tables = tables
         self._num_steps = 0
         self._held_rows: HeldRows | None = None
         if memory.row_checks is not None:
             kv = {PoolKind.HOST: memory.k_host, PoolKind.DEVICE: memory.k_dev}
-            self._held_rows = HeldRows(held, hot_buffers.page_size, kv, memory.row_checks, found)
+            self._held_rows = HeldRows(held, tables.page_size, kv, memory.row_checks, found)
 
     def before_step(self, batch: Sequence[Request]) -> None:
         """Now and then, launch a look at one hot buffer of ``batch``, which the next step is made for."""
@@ -43,7 +43,7 @@ class Scrubber:
             return
         turn = self._num_steps // STEPS_BETWEEN
         request = hisparse[turn % len(hisparse)]
-        self._hot_buffers.check_hot(request, turn // len(hisparse) % self._hot_buffers.spec.num_hot_groups)
+        self._tables.check_hot(request, turn // len(hisparse) % self._tables.spec.num_hot_groups)
 
     def when_idle(self) -> None:
         """Verify the next stretch of what is held. Waits for the device."""

@@ -19,7 +19,7 @@ import torch
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.decode_node.drafting import smallest_buffer
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.step_buffers import StepInputs
 from hisparse_pd.kernels.hot_state import ABSENT
 
@@ -84,11 +84,11 @@ class TrialRequests:
     """
 
     def __init__(
-        self, hot_buffers: HotBuffers, kernels: AttentionKernels, inputs: StepInputs, num_reqs: int
+        self, tables: RequestTables, kernels: AttentionKernels, inputs: StepInputs, num_reqs: int
     ) -> None:
-        self._hot_buffers, self._num_reqs = hot_buffers, num_reqs
-        spec, memory, state = hot_buffers.spec, hot_buffers.memory, hot_buffers.state
-        page_size = hot_buffers.page_size
+        self._tables, self._num_reqs = tables, num_reqs
+        spec, memory, state = tables.spec, tables.memory, tables.state
+        page_size = tables.page_size
         most_tokens = min(
             memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots
         )  # of all requests; the index pool ends with a scratch page
@@ -98,7 +98,7 @@ class TrialRequests:
         self.fits = num_pages * page_size > smallest and capacity >= smallest
         if not self.fits:
             return
-        device = hot_buffers.device
+        device = tables.device
         pages = torch.arange(num_reqs * num_pages).view(num_reqs, num_pages)
         slots = torch.arange(num_reqs * capacity).view(num_reqs, capacity)
         for row in range(num_reqs):
@@ -125,7 +125,7 @@ class TrialRequests:
 
     def lose_some(self) -> None:
         """Make MISS_SHARE of the entries free, at random, so that the next step misses as large a share."""
-        state = self._hot_buffers.state
+        state = self._tables.state
         hot = state.hot_to_lookup[:, : self._num_reqs]
         random = torch.rand(hot.shape, generator=self._generator, device=hot.device)
         is_lost = (random < MISS_SHARE) & (hot != ABSENT)
@@ -140,7 +140,7 @@ class TrialRequests:
             return
         self._inputs.num_real.zero_()
         for row in range(self._num_reqs):
-            self._hot_buffers.state.reset_row(row)
+            self._tables.state.reset_row(row)
 
 
 def time_by_turns(

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from hisparse_pd.decode_node.draft_choice import DraftChoice
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import Request, RequestState, RunStage
 from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
 from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.step_masks import has_grammar
@@ -34,7 +34,7 @@ class StepLine:
         runner: DeviceRunner,
         lockstep: Lockstep,
         requests: LiveRequests,
-        hot_buffers: HotBuffers,
+        tables: RequestTables,
         lifecycle: RequestLife,
         *,
         most_drafts: int,
@@ -48,14 +48,14 @@ class StepLine:
         self.num_launched = 0
         self._lockstep = lockstep
         self._requests = requests
-        self._hot_buffers = hot_buffers
+        self._tables = tables
         self._lifecycle = lifecycle
         self._scrubber = scrubber
         self._most_drafts = most_drafts
         self._draft_choice = DraftChoice(most_drafts)
         self._next_plan = NextPlan(lifecycle.limits, requests)
 
-    def plan(self, now: float) -> None:
+    def carry_out_plan(self, now: float) -> None:
         """Carry out what the scheduler wants before the next step, which is then launched behind the one in
         flight where that may be."""
         if not self.may_follow():
@@ -66,7 +66,7 @@ class StepLine:
             plan = self._next_plan.make(now)
         self._lifecycle.carry_out(plan, now)
 
-    def take(self, *, is_stopping: bool) -> bool:
+    def advance(self, *, is_stopping: bool) -> bool:
         """Launch the next step of the node, if anybody has one, and read the one before. False when all ranks
         are stopping. Raises torch.AcceleratorError when the device is lost, and anything when other ranks are
         in the step."""
@@ -126,11 +126,11 @@ class StepLine:
         """That the next step verifies, of any of its requests."""
         most = self._most_drafts
         if most:
-            most = max((self._hot_buffers.max_verifiable(request, most) for request in batch), default=0)
+            most = max((self._tables.max_verifiable(request, most) for request in batch), default=0)
         return self._draft_choice.choose(len(batch), most)
 
     def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
-        """Enqueue one step. What goes wrong in it ends the requests of this batch. Raises as ``take``."""
+        """Enqueue one step; an error in it ends the requests of its batch. Raises what ``advance`` raises."""
         if step.num_tokens == 0:
             return None
         self.num_launched += 1
@@ -151,7 +151,7 @@ class StepLine:
 
     def _draw(self, launched: Launched) -> None:
         """Enqueue the draws, once the step before was read, and end those whose grammars cannot say what may
-        come. What goes wrong ends the requests of this batch. Raises as ``take``."""
+        come. What goes wrong ends the requests of this batch. Raises what ``advance`` raises."""
         try:
             launched.draw()
         except torch.AcceleratorError:

@@ -78,7 +78,7 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
     def landed_damaged(self: Any, request: Any, message: Any, now: float) -> None:
         start, stop = request.held_prefix_tokens, request.num_prompt_tokens
         if start < stop and faults.is_due("flipped landing"):
-            memory, kind = self.hot_buffers.memory, request.kv_pools[0]
+            memory, kind = self.tables.memory, request.kv_pools[0]
             pool = memory.k_host if kind is PoolKind.HOST else memory.k_dev
             faults.flip(pool, extents_to_slots(slice_extents(request.extents(kind), start, stop)))
         landed(self, request, message, now)
@@ -86,7 +86,7 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
     def admit_beside_damage(self: Any, admission: Any, now: float) -> None:
         admit(self, admission, now)
         if faults.is_due("neighbours"):
-            memory, slots = self.hot_buffers.memory, free_slots(self.requests.pools, PoolKind.INDEX)
+            memory, slots = self.tables.memory, free_slots(self.requests.pools, PoolKind.INDEX)
             faults.flip(memory.index, slots)
             faults.flip(memory.row_checks[:, :, None].view(torch.uint8), slots)
 

@@ -8,8 +8,8 @@ import torch
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 from tests.books import make_request
@@ -105,7 +105,7 @@ def test_admission_and_end_do_not_wait_for_steps_in_flight(mode: Mode) -> None:
     )
     pools = Pools(SlotCounts(host=4096, device=4096, index=4096, lookup=8192, aux=2, req_row=4), 64)
     memory = DecodeMemory(spec, pools.totals, 64, torch.device(DEVICE))
-    hot = HotBuffers(spec, memory, num_rows=4, num_lookup_slots=8192, max_capacity=256, page_size=64)
+    hot = RequestTables(spec, memory, num_rows=4, num_lookup_slots=8192, max_capacity=256, page_size=64)
     requests = []
     for number in range(2):
         request = make_request(number, 700, 9)

@@ -59,7 +59,7 @@ def test_wrong_rows_are_found_in_steps(
     model = load_model(tmp_path, spec, DEVICE)
     prompt = prefill(spec, model, settings, CHUNK, CONTEXT)
     bench = Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
-    memory, state = bench.memory, bench.hot_buffers.state
+    memory, state = bench.memory, bench.tables.state
     row_checks = state.require_row_checks()
     try:
         assert bench.runner.would_split(bench.requests) is (split is not Split.WHOLE)

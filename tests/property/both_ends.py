@@ -39,8 +39,8 @@ from tests.property.sim_nodes import (
     NoWakeup,
     SimDecodeRunner,
     SimFront,
-    SimHotBuffers,
     SimPromptRunner,
+    SimRequestTables,
 )
 from tests.property.sim_transport import (
     Piece,
@@ -174,8 +174,10 @@ class World:
                 "time": clock,
                 "MAX_TURN_SECS": float("inf"),  # the turns in the time that passes at once are left out
                 "Poller": NoPoller,
-                "HotBuffers": lambda spec, memory, **_: SimHotBuffers(spec, memory, self.prompts, self.roots),
-                "make_runner": lambda settings, model, hot_buffers: SimDecodeRunner(hot_buffers),
+                "RequestTables": lambda spec, memory, **_: SimRequestTables(
+                    spec, memory, self.prompts, self.roots
+                ),
+                "make_runner": lambda settings, model, tables: SimDecodeRunner(tables),
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
                 "LaneHost": self._new_lane_host,

@@ -26,13 +26,13 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.drafting import full_buffer
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.prefill_peers import RoomMessage
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner
 from hisparse_pd.decode_node.scheduler import Limits
 from hisparse_pd.decode_node.scrub import Scrubber
@@ -205,7 +205,7 @@ class Node:
 
         self._patches.append(patch.object(self.requests.pools, "set_aside", watched))
         self.memory = DecodeMemory(spec, TOTALS, PAGE_SIZE, torch.device("cpu"))
-        self.hot_buffers = HotBuffers(
+        self.tables = RequestTables(
             spec,
             self.memory,
             num_rows=TOTALS.req_row,
@@ -214,13 +214,13 @@ class Node:
             page_size=PAGE_SIZE,
             max_new=1 + max_drafts,
         )
-        self.hot_buffers.slice_bytes = 2 * spec.item_bytes  # so that rows are filled in several turns
+        self.tables.slice_bytes = 2 * spec.item_bytes  # so that rows are filled in several turns
         self.life = RequestLife(
             limits=self.limits,
             policy=HisparsePolicy.AUTO,
             room_timeout_secs=1e9,
             requests=self.requests,
-            hot_buffers=self.hot_buffers,
+            tables=self.tables,
             peers=self.peers,  # type: ignore[arg-type]
             metrics=Metrics(),
             send=self.sent.append,
@@ -229,19 +229,19 @@ class Node:
         kernels = AttentionKernels(spec.item_format, spec.index_key_format, self.model, self.model)
         runner = DeviceRunner(
             self.model,  # type: ignore[arg-type]
-            self.hot_buffers,
+            self.tables,
             kernels,
             max_reqs=TOTALS.req_row,
             graph_batches=(),
             min_split_reqs=0,
             is_behind=is_behind,
         )
-        self.scrubber = Scrubber(self.hot_buffers, self.requests.held, self.life.held_row_is_wrong)
+        self.scrubber = Scrubber(self.tables, self.requests.held, self.life.held_row_is_wrong)
         self.steps = StepLine(
             runner,
             Lockstep(None),
             self.requests,
-            self.hot_buffers,
+            self.tables,
             self.life,
             most_drafts=max_drafts,
             scrubber=self.scrubber,
@@ -270,8 +270,8 @@ class Node:
         now = time.monotonic()
         self.life.expire(now)
         self.life.refresh_queue(now)
-        self.steps.plan(now)
-        self.steps.take(is_stopping=False)
+        self.steps.carry_out_plan(now)
+        self.steps.advance(is_stopping=False)
         if not self.requests:
             self.scrubber.when_idle()
         self.requests.check_integrity()

@@ -138,7 +138,7 @@ class SimPromptRunner:
         return Computed(hints, {})
 
 
-class SimHotBuffers:
+class SimRequestTables:
     """In place of the tables of the kernels: a running request reads its slots where the pools are."""
 
     def __init__(
@@ -275,8 +275,8 @@ class SimStep:
 class SimDecodeRunner:
     """In place of the model: checks all that a request has, and writes the new tokens."""
 
-    def __init__(self, hot_buffers: SimHotBuffers) -> None:
-        self._hot_buffers = hot_buffers
+    def __init__(self, tables: SimRequestTables) -> None:
+        self._tables = tables
 
     def would_split(self, batch: Sequence[Request]) -> bool:
         return False
@@ -284,12 +284,12 @@ class SimDecodeRunner:
     def launch(self, batch: Sequence[Request], step: NodeStep) -> SimStep:
         num_drafted, num_accepted = [], []
         for request in batch:
-            self._hot_buffers.check(request)
-            num_drafts = self._hot_buffers.max_verifiable(request, step.num_new - 1)
+            self._tables.check(request)
+            num_drafts = self._tables.max_verifiable(request, step.num_new - 1)
             drafts = request.take_drafts(num_drafts)
             num_drafted.append(len(drafts))
             num_accepted.append((request.room + len(request.output_token_ids)) % (len(drafts) + 1))
-            self._hot_buffers.write_new(request, num_accepted[-1], len(drafts) - num_accepted[-1])
+            self._tables.write_new(request, num_accepted[-1], len(drafts) - num_accepted[-1])
         return SimStep(batch, num_drafted, num_accepted, step.num_new - 1)
 
 

@@ -181,7 +181,7 @@ def test_decode_in_any_mode_pages_company_and_retraction(
     limits = {"device_pool_tokens": pool_tokens, "device_buffer_size": 48, "max_running_requests": 7}
     with TemporaryDirectory() as ipc_dir:
         harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
-        harness.engine.hot_buffers.slice_bytes = slice_bytes
+        harness.engine.tables.slice_bytes = slice_bytes
         with closing(harness) as node:
             answers = []
             for prompt, flag in zip(order, flags, strict=True):

@@ -269,7 +269,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         hot = self.next_batch(Mode.HISPARSE)
         if not hot:
             return
-        request, state = self.random.choice(hot), self.node.hot_buffers.state
+        request, state = self.random.choice(hot), self.node.tables.state
         group = self.random.randrange(self.spec.num_hot_groups)
         page_ids = pages_tensor(request.extents(PoolKind.LOOKUP), PAGE_SIZE)
         entries = state.hot_to_lookup[group, request.req_row].tolist()

@@ -47,9 +47,9 @@ from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, round_up
 from hisparse_pd.decode_node.draft_choice import DraftChoice
 from hisparse_pd.decode_node.drafting import full_buffer
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
 from hisparse_pd.engine.lockstep import NodeStep
@@ -257,7 +257,7 @@ class Bench:
         pools = Pools(slots_of_all(need, batch), PAGE_SIZE)
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
         used.mark("pools")
-        self.hot_buffers = HotBuffers(
+        self.tables = RequestTables(
             spec,
             self.memory,
             num_rows=batch,
@@ -267,7 +267,7 @@ class Bench:
             max_new=self._num_new,
         )
         used.mark("tables")
-        self.runner: DeviceRunner = make_runner(settings, model, self.hot_buffers)
+        self.runner: DeviceRunner = make_runner(settings, model, self.tables)
         used.mark("graphs and workspaces")
         self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
@@ -277,7 +277,7 @@ class Bench:
 
     def run(self, num_steps: int) -> float:
         """Seconds of so many steps, each launched before the tokens of the one before are read."""
-        synchronize(self.hot_buffers.device)
+        synchronize(self.tables.device)
         started = time.perf_counter()
         previous = None
         for _ in range(num_steps):
@@ -301,14 +301,14 @@ class Bench:
             self._choice.turn(0, 0, time.monotonic())
         if previous is not None:
             self._commit(previous)
-        synchronize(self.hot_buffers.device)
+        synchronize(self.tables.device)
         return time.perf_counter() - started
 
     def _next_num_new(self) -> int:
         if self._choice is None:
             return self._num_new
         most = self._num_new - 1
-        most = max(self.hot_buffers.max_verifiable(request, most) for request in self.requests)
+        most = max(self.tables.max_verifiable(request, most) for request in self.requests)
         return 1 + self._choice.choose(len(self.requests), most)
 
     def _commit(self, launched: Any) -> None:
@@ -327,7 +327,7 @@ class Bench:
             if self._choice is not None and result.num_drafted:
                 self._choice.verified(result.num_drafted, len(result.token_ids) - 1)
             self.num_tokens += len(result.token_ids)
-        self.totals = self.hot_buffers.totals(self.requests)
+        self.totals = self.tables.totals(self.requests)
 
     def _admit(
         self, pools: Pools, need: SlotCounts, number: int, mode: Mode, context: int, life: int
@@ -363,7 +363,7 @@ class Bench:
         if mode is Mode.HISPARSE:
             first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
             self.memory.k_host[:, first : first + context] = prompt.kv_host
-            request.hot_positions = self.hot_buffers.by_hot_group(prompt.hints.numpy())
+            request.hot_positions = self.tables.by_hot_group(prompt.hints.numpy())
         else:
             slots = slots_tensor(holding[PoolKind.DEVICE])[:context].to(self.memory.k_dev.device)
             self.memory.k_dev[:, slots] = prompt.kv
@@ -371,8 +371,8 @@ class Bench:
         self.memory.index[:, index_slots] = prompt.index
         if self.memory.row_checks is not None and prompt.row_checks is not None:
             self.memory.row_checks[:, index_slots] = prompt.row_checks
-        self.hot_buffers.start(request)
-        self.hot_buffers.fill_at_once(request)
+        self.tables.start(request)
+        self.tables.fill_at_once(request)
         return request
 
 
@@ -403,7 +403,7 @@ def measure(
         bench.memory.close()
     num_ranks = 1 if model.ranks is None else model.ranks.size
     step_ms = 1e3 * secs / arguments.steps
-    miss_bytes = misses / arguments.steps * bench.hot_buffers.bytes_per_miss
+    miss_bytes = misses / arguments.steps * bench.tables.bytes_per_miss
     swap_in_ms = sum(kernel.ms for kernel in kernels if kernel.kind == "swap-in")
     added_ms: Counter[str] = Counter()
     for kernel in kernels:

@@ -17,9 +17,9 @@ from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import RequestState
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched, StepResult
 from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
@@ -33,11 +33,11 @@ LENGTHS = [1, 63, 64, 65, HOT_BUFFER - 22, HOT_BUFFER - 3, HOT_BUFFER - 1, HOT_B
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-def make_behind(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> DeviceRunner:
+def make_behind(settings: DecodeSettings, model: DsaModel, tables: RequestTables) -> DeviceRunner:
     """Steps as a GPU has them, one behind, without graphs."""
     return DeviceRunner(
         model,
-        hot_buffers,
+        tables,
         AttentionKernels.reference(model.spec),
         max_reqs=settings.max_running_requests,
         graph_batches=(),
@@ -91,7 +91,7 @@ def exchange_in_every_step(
         device_slots = slots_tensor(exchange.request.owned[PoolKind.DEVICE])
         replace_device_slots(exchange)
         num_exchanges += 1
-        node.engine.hot_buffers.memory.k_dev[:, device_slots] = 0xFF
+        node.engine.tables.memory.k_dev[:, device_slots] = 0xFF
 
     patch.setattr(rooms, "replace_device_slots", replace_and_lose)
     while not all(answer.is_over for answer in answers):

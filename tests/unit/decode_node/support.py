@@ -369,7 +369,7 @@ class EngineHarness:
         for double in (self.double, *others):
             double.answer()
         self.engine.turn(max_wait_secs=0.005)
-        check_consistency(self.engine.hot_buffers.state)
+        check_consistency(self.engine.tables.state)
         while self._front.poll(0):
             self._take(engine_messages.from_engine_decoder.decode(self._front.recv()))
 

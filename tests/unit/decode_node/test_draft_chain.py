@@ -79,7 +79,7 @@ class Passes:
     """Counts what the draft layer's passes do with the pools, by name."""
 
     def __init__(self, node: EngineHarness, patch: pytest.MonkeyPatch) -> None:
-        spec = node.engine.hot_buffers.spec
+        spec = node.engine.tables.spec
         self.counts: Counter[str] = Counter()
         for name in ("write", "select", "_swap_in"):
             of_drafts = spec.num_layers if name != "select" else spec.num_index_layers

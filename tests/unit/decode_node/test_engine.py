@@ -47,11 +47,11 @@ def small_node(checkpoint: Checkpoint, tmp_path: Path, **pools: int) -> EngineHa
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
     expected: dict[Prompt, list[int]], shared_node: EngineHarness, flag: HisparseFlag
 ) -> None:
-    before = shared_node.engine.hot_buffers.totals(())
+    before = shared_node.engine.tables.totals(())
     answers = [shared_node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
     shared_node.finish(answers, expected)
     each = [(stats.hits, stats.misses, stats.evictions) for stats in (answer.stats for answer in answers)]
-    assert shared_node.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
+    assert shared_node.engine.tables.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.phases == ["queue", "landing", "first_step"]
         assert answer.prefill == ([TIMES] if len(prompt) > 1 else []), "one token needs no prefill node"
@@ -133,8 +133,8 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     with closing(
         EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, device_pool_tokens=420, growth_pages=1)
     ) as node:
-        hot_buffers = node.engine.hot_buffers
-        memory, retract = hot_buffers.memory, hot_buffers.retract
+        tables = node.engine.tables
+        memory, retract = tables.memory, tables.retract
 
         def retract_and_compare(request: Request) -> None:
             retract(request)
@@ -144,7 +144,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
             )
             assert torch.equal(memory.k_host[:, host_slots], memory.k_dev[:, device_slots])
 
-        monkeypatch.setattr(hot_buffers, "retract", retract_and_compare)
+        monkeypatch.setattr(tables, "retract", retract_and_compare)
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
         node.begin_together(answers)
         node.finish(answers, expected)

@@ -369,7 +369,7 @@ def test_a_lost_device_ends_the_engine(node: EngineHarness, monkeypatch: pytest.
 def test_a_hint_that_does_not_fit_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = node.engine.hot_buffers.memory
+    memory = node.engine.tables.memory
     take_aux = memory.take_aux
 
     def take_another_models(aux_slot: int, room: Room) -> AuxRecord:
@@ -401,7 +401,7 @@ def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
         return launch_slice(start, most_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.engine.hot_buffers, "slice_bytes", 1)
+        patch.setattr(node.engine.tables, "slice_bytes", 1)
         patch.setattr(RowStart, "launch_slice", out_of_memory)
         doomed = node.generate(PROMPT, 40, HisparseFlag.TRUE)
         check_one_fails(node, doomed, spared, "cannot be started: 150 MiB wanted")
@@ -457,7 +457,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
             Exchange(running[100], 128),
         )
     )
-    retract = node.engine.hot_buffers.retract
+    retract = node.engine.tables.retract
 
     def out_of_memory(request: Request) -> None:
         if request is running[300]:
@@ -465,7 +465,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
         retract(request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.engine.hot_buffers, "retract", out_of_memory)
+        patch.setattr(node.engine.tables, "retract", out_of_memory)
         node.engine.lifecycle.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
     check_one_fails(node, doomed, spared, "cannot be retracted: 150 MiB wanted")
@@ -476,7 +476,7 @@ def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness) -> None:
     doomed, spared = (node.generate(PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
     node.begin_together([doomed, spared])
     (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == 100)
-    flags = node.engine.hot_buffers.state.error_flags
+    flags = node.engine.tables.state.error_flags
     flags[request.req_row] = int(HotBufferError.TOO_MANY_MISSES)
     check_one_fails(node, doomed, spared, "TOO_MANY_MISSES")
 

@@ -186,7 +186,7 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
 ) -> None:
     prompt = random_prompt(5, 85)
     answer = node.ask(prompt, 60, flag)
-    memory = node.engine.hot_buffers.memory
+    memory = node.engine.tables.memory
     num_held = (85 + 59) // 16 * 16
     keys = PromptKeys.of(NO_ISOLATION, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
     mode = Mode.HISPARSE if flag is HisparseFlag.TRUE else Mode.DENSE

@@ -12,13 +12,13 @@ from hisparse_pd.base.settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.decode_node import scheduler
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.reserve import Reserve
 from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
 from hisparse_pd.engine.messages import Generate, pack_token_ids
@@ -52,7 +52,7 @@ class Node:
             policy=HisparsePolicy.ALWAYS,
             room_timeout_secs=300.0,
             requests=self.rooms,
-            hot_buffers=cast(HotBuffers, None),
+            tables=cast(RequestTables, None),
             peers=cast(PrefillPeers, self.peers),
             metrics=Metrics(),
             send=self.sent.append,

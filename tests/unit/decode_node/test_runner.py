@@ -86,7 +86,7 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
     with monkeypatch.context() as patch:
         patch.setattr(Launched, "result", raising(RuntimeError("no such token")))
         calls.watch(patch, Launched, "result", "read")
-        calls.watch(patch, engine.hot_buffers, "release", "end")
+        calls.watch(patch, engine.tables, "release", "end")
         calls.all.clear()
         node.failure_of(doomed, error="no such token")
         node.turn_until(lambda: not engine.requests.select(RequestState.ENDING))
@@ -138,7 +138,7 @@ class Filling:
 def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_that_is_over(
     expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
-    warming = node.engine.hot_buffers._warming
+    warming = node.engine.tables._warming
     staying = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     leaving = node.generate(PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
     node.begin_together([staying, leaving])
@@ -173,7 +173,7 @@ def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
         node.engine.steps.settle()
         (request,) = node.engine.requests.select(RequestState.RUNNING)
         filling = Filling()
-        node.engine.hot_buffers._warming[request.req_row] = filling  # type: ignore[assignment]
+        node.engine.tables._warming[request.req_row] = filling  # type: ignore[assignment]
     assert filling.num_waits == 1
     assert node.engine.requests.pools.free == node.engine.requests.pools.totals
 
@@ -185,16 +185,16 @@ def test_an_end_reads_nothing_from_the_device(node: EngineHarness, monkeypatch: 
 
     def start_ending_and_count(request: Request, *, is_sound: bool) -> None:
         start_ending(request, is_sound=is_sound)
-        engine.hot_buffers.state.counters[request.req_row] += 10**6
+        engine.tables.state.counters[request.req_row] += 10**6
 
     monkeypatch.setattr(engine.requests, "start_ending", start_ending_and_count)
-    before = engine.hot_buffers.totals([])
+    before = engine.tables.totals([])
     answer = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     node.turn_until(lambda: len(answer.token_ids) > 3)
     (request,) = engine.requests.select(RequestState.RUNNING)
     node.leave(answer)
     node.turn_until(lambda: request.state is RequestState.ENDED)
     node.finish([])
-    gained = [now - then for now, then in zip(engine.hot_buffers.totals([]), before, strict=True)]
+    gained = [now - then for now, then in zip(engine.tables.totals([]), before, strict=True)]
     assert gained == list(request.earlier_counters)
     assert 0 < gained[0] < 10**6

@@ -22,8 +22,8 @@ from hisparse_pd.core.model.token_counts import TokenCounts
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node import sizing
 from hisparse_pd.decode_node.attention_parts import MissCopies
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
 from hisparse_pd.prefill_node import sizing as prefill_sizing
 from hisparse_pd.prefill_node.sizing import size_kv_pool
@@ -130,7 +130,7 @@ def test_tables_are_counted_as_they_are_made(min_split: int) -> None:
         micro_batch_min_bs=min_split,
     )
     memory = DecodeMemory(spec, SlotCounts(48, 16, 16, 96, 1, 1), 16, torch.device("cpu"))
-    hot = HotBuffers(spec, memory, num_rows=3, num_lookup_slots=96, max_capacity=64, page_size=16)
+    hot = RequestTables(spec, memory, num_rows=3, num_lookup_slots=96, max_capacity=64, page_size=16)
     owners = [hot, hot.state, hot.miss_plan, *(MissCopies(hot, 3).miss_plans if min_split else ())]
     values = [value for owner in owners for value in vars(owner).values()]
     made = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -72,7 +72,7 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
 ) -> None:
     """Also in micro-batches, and behind a drawn token: the guesses after them are as good."""
     engine, prompts = node.engine, PROMPTS[5:9]
-    memory, is_hisparse = engine.hot_buffers.memory, flag is HisparseFlag.TRUE
+    memory, is_hisparse = engine.tables.memory, flag is HisparseFlag.TRUE
     kind = PoolKind.HOST if is_hisparse else PoolKind.DEVICE
     kv_pool = memory.k_host if is_hisparse else memory.k_dev
     found: list[list[tuple[list[int], torch.Tensor, torch.Tensor]]] = []
@@ -203,9 +203,9 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
     expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
     engine = node.engine
-    k_host, k_dev = engine.hot_buffers.memory.k_host, engine.hot_buffers.memory.k_dev
+    k_host, k_dev = engine.tables.memory.k_host, engine.tables.memory.k_dev
     prompts = PROMPTS[4:]
-    layers_of_group = engine.hot_buffers.spec.layers_of_group[:-1]  # without the draft layer's
+    layers_of_group = engine.tables.spec.layers_of_group[:-1]  # without the draft layer's
     num_rejected = 0
     in_turn = cycle((1, 2, 3))  # on a GPU steps overlap in all turns but the last
     with drafts(node, 3):
@@ -232,10 +232,10 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
                 num_rejected += num_written < 4 * num_turns
                 assert (k_host[:, slots[num_written:]] == CANARY).all(), "a rejected draft's"
                 for group, layers in enumerate(layers_of_group):
-                    hot = engine.hot_buffers.state.lookup_to_hot[group, looked_up[:num_written]]
+                    hot = engine.tables.state.lookup_to_hot[group, looked_up[:num_written]]
                     is_hot = hot >= 0
                     assert is_hot[-1:].all()
-                    at = engine.hot_buffers.state.hot_slots[request.req_row][hot[is_hot]].long()
+                    at = engine.tables.state.hot_slots[request.req_row][hot[is_hot]].long()
                     written = slots[:num_written][is_hot]
                     for layer in layers:
                         assert torch.equal(k_host[layer, written], k_dev[layer, at])

@@ -14,9 +14,9 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.forwards import Forwards
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.micro_batches import matmuls_without
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
     MISS_SHARE,
@@ -43,10 +43,10 @@ SPEC = make_spec(**SIZES, index_group_of_layer=(0, 1, 2, 3))
 
 def empty_node(
     spec: ModelSpec, host: int = HOST, device: int = NUM_REQS * CAPACITY
-) -> tuple[HotBuffers, StepInputs]:
+) -> tuple[RequestTables, StepInputs]:
     totals = SlotCounts(host=host, device=device, index=host, lookup=2 * host, aux=1, req_row=NUM_REQS)
     memory = DecodeMemory(spec, totals, PAGE_SIZE, CPU)
-    hot = HotBuffers(
+    hot = RequestTables(
         spec, memory, num_rows=NUM_REQS, num_lookup_slots=2 * host, max_capacity=CAPACITY, page_size=PAGE_SIZE
     )
     return hot, StepInputs.create(NUM_REQS, 1, CPU)

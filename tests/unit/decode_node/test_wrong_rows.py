@@ -114,7 +114,7 @@ class Corruption:
 
 
 def flip(node: EngineHarness, pool: PoolKind, layer: int, slot: int, byte: int = 5, bit: int = 1) -> None:
-    memory = node.engine.hot_buffers.memory
+    memory = node.engine.tables.memory
     (memory.k_host if pool is PoolKind.HOST else memory.k_dev)[layer, slot, byte] ^= 1 << bit
 
 
@@ -170,7 +170,7 @@ def only_request(node: EngineHarness) -> Any:
 
 def host_slot(node: EngineHarness, position: int) -> int:
     request = only_request(node)
-    state = node.engine.hot_buffers.state
+    state = node.engine.tables.state
     return int(state.host_pages[request.req_row, position // PAGE]) * PAGE + position % PAGE
 
 
@@ -188,7 +188,7 @@ def test_bits_that_flip_while_a_request_runs(
     before = num_found(node)
     answer = running(node, prompt, 300, 40)
     for position in range(first, stop):
-        for layer in range(node.engine.hot_buffers.spec.num_layers):
+        for layer in range(node.engine.tables.spec.num_layers):
             flip(node, PoolKind.HOST, layer, host_slot(node, position), byte=position % 7)
     failure = node.failure_of(answer, status=500, error=f"({kind})")
     assert failure.code == KV_ROW_CORRUPT
@@ -256,13 +256,13 @@ def test_hot_buffers_are_gone_through_while_they_are_used(node: EngineHarness) -
         answer = running(node, prompt, 200, 5)
         corruption = Corruption(node, "scrub")
         request = only_request(node)
-        slot = int(node.engine.hot_buffers.state.hot_slots[request.req_row, 11])
-        layer = node.engine.hot_buffers.spec.num_layers - 1
+        slot = int(node.engine.tables.state.hot_slots[request.req_row, 11])
+        layer = node.engine.tables.spec.num_layers - 1
         flip(node, PoolKind.DEVICE, layer, slot)
         failure = node.failure_of(answer, status=500)
     position = int(failure.error.split("position ")[1].split(",")[0])
     corruption.was_found(failure, PoolKind.DEVICE, layer, position, slot)
-    num_right = len(answer.token_ids) - node.engine.hot_buffers.spec.num_index_groups
+    num_right = len(answer.token_ids) - node.engine.tables.spec.num_index_groups
     assert answer.token_ids[:num_right] == right_tokens(node, prompt, num_right), (
         "until the flip, and so before it was gone through"
     )
@@ -276,5 +276,5 @@ def test_a_node_that_verifies_no_rows(
     prompt = random_prompt(11, 100)
     right = right_tokens(shared_node, prompt, 20)
     with closing(EngineHarness(unverified, tmp_path, page_size=PAGE, device_buffer_size=70)) as node:
-        assert node.engine.hot_buffers.memory.row_checks is None
+        assert node.engine.tables.memory.row_checks is None
         assert node.ask(prompt, 20, HISPARSE).token_ids == right

@@ -52,7 +52,7 @@ def test_a_request_whose_rows_change_ends_and_the_others_are_right(
         num_tokens = len(PROMPTS[victim])
         (request,) = (each for each in node.engine.requests.all() if each.num_prompt_tokens == num_tokens)
         slots = slots_tensor(request.extents(PoolKind.HOST))[:num_tokens]
-        node.engine.hot_buffers.memory.k_host[:, slots, 3] ^= 16  # in all layers, the draft layer's too
+        node.engine.tables.memory.k_host[:, slots, 3] ^= 16  # in all layers, the draft layer's too
         failure = node.failure_of(answers[victim], status=500, error="(page-in)")
         node.turn_until(lambda: all(answer.is_over for answer in answers))
     assert failure.code == KV_ROW_CORRUPT

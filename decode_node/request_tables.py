@@ -32,7 +32,7 @@ SLICE_BYTES: Final = 32 << 20
 """Of a row that is filled, in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""
 
 
-class HotBuffers:
+class RequestTables:
     """Tables for ``num_rows`` requests of up to ``max_context`` positions, over the pools of ``memory``."""
 
     def __init__(

@@ -11,9 +11,9 @@ import torch
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.decode_node.hot_buffers import HotBuffers
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.protocol.messages import Room
 from tests.books import make_request
 from tests.unit.kernels.table_rules import check_consistency
@@ -41,7 +41,7 @@ class Node:
             self.pools.release(holding)
         self.memory = DecodeMemory(self.spec, self.pools.totals, PAGE_SIZE, torch.device("cpu"))
         self.memory.k_host.random_(generator=torch.Generator().manual_seed(1))
-        self.hot = HotBuffers(
+        self.hot = RequestTables(
             self.spec, self.memory, num_rows=2, num_lookup_slots=1280, max_capacity=32, page_size=PAGE_SIZE
         )
 
