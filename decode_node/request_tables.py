@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import add
 from typing import Final
@@ -30,6 +31,17 @@ from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
 """Of a row that is filled, in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""
+VERIFIED_SLICE_BYTES: Final = 1 << 30
+"""Bytes of a dense request's items that are verified in a millisecond at most, in device memory."""
+
+
+@dataclass(frozen=True)
+class RowFill:
+    """Something that fills a row, beside the steps."""
+
+    is_over: torch.cuda.Event
+    is_short: bool
+    """Whether a step may wait for it: it takes a millisecond at most."""
 
 
 class RequestTables:
@@ -66,9 +78,11 @@ class RequestTables:
         self.slice_bytes = SLICE_BYTES
         self._filling: dict[int, RowStart] = {}
         """Rows of which not all is launched yet, in order of arrival."""
-        self._warming: dict[int, torch.cuda.Event] = {}
-        """Of rows of which something was launched, the end of the latest."""
+        self._warming: dict[int, RowFill] = {}
+        """The latest launch for each row that is being filled."""
         self._last_slice: torch.cuda.Event | None = None
+        self._last_release: torch.cuda.Event | None = None
+        """The steps before it are the last that used any row or slot that is free now."""
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
         self._landing_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -115,26 +129,26 @@ class RequestTables:
 
     def start(self, request: Request) -> None:
         """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up: a slice in a
-        turn of the engine's loop (``go_on``), on a GPU beside the steps of others. ``is_ready`` says when all
-        is over."""
+        turn of the engine's loop (``go_on``), on a GPU beside the steps of others. ``joins_next_step`` says
+        when the request can be in a step."""
         if request.mode is Mode.DENSE:
-            with self._beside_steps(request.req_row, is_first=True):
+            num_verified = request.num_kv_tokens if self.state.row_checks is not None else 0
+            is_short = num_verified * self.spec.item_bytes * self.spec.num_kv_layers <= VERIFIED_SLICE_BYTES
+            with self._beside_steps(request.req_row, is_first=True, is_short=is_short):
                 pages, index_pages = (
                     self._pages(request, kind) for kind in (PoolKind.DEVICE, PoolKind.INDEX)
                 )
                 start_dense_row(self.state, request.req_row, pages=pages, index_pages=index_pages)
-                if self.state.row_checks is not None:
+                if num_verified:
                     self._go_through(request)
             return
         is_next = not self._filling and self._is_slice_over()
         self._filling[request.req_row] = self._row_start(request)
         if is_next:
-            self._launch_slice(request.req_row, self.slice_bytes)
+            self._launch_slice(request.req_row, self.slice_bytes, is_short=True)
 
     def _go_through(self, request: Request) -> None:
         """Verify all items of a dense request once, in its pages."""
-        if not request.num_kv_tokens:
-            return
         positions = torch.arange(request.num_kv_tokens, device=self.device)
         page_ids = self.state.page_table[request.req_row, positions // self.page_size].long()
         slots = page_ids * self.page_size + positions % self.page_size
@@ -175,10 +189,11 @@ class RequestTables:
         if not self._filling or not self._is_slice_over():
             return failed
         left = max(self.slice_bytes, sum(each.num_left_bytes or 0 for each in self._filling.values()) // 8)
+        is_short = left <= self.slice_bytes
         for row in tuple(self._filling):
             try:
                 while row in self._filling and left > 0:
-                    left -= max(1, self._launch_slice(row, left))
+                    left -= max(1, self._launch_slice(row, left, is_short=is_short))
             except torch.AcceleratorError:
                 raise
             except Exception as error:
@@ -188,47 +203,61 @@ class RequestTables:
     def fill_at_once(self, request: Request) -> None:
         """Launch all that is left to fill its row."""
         while request.req_row in self._filling:
-            self._launch_slice(request.req_row, None)
+            self._launch_slice(request.req_row, None, is_short=False)
 
     def _is_slice_over(self) -> bool:
         return self._last_slice is None or bool(self._last_slice.query())  # type: ignore[no-untyped-call]
 
-    def _launch_slice(self, row: int, most_bytes: int | None) -> int:
+    def _launch_slice(self, row: int, most_bytes: int | None, *, is_short: bool) -> int:
         filling = self._filling.pop(row)
-        with self._beside_steps(row, is_first=row not in self._warming):
+        with self._beside_steps(row, is_first=row not in self._warming, is_short=is_short):
             num_bytes = filling.launch_slice(most_bytes)
         if filling.num_left_bytes is not None:
             self._filling = {row: filling, **self._filling}  # it stays the first
         return num_bytes
 
     @contextmanager
-    def _beside_steps(self, row: int, *, is_first: bool) -> Iterator[None]:
+    def _beside_steps(self, row: int, *, is_first: bool, is_short: bool) -> Iterator[None]:
         """Around what fills a row. ``is_first``: nothing of the row was filled yet."""
         if self._warm_stream is None:
             yield
             return
-        if is_first:  # after the step that may have used the row's slots for the request before
-            self._warm_stream.wait_stream(torch.cuda.current_stream(self.device))
+        if is_first and self._last_release is not None:
+            # Steps before it may have used the row, and the slots, for an earlier request.
+            self._warm_stream.wait_event(self._last_release)
         with torch.cuda.stream(self._warm_stream):
             try:
                 yield
             finally:  # what was launched before an error still reads the request's slots
                 filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 filled.record()
-                self._warming[row] = self._last_slice = filled
+                self._last_slice = filled
+                self._warming[row] = RowFill(filled, is_short)
 
     def stop_filling(self, request: Request) -> None:
         """Launch no more for it; ``is_ready`` says when nothing of it is filled any more."""
         self._filling.pop(request.req_row, None)
 
-    def is_ready(self, request: Request) -> bool:
-        """Whether a RUNNING request can be in the next step."""
+    def joins_next_step(self, request: Request) -> bool:
+        """Whether a RUNNING request can be in the next step. The step waits on the device for a short launch
+        that still fills its row; the others of a step do not wait for a long one.
+        """
         if request.req_row in self._filling:
             return False
-        filled = self._warming.get(request.req_row)
-        if filled is None:
+        launch = self._warming.get(request.req_row)
+        if launch is None or not launch.is_short:
+            return self.is_ready(request)
+        torch.cuda.current_stream(self.device).wait_event(launch.is_over)
+        return True
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether nothing fills the row of a RUNNING or ENDING request any more."""
+        if request.req_row in self._filling:
+            return False
+        launch = self._warming.get(request.req_row)
+        if launch is None:
             return True
-        if not filled.query():  # type: ignore[no-untyped-call]
+        if not launch.is_over.query():  # type: ignore[no-untyped-call]
             return False
         del self._warming[request.req_row]
         return True
@@ -293,10 +322,13 @@ class RequestTables:
         self._ended_counters += request.row_counters
         request.row_counters = (0, 0, 0)
         self.state.reset_row(row)
+        if self._warm_stream is not None:
+            self._last_release = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._last_release.record()
 
     def _wait_until_filled(self, row: int) -> None:
-        if (filled := self._warming.pop(row, None)) is not None:
-            filled.synchronize()
+        if (launch := self._warming.pop(row, None)) is not None:
+            launch.is_over.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
         """What is in the hot buffer of each group, latest used first, but drafts that were not accepted."""
