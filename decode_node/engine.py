@@ -292,8 +292,12 @@ class DecodeEngine:
             num_resumed = message.samples[0].sampling.num_resumed_tokens
             token_ids = np.flatnonzero(np.bincount(prompt)).astype(np.int32)
             token_ids = np.concatenate([token_ids, prompt[len(prompt) - num_resumed :]])
+        first = None
         for sample in message.samples:
-            self.lifecycle.generate(sample, message.root, message.prompt, now, prompt_keys, token_ids)
+            request = self.lifecycle.generate(
+                sample, message.root, message.prompt, now, prompt_keys, token_ids, first
+            )
+            first = first or request
 
     def _follow_grammars(self, now: float) -> None:
         """Of those that run and wait for theirs to be compiled. Nobody else waits for that."""

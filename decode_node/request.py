@@ -128,6 +128,8 @@ class Request:
     """Why this request cannot be dense; empty when it can."""
     is_speculative: bool = True
     """Whether its steps may verify drafts."""
+    first_sample: Request | None = None
+    """The first sample of the same prompt, where this is another one."""
     prompt_token_ids: NDArray[np.int32] | None = None
     """Each that the prompt has, once, where draws depend on them; behind these the resumed ones in order."""
 

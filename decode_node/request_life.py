@@ -114,7 +114,8 @@ class RequestLife:
         now: float,
         prompt_keys: PromptKeys | None = None,
         prompt_token_ids: NDArray[np.int32] | None = None,
-    ) -> None:
+        first_sample: Request | None = None,
+    ) -> Request | None:
         """Take a request in, or answer at once why not. ``root``, ``prompt``: see ``GenerateGroup``.
         ``prompt_keys``: None when nothing is held for it; ``prompt_token_ids``: None when no draw depends on
         which the prompt has."""
@@ -136,6 +137,7 @@ class RequestLife:
             prompt_keys=prompt_keys,
             is_speculative=message.is_speculative,
             prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
+            first_sample=first_sample,
         )
         error = ""
         if not 1 <= num_prompt_tokens <= self.limits.max_context:
@@ -153,8 +155,9 @@ class RequestLife:
         if error:
             self.metrics.add("failed_requests_total")
             self.send(RequestFailed(request.request_id, 400, error))
-            return
+            return None
         self.peers.use(request.peer, now)
+        return request
 
     def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
         """The client is gone, or has all it asked for: no answer. Unknown ids are of requests that ended."""
@@ -390,6 +393,10 @@ class RequestLife:
                     error += self.peers.last_error(request.peer)
                     code = PREFILL_NODE_FAILED
                 case RequestState.WAITING:
+                    first = request.first_sample
+                    if first is not None and first.state is RequestState.LANDING and first.deadline > now:
+                        self.requests.queue(request, RequestState.WAITING, first.deadline)
+                        continue
                     status, error = 503, f"the pools had no room for this request within {secs:g} s"
                 case RequestState.LANDING:
                     status, error = 504, f"prefill node {request.peer} delivered no KV within {secs:g} s"

@@ -9,6 +9,8 @@
   will grow is kept out of admissions.
 - Admission is in order of arrival: when the first in the queue does not fit, nobody overtakes it, unless it
   is only beside slots of an unacknowledged quarantine, which may never come back.
+- Further samples of a prompt wait while the KV of the first is on its way, and then share its pages. The rest
+  of the queue goes ahead of them.
 - ``auto`` is dense, with the pages of its whole life, while that is comfortable, hisparse otherwise, and
   dense again when hisparse lacks host slots and the pages are there.
 - A dense request whose next page cannot be had gives its pages up for a hot buffer, if the host has slots
@@ -29,7 +31,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
 from hisparse_pd.decode_node.drafting import smallest_buffer
-from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.decode_node.reserve import Beginning, Beginnings, Claim, Place, Reserve, slots_of
 
 MAX_LOOKED_AT = 256
@@ -295,20 +297,45 @@ class _Planner:
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Whether nobody waits any more, but who does not fit beside stuck slots."""
+        num_following = 0
         usable = replace(self.limits, totals=self.limits.totals - self.stuck)
         for number, request in enumerate(waiting):
             if number == MAX_LOOKED_AT:
                 return False
             if self.stuck != _NONE and refusal(usable, request):
                 continue  # it fits when the stuck slots are free again, which may be never
+            if self._will_share(request):
+                num_following += 1
+                continue
             admission = self._place(request)
             if admission is None:
                 return False
             self.admissions.append(admission)
-            num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
-            if num_reserved < request.life_tokens:
+            if not self._covers_life(admission):
                 self._kept += self.limits.kv_slots(admission.mode, 1)
-        return True
+        return not num_following
+
+    def _will_share(self, request: Request) -> bool:
+        """Whether pages of its prompt are on their way for the first sample of the same prompt."""
+        first = request.first_sample
+        if first is None:
+            return False
+        num_pages = len(request.usable_keys)
+        if first.state is RequestState.LANDING:
+            return first.may_share and first.num_shared_pages < num_pages
+        return any(
+            self._may_share(admission) and admission.num_shared_pages < num_pages
+            for admission in self.admissions
+            if admission.request is first
+        )
+
+    def _may_share(self, admission: Admission) -> bool:
+        """``Request.may_share`` of a request that this plan admits."""
+        return admission.mode is Mode.HISPARSE or self._covers_life(admission)
+
+    def _covers_life(self, admission: Admission) -> bool:
+        num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
+        return num_reserved >= admission.request.life_tokens
 
     def _place(self, request: Request) -> Admission | None:
         if not (self.available.aux and self.available.req_row):

@@ -359,6 +359,30 @@ class EngineHarness:
         )
         return answer
 
+    def generate_samples(
+        self, prompt: Prompt, num_new_tokens: int, num_samples: int, hisparse: HisparseFlag
+    ) -> list[Answer]:
+        """Ask for several samples of one prompt."""
+        answers = [Answer(prompt, num_new_tokens) for _ in range(num_samples)]
+        samples = []
+        for answer in answers:
+            self._num_requests += 1
+            request_id = f"request-{self._num_requests}"
+            self.answers[request_id] = answer
+            samples.append(
+                Generate(
+                    request_id=request_id,
+                    room=1000 + self._num_requests,
+                    num_prompt_tokens=len(prompt),
+                    sampling=SamplingParams(max_new_tokens=num_new_tokens, temperature=0.0, ignore_eos=True),
+                    bootstrap_host="127.0.0.1",
+                    bootstrap_port=self.double.port,
+                    hisparse=hisparse,
+                )
+            )
+        self.send(GenerateGroup(tuple(samples), NO_ISOLATION, pack_token_ids(prompt)))
+        return answers
+
     def leave(self, answer: Answer) -> None:
         """The client of ``answer`` is gone."""
         (request_id,) = (each for each, given in self.answers.items() if given is answer)

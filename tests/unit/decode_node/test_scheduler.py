@@ -320,6 +320,49 @@ def test_a_page_for_everybody_who_will_grow_is_kept_from_those_behind_it() -> No
 # --- what is held ------------------------------------------------------------------------------------
 
 
+def test_further_samples_wait_for_the_pages_of_the_first_and_let_others_ahead() -> None:
+    node = Node()
+    first, second, third = (node.arrive(TRUE, 40, 9, family=1) for _ in range(3))
+    second.first_sample = third.first_sample = first
+    other = node.arrive(TRUE, 20)
+    plan = node.plan()
+    assert [admission.request for admission in plan.admissions] == [first, other]
+    carry_out(node.rooms, plan)
+    assert node.plan().admissions == ()
+    node.rooms.start(first)
+    first.output_token_ids.append(0)
+    plan = node.plan()
+    assert [(each.request, each.num_shared_pages) for each in plan.admissions] == [(second, 2), (third, 2)]
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [9, 16])
+def test_samples_that_can_share_no_page_do_not_wait(num_prompt_tokens: int) -> None:
+    node = Node()
+    first, second = (node.arrive(TRUE, num_prompt_tokens, 9, family=1) for _ in range(2))
+    second.first_sample = first
+    assert [admission.request for admission in node.plan().admissions] == [first, second]
+
+
+def test_samples_do_not_wait_for_a_dense_one_that_may_have_to_leave_its_pages() -> None:
+    node = Node(STEP_BY_STEP)
+    first, second = (node.arrive(FALSE, 40, 60, family=1) for _ in range(2))
+    second.first_sample = first
+    plan = node.plan()
+    assert [admission.request for admission in plan.admissions] == [first, second]
+    assert plan.admissions[0].need.device < first.life_tokens
+
+
+def test_a_sample_whose_first_one_failed_waits_no_more() -> None:
+    node = Node()
+    first, second = (node.arrive(TRUE, 40, 9, family=1) for _ in range(2))
+    second.first_sample = first
+    carry_out(node.rooms, node.plan())
+    assert node.plan().admissions == ()
+    node.rooms.release(first, 0.0)
+    (admission,) = node.plan().admissions
+    assert (admission.request, admission.num_shared_pages) == (second, 0)
+
+
 def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:
     """Each of them has 208 of 400 host slots: the first its own, the others 192 of the first's."""
     node = Node()
