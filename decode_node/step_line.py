@@ -136,7 +136,7 @@ class StepLine:
         self.num_launched += 1
         try:
             self._scrubber.before_step(batch)
-            launched = self.runner.launch(batch, step)
+            return self.runner.launch(batch, step)
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:
@@ -145,9 +145,6 @@ class StepLine:
             self.settle()
             self._fail_step(batch, error)
             return None
-        for request, most_drafts in zip(batch, launched.most_drafts, strict=True):
-            request.enter_step(most_drafts)
-        return launched
 
     def _draw(self, launched: Launched) -> None:
         """Enqueue the draws, once the step before was read, and end those whose grammars cannot say what may
@@ -161,8 +158,7 @@ class StepLine:
                 raise
             launched.wait()
             self.in_flight = None
-            for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
-                request.leave_step(most_drafts)
+            launched.leave()
             self._fail_step(launched.batch, error)
             return
         for request in launched.batch:
@@ -173,8 +169,7 @@ class StepLine:
     def _commit(self, launched: Launched) -> None:
         """Hand out the tokens of a step, and end the requests for which they are the last. One that is in the
         next step already owns what it has until that is read."""
-        for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
-            request.leave_step(most_drafts)
+        launched.leave()
         try:
             results = launched.result()
         except torch.AcceleratorError:
