@@ -91,7 +91,9 @@ def read_results(values: Sequence[list[int]], num_new: int, sampled: Sampled | N
     what was drawn, a row for each position that can count; None where all tokens are just the likeliest."""
     rows = [_Row.parse(of_request, num_new) for of_request in values]
     drawn = [token_id for row in rows for token_id in row.token_ids]
-    logprobs = [None] * len(drawn) if sampled is None else sampled.read_logprobs(drawn)
+    logprobs: list[TokenLogprob | None] = [None] * len(drawn)
+    if sampled is not None:
+        logprobs = sampled.read_logprobs(drawn)
     results: list[StepResult] = []
     first = 0
     for row in rows:
