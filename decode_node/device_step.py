@@ -59,7 +59,7 @@ class NewPositions:
         return StepRequests(state, seq_lens, self.req_rows, self.num_real_reqs, self.num_new)
 
     def place_rows(self, tables: RequestTables, requests: StepRequests) -> StepRows:
-        """Find out where the forward's rows are and write. ``requests``: these ones."""
+        """Return where the forward's rows are, and where they write. ``requests``: as of ``requests()``."""
         return place_rows(
             self.seq_lens,
             self.req_rows,
@@ -101,9 +101,10 @@ class NewPositions:
 class DeviceStep:
     """The ``KvAccess`` of one decode forward over ``new`` positions.
 
-    Without drafts, new items leave for the host in the stream ``backup`` while the last layer attends; who
-    has made the stream joins it behind the forward. None: they leave in the current stream. With drafts
-    (``new.ends``), what is to reach the host is known after the draws: see ``back_up``.
+    Without drafts, new items leave for the host in the stream ``backup`` while the last layer attends. The
+    caller joins that stream behind the forward, before it drops this object, whose tensors are read there.
+    None: they leave in the current stream. With drafts (``new.ends``), only the draws tell what is to reach
+    the host: see ``back_up``.
     """
 
     def __init__(

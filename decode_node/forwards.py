@@ -235,13 +235,12 @@ class Forwards:
         return forward.results
 
     def _plain(self, num_reqs: int, split: Split) -> Forward:
-        """Run the model over the newest position of each request, and back it up (I4)."""
+        """Run the model over the newest position of each request, which is backed up, too (I4)."""
         inputs = self._inputs
         req_rows = inputs.req_rows[:num_reqs]
         token_ids = self._outcomes.newest_tokens(inputs.tokens[:num_reqs], req_rows)
         new = NewPositions(self._outcomes.lengths(inputs, num_reqs), req_rows, inputs.num_real_reqs)
         logits, hidden = self._run_model(token_ids, new, split)
-        self._backup.join()
         if self._kept is not None and hidden is not None:
             self._kept.hidden[:num_reqs] = hidden
         likeliest = logits.argmax(dim=-1)
@@ -250,17 +249,21 @@ class Forwards:
         return Forward(num_reqs, 1, logits, results[:, TOKEN_COLUMN], results)
 
     def _run_model(self, token_ids: Tensor, new: NewPositions, split: Split) -> tuple[Tensor, Tensor | None]:
-        """Run the model over one position of each request. Returns logits, and hidden states where there is a
-        draft layer."""
+        """Run the model over one position of each request, and back that up. Returns logits, and hidden
+        states where there is a draft layer."""
         if split is Split.MICRO_BATCHES and self._micro_batches is not None:
             return self._micro_batches.forward(token_ids, new)
         if split is Split.PARTS and self._parts is not None:
             step: DeviceStep = StepInParts(self._tables, self._kernels, new, self._parts, backup=self._backup)
         else:
             step = DeviceStep(self._tables, self._kernels, new, backup=self._backup)
+        hidden: Tensor | None = None
         if self._kept is None:
-            return self._model.forward(token_ids, step.positions, step, None), None
-        return self._model.forward_with_hidden(token_ids, step.positions, step, None)
+            logits = self._model.forward(token_ids, step.positions, step, None)
+        else:
+            logits, hidden = self._model.forward_with_hidden(token_ids, step.positions, step, None)
+        self._backup.join()
+        return logits, hidden
 
     def _write_draft_kv(self, num_reqs: int, hidden: Tensor) -> None:
         """Let the draft layer learn of a step without drafts: each one that it missed would make its next

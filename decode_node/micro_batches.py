@@ -22,7 +22,8 @@ from hisparse_pd.kernels.swap_in import plan_misses
 
 
 class MicroBatches:
-    """Forwards of batches in ``NUM_PARTS`` micro-batches. ``backup``: as ``DeviceStep`` has it, for all."""
+    """Runs forwards of batches in ``NUM_PARTS`` micro-batches. ``backup``: as ``DeviceStep`` has it, for all
+    of them."""
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class MicroBatches:
                         running.remove(number)
         for part in self._parts:
             part.stream.join()
+        self._backup.join()
         return logits, hidden
 
 
