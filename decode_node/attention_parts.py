@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.decode_node.side_stream import SideStream, wait_for
 from hisparse_pd.kernels.attention import AttentionBackend
 from hisparse_pd.kernels.attention_backends import attention_beside
 from hisparse_pd.kernels.hot_state import StepRequests
@@ -22,7 +24,7 @@ from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import plan_misses, replay_misses
 
 NUM_PARTS: Final = 2
-"""Of a batch that is split. Four were as fast at 128 requests, and slower at 64."""
+"""Parts of a batch that is split. Four were as fast at 128 requests, and slower at 64."""
 COPY_BLOCKS: Final = 12
 """Multiprocessors that copies take from the computing; so few fill PCIe."""
 TAKEN_SMS: Final = 16
@@ -30,8 +32,10 @@ TAKEN_SMS: Final = 16
 
 
 class MissCopies:
-    """Copies for steps of up to ``max_reqs`` requests in parts: one behind the other, so that PCIe is one
-    part's alone, which so has its misses soonest."""
+    """Copies of misses for steps of up to ``max_reqs`` requests in parts.
+
+    They run one after the other: each part has PCIe to itself and gets its misses as early as it can.
+    """
 
     def __init__(self, tables: RequestTables, max_reqs: int) -> None:
         self._memory = tables.memory
@@ -42,36 +46,30 @@ class MissCopies:
         ]
         """One for each part."""
         # Copies come first: one that waits for a multiprocessor leaves PCIe idle.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = SideStream(device, priority=-1)
 
     def begin(self, miss_plan: MissPlan, kv_layers: Sequence[int]) -> torch.cuda.Event | None:
-        """Copy a part's misses in these layers, behind what the current stream has and beside what it gets.
-        Returns the end, for ``wait``."""
+        """Copy a part's misses in ``kv_layers``, behind what the current stream has and beside what it gets.
+
+        Returns the end of the copy, for ``wait_for``.
+        """
         k_host, k_dev = self._memory.k_host, self._memory.k_dev
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with self._stream.behind_current():
             for kv_layer in kv_layers:
                 replay_misses(miss_plan, kv_layer, k_host, k_dev, max_blocks=COPY_BLOCKS, state=self._state)
-        return None if self._stream is None else self._stream.record_event()
-
-    @staticmethod
-    def wait(end: torch.cuda.Event | None) -> None:
-        """Order what the current stream gets behind a copy."""
-        if end is not None:
-            torch.cuda.current_stream().wait_event(end)
+        return self._stream.record()
 
 
 class AttentionParts:
-    """What the steps of a node share whose attention runs in parts."""
+    """What all steps of a node that run in parts share."""
 
     def __init__(self, kernels: AttentionKernels, copies: MissCopies) -> None:
         self._beside = attention_beside(kernels.step_attention, TAKEN_SMS)
         self._alone = kernels.step_attention
         self._copies = copies
 
-    def of(self, requests: StepRequests) -> list[Part]:
-        """Parts of a step of ``requests``, each of requests that are next to each other; padding is last."""
+    def split(self, requests: StepRequests) -> list[Part]:
+        """Divide a step into parts of requests that are next to each other; padding is last."""
         num_reqs, device = requests.num_reqs, requests.state.device
         size = -(-num_reqs // NUM_PARTS)
         before = torch.arange(0, num_reqs, size, dtype=torch.int32, device=device)
@@ -91,7 +89,7 @@ class AttentionParts:
 
 
 class Part:
-    """Some requests of a step. ``rows``: theirs of the step's, which has one for each request."""
+    """Some requests of a step. ``rows``: the step's rows that are theirs, one for each request."""
 
     def __init__(
         self,
@@ -108,19 +106,56 @@ class Part:
         self._copies = copies
         self._device_slots: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
+        """The end of the latest copy."""
 
-    def plan(self, hot_group: int, positions: Tensor) -> None:
-        """Find entries for ``positions``, int32 [requests of the part, index_topk]."""
+    def page_in(self, hot_group: int, positions: Tensor, kv_layers: Sequence[int]) -> None:
+        """Find entries for ``positions``, int32 [requests of the part, index_topk], and begin to copy the
+        misses in ``kv_layers``."""
         self._device_slots = plan_misses(positions, self.requests, group=hot_group, miss_plan=self._miss_plan)
+        self.copy_misses(kv_layers)
 
-    def begin_copy(self, kv_layers: Sequence[int]) -> None:
-        """Copy what was planned, in these layers of the hot group, beside what the current stream gets from
-        now on."""
+    def copy_misses(self, kv_layers: Sequence[int]) -> None:
+        """Begin to copy the same misses in ``kv_layers``, beside what the current stream gets from now on."""
         if kv_layers:
             self._copied = self._copies.begin(self._miss_plan, kv_layers)
 
-    def attend(self, q: Tensor, layer_pool: Tensor, scale: float) -> Tensor:
-        """Attention of the part's queries, when its misses of the layer are there."""
+    def attend(self, q: Tensor, items: Tensor, scale: float) -> Tensor:
+        """Return the attention of the part's queries to ``items``, a layer of the pool, once all copies that
+        were begun are over."""
         assert self._device_slots is not None
-        self._copies.wait(self._copied)
-        return self._attention.attend(q, layer_pool, self._device_slots, scale)
+        wait_for(self._copied)
+        return self._attention.attend(q, items, self._device_slots, scale)
+
+
+class StepInParts(DeviceStep):
+    """The ``KvAccess`` of a step without drafts whose selection, swap-in and attention go by ``parts``."""
+
+    def __init__(
+        self,
+        tables: RequestTables,
+        kernels: AttentionKernels,
+        new: NewPositions,
+        parts: AttentionParts,
+        *,
+        backup: SideStream | None = None,
+    ) -> None:
+        super().__init__(tables, kernels, new, backup=backup)
+        self._parts = parts.split(self._requests)
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        layer, selected = self._spec.layers_of_group[group][0], []
+        for part in self._parts:
+            num_real = part.requests.num_real_reqs
+            positions = self._select_rows(group, q_index, weights, part.rows, num_real)
+            part.page_in(self._hot_group(layer), positions, self._spec.kv_layers_filled_at[layer])
+            selected.append(positions)
+        return torch.cat(selected)
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        if not self._is_first_of_group(layer):  # else ``select`` has begun to copy
+            for part in self._parts:
+                part.copy_misses(self._spec.kv_layers_filled_at[layer])
+        out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
+        for part in self._parts:
+            out[part.rows] = part.attend(q[part.rows], self._items(layer), scale)
+        return out

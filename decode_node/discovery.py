@@ -1,6 +1,6 @@
 """Asks bootstrap endpoints where prefill nodes are, in threads.
 
-An answer is as old as its question. It says nothing of a run that was registered with since.
+An answer is as old as its question, and says nothing of a run with which this node has registered since.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from hisparse_pd.protocol.channels import ControlKeys
 
 LOOKUP_RETRY_SECS = 0.5
 _MAX_THREADS = 16
-"""A host that drops packets holds one for seconds, again and again while it is wanted."""
+"""Threads for look-ups. A host that drops packets blocks one for seconds, again and again while a request
+wants it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an endpoint said, or why it did not."""
+    """An endpoint's answer, or why there is none."""
 
     instance_id: str
-    """The run that was registered with when it was asked; empty: none."""
+    """The run with which this node was registered when it asked; empty: none."""
     info: BootstrapInfo | BootstrapLookupError
 
 
 class Discovery:
-    """The threads of all look-ups. ``on_answer`` is called in one of them whenever one is done."""
+    """Owns the threads of all look-ups. ``on_answer`` is called in one of them at the end of each look-up."""
 
     def __init__(
         self, keys: ControlKeys | None, allowed: PeerList | None, on_answer: Callable[[], None]
@@ -40,18 +41,18 @@ class Discovery:
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bootstrap-lookup")
 
     def ask(self, address: PeerAddress) -> Future[BootstrapInfo]:
-        """The future raises BootstrapLookupError."""
+        """Begin a look-up. Its future raises BootstrapLookupError."""
         asked = self._threads.submit(look_up, *address.node, self._keys, self._allowed)
         asked.add_done_callback(lambda _: self._on_answer())
         return asked
 
     def close(self) -> None:
-        """Without waiting for look-ups that are under way."""
+        """End the threads, without waiting for look-ups that are under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class LookUps:
-    """The look-ups of one endpoint, with ``LOOKUP_RETRY_SECS`` between two."""
+    """Makes the look-ups of one endpoint, with ``LOOKUP_RETRY_SECS`` between two."""
 
     def __init__(self, discovery: Discovery, address: PeerAddress) -> None:
         self._discovery = discovery
@@ -62,17 +63,17 @@ class LookUps:
 
     @property
     def is_under_way(self) -> bool:
-        """Until its answer is taken."""
+        """Whether a look-up was begun whose answer has not been taken."""
         return self._future is not None
 
     def ask(self, now: float, instance_id: str) -> None:
-        """Unless one is under way, or the last one was just now."""
+        """Begin a look-up, unless one is under way, or the last answer was taken just now."""
         if self._future is None and now >= self._next_at:
             self._instance_id = instance_id
             self._future = self._discovery.ask(self._address)
 
     def take(self, now: float) -> Answer | None:
-        """The answer, once, when it is there."""
+        """Return an answer that has come, once; None before."""
         if self._future is None or not self._future.done():
             return None
         future, self._future = self._future, None

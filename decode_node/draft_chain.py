@@ -17,17 +17,18 @@ from hisparse_pd.decode_node.device_step import DeviceStep
 
 
 class SharedSelection:
-    """The ``KvAccess`` of drafts behind the first ones, where they share their selection: none of their KV is
-    written, and what they attend to is where the first guess had it."""
+    """The ``KvAccess`` of later drafts that share the selection of the first guess. Their KV is not written,
+    and the items that they attend to are where the first guess had them."""
 
     def __init__(self, first: DeviceStep, newest_rows: Tensor) -> None:
-        """``first``: of the pass whose rows ``newest_rows``, int64 [num_reqs], made the first guesses."""
+        """``first``: the access of the pass whose rows ``newest_rows``, int64 [num_reqs], made the first
+        guesses."""
         self._first = first
         self.selected = first.device_slots[newest_rows]
-        """int32 [num_reqs, index_topk]: not positions but their device slots."""
+        """int32 [num_reqs, index_topk]: device slots of the selected positions, in place of these."""
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
-        """See ``hisparse_pd.core.model.attention.KvAccess``; so below."""
+        """Write nothing. ``KvAccess`` describes this method and the next ones."""
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         return self.selected
@@ -46,12 +47,12 @@ def draft_chain(
     num_drafts: int,
     step_of: Callable[[int], DeviceStep],
 ) -> Tensor:
-    """int64 [num_reqs, num_drafts]: what the draft layer guesses to follow, each draft from the one before.
+    """Return the draft layer's guesses, int64 [num_reqs, num_drafts], each made from the one before.
 
-    ``first``, ``logits`` [num_reqs, vocab_size] and ``hidden`` [num_rows, hidden_size]: of the layer's pass
-    over the step's positions, whose rows ``newest_rows`` (int64 [num_reqs]) guessed the first drafts.
-    ``seq_lens``: int64 [num_reqs], up to the positions of these rows. ``step_of(number)``: the KV access of
-    the draft behind ``number`` others, where each selects for itself.
+    ``first``, ``logits`` [num_reqs, vocab_size] and ``hidden`` [num_rows, hidden_size] are those of the
+    layer's pass over the step's positions. Its rows ``newest_rows`` (int64 [num_reqs]) guessed the first
+    drafts. ``seq_lens``: int64 [num_reqs], up to the positions of these rows. ``step_of(number)`` returns the
+    KV access of the draft behind ``number`` others, for layers in which each draft selects for itself.
     """
     drafts, hidden = [logits.argmax(dim=-1)], hidden[newest_rows]
     reqs = torch.arange(len(newest_rows), device=newest_rows.device)

@@ -1,10 +1,10 @@
 """Decides how many drafts a step verifies: the number that has brought most tokens a second. Pure.
 
-Measured are the seconds of a step by size of the batch and number of drafts, and for each place in the chain
+It measures the seconds of a step by size of the batch and number of drafts, and for each place in the chain
 how often a draft was right when those before it were. Numbers that a size of batch has not tried come first,
-and neighbours of the best one again from time to time. What a place was worth is forgotten while no step
-tries it, so that text without use for drafts does not rule for good. None of this changes a token, only when
-it comes.
+and neighbours of the best one are tried again from time to time. The rate of a place is forgotten while no
+step tries it: text whose drafts are wrong does not decide for good. The choice changes no token, only when it
+comes.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FIRST_STEPS = 6
-"""Of a number of drafts at a size of batch, before it is judged."""
+"""Steps with a number of drafts at a size of batch before that number is judged."""
 PROBE_EVERY = 400
 """Steps at a size of batch between two trials of another number than the best."""
 PROBE_STEPS = 4
-"""Of a trial: the first has no drafts to verify when the best number was 0."""
+"""Steps of a trial: the first has no drafts to verify when the best number was 0."""
 MIN_GAIN = 1.03
-"""By which a larger number has to be better than the present one: two that are alike do not take turns."""
+"""How many times as fast a larger number has to be as the present one: two that are alike do not take
+turns."""
 _OLD_SHARE = 0.9
-"""Of an average, what the next value leaves of it."""
+"""The share of an average that the next value leaves."""
 _MAX_JUMP = 1.25
-"""A step counts as so many averages at most, and as an average divided by it at least: one that was longer
-did something else too, during which the next one ran. So neither decides anything alone."""
+"""A step counts as this many averages at most, and as an average divided by it at least. A longer one did
+something else, too, while the next one ran, so that neither of the two decides anything alone."""
 _CLOCK_SECS = 1e-6
-"""No step is shorter."""
+"""A lower bound of a step's time."""
 _OLD_TRIES = 0.999
-"""Of what is known of a place, what the next try leaves of it."""
+"""The share of a place's counts that the next try leaves."""
 _UNTRIED = 0.995
-"""Of the same, what a step leaves of it in which nobody tries."""
+"""The share of a place's counts that a step without a try leaves."""
 _FIRST_GUESS = 0.7
-"""How often a draft is right, as long as nobody knows: it counts as one try."""
+"""The rate of a place before any try; it counts as one try."""
 
 
 def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
-    """Of a request's step that verifies ``num_drafts``. ``rates``: how often a draft is right where those
-    before it are."""
+    """Return the tokens that a step with ``num_drafts`` is expected to bring a request. ``rates``: how often
+    the draft at each place is right where those before it are."""
     tokens = all_right = 1.0
     for rate in rates[:num_drafts]:
         all_right *= rate
@@ -47,8 +48,8 @@ def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
 
 
 def best_num_drafts(rates: Sequence[float], secs: Sequence[float], present: int) -> int:
-    """The number of drafts with most tokens a second; ``present``, if that is smaller and as good. ``secs``:
-    of a step, by its number of drafts."""
+    """Return the number of drafts with most tokens a second, or ``present`` if that is smaller and about as
+    fast. ``secs``: seconds of a step, by its number of drafts."""
     speeds = [expected_tokens(rates, number) / of_step for number, of_step in enumerate(secs)]
     best = max(range(len(speeds)), key=lambda number: speeds[number])
     return best if best < present or speeds[best] > MIN_GAIN * speeds[present] else present
@@ -56,13 +57,14 @@ def best_num_drafts(rates: Sequence[float], secs: Sequence[float], present: int)
 
 @dataclass
 class _Size:
-    """What is known of batches of about one size."""
+    """Measurements and choices for batches of about one size."""
 
     secs: list[float]
-    """Of a step, by number of drafts."""
+    """Average seconds of a step, by number of drafts."""
     first_secs: list[list[float]]
-    """Of the first FIRST_STEPS of each."""
+    """Seconds of the first FIRST_STEPS steps, by number of drafts."""
     present: int
+    """The number that is chosen outside trials."""
     until_probe: int = PROBE_EVERY
     probe: int = 0
     probe_steps: int = 0
@@ -70,7 +72,7 @@ class _Size:
 
 
 class DraftChoice:
-    """``max_drafts``: those that a step can verify."""
+    """Chooses numbers of drafts up to ``max_drafts``, which a step can verify."""
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
@@ -78,19 +80,20 @@ class DraftChoice:
         self._tries = [0.0] * max_drafts
         self._rights = [0.0] * max_drafts
         self._last: tuple[int, int] | None = None
-        """Requests and drafts of the step that ended at ``_last_at``."""
+        """Numbers of requests and of drafts of the step that ended at ``_last_at``."""
         self._last_at = 0.0
 
     @property
     def rates(self) -> list[float]:
-        """How often the draft at each place was right when those before it were, lately."""
+        """How often, lately, the draft at each place was right when those before it were."""
         return [
             (right + _FIRST_GUESS) / (tries + 1)
             for right, tries in zip(self._rights, self._tries, strict=True)
         ]
 
     def choose(self, num_reqs: int, most: int) -> int:
-        """Drafts for the next step, of ``num_reqs`` requests none of which can verify more than ``most``."""
+        """Choose the number of drafts of the next step. None of its ``num_reqs`` requests can verify more
+        than ``most``."""
         if most == 0:
             return 0
         number = self._choose(num_reqs, most)
@@ -118,15 +121,18 @@ class DraftChoice:
         return size.present
 
     def turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
-        """A turn with a step of ``num_reqs`` requests, 0 for none, is over. A step may be read a turn after
-        its launch: what counts is the time between the ends of two turns with steps alike."""
+        """Record the end of a turn with a step of ``num_reqs`` requests; 0: without one.
+
+        A step may be read a turn after its launch, so what counts is the time between the ends of two turns
+        with like steps.
+        """
         step = (num_reqs, num_drafts) if num_reqs else None
         if step is not None and step == self._last:
             self.took(num_reqs, num_drafts, now - self._last_at)
         self._last, self._last_at = step, now
 
     def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
-        """A step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
+        """Record that a step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
         size, secs = self._size(num_reqs), max(secs, _CLOCK_SECS)
         average, first = size.secs[num_drafts], size.first_secs[num_drafts]
         if len(first) < FIRST_STEPS:  # one of which may have compiled something
@@ -137,13 +143,13 @@ class DraftChoice:
             size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * usual
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Of ``num_drafts`` that a step had place for, a request accepted ``num_accepted``."""
+        """Record that ``num_accepted`` of a request's ``num_drafts`` were accepted."""
         for place in range(min(num_drafts, num_accepted + 1)):
             self._tries[place] = _OLD_TRIES * self._tries[place] + 1
             self._rights[place] = _OLD_TRIES * self._rights[place] + (place < num_accepted)
 
     def _size(self, num_reqs: int) -> _Size:
-        """Batches of the next larger power of two are alike."""
+        """Return what is known of a batch's size; batches up to the same power of two are alike."""
         bits = (max(1, num_reqs) - 1).bit_length()
         if bits not in self._sizes:
             count = self._max_drafts + 1

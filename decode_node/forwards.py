@@ -3,7 +3,7 @@ the draws. On a GPU both are CUDA graphs, of the next larger number of requests.
 
 A step without drafts has one new position of each request; then the draft layer, if there is one, learns of
 it. A step that verifies drafts has more, and then come acceptance, backup and the next drafts. What the step
-after needs of them stays on the device too (``DeviceRows``).
+after needs of them stays on the device too (``RowOutcomes``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
-from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies
-from hisparse_pd.decode_node.device_step import DeviceStep
+from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, StepInParts
+from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.draft_chain import draft_chain
 from hisparse_pd.decode_node.micro_batches import MicroBatches
 from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.decode_node.row_outcomes import DraftsToVerify, RowOutcomes
+from hisparse_pd.decode_node.side_stream import SideStream
 from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
     SPLITS,
@@ -34,7 +36,8 @@ from hisparse_pd.decode_node.split_choice import (
     fastest,
     time_by_turns,
 )
-from hisparse_pd.decode_node.step_buffers import DeviceRows, StepInputs
+from hisparse_pd.decode_node.step_buffers import StepInputs
+from hisparse_pd.decode_node.step_results import TOKEN_COLUMN, join_plain, join_verified
 
 log = logging.getLogger(__name__)
 UNTRIED = Split.PARTS
@@ -48,28 +51,27 @@ class Forward:
     num_reqs: int
     num_new: int
     logits: Tensor
-    """float32 [num_reqs * num_new, vocab_size]: of each request's new positions, next to each other."""
+    """float32 [num_reqs * num_new, vocab_size]: a request's new positions are next to each other."""
     token_ids: Tensor
     """int64 [num_reqs * num_new]: the likeliest tokens, in whose place others may be drawn."""
     results: Tensor | None = None
-    """Of a step without drafts, what is read: int64 [num_reqs, 5], row results and ``token_ids``."""
+    """What is read of a step without drafts (``join_plain``); ``token_ids`` is a column of it."""
     verified: _Verified | None = None
+    """Only in steps that verify drafts."""
 
 
 @dataclass(frozen=True)
 class _Verified:
-    """What only steps that verify drafts leave."""
+    """What acceptance needs of a forward that verifies drafts."""
 
     access: DeviceStep
     seq_lens: Tensor
-    """int64 [num_reqs]: before the step, the newest token included."""
-    drafts: Tensor
-    """int64 [num_reqs, num_new - 1]: verified ones, and NO_DRAFT."""
-    num_drafts: Tensor
+    """int64 [num_reqs]: lengths before the step, the newest token included."""
+    drafts: DraftsToVerify
 
 
 class Forwards:
-    """Forwards of the requests in ``inputs``, and what follows them.
+    """Runs forwards of the requests in ``inputs``, and what follows them.
 
     Batches of at least ``min_split_reqs`` requests may be split; None: ``capture`` measures from how many on
     that is faster. It measures how to split them in either case.
@@ -81,7 +83,7 @@ class Forwards:
         tables: RequestTables,
         kernels: AttentionKernels,
         inputs: StepInputs,
-        rows: DeviceRows,
+        outcomes: RowOutcomes,
         *,
         max_reqs: int,
         min_split_reqs: int | None,
@@ -90,28 +92,28 @@ class Forwards:
         self._tables = tables
         self._kernels = kernels
         self._inputs = inputs
-        self._rows = rows
+        self._outcomes = outcomes
         self._max_new = tables.state.max_new
         self._measures_split = min_split_reqs is None
         self.min_split_reqs = max_reqs + 1 if min_split_reqs is None else min_split_reqs
-        device = tables.device
-        self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._backup = SideStream(tables.device)
         self._parts: AttentionParts | None = None
         self._micro_batches: MicroBatches | None = None
         if (MIN_REQS if min_split_reqs is None else min_split_reqs) <= max_reqs:
             copies = MissCopies(tables, max_reqs)
             self._parts = AttentionParts(kernels, copies)
-            self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup_stream)
+            self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup)
         self._kept = _Kept.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
         self._graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
-        """By new positions and whether a batch is split, then by its size, smallest first."""
+        """The key is the number of new positions and whether a batch is split, then its size, smallest
+        first."""
         self._graph_pool: Any = None
         """Memory that all graphs share."""
         self._following: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        """What follows, by new positions and size, and what is read then."""
+        """What follows a forward, by new positions and size, and what is read then."""
 
     def launch(self, num_reqs: int, num_new: int, *, is_split: bool) -> Forward:
-        """The model's part of a step. ``num_reqs``: of the rank that has most."""
+        """Run the model's part of a step. ``num_reqs``: those of the rank that has most."""
         is_split = is_split and num_new == 1  # steps that verify drafts are not split
         graphs = self._graphs.get((num_new, is_split), {})
         size = next((size for size in graphs if size >= num_reqs), None)
@@ -122,8 +124,8 @@ class Forwards:
         return forward
 
     def follow(self, forward: Forward) -> Tensor:
-        """What follows from the draws in ``forward.token_ids``. Returns what is read: int64 [num_reqs, 5], or
-        with drafts [num_reqs, 5 + 2 * num_new]."""
+        """Run what follows from the draws in ``forward.token_ids``. Returns what is read, as of
+        ``step_results.py``."""
         captured = self._following.get((forward.num_new, forward.num_reqs))
         if captured is None:
             return self._follow(forward)
@@ -133,8 +135,8 @@ class Forwards:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture graphs of each size, largest first, so that they can share their memory. All requests are
-        padding meanwhile. Each is run once before, for what kernels allocate or compile."""
+        """Capture graphs of each size, largest first, so that they can share their memory. Each forward runs
+        once before, for what kernels allocate or compile. All requests have to be padding meanwhile."""
         started = time.monotonic()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -182,8 +184,8 @@ class Forwards:
         return graph, forward
 
     def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> str:
-        """Capture split steps of those of ``sizes`` that are to be split, the faster way. Returns what was
-        measured, for the log."""
+        """Capture split steps of those ``sizes`` that are to be split, each in the faster way. Returns what
+        was measured, for the log."""
         ranks = self._model.ranks
         tried: dict[tuple[int, Split], tuple[torch.cuda.CUDAGraph, Forward]] = {}
 
@@ -233,83 +235,85 @@ class Forwards:
         return forward.results
 
     def _plain(self, num_reqs: int, split: Split) -> Forward:
-        """The model over the newest position of each request."""
-        inputs = self._inputs
-        req_rows, num_real_reqs = inputs.req_rows[:num_reqs], inputs.num_real_reqs
-        token_ids = self._rows.newest_tokens(inputs.tokens[:num_reqs], req_rows)
-        seq_lens = self._rows.lengths(inputs, num_reqs)
-        hidden: Tensor | None = None
-        if split is Split.MICRO_BATCHES and self._micro_batches is not None:
-            logits, hidden = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
-        else:
-            step = DeviceStep(
-                self._tables,
-                self._kernels,
-                seq_lens,
-                req_rows,
-                num_real_reqs,
-                self._backup_stream,
-                parts=self._parts if split is Split.PARTS else None,
-            )
-            if self._kept is None:
-                logits = self._model.forward(token_ids, step.positions, step, None)
-            else:
-                logits, hidden = self._model.forward_with_hidden(token_ids, step.positions, step, None)
-            step.finish()
-        if self._kept is not None and hidden is not None:
-            self._kept.hidden[:num_reqs] = hidden
-        sampled = logits.argmax(dim=-1)
-        self._rows.put(inputs, sampled)
-        results = torch.cat((self._tables.row_results(req_rows), sampled[:, None]), dim=1)
-        return Forward(num_reqs, 1, logits, results[:, 4], results)
-
-    def _write_draft_kv(self, num_reqs: int, hidden: Tensor) -> None:
-        """Without this the next guesses, made from what the draft layer knows, would be worse for each step
-        without drafts before them."""
+        """Run the model over the newest position of each request, which is backed up, too (I4)."""
         inputs = self._inputs
         req_rows = inputs.req_rows[:num_reqs]
-        seq_lens = self._rows.lengths(inputs, num_reqs)
-        access = DeviceStep(self._tables, self._kernels, seq_lens, req_rows, inputs.num_real_reqs)
-        access.write_draft_kv(self._model, self._rows.tokens[req_rows], hidden[:num_reqs])
+        token_ids = self._outcomes.newest_tokens(inputs.tokens[:num_reqs], req_rows)
+        new = NewPositions(self._outcomes.lengths(inputs, num_reqs), req_rows, inputs.num_real_reqs)
+        logits, hidden = self._run_model(token_ids, new, split)
+        if self._kept is not None and hidden is not None:
+            self._kept.hidden[:num_reqs] = hidden
+        likeliest = logits.argmax(dim=-1)
+        self._outcomes.put_plain(inputs, likeliest)
+        results = join_plain(self._tables.row_results(req_rows), likeliest)
+        return Forward(num_reqs, 1, logits, results[:, TOKEN_COLUMN], results)
+
+    def _run_model(self, token_ids: Tensor, new: NewPositions, split: Split) -> tuple[Tensor, Tensor | None]:
+        """Run the model over one position of each request, and back that up. Returns logits, and hidden
+        states where there is a draft layer."""
+        if split is Split.MICRO_BATCHES and self._micro_batches is not None:
+            return self._micro_batches.forward(token_ids, new)
+        if split is Split.PARTS and self._parts is not None:
+            step: DeviceStep = StepInParts(self._tables, self._kernels, new, self._parts, backup=self._backup)
+        else:
+            step = DeviceStep(self._tables, self._kernels, new, backup=self._backup)
+        hidden: Tensor | None = None
+        if self._kept is None:
+            logits = self._model.forward(token_ids, step.positions, step, None)
+        else:
+            logits, hidden = self._model.forward_with_hidden(token_ids, step.positions, step, None)
+        self._backup.join()
+        return logits, hidden
+
+    def _write_draft_kv(self, num_reqs: int, hidden: Tensor) -> None:
+        """Let the draft layer learn of a step without drafts: each one that it missed would make its next
+        guesses worse."""
+        inputs = self._inputs
+        req_rows = inputs.req_rows[:num_reqs]
+        new = NewPositions(self._outcomes.lengths(inputs, num_reqs), req_rows, inputs.num_real_reqs)
+        access = DeviceStep(self._tables, self._kernels, new)
+        access.write_draft_kv(self._model, self._outcomes.tokens[req_rows], hidden[:num_reqs])
 
     def _verify(self, num_reqs: int, num_new: int) -> Forward:
-        """The model over ``num_new`` positions of each request, into ``_kept``."""
+        """Run the model over ``num_new`` positions of each request, into ``_kept``."""
         kept, inputs = self._kept, self._inputs
         assert kept is not None
         req_rows = inputs.req_rows[:num_reqs]
         num_rows = num_reqs * num_new
-        seq_lens = self._rows.lengths(inputs, num_reqs)
-        drafts, num_drafts = self._rows.drafts_to_verify(inputs, seq_lens, num_new)
-        newest = self._rows.newest_tokens(inputs.tokens[:num_rows:num_new], req_rows)
-        token_ids = torch.cat((newest[:, None], drafts.clamp(min=0)), dim=1).flatten()
-        access = DeviceStep(
-            self._tables,
-            self._kernels,
+        seq_lens = self._outcomes.lengths(inputs, num_reqs)
+        drafts = self._outcomes.drafts_to_verify(inputs, seq_lens, num_new)
+        newest = self._outcomes.newest_tokens(inputs.tokens[:num_rows:num_new], req_rows)
+        token_ids = torch.cat((newest[:, None], drafts.token_ids.clamp(min=0)), dim=1).flatten()
+        new = NewPositions(
             seq_lens + num_new - 1,
             req_rows,
             inputs.num_real_reqs,
             num_new=num_new,
-            ends=seq_lens + num_drafts,
+            ends=seq_lens + drafts.counts,
         )
+        access = DeviceStep(self._tables, self._kernels, new)
         logits, hidden = self._model.forward_with_hidden(token_ids, access.positions, access, None)
         kept.logits[:num_rows] = logits
         kept.hidden[:num_rows] = hidden
         kept.token_ids[:num_rows] = logits.argmax(dim=-1)
-        verified = _Verified(access, seq_lens, drafts, num_drafts)
+        verified = _Verified(access, seq_lens, drafts)
         return Forward(
             num_reqs, num_new, kept.logits[:num_rows], kept.token_ids[:num_rows], verified=verified
         )
 
     def _accept_and_draft(self, forward: Forward) -> Tensor:
-        """Row results, then of each request its numbers of drafts and of accepted ones, the tokens drawn, and
-        the next drafts."""
+        """Accept drafts up to the first that was not drawn, back up what was accepted, and make the next
+        drafts.
+
+        Returns what is read (``join_verified``).
+        """
         kept, verified, inputs = self._kept, forward.verified, self._inputs
         assert kept is not None
         assert verified is not None
         num_reqs, num_new, access = forward.num_reqs, forward.num_new, verified.access
         req_rows = inputs.req_rows[:num_reqs]
         token_ids = forward.token_ids.view(num_reqs, num_new)
-        accepted = (verified.drafts == token_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+        accepted = (verified.drafts.token_ids == token_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1)
         reqs = torch.arange(num_reqs, device=accepted.device)
         newest_rows = reqs * num_new + accepted
         logits, hidden = self._model.draft(
@@ -319,9 +323,7 @@ class Forwards:
         access.back_up(seq_lens, (accepted + 1).to(torch.int32))
 
         def step_of(number: int) -> DeviceStep:
-            return DeviceStep(
-                self._tables,
-                self._kernels,
+            new = NewPositions(
                 seq_lens + number,
                 req_rows,
                 inputs.num_real_reqs,
@@ -329,17 +331,21 @@ class Forwards:
                 first_row=number - 1,
                 ends=inputs.slot_ends[:num_reqs],
             )
+            return DeviceStep(self._tables, self._kernels, new)
 
-        made = draft_chain(self._model, access, newest_rows, logits, hidden, seq_lens, num_new - 1, step_of)
-        self._rows.put(inputs, forward.token_ids[newest_rows], seq_lens + 1, made)
-        counts = torch.stack((verified.num_drafts, accepted), dim=1)
-        return torch.cat((self._tables.row_results(req_rows), counts, token_ids, made), dim=1)
+        next_drafts = draft_chain(
+            self._model, access, newest_rows, logits, hidden, seq_lens, num_new - 1, step_of
+        )
+        newest_tokens = forward.token_ids[newest_rows]
+        self._outcomes.put_verified(inputs, newest_tokens, seq_lens + 1, next_drafts)
+        row_results = self._tables.row_results(req_rows)
+        return join_verified(row_results, verified.drafts.counts, accepted, token_ids, next_drafts)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """Between a forward and what follows, whatever the step's size: a row for each new position of each
-    request. Where nothing is drafted, none is."""
+    """What a forward leaves for what follows it: a row for each new position of each request, at one address
+    for all sizes of steps. Only nodes that draft have it."""
 
     logits: Tensor
     """float32 [max_rows, vocab_size]"""

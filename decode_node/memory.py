@@ -12,14 +12,14 @@ aux         uint8 [num_slots, aux slot bytes]                    prefill nodes
 
 Remote writes land at any time in slots of landing and quarantined rooms, and nowhere else.
 
-Without ``has_row_checks`` of the spec there are no row checks.
+There are row checks only where the spec has ``has_row_checks``.
 
-The device and the index pool have one more page than the allocators know of, at their end: the scratch page,
-where padding of a batch writes.
+The device and the index pool end with a page that the allocators do not know of: the scratch page, where
+padding of a batch writes.
 
-Main memory may be of memfds, which prefill nodes of this machine map (``transfer/lane.py``). With a GPU the
-host pool and the aux slots are pinned; in the end the transport lets go of the memory first, then CUDA
-(``close``), then it is unmapped.
+Prefill nodes of this machine may map main memory through memfds (``transfer/lane.py``). With a GPU the host
+pool and the aux slots are pinned. In the end the transport lets go of the memory first, then CUDA
+(``close``); then it is unmapped.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ log = logging.getLogger(__name__)
 
 
 class DecodeMemory:
-    """The tensors of all pools. ``totals``: the slots that allocators hand out, whole pages in the device and
-    the index pool. ``pinning``: CUDA's when not given. ``shared``: other processes can map what is main
-    memory. ``placement``: where that is to be. Raises HostMemoryError."""
+    """Holds the tensors of all pools. Raises HostMemoryError.
+
+    ``totals``: the slots that allocators hand out, whole pages in the device and the index pool. ``pinning``:
+    CUDA's when not given. ``shared``: whether other processes can map main memory. ``placement``: the NUMA
+    node of main memory.
+    """
 
     def __init__(
         self,
@@ -63,14 +66,15 @@ class DecodeMemory:
     ) -> None:
         self.aux_layout = AuxLayout(spec.num_index_groups, spec.index_topk)
         self.scratch_device_slot = totals.device
-        """The first slot of the scratch page; the others follow. So in the index pool."""
+        """The first slot of the device pool's scratch page."""
         self.scratch_index_slot = totals.index
+        """The first slot of the index pool's scratch page."""
         shapes = _shapes(spec, totals, page_size, device)
         self._host_pools: list[HostPool] = []
         pools: dict[RegionKind, Tensor] = {}
         for kind, (shape, where) in shapes.items():
             if kind in (RegionKind.KV_HOST, RegionKind.AUX) or (shared and where.type == "cpu"):
-                # Without a GPU, pages come into being as they are written: there may be fewer than asked for.
+                # Without a GPU, pages are made when they are written: the machine may have fewer than this.
                 host_pool = allocate_host(
                     math.prod(shape),
                     pinned=device.type == "cuda",
@@ -95,14 +99,15 @@ class DecodeMemory:
         log.info("pools: %s", ", ".join(_describe(kind, pool) for kind, pool in self._by_kind.items()))
 
     def register(self, engine: TransferEngine) -> tuple[Region, ...]:
-        """Let peers write to all pools. Raises TransferError."""
+        """Register all pools, so that peers can write to them. Raises TransferError."""
         return tuple(
             Region(kind, engine.register(pool), pool.nbytes, num_slots=pool.shape[1])
             for kind, pool in self._by_kind.items()
         )
 
     def shared_memory(self) -> tuple[SharedMemory, ...]:
-        """What other processes can map or, of a GPU, open; nothing unless it was made ``shared``."""
+        """Return the memory that other processes can map, or open if it is a GPU's; empty unless
+        ``shared``."""
         shared = [
             SharedMemory(pool.tensor.data_ptr(), pool.num_bytes, pool.shared_fd)
             for pool in self._host_pools
@@ -113,15 +118,15 @@ class DecodeMemory:
         for pool in (pool for pool in self._by_kind.values() if pool.device.type == "cuda"):
             try:
                 handle, offset = ipc_handle(pool)
-            except Exception as error:  # prefill nodes write there over the network then
+            except Exception as error:  # then prefill nodes write there over the network
                 log.warning("the pools of the GPU cannot be opened by other processes: %s", error)
                 break
             shared.append(SharedMemory(pool.data_ptr(), pool.nbytes, None, handle, offset))
         return tuple(shared)
 
     def close(self) -> None:
-        """Let go of main memory, which leaves empty tensors. The transport must have unregistered it, and no
-        step may be in flight. May be called again."""
+        """Let go of main memory; its tensors are empty afterwards. The transport must have unregistered it,
+        and no step may be in flight. May be called again."""
         self.k_host = self.k_host[:, :0].clone()
         self.aux = self.aux[:0].clone()
         self._by_kind.clear()
@@ -152,13 +157,13 @@ class DecodeMemory:
 
 
 def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device) -> int:
-    """Bytes of main memory that a DecodeMemory of these sizes registers."""
+    """Return the bytes of main memory that a DecodeMemory of these sizes registers."""
     shapes = _shapes(spec, totals, page_size, device).values()
     return sum(math.prod(shape) for shape, where in shapes if where.type == "cpu")
 
 
 def _host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, slice]]:
-    """First position and host slots of each extent, up to position ``num_tokens``."""
+    """Return the first position and the host slots of each extent, up to position ``num_tokens``."""
     runs, start = [], 0
     for extent in slice_extents(host, 0, num_tokens):
         runs.append((start, slice(extent.start, extent.start + extent.length)))
@@ -169,7 +174,7 @@ def _host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, sli
 def _shapes(
     spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device
 ) -> dict[RegionKind, tuple[tuple[int, int, int], torch.device]]:
-    """Layers, slots and item bytes of each pool, scratch pages included, and where it is."""
+    """Return layers, slots and item bytes of each pool, scratch pages included, and its device."""
     host = torch.device("cpu")
     aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
     num_device_slots, num_index_slots = totals.device + page_size, totals.index + page_size
@@ -190,12 +195,13 @@ def _describe(kind: RegionKind, pool: Tensor) -> str:
 
 
 def slots_tensor(extents: tuple[Extent, ...]) -> Tensor:
-    """Token slots of ``extents`` in position order: int64 [num_tokens], on the CPU."""
+    """Return the token slots of ``extents`` in position order: int64 [num_tokens], on the CPU."""
     return torch.from_numpy(extents_to_slots(extents))
 
 
 def pages_tensor(extents: tuple[Extent, ...], page_size: int) -> Tensor:
-    """Page ids of ``extents``, which are whole pages, in position order: int64 [num_pages], on the CPU."""
+    """Return the page ids of ``extents``, which are whole pages, in position order: int64 [num_pages], on the
+    CPU."""
     ids = [
         np.arange(extent.start // page_size, (extent.start + extent.length) // page_size)
         for extent in extents

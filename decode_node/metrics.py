@@ -12,11 +12,12 @@ from hisparse_pd.engine.messages import EngineStats, PeerLane
 from hisparse_pd.protocol.messages import DROP_REASONS
 
 ROW_KINDS = ("landing", "page-in", "newest", "scrub")
-"""Of wrong rows: found when its request began or paged it in, that this node wrote, found where it lay."""
+"""Kinds of wrong rows: found when a request began, found when it was paged in, written by this node, and
+found where it lay."""
 
 
 class Metrics:
-    """Monotone totals since the start, by metric name; labels are part of the name."""
+    """Counts monotone totals since the start, by metric name; labels are part of the name."""
 
     def __init__(self) -> None:
         self._totals: defaultdict[str, float] = defaultdict(float)
@@ -43,17 +44,17 @@ class Metrics:
         self._totals[_labelled(name, labels)] += value
 
     def generated(self, mode: Mode, num_tokens: int) -> None:
-        """So many output tokens were sent."""
+        """Count output tokens that were sent."""
         self._num_tokens += num_tokens
         self.add("generation_tokens_total", num_tokens, mode=mode)
 
     def drafted(self, num_drafts: int) -> None:
-        """A request's step verified so many drafts, at least one."""
+        """Count a request's step that verified drafts, at least one."""
         self.add("verifying_steps_total")
         self.add("drafted_tokens_total", num_drafts)
 
     def drop(self, reason: str) -> None:
-        """A control message had no use here."""
+        """Count a control message that was dropped."""
         self.add("control_messages_dropped_total", reason=reason)
 
     def stats(
@@ -69,14 +70,17 @@ class Metrics:
         step: int,
         now: float,
     ) -> EngineStats:
-        """``swap_ins``: hits, misses, evictions; ``num_dropped``: what the connections dropped themselves, by
-        reason; ``transfer_info``: name and labels of the gauge that tells of the KV transport."""
+        """Return counters and current gauges.
+
+        ``swap_ins``: hits, misses and evictions. ``num_dropped``: messages that connections dropped, by
+        reason. ``transfer_info``: name and labels of the gauge that describes the KV transport.
+        """
         pools = requests.pools
         used = pools.totals - requests.available
         quarantined, set_aside = pools.used(Stage.QUARANTINED), pools.used(Stage.SET_ASIDE)
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
-        # Who only lacks slots if drafts in flight are right is in a step, and in the next one.
+        # A request that lacks slots only if drafts in flight are accepted is in a step, and in the next one.
         num_paused = sum(
             request.run_stage is RunStage.SITS_OUT and not request.num_drafts_in_flight
             for request in all_running
@@ -100,7 +104,7 @@ class Metrics:
             "spec_accept_length": self._accept_length(),
             transfer_info: 1,
             **{lane.info_metric: 1 for lane in lanes},
-            # A request that waits has no mode yet, only what it asked for.
+            # A request that waits has no mode yet, only a flag.
             **{_labelled("running_reqs", {"mode": mode}): running[mode] for mode in Mode},
             **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
             **_pool_gauges(requests),
@@ -128,14 +132,14 @@ class Metrics:
         )
 
     def _throughput(self, now: float) -> float:
-        """Output tokens a second since the last call."""
+        """Return output tokens a second since the last call."""
         secs = now - self._last_at if self._last_at is not None else 0.0
         num_tokens = self._num_tokens - self._last_num_tokens
         self._last_at, self._last_num_tokens = now, self._num_tokens
         return num_tokens / secs if secs > 0 else 0.0
 
     def _accept_length(self) -> float:
-        """Tokens of a request's verifying step, on average since the last call; 0 without one."""
+        """Return the average tokens of a request's verifying step since the last call; 0 without one."""
         totals = self._totals["verifying_steps_total"], self._totals["accepted_draft_tokens_total"]
         num_steps, num_accepted = totals[0] - self._last_drafts[0], totals[1] - self._last_drafts[1]
         self._last_drafts = totals

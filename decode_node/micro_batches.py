@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,13 +14,16 @@ from torch import Tensor
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS, TAKEN_SMS, MissCopies
-from hisparse_pd.decode_node.device_step import DeviceStep, MicroBatchOrder
+from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.decode_node.side_stream import SideStream, wait_for
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.swap_in import plan_misses
 
 
 class MicroBatches:
-    """The forward of a batch in ``NUM_PARTS`` micro-batches. ``backup_stream``: as of ``DeviceStep``."""
+    """Runs forwards of batches in ``NUM_PARTS`` micro-batches. ``backup``: as ``DeviceStep`` has it, for all
+    of them."""
 
     def __init__(
         self,
@@ -28,99 +31,128 @@ class MicroBatches:
         tables: RequestTables,
         kernels: AttentionKernels,
         copies: MissCopies,
-        backup_stream: torch.cuda.Stream | None,
+        backup: SideStream,
     ) -> None:
         self._model = model
         self._tables = tables
-        self._backup_stream = backup_stream
+        self._backup = backup
         self._copies = copies
-        device = tables.device
         self._parts = [
-            _MicroBatch(
-                own_kernels,
-                miss_plan,
-                torch.cuda.Stream(device) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-            )
+            _Resources(own_kernels, miss_plan, SideStream(tables.device))
             for own_kernels, miss_plan in zip(
                 kernels.split(NUM_PARTS, TAKEN_SMS), copies.miss_plans, strict=True
             )
         ]
 
-    def forward(
-        self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits, float32 [num_reqs, vocab_size], and with a draft layer hidden states, as of
-        ``forward_with_hidden``. Every second request goes to the second part, and so does padding.
+    def forward(self, token_ids: Tensor, new: NewPositions) -> tuple[Tensor, Tensor | None]:
+        """Run the model over ``token_ids`` (int64 [num_reqs]) at the ``new`` positions, one for each request.
 
-        Arguments as of ``DeviceStep``.
+        Returns logits, float32 [num_reqs, vocab_size], and with a draft layer the hidden states of
+        ``forward_with_hidden``. Requests go to the micro-batches by turns, and so does padding.
         """
         with matmuls_without(TAKEN_SMS):
-            return self._forward(token_ids, seq_lens, req_rows, num_real_reqs)
+            return self._forward(token_ids, new)
 
-    def _forward(
-        self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, token_ids: Tensor, new: NewPositions) -> tuple[Tensor, Tensor | None]:
         num_parts = len(self._parts)
-        order = MicroBatchOrder(token_ids.device, self._copies)
+        planning = _InOrder(token_ids.device)
         forwards = []
         for number, part in enumerate(self._parts):
-            with part.after_current_stream():
-                of_part = slice(number, None, num_parts)
-                step = DeviceStep(
-                    self._tables,
-                    part.kernels,
-                    seq_lens[of_part].contiguous(),
-                    req_rows[of_part].contiguous(),
-                    (num_real_reqs + (num_parts - 1 - number)) // num_parts,
-                    self._backup_stream,
-                    miss_plan=part.miss_plan,
-                    order=order,
+            with part.stream.behind_current():
+                every = slice(number, None, num_parts)
+                of_part = NewPositions(
+                    new.seq_lens[every].contiguous(),
+                    new.req_rows[every].contiguous(),
+                    (new.num_real_reqs + (num_parts - 1 - number)) // num_parts,
                 )
-                forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, None))
+                step = _MicroBatchStep(self._tables, part, of_part, planning, self._copies, self._backup)
+                forwards.append(self._model.forward_by_layer(token_ids[every], step.positions, step, None))
         spec = self._model.spec
         logits = token_ids.new_empty((len(token_ids), spec.vocab_size), dtype=torch.float32)
         hidden = None
         if spec.num_draft_layers:
             hidden = token_ids.new_empty((len(token_ids), spec.hidden_size), dtype=spec.dtype)
         running = list(range(num_parts))
-        while running:
+        while running:  # a layer of each micro-batch in turn
             for number in list(running):
-                with torch.cuda.stream(self._parts[number].stream):
+                with self._parts[number].stream.use():
                     try:
                         next(forwards[number])
                     except StopIteration as end:
-                        logits[number::num_parts], of_part = end.value
+                        logits[number::num_parts], hidden_of_part = end.value
                         if hidden is not None:
-                            hidden[number::num_parts] = of_part
+                            hidden[number::num_parts] = hidden_of_part
                         running.remove(number)
         for part in self._parts:
-            part.join_current_stream()
-        step.finish()  # of any: their backups share a stream
+            part.stream.join()
+        self._backup.join()
         return logits, hidden
 
 
 @dataclass(frozen=True)
-class _MicroBatch:
-    """What the part of a batch has to itself that runs beside the others. ``stream``: None on a CPU."""
+class _Resources:
+    """What a micro-batch does not share with those that run beside it."""
 
     kernels: AttentionKernels
     miss_plan: MissPlan
-    stream: torch.cuda.Stream | None
+    stream: SideStream
 
-    def after_current_stream(self) -> torch.cuda.StreamContext:
-        """The context in which work goes to ``stream``, behind what the current stream has."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.stream)
 
-    def join_current_stream(self) -> None:
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+@dataclass
+class _InOrder:
+    """Lets streams of ``device`` do something one after the other, in the order in which they ask."""
+
+    device: torch.device
+    _last: torch.cuda.Event | None = field(default=None, init=False)
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """Let the current stream do what it gets within behind what others got within before."""
+        if self.device.type != "cuda":  # where everything happens in order
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        yield
+        self._last = stream.record_event()
+
+
+class _MicroBatchStep(DeviceStep):
+    """The ``KvAccess`` of one micro-batch. Its swap-in is two launches, so that the copy, which only waits
+    for PCIe, can run beside the others' kernels.
+
+    Micro-batches do not plan at the same time (``planning``), since the launches share a workspace, and they
+    do not copy at the same time (``copies``).
+    """
+
+    def __init__(
+        self,
+        tables: RequestTables,
+        resources: _Resources,
+        new: NewPositions,
+        planning: _InOrder,
+        copies: MissCopies,
+        backup: SideStream,
+    ) -> None:
+        super().__init__(tables, resources.kernels, new, backup=backup)
+        self._miss_plan = resources.miss_plan
+        self._planning = planning
+        self._copies = copies
+
+    def page_in(self, layer: int, positions: Tensor) -> Tensor:
+        if self._is_first_of_group(layer):
+            with self._planning.next():
+                self._device_slots = plan_misses(
+                    positions, self._requests, group=self._hot_group(layer), miss_plan=self._miss_plan
+                )
+        wait_for(self._copies.begin(self._miss_plan, self._spec.kv_layers_filled_at[layer]))
+        return self.device_slots
 
 
 @contextmanager
 def matmuls_without(num_sms: int) -> Iterator[None]:
-    """Products of matrices that are launched meanwhile are spread over so many multiprocessors less.
+    """Keep ``num_sms`` multiprocessors free of matrix products that are launched meanwhile.
 
     torch warns in the log that this setting may go some day; without it steps are some 3% longer.
     """

@@ -1,9 +1,12 @@
-"""Asks the scheduler for the next plan, and remembers when it had none for anybody who waits. Pure.
+"""Asks the scheduler for the next plan, and remembers in which situation it could admit no waiting request.
+Pure.
 
-A queue that could not move is looked at again when something has changed, and costs nothing until then.
+A queue that could not move costs nothing until the situation has changed.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -11,16 +14,27 @@ from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.scheduler import Limits, StepPlan, plan_step
 
 
+class _Situation(NamedTuple):
+    """All that the queue's next moves depend on."""
+
+    num_pool_changes: int
+    first: Request | None
+    """The first request of the queue."""
+    stuck: SlotCounts
+    num_queue_changes: int
+    """0 without stuck slots: only beside those, requests that do not fit are overtaken."""
+
+
 class NextPlan:
-    """What is to be done before each next step of ``requests``."""
+    """Plans what is to be done before each next step of ``requests``."""
 
     def __init__(self, limits: Limits, requests: LiveRequests) -> None:
         self._limits = limits
         self._requests = requests
-        self._nothing_to_do_in: tuple[int, Request | None, SlotCounts, int] | None = None
+        self._nothing_to_do_in: _Situation | None = None
 
     def make(self, now: float) -> StepPlan:
-        """The plan for what is there now; nothing is changed by it."""
+        """Return the plan for the present situation, and change no request."""
         stuck = self._requests.stuck(now)
         situation = self._situation(stuck)
         plan = plan_step(
@@ -32,14 +46,12 @@ class NextPlan:
             stuck,
             self._requests.held,
         )
-        if plan == StepPlan() and situation[1] is not None:
+        if plan == StepPlan() and situation.first is not None:
             self._nothing_to_do_in = situation
         return plan
 
-    def _situation(self, stuck: SlotCounts) -> tuple[int, Request | None, SlotCounts, int]:
-        """All that the queue's way on depends on: its first request, and beside stuck slots, where those that
-        do not fit are overtaken, every one."""
+    def _situation(self, stuck: SlotCounts) -> _Situation:
         requests = self._requests
         first = next(requests.waiting(), None)
-        num_moves = requests.num_queue_changes if stuck != SlotCounts() else 0
-        return requests.pools.num_changes, first, stuck, num_moves
+        num_queue_changes = requests.num_queue_changes if stuck != SlotCounts() else 0
+        return _Situation(requests.pools.num_changes, first, stuck, num_queue_changes)

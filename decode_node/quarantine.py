@@ -1,6 +1,6 @@
 """Owns the holdings of rooms that ended while the prefill node might still write to them (I1). Pure.
 
-When the slots of such a room are free again:
+The slots of such a room are free again when it is known that nothing can land there:
 
 =====================================================  ================================================
 what is known                                          the slots are free
@@ -32,7 +32,7 @@ _NEVER = float("inf")
 
 @dataclass
 class Quarantined:
-    """One room's holding, and who might still write to it."""
+    """One room's holding, and the prefill node that might still write to it."""
 
     room: Room
     holding: Holding
@@ -42,7 +42,7 @@ class Quarantined:
     batch_failed: bool = False
     free_at: float = _NEVER
     was_reported: bool = False
-    """The log has named it as stuck."""
+    """Whether the log has named it as stuck."""
 
     @property
     def is_unacknowledged(self) -> bool:
@@ -51,7 +51,10 @@ class Quarantined:
 
 
 class Quarantine:
-    """``release`` takes a holding whose slots are safe to reuse. Times are of ``time.monotonic``."""
+    """Keeps holdings until their slots are safe to reuse, and hands them to ``release`` then.
+
+    Times are of ``time.monotonic``.
+    """
 
     def __init__(self, quarantine_secs: float, release: Callable[[Holding], None]) -> None:
         self._quarantine_secs = quarantine_secs
@@ -71,14 +74,15 @@ class Quarantine:
         return self._entries.get(room)
 
     def stuck(self, now: float) -> list[Quarantined]:
-        """Rooms unacknowledged for longer than any live prefill node takes to say that one is quiet."""
+        """Return rooms that are unacknowledged for longer than any live prefill node takes to call one
+        quiet."""
         latest = now - self._quarantine_secs
         return [
             entry for entry in self._entries.values() if entry.is_unacknowledged and entry.since <= latest
         ]
 
     def newly_stuck(self, now: float) -> list[Quarantined]:
-        """Those that have come to be ``stuck`` since this was asked last."""
+        """Return rooms that have become ``stuck`` since the last call."""
         found = [entry for entry in self.stuck(now) if not entry.was_reported]
         for entry in found:
             entry.was_reported = True
@@ -91,11 +95,11 @@ class Quarantine:
         self._entries[entry.room] = entry
 
     def failed(self, room: Room) -> None:
-        """A batch of ``room`` failed; it is not quiet yet."""
+        """Record that a batch of ``room``, which is not quiet yet, failed."""
         self._entries[room].batch_failed = True
 
     def quiet(self, room: Room, batch_failed: bool, now: float) -> None:
-        """Nothing of ``room`` is in flight at the prefill node any more. Unknown rooms are ignored."""
+        """Record that the prefill node writes no more to ``room``. Unknown rooms are ignored."""
         entry = self._entries.get(room)
         if entry is None:
             return
@@ -107,26 +111,28 @@ class Quarantine:
         self.expire(now)
 
     def instance_gone(self, instance_id: str, now: float) -> None:
-        """The run ``instance_id`` of a prefill node has ended: it starts no further write."""
+        """Record that the run ``instance_id`` of a prefill node has ended: it starts no further write."""
         for entry in self._entries.values():
             if entry.instance_id == instance_id:
                 entry.free_at = min(entry.free_at, now + self._quarantine_secs)
 
     def writer_gone(self, instance_id: str) -> None:
-        """The run ``instance_id`` wrote through shared memory alone, and has let go of it: nothing lands."""
+        """Release what waits for the run ``instance_id``, which wrote through shared memory alone and has let
+        go of it: nothing lands any more."""
         for entry in tuple(self._entries.values()):
             if entry.instance_id == instance_id:
                 del self._entries[entry.room]
                 self._release(entry.holding)
 
     def postpone(self, secs: float) -> None:
-        """This node stood still for ``secs``: what its sockets took in meanwhile has yet to land."""
+        """Move all times by ``secs`` in which this node stood still: what its sockets took in has yet to
+        land."""
         for entry in self._entries.values():
             entry.free_at += secs
             entry.since += secs
 
     def expire(self, now: float) -> None:
-        """Release what is safe to reuse by now."""
+        """Release holdings whose slots are safe to reuse by now."""
         for entry in tuple(self._entries.values()):
             if entry.free_at <= now:
                 del self._entries[entry.room]

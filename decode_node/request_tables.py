@@ -1,7 +1,8 @@
-"""Owns the per-request tables, and does to memory what a request's moves between states need.
+"""Owns the per-request tables: rows of dense requests, and rows and hot buffers of hisparse ones.
 
-``live_requests.py`` decides who owns which slots; this module fills the tables that the kernels read, warms
-hot buffers up, and spills dense requests. ``device_step.py`` is the model's view of the pools in one forward.
+``live_requests.py`` decides who owns which slots. When a request moves between states, this module fills or
+empties its row of the tables that the kernels read, warms its hot buffer up, and spills a dense one.
+``device_step.py`` is the model's view of the pools in one forward.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.side_stream import SideStream
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.row_check import WrongRow, check_in_place, void_row_checks, wrong_row
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
-"""Of a row that is filled, in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""
+"""Bytes that are copied to fill rows in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""
 VERIFIED_SLICE_BYTES: Final = 1 << 30
 """Bytes of a dense request's items that are verified in a millisecond at most, in device memory."""
 
 
 @dataclass(frozen=True)
 class RowFill:
-    """Something that fills a row, beside the steps."""
+    """A launch that fills a row, beside the steps."""
 
     is_over: torch.cuda.Event
     is_short: bool
@@ -45,7 +47,7 @@ class RowFill:
 
 
 class RequestTables:
-    """Tables for ``num_rows`` requests of up to ``max_context`` positions, over the pools of ``memory``."""
+    """Tables for ``num_rows`` requests of up to a whole context, over the pools of ``memory``."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class RequestTables:
         page_size: int,
         max_new: int = 1,
     ) -> None:
-        """``max_new``: positions of a request in one step at most."""
+        """``max_new``: the most new positions of a request in one step."""
         self.spec = spec
         self.memory = memory
         self.page_size = page_size
@@ -77,24 +79,24 @@ class RequestTables:
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self.slice_bytes = SLICE_BYTES
         self._filling: dict[int, RowStart] = {}
-        """Rows of which not all is launched yet, in order of arrival."""
+        """What is left to fill of each row, in order of arrival."""
         self._warming: dict[int, RowFill] = {}
         """The latest launch for each row that is being filled."""
         self._last_slice: torch.cuda.Event | None = None
         self._last_release: torch.cuda.Event | None = None
         """The steps before it are the last that used any row or slot that is free now."""
-        self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """Where rows are filled and warmed up, beside the steps of the others."""
-        self._landing_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._fill_stream = SideStream(self.device)
+        """Fills rows and warms hot buffers up, beside the steps of the others."""
+        self._landing_stream = SideStream(self.device)
         self._ended_counters = np.zeros(3, np.int64)
         self.max_verifiable = partial(
             max_verifiable, top_k=spec.index_topk, max_new=max_new, max_context=spec.context_length
         )
-        """Of a request, and of so many drafts, those that its next step can verify."""
+        """``drafting.max_verifiable`` with the sizes of this node: takes a request and a number of drafts."""
 
     def totals(self, running: Collection[Request]) -> tuple[int, int, int]:
-        """Hits, misses and evictions since the start; of ``running`` requests, and of those that are ending,
-        as of their last step."""
+        """Hits, misses and evictions since the start. ``running``: requests that have rows; theirs are as of
+        the last step that was read."""
         hits, misses, evictions = (
             int(ended) + sum(request.row_counters[column] for request in running)
             for column, ended in enumerate(self._ended_counters)
@@ -107,30 +109,32 @@ class RequestTables:
         return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
 
     def wrong_row(self, request: Request) -> WrongRow:
-        """The first one of a request of which a step said that it has one. Waits for the device."""
+        """Return the first wrong row of a request, after a step said that it has one. Waits for the
+        device."""
         return wrong_row(self.state, request.req_row)
 
     @property
     def bytes_per_miss(self) -> float:
-        """What one miss brings from the host, on average: its item in each KV layer of its hot group."""
+        """Bytes that a miss brings from the host, on average: an item in each KV layer of its hot group."""
         return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
 
     def prepare_landing(self, request: Request) -> None:
-        """Before anything lands for a request: no check in its landing zone is one of who had it before.
-        Waits for the device, and not for the steps on it: nothing on it uses these pages."""
+        """Void the row checks of a landing zone, before anything lands there: they are of the owner before.
+        Waits for the device, but not for its steps: none of them uses these pages."""
         row_checks = self.state.row_checks
         if row_checks is None:
             return
         pages = pages_tensor(request.owned[PoolKind.INDEX], self.page_size).to(self.device)
-        with torch.cuda.stream(self._landing_stream):
+        with self._landing_stream.use():
             void_row_checks(row_checks, pages, self.page_size)
-        if self._landing_stream is not None:
-            self._landing_stream.synchronize()
+        self._landing_stream.synchronize()
 
     def start(self, request: Request) -> None:
-        """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up: a slice in a
-        turn of the engine's loop (``go_on``), on a GPU beside the steps of others. ``joins_next_step`` says
-        when the request can be in a step."""
+        """Begin to fill the row of a request that is RUNNING from now on, and to warm its hot buffer up.
+
+        On a GPU that goes on beside the steps of others, a slice in a turn of the engine's loop (``go_on``).
+        ``joins_next_step`` says when the request can be in a step.
+        """
         if request.mode is Mode.DENSE:
             num_verified = request.num_kv_tokens if self.state.row_checks is not None else 0
             is_short = num_verified * self.spec.item_bytes * self.spec.num_kv_layers <= VERIFIED_SLICE_BYTES
@@ -140,15 +144,15 @@ class RequestTables:
                 )
                 start_dense_row(self.state, request.req_row, pages=pages, index_pages=index_pages)
                 if num_verified:
-                    self._go_through(request)
+                    self._check_dense(request)
             return
         is_next = not self._filling and self._is_slice_over()
         self._filling[request.req_row] = self._row_start(request)
         if is_next:
             self._launch_slice(request.req_row, self.slice_bytes, is_short=True)
 
-    def _go_through(self, request: Request) -> None:
-        """Verify all items of a dense request once, in its pages."""
+    def _check_dense(self, request: Request) -> None:
+        """Enqueue a check of all items of a dense request, in its pages."""
         positions = torch.arange(request.num_kv_tokens, device=self.device)
         page_ids = self.state.page_table[request.req_row, positions // self.page_size].long()
         slots = page_ids * self.page_size + positions % self.page_size
@@ -163,8 +167,8 @@ class RequestTables:
         )
 
     def check_hot(self, request: Request, group: int) -> None:
-        """Verify, on the device and in stream order, what the hot buffer of a request holds of one hot group:
-        its tokens that stand, in all of the group's layers. The next row results say what was found."""
+        """Enqueue a check of a request's hot buffer in all layers of one hot group. The next row results say
+        what was found. Drafts that were not accepted are left out."""
         state, row = self.state, request.req_row
         lookup_slots = state.hot_to_lookup[group, row].long()
         page_ids, pages = state.lookup_pages[row].long().sort()
@@ -180,10 +184,10 @@ class RequestTables:
             )
 
     def go_on(self) -> dict[int, Exception]:
-        """The next slices of rows that are being filled, once those before are over: one, or where many are
-        waited for, an eighth of all that is left. Returns the rows for which that failed.
+        """Launch the next slices of rows that are being filled, once those before are over: ``slice_bytes``,
+        or an eighth of all that is left if that is more.
 
-        Raises torch.AcceleratorError when the device is lost.
+        Returns the rows for which that failed. Raises torch.AcceleratorError when the device is lost.
         """
         failed: dict[int, Exception] = {}
         if not self._filling or not self._is_slice_over():
@@ -201,7 +205,7 @@ class RequestTables:
         return failed
 
     def fill_at_once(self, request: Request) -> None:
-        """Launch all that is left to fill its row."""
+        """Launch all that is left to fill of a request's row."""
         while request.req_row in self._filling:
             self._launch_slice(request.req_row, None, is_short=False)
 
@@ -218,14 +222,12 @@ class RequestTables:
 
     @contextmanager
     def _beside_steps(self, row: int, *, is_first: bool, is_short: bool) -> Iterator[None]:
-        """Around what fills a row. ``is_first``: nothing of the row was filled yet."""
-        if self._warm_stream is None:
+        """Fill a row within, in a stream of its own. ``is_first``: nothing of the row was filled yet."""
+        if self.device.type != "cuda":
             yield
             return
-        if is_first and self._last_release is not None:
-            # Steps before it may have used the row, and the slots, for an earlier request.
-            self._warm_stream.wait_event(self._last_release)
-        with torch.cuda.stream(self._warm_stream):
+        # Steps before the last release may have used the row, and the slots, for an earlier request.
+        with self._fill_stream.behind(self._last_release if is_first else None):
             try:
                 yield
             finally:  # what was launched before an error still reads the request's slots
@@ -235,7 +237,7 @@ class RequestTables:
                 self._warming[row] = RowFill(filled, is_short)
 
     def stop_filling(self, request: Request) -> None:
-        """Launch no more for it; ``is_ready`` says when nothing of it is filled any more."""
+        """Launch no more to fill a request's row. ``is_ready`` says when what was launched is over."""
         self._filling.pop(request.req_row, None)
 
     def joins_next_step(self, request: Request) -> bool:
@@ -264,7 +266,7 @@ class RequestTables:
 
     def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None
-        if hints is None:  # the most recent ones, in every group
+        if hints is None:  # then the most recent positions, in every group
             hints = [np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]]
         return RowStart(
             self.state,
@@ -281,14 +283,14 @@ class RequestTables:
         )
 
     def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        """What to warm each hot group with: of ``hint``, [num_index_groups, index_topk], its groups' rows by
-        turns, the most useful positions first."""
+        """Return what to warm each hot group with, the most useful positions first: the rows that its index
+        groups have in ``hint``, [num_index_groups, index_topk], by turns."""
         hot_groups = np.array(self.spec.hot_group_of_index_group)
         return [hint[hot_groups == group].T.ravel() for group in range(self.spec.num_hot_groups)]
 
     def grow(self, request: Request) -> None:
-        """Enter the pages that a running request was just given, which no step in flight looks at. The row
-        may still be being filled: that writes the same ids, or none."""
+        """Enter the pages that a running request was just given, which no step in flight looks at. If the row
+        is still being filled, that writes the same ids, or none."""
         row = request.req_row
         if request.mode is Mode.DENSE:
             self.state.set_pages(row, 0, self._pages(request, PoolKind.DEVICE))
@@ -301,7 +303,8 @@ class RequestTables:
         return pages_tensor(request.extents(kind), self.page_size)
 
     def retract(self, request: Request) -> None:
-        """Bring everything to the host before the device slots are given up; remember what was hot."""
+        """Bring all KV to the host before the device slots are given up, remember what was hot, and empty the
+        row."""
         self.fill_at_once(request)
         self._wait_until_filled(request.req_row)
         if request.mode is Mode.DENSE:
@@ -313,16 +316,16 @@ class RequestTables:
         self.release(request)
 
     def release(self, request: Request) -> None:
-        """Add the row's counters, as of the last step that was read, to the request's, and empty the row."""
+        """Empty the row, and add its counters, as of the last step that was read, to the request's."""
         row = request.req_row
         self.stop_filling(request)
-        self._wait_until_filled(row)  # which reads host slots that are about to be given up
+        self._wait_until_filled(row)  # filling reads host slots that are about to be given up
         hits, misses, evictions = map(add, request.earlier_counters, request.row_counters)
         request.earlier_counters = hits, misses, evictions
         self._ended_counters += request.row_counters
         request.row_counters = (0, 0, 0)
         self.state.reset_row(row)
-        if self._warm_stream is not None:
+        if self.device.type == "cuda":
             self._last_release = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._last_release.record()
 
@@ -331,7 +334,8 @@ class RequestTables:
             launch.is_over.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
-        """What is in the hot buffer of each group, latest used first, but drafts that were not accepted."""
+        """Positions in the hot buffer of each group, latest used first, without drafts that were not
+        accepted."""
         row = request.req_row
         lookup_slots = self.state.hot_to_lookup[:, row].cpu().numpy()
         stamps = self.state.stamps[:, row].cpu().numpy()

@@ -1,8 +1,8 @@
-"""Owns the counts of tokens by req_row: which request a row's are of, and how much of its output is in them.
+"""Owns the counts of tokens by req_row, and knows whose a row's counts are and how much output is in them.
 
-A request is counted up to its newest token when a step is launched: from the host what it has read, from the
-device a token that is still in flight. So a row that changes its request needs no word from those who move
-requests.
+When a step is launched, a request is counted up to its newest token: the tokens that the host has read, and
+from the device a token that is still in flight. A row that has changed its request shows here, so nobody has
+to report it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hisparse_pd.decode_node.request import Request
 
 
 class RowCounts:
-    """Of ``num_rows`` requests; those whose settings leave logits alone are never counted."""
+    """Counts of ``num_rows`` requests; those whose settings leave logits alone are never counted."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._table = TokenCounts.create(num_rows, vocab_size, device)
         self._counted: dict[int, tuple[str, int]] = {}
-        """By row: whose output was counted, and how many tokens of it."""
+        """For each row, the request that was counted and the number of its output tokens that were."""
 
     def count(self, batch: Sequence[Request], in_flight: Tensor) -> None:
-        """Bring the rows of a step's requests up to date, before it is launched.
+        """Bring the rows of a step's requests up to date, before the step is launched.
 
-        ``in_flight``: int64 by req_row, the token that each row's last step sampled, as far as it was not
-        read. Not for requests whose steps in flight verify drafts. Enqueues on the current stream.
+        ``in_flight``: int64 by req_row, the token that each row's last step sampled, for rows whose step was
+        not read. Not for requests whose steps in flight verify drafts. Enqueues on the current stream.
         """
         rows: list[int] = []
         token_ids: list[int] = []
@@ -54,8 +54,11 @@ class RowCounts:
             self._table.add(rows_dev, in_flight[rows_dev])
 
     def of(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] = ()) -> CountedRows | None:
-        """Of each row of logits the request, and the drafts before its position, for ``model.sampling``; None
-        when nobody is counted."""
+        """Return the counts behind each row of logits, for ``model.sampling``; None when no request is
+        counted.
+
+        ``requests``: one for each row. ``drafts``: those before each row's position; () when there are none.
+        """
         if not any(request.changes_logits for request in requests):
             return None
         return CountedRows(self._table, [request.req_row for request in requests], drafts)

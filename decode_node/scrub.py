@@ -1,8 +1,9 @@
-"""Verifies rows that nobody reads just now, where they lie: in hot buffers, and in held prefixes.
+"""Verifies rows where they lie, in hot buffers and in held prefixes, whether or not a step reads them.
 
-Every few steps one request's hot buffer is gone through in one index group, before a step that the request is
-in: what is wrong comes with that step's results. In an idle turn it is a stretch of the held prefixes. So a
-fault of the memory is found before somebody needs the row, and one of ours with the request that it is of.
+Every few steps one request's hot buffer is verified in one hot group, before a step that the request is in:
+wrong rows come with that step's results. An idle turn verifies a stretch of the held prefixes. A fault of the
+memory is found before a request needs the row, and an error of ours while the request that it belongs to is
+here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ STEPS_BETWEEN: Final = 32
 
 
 class Scrubber:
-    """``found``: keeps a wrong row's page and prefix from everybody. Without checks nothing is done."""
+    """Verifies a little at a time; without row checks nothing.
+
+    ``found``: takes a wrong row's page and prefix out of use.
+    """
 
     def __init__(
         self, tables: RequestTables, held: PrefixTree, found: Callable[[PoolKind, WrongItem], None]
@@ -36,7 +40,7 @@ class Scrubber:
             self._held_rows = HeldRows(held, tables.page_size, kv, memory.row_checks, found)
 
     def before_step(self, batch: Sequence[Request]) -> None:
-        """Now and then, launch a look at one hot buffer of ``batch``, which the next step is made for."""
+        """Every STEPS_BETWEEN steps, enqueue a check of one hot buffer of the next step's ``batch``."""
         self._num_steps += 1
         hisparse = [request for request in batch if request.mode is Mode.HISPARSE]
         if self._held_rows is None or not hisparse or self._num_steps % STEPS_BETWEEN:
@@ -46,6 +50,6 @@ class Scrubber:
         self._tables.check_hot(request, turn // len(hisparse) % self._tables.spec.num_hot_groups)
 
     def when_idle(self) -> None:
-        """Verify the next stretch of what is held. Waits for the device."""
+        """Verify the next stretch of held prefixes. Waits for the device."""
         if self._held_rows is not None:
             self._held_rows.verify_next()

@@ -1,7 +1,7 @@
-"""How large a decode node's pools are: from settings, model and free GPU memory to ``Limits``. All pure.
+"""Computes how large a decode node's pools are, from settings, model and free GPU memory. Pure.
 
-The host's sizes come from settings alone, so that the transport can be chosen before the model is loaded;
-the device pool's may come from what the model leaves of the GPU.
+The host's sizes follow from settings alone, so that the transport can be chosen before the model is loaded.
+The device pool may get what the model leaves of the GPU.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
 
 DEFAULT_BUFFER = 4096
-"""Entries of a hot buffer when no number is given, unless drafts need more: the published hit rates are of
-such a one, and of one twice as large."""
+"""Entries of a hot buffer when no number is given, unless drafts need more: published hit rates are for this
+size, and for one twice as large."""
 
 AUX_SLOTS_PER_ROW = 4
-"""More than one, because a quarantined room keeps its aux slot and frees its req_row."""
+"""Aux slots for each req_row: more than one, since a quarantined room keeps its aux slot and frees its
+row."""
 
 LOOKUPS_PER_HOST_TOKEN = 2
-"""Lookup slots for each host slot: requests that share host pages look each up for themselves, so what all of
-them have together may be twice the host pool."""
+"""Lookup slots for each host slot: requests that share host pages need lookup slots each, so that all of them
+together may have twice the host pool."""
 
 GROWTH_PAGES = 16
 """Pages that a request gets beyond its prompt at its admission, and again whenever it has used them: 1,024
-tokens of the default page size."""
+tokens with the default page size."""
 
 BASE_RESERVE_BYTES = 1 << 30
-"""For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""
+"""Bytes for activations: workspaces of libraries, buffers of the layers, and CUDA graphs."""
 LOGIT_COPIES = 6
-"""Float32 rows of the vocabulary that sampling holds for a request at a time, the masked ones among them."""
+"""Float32 rows of the vocabulary that sampling holds for a row of logits at a time, masked ones included."""
 
 
 def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> Limits:
-    """The sizes of all pools, with ``device_pool_tokens`` in the device pool, 0 before that is known. Raises
-    StartError when nothing could ever be served with them."""
+    """Return the sizes of all pools. ``device_pool_tokens``: 0 before that is known. Raises StartError when
+    nothing could ever be served with them."""
     page_size = settings.page_size
     num_drafts = settings.speculative_num_steps
     smallest, buffer = smallest_buffer(num_drafts, spec.index_topk), hot_buffer_tokens(settings, spec)
@@ -86,18 +87,21 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
 
 
 def hot_buffer_tokens(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Entries of a hot buffer at most: the number given, or the default, and then room for all drafts."""
+    """Return the most entries of a hot buffer: the number given, or else the default with room for all
+    drafts."""
     needed = full_buffer(settings.speculative_num_steps, spec.index_topk)
     return settings.device_buffer_size or max(DEFAULT_BUFFER, needed)
 
 
 def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Of the whole context's, drafts behind its end included."""
+    """Return the most entries that a hot buffer needs: no more than a whole context, and drafts behind its
+    end."""
     return min(hot_buffer_tokens(settings, spec), spec.context_length + settings.speculative_num_steps)
 
 
 def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
-    """What hot buffers are too small for, and the remedy; empty when they are large enough."""
+    """Return how many drafts hot buffers have no room for, and the remedy; empty when they are large
+    enough."""
     num_drafts, top_k = settings.speculative_num_steps, spec.index_topk
     needed = full_buffer(num_drafts, top_k)
     if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
@@ -111,7 +115,7 @@ def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
 
 
 def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
-    """Raise StartError for what the swap-in of a GPU cannot take, if the node is on one."""
+    """Raise StartError for sizes that the swap-in of a GPU cannot take, if the node is on one."""
     if settings.device != "cpu":
         check_swap_in_sizes(
             top_k=spec.index_topk,
@@ -122,7 +126,7 @@ def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
 
 
 def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
-    """Tokens of the device pool, as of ``PoolDemand.num_tokens``. Raises StartError."""
+    """Return the tokens of the device pool, from ``PoolDemand.num_tokens``. Raises StartError."""
     num_drafts = settings.speculative_num_steps
     smallest = min(smallest_buffer(num_drafts, spec.index_topk), spec.context_length + num_drafts)
     return device_demand(settings, spec).num_tokens(
@@ -134,11 +138,12 @@ def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMe
 
 
 def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
-    """What the node takes of the GPU beside the weights, by the number of tokens in the device pool."""
+    """Return what the node takes of the GPU beside the weights, by the number of tokens in the device
+    pool."""
     page_size = settings.page_size
     item_bytes = spec.num_kv_layers * spec.item_bytes
     key_bytes = spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
-    # Without a size of its own the index pool covers host and device pool: some of it comes with each token.
+    # Without a size of its own the index pool covers host and device pool, and grows with their tokens.
     follows = settings.index_pool_tokens == 0
     index_tokens = round_up(settings.host_pool_tokens, page_size) if follows else settings.index_pool_tokens
     return PoolDemand(
@@ -159,7 +164,8 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
 
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Of ``HotBufferState`` and the miss plans. Only four page ids a page and row grow with the context."""
+    """Return the bytes of ``HotBufferState`` and the miss plans. With the context only four page ids for each
+    page and row grow."""
     num_rows, meta = settings.max_running_requests, torch.device("meta")  # where tensors take no memory
     state = HotBufferState.create(
         spec.num_hot_groups,
@@ -180,7 +186,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """For what a step computes with: a fixed part, logits, and the scores of the indexer."""
+    """Return the bytes that a step computes with: a fixed part, logits, and the indexer's scores."""
     num_new = settings.speculative_num_steps + 1
     per_row = 4 * LOGIT_COPIES * spec.vocab_size + 2 * 4 * spec.context_length
     if num_new > 1:  # logits, hidden state and token between a step's two graphs

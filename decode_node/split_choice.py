@@ -1,9 +1,10 @@
-"""How large hisparse batches run, and from how many requests on: measured at a node's start.
+"""Chooses, by measuring at a node's start, how large hisparse batches are split, and from how many requests
+on.
 
-A batch that is split hides copies behind computing. In parts within each layer it hides them behind selection
-and attention alone, and reads weights once; as micro-batches behind everything, and reads every matrix and
-expert twice. Which weighs more depends on the model, on how many GPUs share its experts, and on the machine.
-So all are timed, under requests that miss as many positions as published traces do. A request's tokens do not
+A split batch hides copies behind computing. Parts within each layer hide them behind selection and attention
+alone, and read weights once. Micro-batches hide them behind everything, and read every matrix and expert
+twice. Which weighs more depends on the model, on how many GPUs share its experts, and on the machine. So all
+ways are timed, with requests that miss as many positions as published traces do. A request's tokens do not
 depend on the choice.
 """
 
@@ -25,7 +26,7 @@ from hisparse_pd.kernels.hot_state import ABSENT
 
 
 class Split(Enum):
-    """How a step runs, in the words of the log."""
+    """How a step runs; the values are for the log."""
 
     WHOLE = "whole"
     PARTS = "in parts"
@@ -34,28 +35,29 @@ class Split(Enum):
 
 SPLITS: Final = (Split.PARTS, Split.MICRO_BATCHES)
 MIN_REQS: Final = 32
-"""Fewer have too little to copy: 16 of V3.2's size lost 3% on an H200 already."""
+"""Smaller batches are not split, as they have too little to copy: 16 of V3.2's size lost 3% on an H200."""
 MIN_GAIN: Final = 1.02
-"""By which a step has to be shorter than whole."""
+"""How many times as long a whole step has to take for splitting to be worth it."""
 NUM_STEPS: Final = 5
-"""Timed of each kind, by turns."""
+"""Steps of each kind that are timed, by turns."""
 MISS_SHARE: Final = 0.134
-"""Of what a step selects: GLM-5.1 on LongBench v2 with hot buffers of 4,096 (the HiSparse paper)."""
+"""The share of selected positions that miss: GLM-5.1 on LongBench v2 with hot buffers of 4,096 (the HiSparse
+paper)."""
 MOST_CONTEXT: Final = 32768
-"""Of a trial's requests, where pools and model have as much."""
+"""The context of a trial's requests, if pools and model allow as much."""
 _KEYS_AT_ONCE: Final = 1 << 16
 
 Secs = Mapping[Split, float]
-"""Of a step of one size, by how it runs."""
+"""Seconds of a step of one size, by how it runs."""
 
 
 def choose_splits(
     sizes: Sequence[int], measure: Callable[[int], Secs | None]
 ) -> tuple[dict[int, Split], dict[int, Secs]]:
-    """How to split batches of those ``sizes`` that are faster so, as all larger ones are; and what was
-    measured.
+    """Return how to split batches of those ``sizes`` that gain by it, and what was measured.
 
-    ``measure``: None for a size that cannot come. Asked from the largest size down, until one is not faster.
+    ``measure`` returns None for a size that cannot occur. Sizes are measured from the largest down, until one
+    does not gain.
     """
     chosen: dict[int, Split] = {}
     measured: dict[int, Secs] = {}
@@ -72,15 +74,15 @@ def choose_splits(
 
 
 def fastest(secs: Secs) -> Split:
-    """Of the ways to split."""
+    """Return the fastest of the ways to split."""
     return min(SPLITS, key=lambda split: secs[split])
 
 
 class TrialRequests:
-    """``num_reqs`` requests with noise for tokens and keys, in pools and tables that are empty before and,
-    but for noise in free slots, behind ``end``.
+    """Hisparse requests with noise for tokens and keys, in pools and tables that have to be empty. After
+    ``end`` they are empty again, but for noise in free slots.
 
-    ``fits`` says whether the pools hold so many hisparse requests at all.
+    ``fits`` says whether the pools hold ``num_reqs`` requests at all.
     """
 
     def __init__(
@@ -124,7 +126,8 @@ class TrialRequests:
         self._generator = generator
 
     def lose_some(self) -> None:
-        """Make MISS_SHARE of the entries free, at random, so that the next step misses as large a share."""
+        """Free a share MISS_SHARE of the entries, at random, so that the next step misses as large a
+        share."""
         state = self._tables.state
         hot = state.hot_to_lookup[:, : self._num_reqs]
         random = torch.rand(hot.shape, generator=self._generator, device=hot.device)
@@ -135,7 +138,7 @@ class TrialRequests:
         state.stamps[:, : self._num_reqs].masked_fill_(is_lost, ABSENT)
 
     def end(self) -> None:
-        """Empty the rows. That clears what row checks reported of them, too: their items were noise."""
+        """Empty the rows, and clear what row checks reported of them: their items were noise."""
         if not self.fits:
             return
         self._inputs.num_real.zero_()
@@ -146,7 +149,7 @@ class TrialRequests:
 def time_by_turns(
     steps: Mapping[Split, Callable[[], object]], requests: TrialRequests, ranks: RankGroup | None
 ) -> Secs:
-    """Medians of NUM_STEPS, of the slowest rank. Each has run once more before."""
+    """Return the medians of NUM_STEPS steps, those of the slowest rank. Each kind runs once more before."""
     secs: dict[Split, list[float]] = {split: [] for split in steps}
     for turn in range(NUM_STEPS + 1):
         for split, step in steps.items():

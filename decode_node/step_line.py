@@ -1,7 +1,7 @@
-"""Owns the step in flight: who gets a token next, and when what was launched is drawn and read.
+"""Owns the step in flight: who gets a token next, and when a launched step is drawn and read.
 
-A step is launched before the one before it is read, where that may be (``may_follow``); what it draws under
-grammars is enqueued when that has been. So at most one step is in flight between two turns.
+Where ``may_follow`` allows it, a step is launched before the previous one is read. Draws under grammars are
+enqueued once that one has been read. Between two turns at most one step is in flight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class StepLine:
-    """The steps of one engine, one behind the other."""
+    """Runs the steps of one engine, one behind the other."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class StepLine:
         most_drafts: int,
         scrubber: Scrubber,
     ) -> None:
-        """``most_drafts``: that a step may verify of a request."""
+        """``most_drafts``: the most drafts of a request that a step may verify."""
         self.runner = runner
         self.in_flight: Launched | None = None
         self.has_launched = False
-        """In the last turn: there are tokens to follow."""
+        """Whether the last turn launched a step."""
         self.num_launched = 0
         self._lockstep = lockstep
         self._requests = requests
@@ -56,20 +56,22 @@ class StepLine:
         self._next_plan = NextPlan(lifecycle.limits, requests)
 
     def carry_out_plan(self, now: float) -> None:
-        """Carry out what the scheduler wants before the next step, which is then launched behind the one in
-        flight where that may be."""
+        """Carry out the scheduler's plan for the next step, before ``advance`` launches that. The step in
+        flight is committed first where the next one may not follow it unread."""
         if not self.may_follow():
             self.settle()
         plan = self._next_plan.make(now)
         if plan.exchanges and self.in_flight is not None:
-            self.settle()  # whoever changes its device slots may be in a step, or may be at its end
+            self.settle()  # a request that gets other device slots may be in that step, or end with it
             plan = self._next_plan.make(now)
         self._lifecycle.carry_out(plan, now)
 
     def advance(self, *, is_stopping: bool) -> bool:
-        """Launch the next step of the node, if anybody has one, and read the one before. False when all ranks
-        are stopping. Raises torch.AcceleratorError when the device is lost, and anything when other ranks are
-        in the step."""
+        """Launch the next step of the node, if a request has one, and commit the previous one. Returns False
+        when all ranks are stopping.
+
+        Raises torch.AcceleratorError when the device is lost, and any error when other ranks are in the step.
+        """
         self._lifecycle.fill_rows(time.monotonic())
         batch = self._next_batch()
         step = self._lockstep.agree(
@@ -95,9 +97,9 @@ class StepLine:
     def may_follow(self) -> bool:
         """Whether a step may be launched before the one in flight, if there is one, is read.
 
-        The lengths behind drafts that are in flight are on the device. The host has to know that all requests
-        go on however many are right, and that no draw depends on how many there were before it. So nobody
-        may have a grammar where steps verify drafts.
+        After a step with drafts only the device knows the lengths. The host has to know that all requests go
+        on however many drafts are accepted, and that no draw depends on their number. Where steps verify
+        drafts, a request with a grammar rules that out.
         """
         if (launched := self.in_flight) is None:
             return True
@@ -111,19 +113,19 @@ class StepLine:
         )
 
     def settle(self) -> None:
-        """Commit what is in flight, so that no step uses anything of any request."""
+        """Commit the step in flight, so that no step uses memory of any request."""
         if (previous := self.in_flight) is not None:
             self.in_flight = None
             self._commit(previous)
 
     def _next_batch(self) -> list[Request]:
-        """Who gets a token in the next step, in order of admission."""
+        """Return the requests that get a token in the next step, in order of admission."""
         running = self._requests.select(RequestState.RUNNING)
         ready = (request for request in running if request.run_stage is RunStage.READY)
         return sorted(ready, key=lambda request: request.admitted_seq)
 
     def _num_drafts(self, batch: Sequence[Request]) -> int:
-        """That the next step verifies, of any of its requests."""
+        """Choose how many drafts of a request the next step verifies at most."""
         most = self._most_drafts
         if most:
             most = max((self._tables.max_verifiable(request, most) for request in batch), default=0)
@@ -136,22 +138,19 @@ class StepLine:
         self.num_launched += 1
         try:
             self._scrubber.before_step(batch)
-            launched = self.runner.launch(batch, step)
+            return self.runner.launch(batch, step)
         except torch.AcceleratorError:
-            raise  # nothing works on this device any more: the engine ends, and the front with it
+            raise  # nothing works on this device any more; the engine ends, and so does the front
         except Exception as error:
             if self._lockstep.has_others:
-                raise  # they wait for this rank in the middle of the model
+                raise  # other ranks wait for this one in the middle of the model
             self.settle()
             self._fail_step(batch, error)
             return None
-        for request, most_drafts in zip(batch, launched.most_drafts, strict=True):
-            request.enter_step(most_drafts)
-        return launched
 
     def _draw(self, launched: Launched) -> None:
-        """Enqueue the draws, once the step before was read, and end those whose grammars cannot say what may
-        come. What goes wrong ends the requests of this batch. Raises what ``advance`` raises."""
+        """Enqueue the draws, once the previous step has been read, and end requests whose grammars cannot say
+        what may follow. An error ends the requests of the step. Raises what ``advance`` raises."""
         try:
             launched.draw()
         except torch.AcceleratorError:
@@ -161,8 +160,7 @@ class StepLine:
                 raise
             launched.wait()
             self.in_flight = None
-            for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
-                request.leave_step(most_drafts)
+            launched.leave()
             self._fail_step(launched.batch, error)
             return
         for request in launched.batch:
@@ -171,10 +169,9 @@ class StepLine:
                 self._lifecycle.grammar_failed(request, request.matcher.error, time.monotonic())
 
     def _commit(self, launched: Launched) -> None:
-        """Hand out the tokens of a step, and end the requests for which they are the last. One that is in the
-        next step already owns what it has until that is read."""
-        for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
-            request.leave_step(most_drafts)
+        """Hand out the tokens of a step, and end the requests for which they are the last. A request that is
+        already in the next step keeps its slots until that is read."""
+        launched.leave()
         try:
             results = launched.result()
         except torch.AcceleratorError:
@@ -191,7 +188,7 @@ class StepLine:
                 continue
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
-            # A step in flight has taken those that were made.
+            # The drafts are taken already if the request is in the next step.
             request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
             request.num_drafted += of_step.num_drafted
             if of_step.num_drafted:

@@ -12,7 +12,7 @@ from hisparse_pd.decode_node.request import Request, RequestState
 
 
 class GrammarLate(Exception):
-    """Others' grammars took the compiler's time."""
+    """A grammar was not compiled in time, since others came first."""
 
 
 def has_grammar(batch: Sequence[Request]) -> bool:
@@ -20,11 +20,11 @@ def has_grammar(batch: Sequence[Request]) -> bool:
 
 
 def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: Tensor) -> Tensor:
-    """int32 [num_rows, num_words], the beginning of ``masks``, in main memory: of each request a row for its
-    next token, and one behind each of its drafts.
+    """Fill the first rows of ``masks``, in main memory: for each request one for its next token, and one
+    behind each of its drafts. Returns these rows, int32 [num_rows, num_words].
 
-    All that a request had before has to be read. Who has ended since the launch, and whose ``matcher`` has an
-    ``error`` afterwards, may draw anything: that counts for nothing.
+    All tokens that a request had before have to be read. A request that has ended since the launch, or whose
+    ``matcher`` has an ``error`` afterwards, may draw anything: its tokens are dropped.
     """
     wanted = []
     num_rows = 0
@@ -39,15 +39,15 @@ def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: T
 
 
 def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
-    """Let it be there when the request runs."""
+    """Have the request's grammar compiled, if it has one and that is not under way."""
     if request.sampling.grammar and request.grammar is None:
         begun = request.resumed_token_ids.tolist()
         request.grammar, request.grammar_asked_at = compiler.ask(request.sampling.grammar, begun), now
 
 
 def follow(request: Request, compiler: Compiler, now: float) -> None:
-    """Let a running request follow its grammar, from its first token on, as soon as that is compiled. Raises
-    GrammarError, and GrammarLate."""
+    """Let a running request follow its grammar, from its first token on, once that is compiled. Raises
+    GrammarError and GrammarLate."""
     ask_for_grammar(request, compiler, now)
     assert request.grammar is not None
     if not request.grammar.done():

@@ -25,7 +25,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.runner import StepResult
+from hisparse_pd.decode_node.step_results import StepResult
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import (
     EngineReady,
@@ -250,9 +250,9 @@ class SimStep:
     def num_new(self) -> int:
         return self.num_drafts + 1
 
-    @property
-    def most_drafts(self) -> list[int]:
-        return self.num_drafted
+    def leave(self) -> None:
+        for request, num_drafts in zip(self.batch, self.num_drafted, strict=True):
+            request.leave_step(num_drafts)
 
     def draw(self) -> None:
         pass
@@ -293,6 +293,7 @@ class SimDecodeRunner:
             num_drafted.append(len(drafts))
             num_accepted.append((request.room + len(request.output_token_ids)) % (len(drafts) + 1))
             self._tables.write_new(request, num_accepted[-1], len(drafts) - num_accepted[-1])
+            request.enter_step(len(drafts))
         return SimStep(batch, num_drafted, num_accepted, step.num_new - 1)
 
 

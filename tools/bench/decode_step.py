@@ -285,8 +285,6 @@ class Bench:
             launched = self.runner.launch(
                 self.requests, NodeStep(len(self.requests), is_split, num_new=num_new)
             )
-            for request, most_drafts in zip(self.requests, launched.most_drafts, strict=True):
-                request.enter_step(most_drafts)
             if previous is not None and launched.feeds_next:
                 self._commit(previous)
                 previous = None
@@ -312,12 +310,10 @@ class Bench:
         return 1 + self._choice.choose(len(self.requests), most)
 
     def _commit(self, launched: Any) -> None:
-        for request, most_drafts, result in zip(
-            launched.batch, launched.most_drafts, launched.result(), strict=True
-        ):
+        launched.leave()
+        for request, result in zip(launched.batch, launched.result(), strict=True):
             if result.error:
                 raise RuntimeError(f"a step reported {result.error}")
-            request.leave_step(most_drafts)
             request.output_token_ids += result.token_ids
             if request.matcher is not None:
                 for token_id in result.token_ids:

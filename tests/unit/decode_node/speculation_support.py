@@ -20,8 +20,9 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.runner import DeviceRunner, Launched, StepResult
+from hisparse_pd.decode_node.runner import DeviceRunner, Launched
 from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.decode_node.step_results import StepResult
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
 NUM_NEW = 20

@@ -81,7 +81,7 @@ class Passes:
     def __init__(self, node: EngineHarness, patch: pytest.MonkeyPatch) -> None:
         spec = node.engine.tables.spec
         self.counts: Counter[str] = Counter()
-        for name in ("write", "select", "_swap_in"):
+        for name in ("write", "select", "page_in"):
             of_drafts = spec.num_layers if name != "select" else spec.num_index_layers
             patch.setattr(DeviceStep, name, self._counting(getattr(DeviceStep, name), name, of_drafts))
 
@@ -106,7 +106,7 @@ def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
         node.finish(answers)
     num_steps = node.engine.steps.num_launched - num_launched
     num_passes = num_steps if checkpoint.spec.shares_draft_selection else MAX_DRAFTS * num_steps
-    assert passes.counts == {"write": num_passes, "select": num_passes, "_swap_in": num_passes}
+    assert passes.counts == {"write": num_passes, "select": num_passes, "page_in": num_passes}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-import hisparse_pd.decode_node.runner
+import hisparse_pd.decode_node.step_draws
 import hisparse_pd.decode_node.step_masks
 from hisparse_pd.base.vocabulary import FinishReason, HisparseFlag
 from hisparse_pd.core.grammar.matcher import GrammarError
@@ -225,7 +225,7 @@ def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
     neighbour = node.generate(PLAIN, 200)
     node.turn_until(lambda: neighbour.token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr(hisparse_pd.decode_node.runner, "masks_of", raising(GrammarError("no memory, say")))
+        patch.setattr(hisparse_pd.decode_node.step_draws, "masks_of", raising(GrammarError("no memory, say")))
         answer = ask(node, PROMPTS[1])
         for failed in (answer, neighbour):
             node.failure_of(failed, status=500)
@@ -243,7 +243,7 @@ def test_what_was_not_drawn_is_read_by_nobody(
     node.turn_until(lambda: len(answer.token_ids) >= 5)
     with monkeypatch.context() as patch:
         error = torch.AcceleratorError("the device is lost")
-        patch.setattr(hisparse_pd.decode_node.runner, "masks_of", raising(error))
+        patch.setattr(hisparse_pd.decode_node.step_draws, "masks_of", raising(error))
         with pytest.raises(torch.AcceleratorError):
             node.turn_until(lambda: answer.is_over)
     (request,) = node.engine.requests.all()
@@ -261,9 +261,9 @@ def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
     """Its forward, with drafts too, and whatever came behind that."""
     calls = Calls()
     with drafts(node, num), monkeypatch.context() as patch:
-        patch.setattr(hisparse_pd.decode_node.runner, "masks_of", raising(ValueError("no memory, say")))
-        calls.watch(patch, hisparse_pd.decode_node.runner, "masks_of", "draw")
-        calls.watch(patch, StepBuffers, "mark", "mark")
+        patch.setattr(hisparse_pd.decode_node.step_draws, "masks_of", raising(ValueError("no memory, say")))
+        calls.watch(patch, hisparse_pd.decode_node.step_draws, "masks_of", "draw")
+        calls.watch(patch, StepBuffers, "mark_end", "mark")
         calls.watch(patch, node.engine.requests, "release", "end")
         answer = ask(node, PROMPTS[1])
         node.turn_until(lambda: answer.is_over)

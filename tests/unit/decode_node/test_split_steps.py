@@ -11,8 +11,8 @@ from torch import Tensor
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies
-from hisparse_pd.decode_node.device_step import DeviceStep
+from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, StepInParts
+from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.forwards import Forwards
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.micro_batches import matmuls_without
@@ -50,6 +50,10 @@ def empty_node(
         spec, memory, num_rows=NUM_REQS, num_lookup_slots=2 * host, max_capacity=CAPACITY, page_size=PAGE_SIZE
     )
     return hot, StepInputs.create(NUM_REQS, 1, CPU)
+
+
+def new_positions(inputs: StepInputs) -> NewPositions:
+    return NewPositions(inputs.seq_lens, inputs.req_rows, inputs.num_real_reqs)
 
 
 def secs_of(whole: float, *of_splits: float) -> Secs:
@@ -108,8 +112,8 @@ def test_a_trial_misses_its_share_and_leaves_nothing() -> None:
     def step() -> list[int]:
         """Hits and misses of all requests in a step of one layer."""
         state.counters.zero_()
-        access = DeviceStep(hot, kernels, inputs.seq_lens, inputs.req_rows, inputs.num_real_reqs)
-        access._swap_in(0, access.select(0, queries, weights))
+        access = DeviceStep(hot, kernels, new_positions(inputs))
+        access.page_in(0, access.select(0, queries, weights))
         check_consistency(state)
         counted: list[int] = state.counters.sum(dim=0).tolist()
         return counted
@@ -176,9 +180,10 @@ class Node:
     def step(self) -> list[Tensor]:
         """What each layer attends to, of random queries, keys and items."""
         spec, inputs = self.hot.spec, self.inputs
-        access = DeviceStep(
-            self.hot, self.kernels, inputs.seq_lens, inputs.req_rows, inputs.num_real_reqs, parts=self.parts
-        )
+        new = new_positions(inputs)
+        access = DeviceStep(self.hot, self.kernels, new)
+        if self.parts is not None:
+            access = StepInParts(self.hot, self.kernels, new, self.parts)
         attended, selected = [], torch.empty(0)
         for layer, group in enumerate(spec.index_group_of_layer):
             is_first = layer == spec.layers_of_group[group][0]

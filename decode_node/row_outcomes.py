@@ -1,0 +1,87 @@
+"""What each row goes on with after its last step: written and kept on the device, where the next step may
+have it before the host has read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.decode_node.drafting import NO_DRAFT
+from hisparse_pd.decode_node.step_buffers import FROM_DEVICE, StepInputs
+
+
+class DraftsToVerify(NamedTuple):
+    """The drafts of a step."""
+
+    token_ids: Tensor
+    """int64 [num_reqs, num_new - 1]: each request's drafts, and NO_DRAFT behind them."""
+    counts: Tensor
+    """int64 [num_reqs]: how many drafts each request has."""
+
+
+@dataclass(frozen=True)
+class RowOutcomes:
+    """int64 tensors, by req_row; the last entry is for padding."""
+
+    tokens: Tensor
+    """[num_rows + 1]: the newest token."""
+    seq_lens: Tensor
+    """[num_rows + 1]: the sequence's length with that token. Like ``drafts`` only of rows whose last step
+    verified drafts: other steps yield one token, which the host can count."""
+    drafts: Tensor
+    """[num_rows + 1, max_new - 1]: what the draft layer guesses to follow, or NO_DRAFT."""
+
+    @classmethod
+    def create(cls, num_rows: int, max_new: int, device: torch.device) -> RowOutcomes:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros((num_rows + 1, *shape), dtype=torch.int64, device=device)
+
+        return cls(tokens=zeros(), seq_lens=zeros(), drafts=zeros(max_new - 1))
+
+    def newest_tokens(self, given: Tensor, req_rows: Tensor) -> Tensor:
+        """[num_reqs]: the tokens that the host has ``given``, or the rows' own."""
+        return torch.where(given == FROM_DEVICE, self.tokens[req_rows], given)
+
+    def lengths(self, inputs: StepInputs, num_reqs: int) -> Tensor:
+        """[num_reqs]: lengths of the sequences, the newest token included."""
+        given = inputs.seq_lens[:num_reqs]
+        if not self.drafts.shape[1]:
+            return given  # no step verifies drafts
+        return torch.where(given == FROM_DEVICE, self.seq_lens[inputs.req_rows[:num_reqs]], given)
+
+    def drafts_to_verify(self, inputs: StepInputs, seq_lens: Tensor, num_new: int) -> DraftsToVerify:
+        """Return the drafts that there are, that the host allows, and that have slots.
+
+        ``seq_lens``: as ``lengths`` returns them.
+        """
+        num_reqs, num_drafts = seq_lens.shape[0], num_new - 1
+        given = inputs.tokens[: num_reqs * num_new].view(num_reqs, num_new)[:, 1:]
+        of_rows = self.drafts[inputs.req_rows[:num_reqs], :num_drafts]
+        is_unread = inputs.seq_lens[:num_reqs] == FROM_DEVICE
+        drafts = torch.where(is_unread[:, None], of_rows, given)
+        counts = (drafts != NO_DRAFT).long().cumprod(dim=1).sum(dim=1)
+        counts = counts.minimum(inputs.most_drafts[:num_reqs])
+        counts = counts.minimum(inputs.slot_ends[:num_reqs] - seq_lens)
+        places = torch.arange(num_drafts, device=drafts.device)
+        return DraftsToVerify(torch.where(places < counts[:, None], drafts, NO_DRAFT), counts)
+
+    def put_plain(self, inputs: StepInputs, tokens: Tensor) -> None:
+        """Write the outcomes of a step without drafts: ``tokens`` [num_reqs]."""
+        self.tokens[self._rows_of(inputs, tokens.shape[0])] = tokens
+
+    def put_verified(self, inputs: StepInputs, tokens: Tensor, seq_lens: Tensor, drafts: Tensor) -> None:
+        """Write the outcomes of a step that verified drafts: ``tokens`` and ``seq_lens`` [num_reqs], and next
+        ``drafts`` [num_reqs, num_drafts]."""
+        rows = self._rows_of(inputs, tokens.shape[0])
+        self.tokens[rows] = tokens
+        self.seq_lens[rows] = seq_lens
+        missing = self.drafts.shape[1] - drafts.shape[1]
+        self.drafts[rows] = torch.nn.functional.pad(drafts, (0, missing), value=NO_DRAFT)
+
+    def _rows_of(self, inputs: StepInputs, num_reqs: int) -> Tensor:
+        """int64 [num_reqs]: the rows of the step's requests; for padding the last entry."""
+        is_real = torch.arange(num_reqs, device=self.tokens.device) < inputs.num_real_reqs
+        return torch.where(is_real, inputs.req_rows[:num_reqs], self.tokens.shape[0] - 1)

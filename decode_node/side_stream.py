@@ -1,0 +1,52 @@
+"""A CUDA stream beside the current one. A CPU has none: there everything happens in the order of the
+calls."""
+
+from __future__ import annotations
+
+import torch
+
+
+class SideStream:
+    """A stream of ``device``. ``priority``: below 0, its kernels come before those of other streams."""
+
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+    def use(self) -> torch.cuda.StreamContext:
+        """Return the context in which work goes to this stream."""
+        return torch.cuda.stream(self._stream)
+
+    def behind_current(self) -> torch.cuda.StreamContext:
+        """Let this stream wait for all that the current one has by now. Returns the context of ``use``."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self.use()
+
+    def behind(self, event: torch.cuda.Event | None) -> torch.cuda.StreamContext:
+        """Let this stream wait for ``event``; None: for nothing. Returns the context of ``use``."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+        return self.use()
+
+    def join(self) -> None:
+        """Let the current stream wait for all that this one has by now."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def record(self) -> torch.cuda.Event | None:
+        """Return the end of all that this stream has by now, for ``wait_for``; None on a CPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def synchronize(self) -> None:
+        """Block until this stream is done with all that it has."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """Let the current stream wait for an ``event``; None: for nothing."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

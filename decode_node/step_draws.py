@@ -1,0 +1,85 @@
+"""The draws of a step in which a request asks for more than the likeliest tokens: they are planned at the
+launch and enqueued behind the forward. Their number and kind change from step to step, so no graph has
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hisparse_pd.core.model.sampling import Sampled, enqueue_sample
+from hisparse_pd.core.model.token_counts import CountedRows, to_device
+from hisparse_pd.decode_node.forwards import Forward
+from hisparse_pd.decode_node.row_counts import RowCounts
+from hisparse_pd.decode_node.step_buffers import StepEntry
+from hisparse_pd.decode_node.step_masks import has_grammar, masks_of
+
+
+class _Place(NamedTuple):
+    """A position of a step whose token can count."""
+
+    req: int
+    """The request's number in the step."""
+    num_before: int
+    """The request's new positions before this one; all but the first are drafts'."""
+
+
+@dataclass(frozen=True)
+class StepDraws:
+    """The draws of one step, a row for each place."""
+
+    entries: Sequence[StepEntry]
+    places: list[_Place]
+    output_indices: list[int]
+    """The number of output tokens before each place."""
+    counts: CountedRows | None
+    """Tokens before each place; None where no request has penalties or biases."""
+
+    @classmethod
+    def plan(cls, entries: Sequence[StepEntry], counts: RowCounts) -> StepDraws | None:
+        """Plan the draws of a step, before its requests enter it; None where all take the likeliest
+        tokens."""
+        if all(entry.request.is_plain_greedy for entry in entries):
+            return None
+        places = [
+            _Place(req, num_before)
+            for req, entry in enumerate(entries)
+            for num_before in range(1 + len(entry.drafts))
+        ]
+        drafts_before: Sequence[Sequence[int]] = ()
+        if any(entry.drafts for entry in entries):
+            drafts_before = [entries[place.req].drafts[: place.num_before] for place in places]
+        return cls(
+            entries,
+            places,
+            [entries[place.req].request.next_index + place.num_before for place in places],
+            counts.of([entries[place.req].request for place in places], drafts_before),
+        )
+
+    def enqueue(self, forward: Forward, masks: Tensor, eos_token_ids: Sequence[int]) -> Sampled:
+        """Draw a token at each place, and put it where ``forward`` has the likeliest one.
+
+        ``masks``: room for what grammars allow, in main memory.
+        """
+        device, num_new = forward.logits.device, forward.num_new
+        requests = [entry.request for entry in self.entries]
+        where: slice | Tensor = slice(len(requests))
+        if num_new > 1:
+            where = to_device([place.req * num_new + place.num_before for place in self.places], device)
+        allowed = None
+        if has_grammar(requests):
+            drafts = [entry.drafts for entry in self.entries]
+            allowed = masks_of(requests, drafts, masks).to(device, non_blocking=True)
+        sampled = enqueue_sample(
+            forward.logits[where],
+            [requests[place.req].sampling for place in self.places],
+            self.output_indices,
+            eos_token_ids,
+            counts=self.counts,
+            masks=allowed,
+        )
+        forward.token_ids[where] = sampled.token_ids
+        return sampled

@@ -1,0 +1,113 @@
+"""What the host reads of a step: how the device joins it to one tensor, and what is made of its rows.
+
+Columns: error flags, hits, misses and evictions of the row, then
+
+- the token, after a step without drafts;
+- the number of drafts, the number of accepted ones, ``num_new`` drawn tokens and ``num_new - 1`` next drafts,
+  after a step that verified drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import TokenLogprob
+from hisparse_pd.core.model.sampling import Sampled
+from hisparse_pd.kernels.hot_state import HotBufferError
+
+TOKEN_COLUMN = 4
+"""The token's column after a step without drafts."""
+
+
+def num_columns(num_new: int) -> int:
+    """Columns of a step with ``num_new`` positions of each request; 1: without drafts."""
+    return TOKEN_COLUMN + (1 if num_new == 1 else 2 + num_new + num_new - 1)
+
+
+def join_plain(row_results: Tensor, token_ids: Tensor) -> Tensor:
+    """Join the results of a step without drafts. ``row_results``: int64 [num_reqs, 4], of
+    ``RequestTables.row_results``; ``token_ids``: int64 [num_reqs]."""
+    return torch.cat((row_results, token_ids[:, None]), dim=1)
+
+
+def join_verified(
+    row_results: Tensor, num_drafts: Tensor, num_accepted: Tensor, token_ids: Tensor, next_drafts: Tensor
+) -> Tensor:
+    """Join the results of a step that verified drafts. ``num_drafts``, ``num_accepted``: int64 [num_reqs];
+    ``token_ids``: int64 [num_reqs, num_new]; ``next_drafts``: int64 [num_reqs, num_new - 1]."""
+    counts = torch.stack((num_drafts, num_accepted), dim=1)
+    return torch.cat((row_results, counts, token_ids, next_drafts), dim=1)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step made of one request."""
+
+    token_ids: list[int]
+    """The request goes on with these: the accepted drafts, and one token more."""
+    logprobs: list[TokenLogprob | None]
+    """One for each of these tokens; None where nobody asked."""
+    error: str
+    """What the kernels found wrong; empty for nothing."""
+    has_wrong_row: bool
+    """Whether an item that was read for it is not what was written: ``token_ids`` may be anything."""
+    counters: tuple[int, int, int]
+    """Hits, misses and evictions of its row so far."""
+    num_drafted: int
+    """Drafts that were verified."""
+    drafts: list[int]
+    """What the draft layer guesses to follow; nothing after a step without drafts."""
+
+
+class _Row(NamedTuple):
+    """One row of what is read."""
+
+    flags: int
+    counters: tuple[int, int, int]
+    num_drafted: int
+    num_accepted: int
+    token_ids: list[int]
+    """The tokens drawn at the positions that can count: behind the newest token, and behind each draft."""
+    next_drafts: list[int]
+
+    @classmethod
+    def parse(cls, values: list[int], num_new: int) -> _Row:
+        (flags, hits, misses, evictions), rest = values[:TOKEN_COLUMN], values[TOKEN_COLUMN:]
+        counters = (hits, misses, evictions)
+        if num_new == 1:
+            return cls(flags, counters, 0, 0, token_ids=rest, next_drafts=[])
+        num_drafted, num_accepted, *ids = rest
+        drawn, next_drafts = ids[: 1 + num_drafted], ids[num_new:]
+        return cls(flags, counters, num_drafted, num_accepted, drawn, next_drafts)
+
+
+def read_results(values: Sequence[list[int]], num_new: int, sampled: Sampled | None) -> list[StepResult]:
+    """Return the results of a step's requests. ``values``: rows of ``num_columns(num_new)``; ``sampled``:
+    what was drawn, a row for each position that can count; None where all tokens are just the likeliest."""
+    rows = [_Row.parse(of_request, num_new) for of_request in values]
+    drawn = [token_id for row in rows for token_id in row.token_ids]
+    logprobs: list[TokenLogprob | None] = [None] * len(drawn)
+    if sampled is not None:
+        logprobs = sampled.read_logprobs(drawn)
+    results: list[StepResult] = []
+    first = 0
+    for row in rows:
+        count = 1 + row.num_accepted
+        results.append(
+            StepResult(
+                token_ids=row.token_ids[:count],
+                logprobs=logprobs[first : first + count],
+                error=str(HotBufferError(row.flags).name) if row.flags else "",
+                has_wrong_row=bool(row.flags & HotBufferError.WRONG_ROW),
+                counters=row.counters,
+                num_drafted=row.num_drafted,
+                drafts=row.next_drafts,
+            )
+        )
+        first += len(row.token_ids)
+    return results
