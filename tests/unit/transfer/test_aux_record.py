@@ -63,7 +63,7 @@ def test_nothing_but_the_rooms_own_record_is_accepted() -> None:
     for slot, why in (
         (bytes(LAYOUT.slot_bytes), "no aux record of room 7"),
         (cleared, "no aux record of room 7"),
-        (packed(room=6), "room 6 where that of room 7 is due"),
+        (packed(room=6), "expected the aux record of room 7, found that of room 6"),
         (of_wider, "damaged"),
     ):
         with pytest.raises(AuxMismatch, match=why):

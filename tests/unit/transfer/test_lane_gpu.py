@@ -115,7 +115,7 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         pair.write([pair.network.source.nbytes - 40], [0], [40])
         assert gpu.num_pieces == 0
         assert np.array_equal(pair.memory[0][:40], pair.network.source[-40:])
-        with pytest.raises(TransferError, match="not written to the decode node's GPU"):
+        with pytest.raises(TransferError, match="cannot be written to the decode node's GPU"):
             pair.lanes.write(SESSION, ([pair.network.addr + pair.network.source.nbytes - 9], [1 << 50], [9]))
         assert pair.network.sent == []
         pair.lanes.close()
