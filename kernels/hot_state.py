@@ -78,13 +78,13 @@ class HotBufferError(IntFlag):
 
 
 class ReadAt(IntEnum):
-    """Where an item was read; the values of ``WrongRowField.READ_AT``."""
+    """The kinds of reads at which items are checked; the values of ``WrongRowField.READ_AT``."""
 
     START = 0
     """When a row of the tables was filled: its hot buffer was warmed up, or its dense pages were checked."""
     SWAP_IN = 1
     SCRUB = 2
-    """In place, where the item lay hot."""
+    """A check of a hot item in place."""
 
 
 class WrongRowField(IntEnum):

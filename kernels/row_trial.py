@@ -43,7 +43,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class RowBitsError(StartError):
-    """On this machine, a row's product has other bits alone than among other rows."""
+    """A row's product has other bits alone than among other rows on this machine."""
 
 
 def try_products(outputs: Iterable[int] = OUTPUTS, widths: Iterable[int] = WIDTHS) -> None:

@@ -104,10 +104,10 @@ def _launch(
         tiling = replace(tiling, block_rows=tiling.block_rows // num_matrices)
     grid = (triton.cdiv(rows, tiling.block_rows), num_tiles, 1 if is_gated else num_matrices)
     scales: Any = matrices.scales
-    scales_of_rows: Any = x_scales
+    given_scales: Any = x_scales
     _product_kernel[grid](
         x,
-        scales_of_rows,
+        given_scales,
         matrices.values,
         scales,
         out,
@@ -199,42 +199,42 @@ def _product_kernel(
     blocks_across: tl.constexpr = tl.cdiv(COLUMNS, SCALE_BLOCK)
     block_row = matrix * tl.cdiv(ROWS, SCALE_BLOCK) + tl.program_id(0) * BLOCK_ROWS // SCALE_BLOCK
     tokens = x + source.to(tl.int64)[:, None] * COLUMNS
-    weights_of_rows = values + (matrix * ROWS + n)[:, None] * COLUMNS
+    weight_rows = values + (matrix * ROWS + n)[:, None] * COLUMNS
     total = tl.zeros((TILE_ROWS, BLOCK_ROWS), dtype=tl.float32)
     total_up = total
-    scale_of_up: tl.constexpr = tl.cdiv(ROWS, SCALE_BLOCK) * blocks_across
+    up_offset: tl.constexpr = tl.cdiv(ROWS, SCALE_BLOCK) * blocks_across
     if IS_ROUNDED:
-        of_rows = x_scales + source
-        row_scale = tl.load(of_rows, mask=is_row, other=0.0)
+        row_scales = x_scales + source
+        row_scale = tl.load(row_scales, mask=is_row, other=0.0)
     if HAS_SCALES:
-        of_matrix = scales + block_row * blocks_across
-        scale = tl.load(of_matrix)
+        block_scales = scales + block_row * blocks_across
+        scale = tl.load(block_scales)
         if IS_GATED:
-            up_scale = tl.load(of_matrix + scale_of_up)
+            up_scale = tl.load(block_scales + up_offset)
     for start in range(0, COLUMNS, BLOCK_COLUMNS):
         k = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = (k < COLUMNS)[None, :]
         is_weight = (n < ROWS)[:, None] & is_column
         a = tl.load(tokens + k[None, :], mask=is_row[:, None] & is_column, other=0.0)
-        b = tl.load(weights_of_rows + k[None, :], mask=is_weight, other=0.0)
+        b = tl.load(weight_rows + k[None, :], mask=is_weight, other=0.0)
         if IS_GATED:
-            b_up = tl.load(weights_of_rows + ROWS * COLUMNS + k[None, :], mask=is_weight, other=0.0)
+            b_up = tl.load(weight_rows + ROWS * COLUMNS + k[None, :], mask=is_weight, other=0.0)
         following = tl.minimum(start + BLOCK_COLUMNS, COLUMNS - 1) // SCALE_BLOCK
         if IS_ROUNDED:
             total += tl.dot(a, b.T) * (row_scale * scale)[:, None]
             # Scales are loaded one round ahead, because Triton does not pipeline these loads.
-            row_scale = tl.load(of_rows + following.to(tl.int64) * num_sources, mask=is_row, other=0.0)
+            row_scale = tl.load(row_scales + following.to(tl.int64) * num_sources, mask=is_row, other=0.0)
         elif HAS_SCALES:
             total += tl.dot(a, b.to(a.dtype).T, input_precision="ieee") * scale
             if IS_GATED:
                 total_up += tl.dot(a, b_up.to(a.dtype).T, input_precision="ieee") * up_scale
-                up_scale = tl.load(of_matrix + scale_of_up + following)
+                up_scale = tl.load(block_scales + up_offset + following)
         else:
             total = tl.dot(a, b.T, total, input_precision="ieee")
             if IS_GATED:
                 total_up = tl.dot(a, b_up.T, total_up, input_precision="ieee")
         if HAS_SCALES:
-            scale = tl.load(of_matrix + following)
+            scale = tl.load(block_scales + following)
     if not IS_FIRST:
         total *= tl.load(weights + row, mask=is_row, other=0.0)[:, None]
     mask = is_row[:, None] & (n < ROWS)[None, :]
