@@ -129,9 +129,7 @@ def test_gathers_and_sums_are_exact_in_any_order_of_sizes(on_host: None, num_ran
                 continue
             whole = (num_ranks * rows, columns)
             own = torch.full((rows, columns), 77).to(dtype)
-            of_ranks[rank].sum_own(
-                own, draw(rank, call, whole, dtype), TIMEOUT_SECS, only_notes_overdue=True
-            )
+            of_ranks[rank].sum_own(own, draw(rank, call, whole, dtype), TIMEOUT_SECS, only_notes_overdue=True)
             parts = [
                 draw(other, call, whole, dtype)[rank * rows : (rank + 1) * rows] for other in range(num_ranks)
             ]
