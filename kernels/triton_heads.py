@@ -256,7 +256,7 @@ def lift_values_kernel(
         gate_rows = gate + m.to(tl.int64)[None, :] * gate_stride + head * gate_head_stride
         is_gate = is_m[None, :] & is_n[:, None]
         opening = sum_parts(gate_rows, gate_part, n[:, None], is_gate, GATE_PARTS).to(dtype).to(tl.float32)
-        sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-opening))  # the same bits as torch's for many
+        sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-opening))  # bitwise as torch for many tokens
         result = (result.to(tl.float32) * sigmoid).to(dtype)
     target = out + m.to(tl.int64)[None, :] * (HEADS * VALUE_DIM) + head * VALUE_DIM + n[:, None]
     if ROUNDS:

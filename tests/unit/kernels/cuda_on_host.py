@@ -20,7 +20,7 @@ from hisparse_pd.kernels import rank_exchange
 
 NUM_THREADS = 4
 MAX_PIECE_BYTES = 96
-"""So small that short rows already take several rounds."""
+"""A small value, so that short rows already take several rounds."""
 MAX_BLOCKS = 3
 
 IN_CPP = {
