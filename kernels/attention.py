@@ -1,7 +1,7 @@
 """Sparse MLA attention over token slots: every query reads its own list of rows of one layer of a pool.
 
-The interface, ``AttentionBackend``, and the reference in torch. ``attention_backends`` has the choice between
-it, our Triton kernels and FlashMLA's.
+This module has the interface, ``AttentionBackend``, and the reference in torch. ``attention_backends``
+chooses between the reference, our Triton kernels and FlashMLA's kernels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hisparse_pd.kernels.kv_format import FP8_E4M3, KvFormat
 from hisparse_pd.kernels.row_math import matmul_tokens
 
 _CPU_BLOCK_BYTES: Final = 8 << 20
-"""Gathered rows that one block of queries holds at a time: small enough to stay in a CPU's cache."""
+"""Bytes of gathered rows in one block of queries on a CPU, small enough to stay in its cache."""
 _GPU_BLOCK_BYTES: Final = 256 << 20
-"""The same for a GPU: large enough to fill it."""
+"""Bytes of gathered rows in one block of queries on a GPU, large enough to fill it."""
 
 AUTO: Final = "auto"
 TORCH: Final = "torch"
@@ -28,18 +28,18 @@ TRITON: Final = "triton"
 FLASHMLA_SPARSE: Final = "flashmla_sparse"
 FLASHMLA_KV: Final = "flashmla_kv"
 BACKEND_NAMES: Final = (FLASHMLA_SPARSE, FLASHMLA_KV, TRITON, TORCH)
-"""In the order in which ``auto`` tries them on a GPU."""
+"""All backends, in the order in which ``auto`` tries them on a GPU."""
 
 
 class AttentionBackendError(StartError):
-    """The attention backend that was asked for cannot work here."""
+    """The requested attention backend cannot work here."""
 
 
 class AttentionBackend(Protocol):
     """Sparse MLA attention for one KV format on one device.
 
-    ``attend`` never synchronises with the device, so that a CUDA graph can capture it after one call outside
-    a capture, which compiles kernels and allocates what is kept between calls.
+    ``attend`` never synchronises with the device, so a CUDA graph can capture it. One call must come before
+    the capture; it compiles kernels and allocates buffers that later calls reuse.
     """
 
     @property
@@ -51,19 +51,19 @@ class AttentionBackend(Protocol):
         """Why this backend was chosen, for a log."""
 
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
-        """Attention of absorbed MLA queries over the selected items of one layer.
+        """Compute attention of absorbed MLA queries over the selected items of one layer.
 
         ``q``: float32 or bfloat16 [num_tokens, num_heads, item_dim]; the latent part first, then RoPE.
         ``layer_pool``: uint8 [num_slots, item_bytes], one layer of a pool, contiguous.
-        ``device_slots``: int32 [num_tokens, top_k], rows of ``layer_pool``; -1 is masked out, in any place.
-        Returns [num_tokens, num_heads, kv_lora_rank] of ``q``'s dtype: softmax(q·item * scale) over each
-        query's items, times their latents; zeros where nothing is selected.
+        ``device_slots``: int32 [num_tokens, top_k], rows of ``layer_pool``; -1 in any column is masked out.
+        No argument is changed. Returns [num_tokens, num_heads, kv_lora_rank] of ``q``'s dtype:
+        softmax(q·item * scale) over each query's items, times their latents; zeros where nothing is selected.
         """
 
 
 @dataclass(frozen=True)
 class TorchAttention:
-    """The reference, from torch's own operations; any device."""
+    """The reference, made of torch operations, for any device."""
 
     kv_format: KvFormat
     reason: str = ""
@@ -78,7 +78,7 @@ class TorchAttention:
         out = q.new_zeros((num_tokens, num_heads, kv_lora_rank))
         if num_tokens == 0 or top_k == 0:
             return out
-        # Items in fp8 are scaled as they are gathered; the others are numbers where they lie.
+        # fp8 items are scaled as they are gathered; other items are read in place.
         kv = None if kv_format.name == FP8_E4M3 else kv_format.load(layer_pool)
         on_cpu = q.device.type == "cpu"
         block = max(1, (_CPU_BLOCK_BYTES if on_cpu else _GPU_BLOCK_BYTES) // (4 * top_k * item_dim))
@@ -89,7 +89,7 @@ class TorchAttention:
             rows = kv_format.load(layer_pool[known]) if kv is None else kv[known].float()
             scores = matmul_tokens(q[start:stop].float(), rows.transpose(1, 2)).mul_(scale)
             is_absent = slots < 0
-            # Asking whether there is any would make a GPU's caller wait.
+            # On a GPU, any() would make the caller wait.
             if not on_cpu or is_absent.any():
                 # An absent row may hold anything, NaN included, and 0 * NaN is NaN.
                 rows.masked_fill_(is_absent[:, :, None], 0.0)
@@ -101,11 +101,11 @@ class TorchAttention:
 
 
 def check_attend(kv_format: KvFormat, q: Tensor, layer_pool: Tensor, device_slots: Tensor) -> None:
-    """Raise KernelArgumentError unless these are arguments of ``AttentionBackend.attend``."""
+    """Raise KernelArgumentError unless these are valid arguments of ``AttentionBackend.attend``."""
     shape: tuple[int | None, ...] = (None, None, kv_format.item_dim)
     check_tensor("q", q, dtypes=(torch.float32, torch.bfloat16), shape=shape, contiguous=False)
     shape = (None, kv_format.item_bytes)
     check_tensor("layer_pool", layer_pool, dtypes=(torch.uint8,), shape=shape, device=q.device)
-    # int64 is what a CPU's callers have at hand, and what the reference takes.
+    # Callers on a CPU have int64 slots, which the reference takes too.
     dtypes = (torch.int32, torch.int64) if q.device.type == "cpu" else (torch.int32,)
     check_tensor("device_slots", device_slots, dtypes=dtypes, shape=(q.shape[0], None), device=q.device)

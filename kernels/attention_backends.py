@@ -1,4 +1,4 @@
-"""Which implementation of sparse MLA attention a node runs on: by device, KV format and the model's sizes."""
+"""Chooses the implementation of sparse MLA attention by device, KV format and the model's sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hisparse_pd.kernels.attention import (
 from hisparse_pd.kernels.kv_format import KvFormat
 
 DECODE_SPLIT_SLOTS: Final = {FLASHMLA_SPARSE: 512, FLASHMLA_KV: 512, TRITON: 256}
-"""Slots of a split of a query in decode steps, whatever the batch is: so a request's bits depend on it alone.
-Small splits are faster for few requests and slower for many: each costs as much as 200 slots."""
+"""Slots in one split of a query in decode steps. They do not depend on the batch, so that a request's bits do
+not either. Small splits are faster for few requests and slower for many: each costs as much as 200 slots."""
 
 
 def choose_backend(
@@ -34,12 +34,12 @@ def choose_backend(
     top_k: int,
     split_slots: int | None = 0,
 ) -> AttentionBackend:
-    """The backend ``name``, or with ``auto`` the best that works for this device, format and model.
+    """Return the backend ``name``, or for ``auto`` the best one for this device, format and model.
 
-    On a CPU that is ``torch``; on a GPU FlashMLA where it has a kernel for the format and the sizes, else
-    ``triton``, else ``torch``. ``split_slots``: of a query's slots, that make a split; 0: no query
-    is split; None: as suits decode steps. Raises AttentionBackendError when ``name`` cannot work here; the
-    message says why, and names those that would.
+    On a CPU the best is ``torch``; on a GPU it is FlashMLA where it has a kernel for the format and the
+    sizes, else ``triton``, else ``torch``. ``split_slots``: slots in one split of a query; 0: queries are not
+    split; None: the value for decode steps. Raises AttentionBackendError when ``name`` cannot work here; its
+    message says why, and names the backends that would work.
     """
     if name != AUTO and name not in BACKEND_NAMES:
         raise AttentionBackendError(
@@ -66,12 +66,13 @@ def choose_backend(
 
 
 def attention_beside(backend: AttentionBackend, taken_sms: int) -> AttentionBackend:
-    """``backend`` for calls while so many of the GPU's multiprocessors are taken, if it can mind that."""
+    """Return ``backend`` for calls while other work takes ``taken_sms`` of the GPU's multiprocessors.
+    Backends that cannot consider this are returned unchanged."""
     return backend.beside(taken_sms) if isinstance(backend, flashmla.FlashMlaKvAttention) else backend
 
 
 def _obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int) -> str | None:
-    """Why the backend ``name`` cannot work here; None when it can."""
+    """Return why the backend ``name`` cannot work here; None when it can."""
     if name == TORCH:
         return None
     if device.type != "cuda":

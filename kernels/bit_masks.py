@@ -1,4 +1,4 @@
-"""Logits under masks of bits: int32 words, a bit for each token, token 0 the lowest of the first."""
+"""Masks logits by int32 words with one bit for each token; token 0 is the lowest bit of the first word."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hisparse_pd.kernels.checks import check_tensor
 
 
 def allowed_logits(logits: Tensor, masks: Tensor) -> Tensor:
-    """float32 [num_rows, vocab_size]: ``logits``, which stay as they are, or -inf where no bit is set.
+    """Return float32 [num_rows, vocab_size]: ``logits``, and -inf where a token's bit is not set.
 
-    ``masks``: int32 [num_rows, num_words], enough words for the vocabulary, on the same device. Does not wait
-    for a GPU. Raises KernelArgumentError.
+    ``logits``: float32 [num_rows, vocab_size], not changed. ``masks``: int32 [num_rows, num_words] on the
+    same device, with as many words as the vocabulary needs. This does not wait for a GPU. Raises
+    KernelArgumentError.
     """
     check_tensor("logits", logits, dtypes=(torch.float32,), shape=(None, None))
     num_rows, vocab_size = logits.shape

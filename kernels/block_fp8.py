@@ -1,8 +1,8 @@
 """Weights in fp8 with a float32 scale for each block, as in the checkpoints of DeepSeek-V3.2 and GLM-5.
 
-A matrix ``name`` of such a checkpoint is float8_e4m3fn [rows, columns]; beside it ``name_scale_inv`` holds
-what its elements are to be multiplied by, one number for every 128 x 128 of them. Blocks at the lower and the
-right edge may be smaller. Activations that meet such a matrix are rounded in blocks of one row and 128
+A matrix ``name`` of such a checkpoint is float8_e4m3fn [rows, columns]. Beside it ``name_scale_inv`` holds
+the factors of its elements, one number for each block of 128 x 128. Blocks at the lower and the right edge
+may be smaller. Activations that are multiplied with such a matrix are rounded in blocks of one row and 128
 columns.
 """
 
@@ -18,19 +18,19 @@ from hisparse_pd.kernels.fp8 import FP8_MAX
 BLOCK: Final = 128
 DTYPE: Final = torch.float8_e4m3fn
 SMALLEST_PEAK: Final = 1e-12
-"""What the largest of a block counts as if it is less: of zeros the scale is to be a number, too."""
+"""Lower bound of a block's largest magnitude, so that the scale of a block of zeros is a number too."""
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Blocks of a matrix, downwards and across."""
+    """Return the numbers of a matrix's blocks, down and across."""
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` times their scales, rounded once to ``dtype``.
+    """Return ``values`` times their scales, rounded once to ``dtype``.
 
     ``values``: float8_e4m3fn [..., rows, columns]; ``scales``: [..., blocks down, blocks across]. Raises
-    ValueError when the shapes do not go together.
+    ValueError when the shapes do not match.
     """
     rows, columns = values.shape[-2:]
     expected = (*values.shape[:-2], *scales_shape(rows, columns))
@@ -43,7 +43,8 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The fp8 values of ``matrix`` [rows, columns] and their scales: the largest of a block becomes 448."""
+    """Return the fp8 values of ``matrix`` [rows, columns] and their scales. A block's largest magnitude
+    becomes 448."""
     rows, columns = matrix.shape
     down, across = scales_shape(rows, columns)
     padded = matrix.new_zeros((down * BLOCK, across * BLOCK), dtype=torch.float32)

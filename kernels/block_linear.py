@@ -1,10 +1,10 @@
 """Products of activations with a matrix: both in fp8 (``kernels.block_fp8``), or both in the model's dtype.
 
-Activations are rounded to fp8 too, each row in blocks of 128 columns with a scale of their own, as the
+For fp8, activations are rounded too, each row in blocks of 128 columns with their own scales, as the
 reference implementations of DeepSeek-V3 and its successors do. Products of blocks are float32, and are scaled
-before they are added up. On a GPU that is ``kernels.triton_linear``, which cuts the columns into parts by the
-matrix' shape alone, so that a row has the same bits among any number of rows. Where the columns are one part,
-many rows are torch's ``scaled_mm`` or cuBLAS: both fill a GPU without parts there, and add up in that order.
+before they are added up. On a GPU ``kernels.triton_linear`` cuts the columns into parts by the matrix's shape
+alone, so that a row has the same bits among any number of rows. Where the columns are one part, torch's
+``scaled_mm`` or cuBLAS multiplies many rows: both fill a GPU without parts, and add up in the same order.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from hisparse_pd.kernels.norms import add_parts
 from hisparse_pd.kernels.row_math import linear
 
 COLUMN_BLOCKS: Final = 4
-"""A matrix has a multiple of so many blocks in a row: ``scaled_mm`` wants as many scales."""
+"""The number of a matrix's blocks across must be a multiple of this, which ``scaled_mm`` requires."""
 
 
 def takes_device(device: torch.device) -> bool:
-    """Whether ``block_product`` runs there: torch knows these scales on Hopper alone."""
+    """Return whether ``block_product`` runs on ``device``: torch supports these scales on Hopper only."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) == HOPPER
 
 
 def takes_matrix(rows: int, columns: int) -> bool:
-    """Whether ``block_product`` takes a matrix of this shape on a GPU."""
+    """Return whether ``block_product`` takes a matrix of this shape on a GPU."""
     return rows % ROW_MULTIPLE == 0 and columns % (COLUMN_BLOCKS * BLOCK) == 0
 
 
 def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tensor, scales: Tensor) -> Tensor:
-    """``x @ (values * scales).T`` in parts, [parts, num_tokens, rows], to be added up in their order.
+    """Return ``x @ (values * scales).T`` in parts, [parts, num_tokens, rows], which the caller adds in order.
 
-    ``values``: float8_e4m3fn [rows, columns], contiguous; ``scales``: float32, of its blocks. One part is of
-    ``dtype``; the sum of several, which are float32, is to be rounded to it. Never waits for the device. A
-    result's row is a function of its row of ``x``.
+    ``x``: at least ``num_tokens`` rounded rows; ``values``: float8_e4m3fn [rows, columns], contiguous;
+    ``scales``: float32 [blocks down, blocks across]; all on one device. A single part has ``dtype``; several
+    parts are float32, and the caller rounds their sum to ``dtype``. This never waits for the device. Each row
+    of the result depends only on its row of ``x``.
     """
     if num_tokens == 0:
         return scales.new_empty((1, 0, len(values)), dtype=dtype)
@@ -75,9 +76,10 @@ def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tenso
 
 
 def dense_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x @ matrix.T`` in parts, [parts, num_tokens, rows], as ``block_product`` has them, of one dtype.
+    """Return ``x @ matrix.T`` in parts, [parts, num_tokens, rows], as ``block_product`` does.
 
-    ``x``: [num_tokens, columns], rows contiguous; ``matrix``: [rows, columns], rows side by side.
+    ``x``: [num_tokens, columns], each row contiguous; ``matrix``: [rows, columns], contiguous, of the same
+    dtype and on the same device.
     """
     if matrix.dtype == x.dtype == torch.bfloat16 and x.is_cuda and len(x):
         from hisparse_pd.kernels.triton_linear import linear_parts, num_parts
@@ -88,17 +90,18 @@ def dense_product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def block_linear(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = False) -> Tensor:
-    """``block_product`` of ``x``, with its parts added up: [num_tokens, rows] of ``x``'s dtype.
+    """Return the ``block_product`` of ``x`` with its parts added up, [num_tokens, rows] of ``x``'s dtype.
 
-    ``x``: [num_tokens, columns], rows contiguous, any dtype on a CPU and bfloat16 on a GPU.
+    ``x``: [num_tokens, columns], each row contiguous, any float dtype on a CPU, bfloat16 on a GPU. ``ue8m0``:
+    scales of ``x`` are powers of two.
     """
     product = block_product(round_rows(x, Rounding(ue8m0)), len(x), x.dtype, values, scales)
     return add_parts(product).to(x.dtype)
 
 
 def gated(gate_up: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> Activations:
-    """``silu(gate) * up`` for a product, float32 until it is of ``dtype`` or, with ``rounding``, in fp8 and
-    nothing else; ``gate_up``: [parts, num_tokens, 2 * columns]."""
+    """Return ``silu(gate) * up`` for a product: in ``dtype``, or with ``rounding`` in fp8 only. Both are
+    rounded from float32. ``gate_up``: [parts, num_tokens, 2 * columns]."""
     num_tokens = gate_up.shape[1]
     if rounding is None:
         return Activations(gated_rows(gate_up, dtype))

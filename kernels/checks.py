@@ -1,6 +1,6 @@
-"""Argument checks of the kernel wrappers: each error names the argument, what is expected and what came.
+"""Argument checks of the kernel wrappers. Each error names the argument, the expected and the actual value.
 
-None of them synchronises with a device.
+No check synchronises with a device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_tensor(
     device: torch.device | None = None,
     contiguous: bool = True,
 ) -> None:
-    """Raise KernelArgumentError unless ``tensor`` fits; None in ``shape`` matches any extent."""
+    """Raise KernelArgumentError unless ``tensor`` matches; None in ``shape`` matches any extent."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise KernelArgumentError(f"{name}: expected dtype {wanted}, got {tensor.dtype}")

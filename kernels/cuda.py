@@ -1,10 +1,10 @@
 """The CUDA side of ``kernels/swap_in.py``: compiles ``csrc/swap_in.cu`` at run time and launches it.
 
-Owns the compiled modules and, for every state, the launch workspace: how the blocks of one launch meet, and
-the copies that they leave to each other. Arguments were checked by ``kernels/swap_in.py``; what only matters
-on a GPU is checked here. Every launch goes to torch's current stream of the state's device and can be
-captured in a CUDA graph; the first ``swap_in`` of a state (and of a larger batch) makes its workspace and
-cannot. Launches of one state follow each other in one stream, or are ordered by events.
+Owns the compiled modules and, for every state, the workspace through which the blocks of one launch
+synchronise and hand copies to each other. ``kernels/swap_in.py`` has checked the arguments; checks that only
+matter on a GPU are here. Every launch goes to torch's current stream of the state's device. A CUDA graph can
+capture it, except for the first ``swap_in`` of a state or of a larger batch, which allocates the workspace.
+Launches of one state must follow each other in one stream or be ordered by events.
 
 cupy is imported, and the code compiled, on the first launch.
 """
@@ -41,42 +41,43 @@ MAIN_SOURCE = "swap_in.cu"
 NUM_PLANNERS = 512
 """Threads of a ``swap_in`` block that work on positions."""
 NUM_FETCHERS = 3
-"""Warps of a block that fetch items before their place is known."""
+"""Warps of a block that fetch items before their destination is known."""
 MAX_EARLY = 3 * NUM_FETCHERS
 NUM_THREADS = NUM_PLANNERS + 32 + 32 * NUM_FETCHERS
 MAX_TOP_K = 4096
 MAX_NEW = 32
 MAX_POSITIONS = 32 * NUM_PLANNERS
-"""Of a request's selection: as many as one block can take."""
+"""Most positions that one request selects: one block must be able to take them."""
 MAX_CAPACITY = 32768
 MAX_BLOCKS = 160
 ENTRIES_PER_ROUND = 8 * NUM_PLANNERS
 ROUND_HEADER_BYTES = 3 * 128 + 2 * 4 * MAX_BLOCKS + 128 * (MAX_BLOCKS // 2)
 WIDEST_VECTOR_BYTES = 16
-"""All of these as in csrc/*.cuh."""
+"""The constants from NUM_PLANNERS to here are the same as in csrc/*.cuh."""
 MAX_EARLY_ITEM_BYTES = 4 * 32 * 16 - 128
 """One round of csrc/copy.cuh's EarlyItem, less the part of a line before the first byte."""
 
 MAX_SELECTED = 1 << 24
-"""Of a whole batch."""
+"""Bound on the selected positions of a whole batch."""
 MIN_SLICE_LEN = 32
-"""Positions that a block gets at least."""
+"""Fewest positions of a block's slice."""
 MANY_POSITIONS = 256
-"""Positions of a slice from which on its block reads and writes a row's tables in their order."""
+"""Slices of this many positions or more make a block read and write a row's tables in order."""
 MAX_READ_AHEAD = 128
-"""Positions of a slice up to which misses are fetched as they are seen, before duplicates are told apart; not
-where several new positions select, for they have many in common, and each would be fetched more than once."""
+"""Slices of up to this many positions have their misses fetched as they are seen, before duplicates are
+removed. Not where several new positions select: they share many positions, which would be fetched more than
+once."""
 SLICES_THAT_FILL_PCIE = 8
-"""Blocks of a request that together read from the host at full rate, so that no others have to help them."""
+"""This many blocks of a request read from the host at full rate, so that no other blocks need to help."""
 MAX_SLICES_IN_PLACE = 2
-"""Blocks of a request up to which they stay on their multiprocessors from launch to launch."""
+"""Requests of up to this many blocks stay on their multiprocessors from launch to launch."""
 COPY_THREADS = 256
 COPY_BLOCKS_PER_SM = 4
 CHECK_BLOCKS_PER_SM = 8
 FILL_BLOCKS = 12
-"""Multiprocessors that warming a row up takes from the steps beside it; so few fill PCIe already."""
+"""Multiprocessors that the warm-up of a row takes from concurrent steps; these few already fill PCIe."""
 ANY_PAGE_SIZE = 64
-"""For the kernels that read no pages: the usual one, for which the code is compiled anyway."""
+"""Page size for kernels that read no pages: the usual one, for which the code is compiled anyway."""
 
 _PINNED = 1
 """cudaMemoryTypeHost"""
@@ -149,9 +150,9 @@ def swap_in(
     """Fill ``out``, update the tables and copy the misses, in one launch; see ``kernels.swap_in.swap_in``.
     Without ``pools`` nothing is copied.
 
-    As the reference, but for two things. When misses exceed the entries, any of the missing positions are
-    served. A row or a seq_len out of range makes its request padding instead of an exception (BAD_POSITION
-    when the row is good).
+    This differs from the reference in two ways. When misses exceed the entries, any of the missing positions
+    may be served. A row or a seq_len out of range turns its request into padding instead of raising an
+    exception (with BAD_POSITION when the row is valid).
     """
     state, num_new = requests.state, requests.num_new
     num_reqs, top_k = requests.num_reqs, selected.shape[1]
@@ -185,7 +186,7 @@ def swap_in(
     max_slice = NUM_PLANNERS * positions_per_thread
     shared_bytes = capacity + 2 * max_slice
     max_shared_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
-    # A block with many positions reads the row's slots in order instead of one by one.
+    # A block with many positions reads the row's slots in order, not one by one.
     hot_slots_in_shared = (
         split.slice_len >= MANY_POSITIONS and shared_bytes + 4 * capacity <= max_shared_bytes
     )
@@ -258,15 +259,17 @@ def start_row(
     layers: Sequence[tuple[int, int, int]],
     pools: Pools,
 ) -> None:
-    """A slice of ``kernels.swap_in.RowStart``: one copy of all that the host knows, and one launch.
+    """Run one slice of ``kernels.swap_in.RowStart``: one copy of the host's data to the device, and one
+    launch.
 
-    ``layers``: those whose items are copied, with the group of each, and whether its tables are entered.
+    ``layers``: the layers whose items are copied, each with its group and whether the group's tables are
+    filled with it.
     """
     pages = (host_pages, lookup_pages, index_pages)
     parts = (hot_slots, *pages, np.array(layers), warm_up.num_warm, warm_up.positions)
     host_staged = torch.empty(
         sum(math.prod(part.shape) for part in parts), dtype=torch.int32, pin_memory=True
-    )  # which torch keeps until the copy from it is done
+    )  # torch keeps it alive until the copy from it is done
     np.concatenate(
         [np.asarray(part).reshape(-1) for part in parts], out=host_staged.numpy(), casting="same_kind"
     )
@@ -295,8 +298,8 @@ def start_row(
 
 
 def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None) -> None:
-    """See ``kernels.swap_in.backup_newest``; one launch for all requests, positions and layers. A number out
-    of range counts as the next one in it.
+    """See ``kernels.swap_in.backup_newest``; one launch for all requests, positions and layers. Values of
+    ``num_newest`` out of range are clamped to it.
     """
     state, num_layers = requests.state, pools[1].shape[0]
     num_items = requests.num_reqs * num_layers * (1 if num_newest is None else state.max_new)
@@ -322,12 +325,12 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
 def row_checks(
     pool: Tensor, slots: Tensor, positions: Tensor, first_layer: int, out: Tensor, out_slots: Tensor | None
 ) -> None:
-    """Fill ``out``, int32 [num_layers, n], or of it ``out_slots`` (int64 [n]); see ``kernels.row_check``. One
-    launch.
+    """Fill ``out``, int32 [num_layers, n], or only its columns ``out_slots`` (int64 [n]), in one launch; see
+    ``kernels.row_check``.
     """
     device, num_items, num_layers = slots.device, slots.shape[0], pool.shape[0]
     parameters = np.zeros((), _CHECK_ROWS)
-    parameters["pool"] = of_pool = _one_pool(pool)
+    parameters["pool"] = one_pool = _one_pool(pool)
     parameters["slots"] = slots.data_ptr()
     parameters["positions"] = positions.data_ptr()
     parameters["out_slots"] = 0 if out_slots is None else out_slots.data_ptr()
@@ -337,7 +340,7 @@ def row_checks(
     parameters["first_layer"] = first_layer
     most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(device)
     num_blocks = min(-(-num_items // (COPY_THREADS // 32)), most_blocks)
-    kernel = _kernel("check_rows", only_wide_items=_is_wide(of_pool))
+    kernel = _kernel("check_rows", only_wide_items=_is_wide(one_pool))
     launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=num_layers)
 
 
@@ -355,19 +358,19 @@ def newest_slots(requests: StepRequests, out: Tensor) -> None:
 
 
 def source() -> str:
-    """The whole translation unit: ``csrc/swap_in.cu`` with its own headers."""
+    """Return the whole translation unit: ``csrc/swap_in.cu`` with its own headers."""
     return translation_unit(MAIN_SOURCE)
 
 
 def compile_options(
     positions_per_thread: int, only_wide_items: bool, page_size: int, max_new: int
 ) -> tuple[str, ...]:
-    """What the code is compiled with besides the architecture.
+    """Return the compiler's options without the architecture.
 
     ``positions_per_thread``: 1, 2, 4, 8, 16 or 32. ``only_wide_items``: both pools allow 16-byte vectors, so
-    that the code for others, and the registers that it costs, can be left out. ``page_size``: of the state, a
-    constant because every position is divided by it. ``max_new``: likewise, so that drafts cost nothing where
-    there are none.
+    that code for other widths, and its registers, are left out. ``page_size``: the state's, a constant
+    because every position is divided by it. ``max_new``: the state's, a constant so that drafts cost nothing
+    where there are none.
     """
     return (
         "-std=c++17",
@@ -388,17 +391,18 @@ class _Split:
     num_units: int
     """Blocks that have a slice."""
     num_slices: int
-    """Blocks of one request; with more than one, a block has one request."""
+    """Blocks that share one request; with more than one, each block has a single request."""
     slice_len: int
     left_per_block: int
-    """Copies that a block can write down for later."""
+    """Copies that a block can leave for later."""
     keeps_place: bool
+    """Whether a request stays on its multiprocessors from launch to launch."""
     copies: bool
-    """Otherwise nobody has copies to share, nor a place to keep for their sake."""
+    """Whether the launch copies items; otherwise blocks neither share copies nor keep their place."""
 
     @classmethod
     def of(cls, num_reqs: int, num_selected: int, num_sms: int, *, copies: bool) -> _Split:
-        """For requests that select ``num_selected`` positions each."""
+        """Return the split for requests that select ``num_selected`` positions each."""
         num_sms = min(num_sms, MAX_BLOCKS)
         most_slices = max(1, min(num_sms // num_reqs, -(-num_selected // MIN_SLICE_LEN)))
         slice_len = -(-num_selected // most_slices)
@@ -417,18 +421,19 @@ class _Split:
 
     @property
     def positions_per_thread(self) -> int:
-        """1, 2, 4, 8, 16 or 32: how the kernel is compiled."""
+        """The constant with which the kernel is compiled: 1, 2, 4, 8, 16 or 32."""
         return 1 << (-(-self.slice_len // NUM_PLANNERS) - 1).bit_length()
 
 
 @dataclass
 class _Workspace:
-    """What the launches of one state share. Never freed while the state lives: graphs hold its addresses."""
+    """Memory that the launches of one state share. It is not freed while the state lives: graphs hold its
+    addresses."""
 
     num_launches: Tensor
     """int32 [1]"""
     rounds: Tensor
-    """uint8 [2, round_bytes], the struct Round and the bits behind it."""
+    """uint8 [2, round_bytes]: the struct Round and the bits behind it."""
     _left: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -442,7 +447,7 @@ class _Workspace:
         )
 
     def left(self, num_copies: int) -> Tensor:
-        """int32 [>= num_copies, 4]: room for copies that blocks leave for later."""
+        """Return int32 [>= num_copies, 4], room for copies that blocks leave for later."""
         if not self._left or self._left[-1].shape[0] < num_copies:
             _refuse_in_capture("a batch larger than any before")
             device = self.rounds.device
@@ -452,7 +457,7 @@ class _Workspace:
 
 
 _workspaces: dict[int, _Workspace] = {}
-"""By the id of the state."""
+"""Workspaces by the id of their state."""
 
 
 def _workspace(state: HotBufferState) -> _Workspace:
@@ -476,9 +481,9 @@ def _refuse_in_capture(what: str) -> None:
 
 
 def _launch_copies(kernel: Any, device: torch.device, parameters: npt.NDArray[Any], num_blocks: int) -> None:
-    """``num_blocks`` of as many warps as a multiprocessor holds: each has one item on its way."""
+    """Launch ``num_blocks`` blocks with as many warps as a multiprocessor holds; each warp moves one item."""
     num_threads = kernel.max_threads_per_block // 32 * 32
-    # In pairs of neighbours: many kernels' blocks come in pairs, too, and need whole ones.
+    # Pairs of neighbours, because blocks of many other kernels come in pairs and need both multiprocessors.
     in_pairs = num_blocks % 2 == 0 and torch.cuda.get_device_capability(device) >= HOPPER
     launch(kernel, device, num_blocks, num_threads, parameters, cluster_size=2 if in_pairs else 1)
 
@@ -522,7 +527,7 @@ def _plan(plan: MissPlan) -> tuple[int, ...]:
 
 
 def _checks(state: HotBufferState, read_at: ReadAt) -> npt.NDArray[Any]:
-    """A _CHECKS; all zero when items are not verified."""
+    """Return a _CHECKS, all zero when items are not verified."""
     result = np.zeros((), _CHECKS)
     if state.row_checks is not None:
         tensors = (state.row_checks, state.index_pages, state.wrong_rows, state.error_flags)
@@ -532,7 +537,7 @@ def _checks(state: HotBufferState, read_at: ReadAt) -> npt.NDArray[Any]:
 
 
 def _pool(pools: Pools | None) -> npt.NDArray[Any]:
-    """A _POOL; all zero without ``pools``."""
+    """Return a _POOL, all zero without ``pools``."""
     result = np.zeros((), _POOL)
     if pools is not None:
         host, dev = pools
@@ -545,7 +550,7 @@ def _pool(pools: Pools | None) -> npt.NDArray[Any]:
 
 
 def _one_pool(pool: Tensor) -> npt.NDArray[Any]:
-    """A _POOL with a part for the device only: ``pool``, which may be in the memory of the host."""
+    """Return a _POOL with only its device part set: ``pool``, which may lie in host memory."""
     result = np.zeros((), _POOL)
     address = pool.data_ptr() if pool.device.type == "cuda" else _mapped_address("pool", pool)
     item_bytes = pool.shape[2]
@@ -560,7 +565,7 @@ def _is_wide(pool: npt.NDArray[Any]) -> bool:
 
 
 def _mapped_address(name: str, host: Tensor) -> int:
-    """The address under which the GPU reads ``host``, which must be pinned or registered memory."""
+    """Return the address at which the GPU reads ``host``, which must be pinned or registered memory."""
     attributes = cupy_module().cuda.runtime.pointerGetAttributes(host.data_ptr())
     if attributes.type != _PINNED or not attributes.devicePointer:
         raise KernelArgumentError(

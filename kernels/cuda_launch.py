@@ -1,6 +1,6 @@
-"""What the CUDA C++ kernels share on the host: one source string from ``csrc``, and launches.
+"""Sources and launches of the CUDA C++ kernels.
 
-Nothing is imported but torch before the first launch.
+Only torch is imported before the first launch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HOPPER = (9, 0)
 
 
 def translation_unit(name: str) -> str:
-    """``csrc/name`` with its own headers put in place of their includes.
+    """Return ``csrc/name`` with the project's headers in place of their includes.
 
-    One string, so that every cache of compiled code sees a change of a header.
+    It is one string so that every cache of compiled code sees a change of a header.
     """
     seen: set[str] = set()
 
@@ -52,8 +52,8 @@ def launch(
     cluster_size: int = 1,
     num_blocks_y: int = 1,
 ) -> None:
-    """One launch on torch's current stream. Its blocks may take their places while the kernel in front still
-    runs, where the GPU can do that; they wait for its end before they read anything.
+    """Launch a kernel on torch's current stream. Where the GPU supports it, the blocks may become resident
+    while the preceding kernel still runs; they wait for its end before they read anything.
 
     ``cluster_size``: blocks that run together and share their memory; more than 1 on Hopper and later only.
     """
@@ -73,7 +73,8 @@ def launch(
 def max_resident_clusters(
     kernel: Any, device: torch.device, num_threads: int, shared_bytes: int, cluster_size: int
 ) -> int:
-    """Clusters that an idle GPU runs at a time: fewer than fit by number, for each is within a part of it."""
+    """Return how many clusters an idle GPU runs at a time. They are fewer than its size suggests, because
+    each cluster must lie within one part of the GPU."""
     driver = _driver()
     config = _config(device, cluster_size, num_threads, shared_bytes, cluster_size)
     with torch.cuda.device(device):
@@ -125,7 +126,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def max_block_shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block may ask for."""
+    """Return the shared memory that a block may ask for."""
     with torch.cuda.device(device):
         return int(cupy_module().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
 

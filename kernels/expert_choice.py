@@ -1,4 +1,4 @@
-"""Which experts a token goes to: those of the best scores, of equal ones the lowest."""
+"""Chooses each token's experts: those with the best scores, and among equal scores the lowest ids."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hisparse_pd.kernels.selection import ranked_topk
 
 
 def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x @ matrix.T`` as float32 products, in parts: float32 [parts, num_tokens, outputs].
+    """Return ``x @ matrix.T`` from float32 products, in parts: float32 [parts, num_tokens, outputs].
 
-    ``x``: [num_tokens, columns]; ``matrix``: [outputs, columns], of few outputs; both of any float dtype. A
-    row's sum over all parts depends on the row alone.
+    ``x``: [num_tokens, columns]; ``matrix``: [outputs, columns], with few outputs; both have any float dtype.
+    A row's sum over all parts depends on the row alone.
     """
     if x.device.type == "cuda":
         from hisparse_pd.kernels.triton_routing import narrow_parts
@@ -27,12 +27,12 @@ def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """How experts are chosen: by the sigmoid of their logits, or their ``is_softmax``, and ``bias``, float32
-    [num_experts].
+    """How experts are chosen: by the sigmoid of their logits (with ``is_softmax`` the softmax) plus ``bias``.
 
-    Of ``num_groups`` groups of neighbours the ``num_chosen_groups`` are open whose two best experts have the
-    largest sums; in the others ``score_outside`` stands for every score. Weights are the scores without bias,
-    divided by their sum if it ``normalizes``, times ``scale``.
+    ``bias``: float32 [num_experts]. Experts form ``num_groups`` groups of neighbours. The
+    ``num_chosen_groups`` groups whose two best experts have the largest sums are open; in the other groups
+    every score counts as ``score_outside``. Weights are the scores without bias, divided by their sum if the
+    choice ``normalizes``, times ``scale``.
     """
 
     bias: Tensor
@@ -44,12 +44,13 @@ class ExpertChoice:
     score_outside: float = float("-inf")
     is_softmax: bool = False
     has_shared: bool = False
-    """One more expert, behind all others, which every token has last, with a weight of 1."""
+    """Whether there is a shared expert, with the id after all others, which every token has last with weight
+    1."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32, and ids, int64, [num_tokens, top_k (+ 1)]; one launch on a GPU.
+        """Return weights, float32, and ids, int64, each [num_tokens, top_k (+ 1)], in one launch on a GPU.
 
-        ``logits``: float32 [parts, num_tokens, num_experts].
+        ``logits``: float32 [parts, num_tokens, num_experts], whose parts are added up in order.
         """
         if logits.device.type == "cuda":
             from hisparse_pd.kernels.triton_routing import choose_triton
@@ -82,7 +83,7 @@ class ExpertChoice:
         return weights, ids
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """``choice`` in the groups whose two best experts have the largest sums."""
+        """Return ``choice`` with ``score_outside`` in the groups that are not chosen."""
         grouped = choice.view(len(choice), self.num_groups, -1)
         groups = ranked_topk(grouped.topk(2, dim=2).values.sum(dim=2), self.num_chosen_groups)[1]
         is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device)

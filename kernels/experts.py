@@ -1,6 +1,6 @@
 """Routed experts: every token goes through its top-k of many small gated MLPs, whose results are added up.
 
-``run_experts`` computes them for the experts that one rank holds: by Triton on a GPU, in torch on a CPU.
+``run_experts`` computes the experts that one rank holds: by Triton on a GPU, in torch on a CPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def run_experts(
     *,
     has_others: bool = True,
 ) -> Tensor:
-    """What the experts from ``first_expert`` on, which these matrices are of, are to add to each token.
+    """Return what these experts add to each token; the first matrices belong to ``first_expert``.
 
-    ``hidden``: [num_tokens, hidden_size]. An expert is ``down(silu(gate(x)) * up(x))``: two matrices in
-    ``gate_up``, one in ``down``; where ``routing`` says so, what they multiply is rounded to fp8: ``rounded``
-    is ``hidden`` so rounded, if it is there already. Returns
-    [num_tokens, top_k, hidden_size] of ``hidden``'s dtype, by choice, weighted, with zeros for experts that
-    are not among these, unless it is said that ``routing`` never ``has_others``.
+    ``hidden``: [num_tokens, hidden_size], not changed. An expert is ``down(silu(gate(x)) * up(x))``: two
+    matrices in ``gate_up``, one in ``down``. Where ``routing.is_rounded``, activations are rounded to fp8;
+    ``rounded`` is ``hidden`` so rounded, if the caller has it. Returns [num_tokens, top_k, hidden_size] of
+    ``hidden``'s dtype: the weighted result of each of a token's experts, and zeros for experts that are not
+    among these.
+    ``has_others``: False if ``routing`` only has these experts, so that nothing has to be set to zero.
     """
     if hidden.device.type == "cuda":
         from hisparse_pd.kernels.triton_experts import run_experts_triton
@@ -57,16 +58,17 @@ def _run_reference(
 
 
 def _products(x: Tensor, sizes: list[int], matrices: ExpertMatrices, is_rounded: bool) -> Tensor:
-    """Of so many of the rows ``x`` for each expert by its matrices, side by side."""
+    """Multiply the next ``sizes[i]`` rows of ``x`` with the matrices of expert i, whose results are
+    adjacent."""
     values, scales = matrices.values, matrices.scales
     products = [x.new_empty((0, values.shape[1] * values.shape[2]))]
-    for expert, of_expert in enumerate(torch.split(x, sizes)):
+    for expert, rows in enumerate(torch.split(x, sizes)):
         if not sizes[expert]:
             continue
         if is_rounded and scales is not None:
-            of_each = zip(values[expert], scales[expert], strict=True)
-            parts = [block_linear(of_expert, *of_one, ue8m0=matrices.ue8m0) for of_one in of_each]
+            pairs = zip(values[expert], scales[expert], strict=True)
+            parts = [block_linear(rows, *pair, ue8m0=matrices.ue8m0) for pair in pairs]
             products.append(torch.cat(parts, dim=1))
         else:
-            products.append(linear(of_expert, matrices.of(expert, x.dtype).flatten(0, 1)))
+            products.append(linear(rows, matrices.of(expert, x.dtype).flatten(0, 1)))
     return torch.cat(products)

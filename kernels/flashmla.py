@@ -1,7 +1,7 @@
-"""Sparse attention by FlashMLA's kernels, from the ``sglang-kernel`` wheel, for the sizes that they know.
+"""Sparse attention by FlashMLA's kernels, from the ``sglang-kernel`` wheel, for the sizes that they support.
 
-``flash_mla_sparse_fwd`` reads bfloat16 items, ``flash_mla_with_kvcache`` fp8 ones. Both skip a slot of -1
-whatever its row holds, and give zeros where nothing is selected.
+``flash_mla_sparse_fwd`` reads bfloat16 items, ``flash_mla_with_kvcache`` fp8 items. Both skip a slot of -1
+and return zeros where nothing is selected.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ KV_LORA_RANK: Final = 512
 ROPE_DIM: Final = 64
 NUM_HEADS: Final = (64, 128)
 ARCHITECTURES: Final = (9, 10)
-"""Major compute capabilities that the wheel has kernels for: Hopper and Blackwell."""
+"""Major compute capabilities for which the wheel has kernels: Hopper and Blackwell."""
 
 FORMAT: Final = {FLASHMLA_SPARSE: BFLOAT16, FLASHMLA_KV: FP8_E4M3}
 TOP_K_MULTIPLE: Final = {FLASHMLA_SPARSE: 128, FLASHMLA_KV: 64}
-"""Slots that a kernel takes in one round; it does not check for a part of one."""
+"""Slots that a kernel takes in one round; it does not check for an incomplete round."""
 
 MAX_PAGE_SIZE: Final = 64
 MAX_SPLITS_PER_CALL: Final = 528
-"""Of the fp8 kernel, which keeps float32 sums of the whole call, 256 KiB a split at 128 heads: queries that
-the 66 parts of an H200 take by eights, where each is one split."""
+"""Most splits in one call of the fp8 kernel, which keeps float32 sums of the whole call, 256 KiB a split at
+128 heads. With one split a query, each of the 66 parts of an H200 takes eight queries."""
 
 
 def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int) -> str | None:
-    """Why ``name``, one of FlashMLA's backends, cannot work here; None when it can."""
+    """Return why ``name``, one of FlashMLA's backends, cannot work here; None when it can."""
     if kv_format.name != FORMAT[name]:
         return f"it reads {FORMAT[name]} items, not {kv_format.name}"
     if (kv_format.kv_lora_rank, kv_format.rope_dim) != (KV_LORA_RANK, ROPE_DIM):
@@ -60,30 +60,30 @@ def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: in
 
 
 def create(name: str, kv_format: KvFormat, reason: str, split_slots: int = 0) -> AttentionBackend:
-    """The backend ``name``, which has no ``obstacle``."""
+    """Return the backend ``name``, which must have no ``obstacle``."""
     if name == FLASHMLA_SPARSE:
         return FlashMlaSparseAttention(kv_format, reason, split_slots)
     return FlashMlaKvAttention(kv_format, reason, split_slots)
 
 
 def num_splits_of(top_k: int, split_slots: int, multiple: int) -> int:
-    """How many splits of the same length there are, of whole rounds of ``multiple`` slots and of
-    ``split_slots`` where that is possible; 0: one."""
+    """Return the number of splits of equal length, each of whole rounds of ``multiple`` slots, and of
+    ``split_slots`` where that is possible. It is 1 if ``split_slots`` is 0."""
     return math.gcd(max(1, top_k // split_slots), top_k // multiple) if split_slots else 1
 
 
 @dataclass(frozen=True)
 class FlashMlaSparseAttention:
-    """bfloat16 items: one program a query and 64 heads.
+    """Attention over bfloat16 items: one program for each query and 64 heads.
 
-    So that few queries keep more of a GPU busy, slots are cut into splits, each a query to the library;
-    another kernel weighs their results.
+    To keep more of a GPU busy with few queries, slots are cut into splits, each of which is a query to the
+    library; another kernel combines their results.
     """
 
     kv_format: KvFormat
     reason: str = ""
     split_slots: int = 0
-    """0: no query is split."""
+    """Slots in one split of a query; 0: queries are not split."""
     name: str = FLASHMLA_SPARSE
 
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
@@ -116,24 +116,25 @@ class FlashMlaSparseAttention:
 
 @dataclass(frozen=True)
 class FlashMlaKvAttention:
-    """fp8 items. The kernel turns them into bfloat16, exactly, because their scales are powers of two.
+    """Attention over fp8 items. The kernel converts them to bfloat16 exactly: their scales are powers of two.
 
-    Slots are cut into splits of ``split_slots``, whatever is beside a query, and another kernel weighs their
-    results: so a query's bits depend on the query alone. To the library splits are queries of one request.
-    Its own schedules cut requests where the batch makes parts of equal length, and are not used.
+    Slots are cut into splits of ``split_slots`` whatever the batch is, and another kernel combines their
+    results, so that a query's bits depend on the query alone. To the library, splits are queries of one
+    request. The library's own schedules cut requests so that parts have equal length in the batch, and are
+    not used.
     """
 
     kv_format: KvFormat
     reason: str = ""
     split_slots: int = 0
-    """0: no query is split."""
+    """Slots in one split of a query; 0: queries are not split."""
     name: str = FLASHMLA_KV
     taken_sms: int = 0
-    """Multiprocessors that something else holds meanwhile. The kernel's blocks that find no place begin when
-    others end, and double its time: so the work is spread over as many as do.
+    """Multiprocessors that other work holds meanwhile. Blocks of the kernel that find no free multiprocessor
+    would begin when others end and double its time, so the work is spread over the free ones only.
     """
     _schedules: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    """How calls of a shape are spread over the GPU."""
+    """Schedules by the shape of a call: how its work is spread over the GPU."""
 
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
         """See ``AttentionBackend.attend``; a float32 ``q`` is rounded to bfloat16."""
@@ -141,21 +142,21 @@ class FlashMlaKvAttention:
         num_tokens, num_heads, _ = q.shape
         out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         num_splits = num_splits_of(device_slots.shape[1], self.split_slots, TOP_K_MULTIPLE[FLASHMLA_KV])
-        at_once = MAX_SPLITS_PER_CALL // num_splits
-        for start in range(0, num_tokens, at_once):
-            tokens = slice(start, start + at_once)
+        tokens_per_call = MAX_SPLITS_PER_CALL // num_splits
+        for start in range(0, num_tokens, tokens_per_call):
+            tokens = slice(start, start + tokens_per_call)
             self._attend(q[tokens], layer_pool, device_slots[tokens], scale, num_splits, out[tokens])
         return out
 
     def beside(self, taken_sms: int) -> FlashMlaKvAttention:
-        """The same for a GPU of which so many multiprocessors are taken."""
+        """Return the same backend for a GPU on which other work takes ``taken_sms`` multiprocessors."""
         return replace(self, taken_sms=taken_sms, _schedules={})
 
     def _attend(
         self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float, num_splits: int, out: Tensor
     ) -> None:
         num_tokens, num_heads, dim = q.shape
-        # The kernel addresses slots by page, of any size: the largest that divides the pool.
+        # The kernel addresses slots by page. Any page size is right: take the largest that divides the pool.
         page_size = math.gcd(layer_pool.shape[0], MAX_PAGE_SIZE)
         device_index = -1 if q.device.index is None else q.device.index
         key = (*q.shape, device_slots.shape[1], page_size, device_index)
@@ -178,9 +179,9 @@ class FlashMlaKvAttention:
         schedule = self._schedules.get(key)
         if schedule is None:
             schedule, _ = _flash_mla().get_mla_metadata()
-            run(schedule)  # which fills it in
+            run(schedule)  # the library fills the schedule in
             self._rewrite(schedule, num_tokens, device_slots.shape[1] // num_splits)
-            # What a capture computes exists once its graph is replayed: nobody else may find it here.
+            # Values computed in a capture exist only once its graph is replayed: no other call may use them.
             if not torch.cuda.is_current_stream_capturing():
                 self._schedules[key] = schedule
         results, log_sums = run(schedule)
@@ -192,7 +193,7 @@ class FlashMlaKvAttention:
         combine(results, log_sums.transpose(1, 2), out, LOG2_E)
 
     def _rewrite(self, schedule: Any, num_queries: int, num_slots: int) -> None:
-        """Put whole queries into the parts of a schedule that the library made."""
+        """Rewrite a schedule of the library so that its parts have whole queries."""
         table, starts = schedule.tile_scheduler_metadata, schedule.num_splits
         num_blocks = num_slots // TOP_K_MULTIPLE[FLASHMLA_KV]
         if (
@@ -213,10 +214,12 @@ class FlashMlaKvAttention:
 def spread(
     num_queries: int, num_blocks: int, num_parts: int, num_rows: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A schedule of the fp8 kernel: whole queries of ``num_blocks`` blocks each, evenly in parts.
+    """Return a schedule of the fp8 kernel that spreads whole queries of ``num_blocks`` blocks evenly over
+    parts.
 
-    Returns int32 [num_rows, 8], a part a row: first and last query; first block of the first and end of the
-    last; then what matters of queries that are cut, and is 0. Rows from ``num_parts`` on have no work.
+    The schedule is int32 [num_rows, 8] with one part a row: first and last query, first block of the first
+    and end block of the last; the other columns only matter for queries that are cut, and are 0. Rows from
+    ``num_parts`` on have no work.
     """
     num_parts = min(num_parts, num_rows, num_queries)
     bounds = torch.arange(num_parts + 1, device=device) * num_queries // num_parts
@@ -229,19 +232,19 @@ def spread(
 
 
 def num_scheduled_blocks(table: Tensor, num_queries: int, num_blocks: int) -> int:
-    """Of all parts of a schedule like ``spread``'s."""
+    """Return the number of blocks in all parts of a schedule such as ``spread``'s."""
     first_query, last_query, begin, end = table[table[:, 0] < num_queries, :4].long().unbind(dim=1)
     return int(((last_query - first_query) * num_blocks + end - begin).sum())
 
 
 @functools.cache
 def _flash_mla() -> Any:
-    """The module ``sgl_kernel.flash_mla``, or why there is none."""
+    """Return the module ``sgl_kernel.flash_mla``, or a string that says why it cannot be used."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from sgl_kernel import flash_mla
-    except Exception as error:  # A wheel for another torch or driver fails in many ways.
+    except Exception as error:  # a wheel for another torch or driver fails in many ways
         return f"sgl_kernel.flash_mla cannot be imported ({type(error).__name__}: {error})"
     if (cause := flash_mla._flashmla_import_error) is not None:
         return f"sgl_kernel.flashmla_ops cannot be loaded ({type(cause).__name__}: {cause})"

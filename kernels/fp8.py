@@ -1,4 +1,5 @@
-"""What is known of fp8_e4m3, in which KV, indexer keys, weights and activations may be, and of its scales."""
+"""Constants of fp8_e4m3, a format of KV, indexer keys, weights and activations, and the rule for its
+scales."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import torch
 from torch import Tensor
 
 FP8_CAPABILITY: Final = (8, 9)
-"""The first architecture of GPUs that converts it."""
+"""The first compute capability that converts fp8."""
 FP8_MAX: Final = 448.0
-"""Its largest number."""
+"""The largest fp8 number."""
 
 _MANTISSA_MASK: Final = (1 << 23) - 1
 
 
 def next_power_of_two(values: Tensor) -> Tensor:
-    """The smallest powers of two that are not below ``values``, float32, not negative; 0 for 0."""
+    """Round ``values``, float32 and not negative, up to powers of two; 0 stays 0."""
     return ((values.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK).view(torch.float32)

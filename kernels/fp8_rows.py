@@ -1,8 +1,8 @@
-"""Activations in fp8: each row in blocks of 128 columns, with a float32 scale of their own.
+"""Activations in fp8: each row in blocks of 128 columns, each block with its own float32 scale.
 
-So a row's numbers depend on that row alone. Scales are [blocks across, rows], as products read them: a
-block's scales of all rows side by side. With ``ue8m0`` they are rounded up to powers of two, which is what a
-checkpoint whose ``scale_fmt`` is that was trained with.
+A row's numbers therefore depend on that row alone. Scales are [blocks across, rows], as products read them: a
+block's scales of all rows are adjacent. With ``ue8m0`` they are rounded up to powers of two, as in the
+training of checkpoints with this ``scale_fmt``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hisparse_pd.kernels.fp8 import FP8_MAX, next_power_of_two
 from hisparse_pd.kernels.row_math import silu
 
 FEW_ROWS: Final = 64
-"""Up to so many on a GPU have products by kernels of their own, with the bits of those of many."""
+"""Up to this many rows on a GPU are multiplied by special kernels, with the same bits as many rows."""
 ROW_MULTIPLE: Final = 16
-"""Of more rows: what ``scaled_mm`` takes. They are padded to it."""
+"""Multiple to which more rows are padded, because ``scaled_mm`` requires it."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How rows are rounded that meet a matrix in fp8. ``ue8m0``: scales are powers of two."""
+    """How rows are rounded for a product with an fp8 matrix. ``ue8m0``: scales are powers of two."""
 
     ue8m0: bool = False
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rows in fp8, maybe padded with rows of zeros."""
+    """Rows in fp8, which may be padded with rows of zeros."""
 
     values: Tensor
     """float8_e4m3fn [num_rows, columns]"""
@@ -42,9 +42,9 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Activations:
-    """What linear layers take, [num_tokens, columns]: in the model's dtype, and rounded for matrices in fp8.
+    """Input of linear layers, [num_tokens, columns]: in the model's dtype, and rounded for matrices in fp8.
 
-    ``dense`` may have no columns where nothing takes it.
+    ``dense`` may have no columns if no layer takes it.
     """
 
     dense: Tensor
@@ -56,25 +56,27 @@ class Activations:
 
 
 def are_few(num_rows: int, device: torch.device) -> bool:
-    """Whether they have products by kernels of their own."""
+    """Return whether so many rows are multiplied by the special kernels for few rows."""
     return device.type == "cuda" and num_rows <= FEW_ROWS
 
 
 def row_multiple(num_rows: int, device: torch.device) -> int:
-    """What rounded rows are padded to."""
+    """Return the multiple to which rounded rows are padded."""
     return 1 if are_few(num_rows, device) else ROW_MULTIPLE
 
 
 def round_rows(x: Tensor, rounding: Rounding) -> Rounded:
-    """``x`` [num_tokens, columns] for a product, by ``quantize_rows``."""
+    """Round ``x`` [num_tokens, columns] for a product, by ``quantize_rows``."""
     return Rounded(*quantize_rows(x, row_multiple(len(x), x.device), ue8m0=rounding.ue8m0))
 
 
 def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """``x`` in fp8: the largest of a block becomes 448, or with ``ue8m0`` more than 224. One launch on a GPU.
+    """Round ``x`` to fp8, in one launch on a GPU. A block's largest magnitude becomes 448, or with ``ue8m0``
+    a number above 224.
 
-    ``x``: [rows, columns], floating, rows contiguous, on any device; their number is rounded up to
-    ``row_multiple`` with zeros. Returns float8_e4m3fn [rows, columns] and float32 [blocks across, rows].
+    ``x``: [rows, columns] of any float dtype, each row contiguous, on any device. The number of rows is
+    rounded up to ``row_multiple`` with rows of zeros. Returns float8_e4m3fn [rows, columns] and float32
+    scales [blocks across, rows].
     """
     num_rows = -(-len(x) // row_multiple) * row_multiple
     if x.device.type == "cuda":
@@ -93,9 +95,9 @@ def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> t
 
 
 def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """``quantize_rows`` of ``silu(gate) * up``, which is float32 until then. One launch on a GPU.
+    """Return ``quantize_rows`` of ``silu(gate) * up`` in float32, in one launch on a GPU.
 
-    ``gate_up``: [parts, rows, 2 * columns], to be added up in the parts' order, rows contiguous.
+    ``gate_up``: [parts, rows, 2 * columns], whose parts are added up in order; each row is contiguous.
     """
     if gate_up.device.type == "cuda":
         from hisparse_pd.kernels.triton_fp8 import quantize_gated_triton
@@ -107,9 +109,9 @@ def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = Fals
 
 
 def gated_rows(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """``silu(gate) * up`` of ``dtype``, [rows, columns], which is float32 until then. One launch on a GPU.
+    """Return ``silu(gate) * up`` in float32, rounded to ``dtype``, [rows, columns], in one launch on a GPU.
 
-    ``gate_up``: as of ``quantize_gated``.
+    ``gate_up``: as in ``quantize_gated``.
     """
     if gate_up.device.type == "cuda":
         from hisparse_pd.kernels.triton_fp8 import gated_rows_triton
@@ -120,6 +122,7 @@ def gated_rows(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
-    """What they were made of, as far as they hold it, in float32."""
+    """Return ``values``, float8_e4m3fn [rows, columns], times ``scales``, [blocks across, rows], in
+    float32."""
     spread = scales.t().repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
     return values.float() * spread

@@ -2,13 +2,13 @@
 # mypy: disallow_untyped_calls=False
 """Products of many rows of activations with a matrix on Hopper, both in fp8 or both in bfloat16.
 
-A program has warps of three kinds. One loads tiles of both operands, as far ahead as shared memory goes. Two
-groups of four warps multiply them, each half of the tile's tokens, and add up: while one scales a block of
-fp8, the other can have the tensor cores. As many programs as there are multiprocessors take one tile after
-the other, in an order in which those at work share what is in L2.
+A program has three kinds of warps. One warp loads tiles of both operands, as far ahead as shared memory
+allows. Two groups of four warps multiply them, each half of the tile's tokens, and add up: while one group
+scales a block of fp8, the other can use the tensor cores. There are as many programs as multiprocessors. They
+take tiles one after the other, in an order in which concurrent programs share data in L2.
 
-A part's columns are added up in their order, and the parts in theirs, as in ``kernels.triton_linear``, which
-has the same bits for few rows.
+A part's columns are added up in order, and then the parts, as in ``kernels.triton_linear``, which gives the
+same bits for few rows.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from hisparse_pd.kernels.cuda_launch import HOPPER, num_multiprocessors
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 HALF: Final = 64
-"""Tokens of a group of warps, half of a tile's."""
+"""Tokens of a group of warps: half of a tile's."""
 BLOCK_ROWS: Final = 128
-"""Of the matrix, that a tile has."""
+"""Rows of the matrix in a tile."""
 TOGETHER: Final = 16
-"""Tiles of tokens whose programs follow each other for the same rows of the matrix."""
+"""Tiles of tokens that are consecutive for the same rows of the matrix."""
 STAGES: Final = 5
 """Blocks of columns in shared memory."""
 SHORT_BLOCKS: Final = 16
-"""Of so many a program has the sum as soon as several programs have its parts."""
+"""Most blocks of columns that one program adds up as fast as several programs do in parts."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24
 
 
 def takes_groups(x: Tensor, values: Tensor) -> bool:
-    """Whether the kernel takes them: on Hopper, whose rows begin at multiples of 16 bytes."""
+    """Return whether the kernel takes these operands: on Hopper, with rows that start at multiples of 16
+    bytes."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) != HOPPER:
         return False
     strides = x.stride(0), values.stride(0)
@@ -53,7 +54,7 @@ def takes_groups(x: Tensor, values: Tensor) -> bool:
 
 
 def is_split(num_tokens: int, blocks: int) -> bool:
-    """Whether each part of a tile is to be a program's: of one tile of tokens, along many columns."""
+    """Return whether each part of a tile gets its own program: for one tile of tokens and many columns."""
     return num_tokens <= 2 * HALF and blocks > SHORT_BLOCKS
 
 
@@ -70,8 +71,8 @@ def many_rows_parts(
     scales_stride: int,
     sizes: dict[str, Any],
 ) -> None:
-    """Into ``out`` [parts or 1, num_tokens, rows]; the rest as of ``kernels.triton_linear.linear_kernel``, of
-    which ``sizes`` are the constants that both have."""
+    """Write the product to ``out`` [parts or 1, num_tokens, rows]. The other arguments are those of
+    ``kernels.triton_linear.linear_kernel``; ``sizes`` are the constants that both kernels have."""
     (programs, num_tokens, rows), (columns, block) = out.shape, (values.shape[1], sizes["BLOCK"])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
     num_units = num_tiles(num_tokens, rows) * programs
@@ -123,7 +124,7 @@ def many_rows_kernel(
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """A unit of work is a tile's part, or all of a tile's parts; ``SPLITS``: units of a tile."""
+    """Compute units of work: a tile's part, or all parts of a tile. ``SPLITS``: units in a tile."""
     tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BLOCK], x.layout)
     weights = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], values.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -145,11 +146,11 @@ def many_rows_kernel(
         TOGETHER,
         STAGES,
     )
-    of_group = (x_scales, scales, out, stages, num_tokens, num_units, scales_stride)
+    arguments = (x_scales, scales, out, stages, num_tokens, num_units, scales_stride)
     gl.warp_specialize(
         [
-            (multiply, (of_group, 0, HAS_SCALES, SCALE_BLOCK, sizes)),
-            (multiply, (of_group, 1, HAS_SCALES, SCALE_BLOCK, sizes)),
+            (multiply, (arguments, 0, HAS_SCALES, SCALE_BLOCK, sizes)),
+            (multiply, (arguments, 1, HAS_SCALES, SCALE_BLOCK, sizes)),
             (load_tiles, (x, values, stages, num_tokens, num_units, sizes)),
         ],
         [4, 1],
@@ -159,7 +160,7 @@ def many_rows_kernel(
 
 @gluon.jit
 def place_of(unit, num_tokens, sizes: gl.constexpr):
-    """Its first token and row of the matrix, and its split."""
+    """Return a unit's first token, its first row of the matrix, and its split."""
     ROWS: gl.constexpr = sizes[0]
     SPLITS: gl.constexpr = sizes[5]
     HALF: gl.constexpr = sizes[6]
@@ -175,7 +176,7 @@ def place_of(unit, num_tokens, sizes: gl.constexpr):
 
 @gluon.jit
 def blocks_of(part, sizes: gl.constexpr):
-    """The first, and how many."""
+    """Return a part's first block of columns, and the number of its blocks."""
     COLUMNS: gl.constexpr = sizes[1]
     BLOCK: gl.constexpr = sizes[2]
     PART_BLOCKS: gl.constexpr = sizes[3]
@@ -215,13 +216,13 @@ def load_tiles(x, values, stages, num_tokens, num_units, sizes: gl.constexpr):
 
 
 @gluon.jit
-def ask(total, stages, at, adds, WHICH: gl.constexpr, STAGES: gl.constexpr):
-    """The tensor cores for a block's product, onto ``total`` or zeros."""
+def start_product(total, stages, at, adds, WHICH: gl.constexpr, STAGES: gl.constexpr):
+    """Start a block's product on the tensor cores, added to ``total`` if it ``adds``."""
     tokens, weights, is_full, _ = stages
     stage = at % STAGES
     mbarrier.wait(is_full.index(stage), at // STAGES % 2)
-    of_rows = weights.index(stage).permute((1, 0))
-    return warpgroup_mma(tokens.index(2 * stage + WHICH), of_rows, total, use_acc=adds, is_async=True)
+    columns = weights.index(stage).permute((1, 0))
+    return warpgroup_mma(tokens.index(2 * stage + WHICH), columns, total, use_acc=adds, is_async=True)
 
 
 @gluon.jit
@@ -231,10 +232,10 @@ def free(stages, at, STAGES: gl.constexpr):
 
 @gluon.jit
 def sum_of(stages, at, count, zeros, WHICH: gl.constexpr, STAGES: gl.constexpr):
-    """Of so many blocks' products, one behind the other."""
+    """Return the sum of ``count`` blocks' products, added up in order."""
     total = zeros
     for number in range(count):
-        total = ask(total, stages, at + number, True, WHICH, STAGES)
+        total = start_product(total, stages, at + number, True, WHICH, STAGES)
         total = warpgroup_mma_wait(1, deps=(total,))
         if number > 0:
             free(stages, at + number - 1, STAGES)
@@ -245,25 +246,27 @@ def sum_of(stages, at, count, zeros, WHICH: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def scaled_sum_of(
-    stages, at, count, zeros, of_tokens, of_rows, scales_stride,
+    stages, at, count, zeros, token_scales, row_scales, scales_stride,
     WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Of so many blocks' products, each scaled.
+    """Return the sum of ``count`` blocks' products, each scaled.
 
-    Scales are loaded two blocks ahead. ``of_tokens``, ``of_rows``: of the first block.
+    Scales are loaded two blocks ahead. ``token_scales``, ``row_scales``: addresses of the first block's
+    scales.
     """
     total = zeros
-    token_scale, row_scale = gl.load(of_tokens), gl.load(of_rows)
+    token_scale, row_scale = gl.load(token_scales), gl.load(row_scales)
     ahead = gl.minimum(1, count - 1)
-    next_token_scale, next_row_scale = gl.load(of_tokens + ahead * scales_stride), gl.load(of_rows + ahead)
+    next_token_scale = gl.load(token_scales + ahead * scales_stride)
+    next_row_scale = gl.load(row_scales + ahead)
     for number in range(count):
         ahead = gl.minimum(number + 2, count - 1)
         later_token_scale, later_row_scale = (
-            gl.load(of_tokens + ahead * scales_stride),
-            gl.load(of_rows + ahead),
+            gl.load(token_scales + ahead * scales_stride),
+            gl.load(row_scales + ahead),
         )
         scale = token_scale * row_scale
-        product = ask(zeros, stages, at + number, False, WHICH, STAGES)
+        product = start_product(zeros, stages, at + number, False, WHICH, STAGES)
         product = warpgroup_mma_wait(0, deps=(product,))
         free(stages, at + number, STAGES)
         total += product * scale[:, None]
@@ -274,14 +277,14 @@ def scaled_sum_of(
 
 @gluon.jit
 def multiply(
-    of_group,
+    arguments,
     WHICH: gl.constexpr,
     HAS_SCALES: gl.constexpr,
     SCALE_BLOCK: gl.constexpr,
     sizes: gl.constexpr,
 ):
-    """One half of each tile's tokens."""
-    x_scales, scales, out, stages, num_tokens, num_units, scales_stride = of_group
+    """Multiply one half of each tile's tokens: the first if ``WHICH`` is 0, the second if it is 1."""
+    x_scales, scales, out, stages, num_tokens, num_units, scales_stride = arguments
     ROWS: gl.constexpr = sizes[0]
     COLUMNS: gl.constexpr = sizes[1]
     BLOCK: gl.constexpr = sizes[2]
@@ -303,10 +306,10 @@ def multiply(
         for part in range(PARTS):
             first, count = blocks_of(split * PARTS + part, sizes)
             if HAS_SCALES:
-                of_tokens = x_scales + first * scales_stride + gl.minimum(m, num_tokens - 1)
-                of_rows = scales + n // SCALE_BLOCK * blocks + first
+                token_scales = x_scales + first * scales_stride + gl.minimum(m, num_tokens - 1)
+                row_scales = scales + n // SCALE_BLOCK * blocks + first
                 total = scaled_sum_of(
-                    stages, at, count, zeros, of_tokens, of_rows, scales_stride, WHICH, STAGES
+                    stages, at, count, zeros, token_scales, row_scales, scales_stride, WHICH, STAGES
                 )
             else:
                 total = sum_of(stages, at, count, zeros, WHICH, STAGES)
@@ -316,5 +319,5 @@ def multiply(
         result = gl.convert_layout(whole.to(out.dtype.element_ty), wide)
         m = (first_m + gl.arange(0, HALF, gl.SliceLayout(1, wide)))[:, None]
         rows = (n + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, wide)))[None, :]
-        of_part = out + split.to(gl.int64) * num_tokens * ROWS
-        gl.store(of_part + m.to(gl.int64) * ROWS + rows, result, mask=(m < num_tokens) & (rows < ROWS))
+        target = out + split.to(gl.int64) * num_tokens * ROWS
+        gl.store(target + m.to(gl.int64) * ROWS + rows, result, mask=(m < num_tokens) & (rows < ROWS))

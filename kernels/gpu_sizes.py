@@ -1,7 +1,7 @@
-"""Which sizes the GPU kernels take, asked before a model is loaded: pure functions of numbers.
+"""Checks of the sizes that the GPU kernels take, before a model is loaded. Pure functions of numbers.
 
-What is not here has no bound that a model or a setting can reach: pages and items of any size, layers, heads
-and dimensions of attention (a backend that cannot take them is passed over, ``kernels.attention``), experts.
+Other sizes have no bound that a model or a setting can reach: pages and items of any size, layers, heads and
+dimensions of attention (``kernels.attention_backends`` passes over a backend that cannot take them), experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hisparse_pd.kernels.paged_indexer import (
 
 
 def check_indexer_sizes(*, num_heads: int, head_dim: int, top_k: int, context_length: int) -> None:
-    """Of the lightning indexer and the top-k behind it. Raises StartError."""
+    """Check the sizes of the lightning indexer and its top-k. Raises StartError."""
     _check("index_n_heads", num_heads, MAX_HEADS, "indexer", _ON_CPU)
     _check("index_head_dim", head_dim, MAX_HEAD_DIM, "indexer", _ON_CPU)
     _check("index_topk", top_k, MAX_TOP_K, "top-k", _ON_CPU)
@@ -27,7 +27,7 @@ def check_indexer_sizes(*, num_heads: int, head_dim: int, top_k: int, context_le
 
 
 def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int, num_new: int = 1) -> None:
-    """Of the swap-in, for a batch of ``max_running_requests`` with up to ``num_new`` new positions each.
+    """Check the sizes of the swap-in for ``max_running_requests`` with up to ``num_new`` new positions each.
     Raises StartError.
     """
     _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)

@@ -1,8 +1,8 @@
-"""The Hadamard matrix by which indexer queries and keys are rotated where keys are rounded to fp8.
+"""The Hadamard matrix that rotates indexer queries and keys if keys are rounded to fp8.
 
-A key has one scale, so a channel that is larger than the others takes their precision. The product spreads it
-over all channels, and as it is orthogonal, dot products of queries and keys stay what they are. DeepSeek's
-reference does the same before it rounds.
+A key has one scale, so a large channel costs the others precision. The rotation spreads it over all channels.
+Because the rotation is orthogonal, dot products of queries and keys do not change. DeepSeek's reference does
+the same before it rounds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from hisparse_pd.kernels.checks import KernelArgumentError
 
 
 def takes_dim(dim: int) -> bool:
-    """Whether there is a matrix of this size: of powers of two there is."""
+    """Return whether there is a matrix of this size, which must be a power of two."""
     return dim > 0 and dim.bit_count() == 1
 
 
 def hadamard_matrix(dim: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Sylvester's matrix [dim, dim], which is symmetric, times dim ** -0.5; its own inverse, up to rounding.
+    """Return Sylvester's matrix [dim, dim] times dim ** -0.5. It is symmetric and, up to rounding, its own
+    inverse.
 
-    All elements are equal but for their signs, so rounding them to ``dtype`` multiplies every score by the
-    same factor. Raises KernelArgumentError.
+    All elements have the same magnitude, so rounding them to ``dtype`` multiplies every score by the same
+    factor. Raises KernelArgumentError.
     """
     if not takes_dim(dim):
         raise KernelArgumentError(f"dim: expected a power of two, got {dim}")

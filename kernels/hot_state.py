@@ -1,31 +1,36 @@
-"""The tables behind the hot buffers: which position is where, for every request and index group.
+"""The tables of the hot buffers: where each position is, for every request and index group.
 
-An index group is a layer with its own indexer and the shared-index layers behind it: they select the same
+An index group is a layer with its own indexer and the shared-index layers behind it. They select the same
 positions, so one set of tables serves them all. A hot buffer is a list of device slots that one request owns;
-entry ``i`` is a hot_index, and the slot behind it is the same in every layer because pools are layer-major.
+entry ``i`` is a hot_index, and its slot is the same in every layer because pools are layer-major.
 
 Rules that every writer of the tables keeps:
 
-- ``lookup_to_hot`` and ``hot_to_lookup`` are inverse to each other in every group: a lookup slot is in one
-  hot buffer at most, and what is of no hisparse row is empty. A lookup page is so in one hisparse row at
-  most.
-- A step has up to ``max_new`` new positions of a request, the newest token's and its drafts', each of which
-  has a fixed hot_index (``ring_entries``): its own number while that is below ``capacity``, and from then on
-  the last ``max_new`` entries in turn, the ring.
+- ``lookup_to_hot`` and ``hot_to_lookup`` are inverse to each other in every group: a lookup slot is in at
+most
+  one hot buffer, and lookup slots of no hisparse row are empty. A lookup page therefore belongs to at most
+  one hisparse row.
+- A step has up to ``max_new`` new positions of a request, the newest token's and its drafts'. Each has a
+fixed
+  hot_index (``ring_entries``): its own number while that is below ``capacity``, and after that the last
+  ``max_new`` entries in turn, the ring.
 - A row fits while ``max_new`` positions from the first new one on are below ``capacity``: then position ``p``
-  lives at hot_index ``p``. From then on the others live anywhere below the ring. The last new position does
-  not decide that, because a rejected draft takes it back, and a row must not fit again once it did not.
-- A draft that was not accepted stays in its entry until its position is new again, and nobody can find it
-  there: until then the position is behind every ``seq_len``, and when it is new it has the same entry.
-- An entry that has to make room is of the oldest age class there is; free entries are older than any, and
-  those of one class go in the order of their hot_index.
+  lives at hot_index ``p``. Once a row does not fit, positions that are not new live anywhere below the ring.
+  The last new position does not decide that, because a rejected draft takes it back, and a row must never fit
+  again.
+- A draft that was not accepted stays in its entry until its position is new again, and no look-up can find
+it:
+  until then the position is behind every ``seq_len``, and when it is new it has the same entry.
+- An evicted entry is of the oldest age class present. Free entries are older than all others, and entries of
+one
+  class are taken in the order of their hot_index.
 - A row of capacity 0 is dense: its positions are found through ``page_table``.
 
-A page of a hisparse row has two ids. Its host page is where the bytes are: rows that begin alike may share
-it. Its lookup page is the row's own, with no bytes behind it: a position is looked up through its lookup
-slot and not through its row, so that the tables grow with the tokens that can be looked up at once and not
-with the number of rows times the longest context. Only who copies bytes reads ``host_pages``: misses, backup
-and warm-up.
+A page of a hisparse row has two ids. Its host page says where the bytes are; rows that begin alike may share
+it. Its lookup page belongs to the row alone and has no bytes: a position is looked up through its lookup
+slot, not through its row. The tables therefore grow with the number of tokens that can be looked up at once,
+not with the number of rows times the longest context. Only copies of bytes read ``host_pages``: misses,
+backup and warm-up.
 
 The tensors live on the model's device with fixed addresses, so that a CUDA graph can hold them; the CPU
 reference works on the same layout.
@@ -46,13 +51,14 @@ from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, chec
 INTEGERS = (torch.int32, torch.int64)
 
 ABSENT = -1
-"""No position, no hot_index, no slot: the sentinel of every table."""
+"""The sentinel of every table: no position, no hot_index, no slot."""
 
 HITS, MISSES, EVICTIONS = range(3)
 """Columns of ``counters``."""
 
 MAX_LOOKUP_SLOTS = 2**31 - 2
-"""Lookup slots are int32 on the device, and there is one more than are handed out. So are host slots."""
+"""Most lookup slots, and most host slots: both are int32 on the device, and the tables have one lookup slot
+more."""
 
 
 class HotBufferError(IntFlag):
@@ -64,21 +70,21 @@ class HotBufferError(IntFlag):
     BAD_POSITION = 2
     """A selected position outside [0, seq_len)."""
     NO_HOST_SLOT = 4
-    """A selected position without a host slot, which no draft needs to have. If it is the first new one, the
+    """A selected position without a host slot, which drafts may lack. If it is the first new position, the
     row is left out like padding."""
     WRONG_ROW = 8
     """An item that was read is not the one that was written for its layer and position: ``wrong_rows`` has
-    the first of them. Nothing that was made of it may be used."""
+    the first such item. No result computed from it may be used."""
 
 
 class ReadAt(IntEnum):
-    """Where a row was read: what ``WrongRowField.READ_AT`` holds."""
+    """The kinds of reads at which items are checked; the values of ``WrongRowField.READ_AT``."""
 
     START = 0
-    """A row of the tables was filled: a hot buffer was warmed up, or dense pages were gone through once."""
+    """When a row of the tables was filled: its hot buffer was warmed up, or its dense pages were checked."""
     SWAP_IN = 1
     SCRUB = 2
-    """In place, where it lay hot."""
+    """A check of a hot item in place."""
 
 
 class WrongRowField(IntEnum):
@@ -101,7 +107,7 @@ class HotBufferState:
     """
 
     lookup_to_hot: Tensor
-    """[num_groups, num_lookup_slots + 1] hot_index of a lookup slot; the last one is nobody's and empty."""
+    """[num_groups, num_lookup_slots + 1] hot_index of a lookup slot; the last slot is unused and empty."""
     hot_to_lookup: Tensor
     """[num_groups, num_rows, max_capacity] lookup slot at a hot_index."""
     stamps: Tensor
@@ -115,25 +121,26 @@ class HotBufferState:
     page_table: Tensor
     """[num_rows, max_pages] device page_id of each page of a dense row."""
     host_pages: Tensor
-    """[num_rows, max_pages] host page_id of each page of a hisparse row; other rows may have it too."""
+    """[num_rows, max_pages] host page_id of each page of a hisparse row; rows may share it."""
     lookup_pages: Tensor
-    """[num_rows, max_pages] lookup page_id of each page of a hisparse row, and of no other."""
+    """[num_rows, max_pages] lookup page_id of each page of a hisparse row; rows never share it."""
     index_pages: Tensor
     """[num_rows, max_pages] page_id of each page of a row's indexer keys; 0 where there is none."""
     counters: Tensor
-    """[num_rows, 3] int64: distinct selected positions that were hot, that were not, and evicted entries."""
+    """[num_rows, 3] int64: distinct selected positions that were hot, distinct ones that were not, evicted
+    entries."""
     error_flags: Tensor
     """[num_rows] HotBufferError bits."""
     wrong_rows: Tensor
-    """[num_rows, 6] WrongRowField: of a row with WRONG_ROW."""
+    """[num_rows, 6] the first wrong item of a row with WRONG_ROW, by WrongRowField."""
     max_context: int
-    """Positions of a row at most."""
+    """Most positions of a row."""
     page_size: int
     max_new: int = 1
-    """New positions of a request in one step at most: its newest token's and its drafts'."""
+    """Most new positions of a request in one step: its newest token's and its drafts'."""
     row_checks: Tensor | None = None
-    """[num_layers, num_index_slots] what the check of each item has to be (``row_check.py``), found as its
-    indexer key is, through ``index_pages``. None: items are not verified. Written by who writes items."""
+    """[num_layers, num_index_slots] the expected check of each item (``row_check.py``), found through
+    ``index_pages`` as its indexer key is. None: items are not verified. The writers of items write it."""
 
     @classmethod
     def create(
@@ -148,9 +155,9 @@ class HotBufferState:
         max_new: int = 1,
         row_checks: Tensor | None = None,
     ) -> HotBufferState:
-        """Empty tables: every row is dense and has no pages. ``num_lookup_slots``: whole pages.
+        """Return empty tables: every row is dense and has no pages. ``num_lookup_slots``: whole pages.
 
-        ``max_new``: at most ``page_size``, so that the new positions of a step are in two pages.
+        ``max_new``: at most ``page_size``, so that the new positions of a step are in at most two pages.
         """
         if row_checks is not None:
             check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=(None, None))
@@ -219,15 +226,15 @@ class HotBufferState:
         return self.hot_to_lookup.device
 
     def require_row_checks(self) -> Tensor:
-        """``row_checks``. Raises KernelArgumentError when there are none."""
+        """Return ``row_checks``. Raises KernelArgumentError when there are none."""
         if self.row_checks is None:
             raise KernelArgumentError("row_checks: expected a tensor, got None; its rows are not verified")
         return self.row_checks
 
-    # What follows only launches work on the current stream of the tables' device; nothing waits for it.
+    # The methods below only launch work on the current stream of the tables' device, and never wait for it.
 
     def reset_row(self, row: int) -> None:
-        """Forget everything about ``row``; it is dense, without pages, afterwards."""
+        """Empty ``row``; afterwards it is dense and has no pages."""
         check_range("row", row, 0, self.num_rows)
         self._forget(self.hot_to_lookup[:, row])
         self.hot_to_lookup[:, row].fill_(ABSENT)
@@ -247,7 +254,7 @@ class HotBufferState:
 
         ``hot_slots``: integer [capacity], the device slots that the request owns, at least ``max_new``.
         ``host_pages``, ``lookup_pages``: integer [n], the ids of its first pages; ``set_host_pages`` adds
-        others.
+        more.
         """
         self.check_hisparse(row, hot_slots, host_pages, lookup_pages)
         self.reset_row(row)
@@ -271,13 +278,13 @@ class HotBufferState:
         check_range(f"first_page + number of {name}", end_page, 0, self.max_pages + 1)
 
     def set_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
-        """Set the page ids of a dense row from its page number ``first_page`` on: how it grows."""
+        """Set the page ids of a dense row from its page number ``first_page`` on, such as when it grows."""
         self._set(self.page_table, row, first_page, page_ids)
 
     def set_host_pages(self, row: int, first_page: int, host_pages: Tensor, lookup_pages: Tensor) -> None:
-        """Set the page ids of a hisparse row from its page number ``first_page`` on: how it grows.
+        """Set the page ids of a hisparse row from its page number ``first_page`` on, such as when it grows.
 
-        A page that the row has already may be set again to the same ids, and to no others.
+        A page that the row already has may only be set to the same ids again.
         """
         check_tensor("lookup_pages", lookup_pages, dtypes=INTEGERS, shape=(host_pages.shape[0],))
         self._set(self.host_pages, row, first_page, host_pages)
@@ -301,30 +308,30 @@ class HotBufferState:
 
     def _forget(self, lookup_slots: Tensor) -> None:
         """Empty the entries of ``lookup_slots`` ([num_groups, n], ABSENT for none) in ``lookup_to_hot``."""
-        nobodys = self.num_lookup_slots
-        self.lookup_to_hot.scatter_(1, torch.where(lookup_slots < 0, nobodys, lookup_slots).long(), ABSENT)
+        unused = self.num_lookup_slots
+        self.lookup_to_hot.scatter_(1, torch.where(lookup_slots < 0, unused, lookup_slots).long(), ABSENT)
 
 
 @dataclass(frozen=True)
 class StepRequests:
     """The requests of one step on the tables of ``state``; padding comes last.
 
-    Raises KernelArgumentError. Values that only the device knows are checked there: a request that is out of
-    range is padding to a GPU, and a KernelArgumentError to the CPU.
+    Raises KernelArgumentError. Values in tensors are checked by the kernels: a GPU treats a request with a
+    value out of range as padding, the CPU raises KernelArgumentError.
     """
 
     state: HotBufferState
     seq_lens: Tensor
-    """int32 or int64 [num_reqs], tokens of each request including the last new one, so that its new positions
-    are [seq_len - num_new, seq_len). The first of them is in the context; others may be behind it, or behind
-    the pages that the request has: such a draft has no slot (-1), and changes nothing."""
+    """int32 or int64 [num_reqs], tokens of each request including the last new one: its new positions are
+    [seq_len - num_new, seq_len). The first new position must be inside the context. Others may be beyond it,
+    or beyond the request's pages: such a draft has no slot (-1), and changes nothing."""
     req_rows: Tensor
     """int32 or int64 [num_reqs], distinct rows of the tables, all in [0, num_rows)."""
     num_real_reqs: Tensor
     """int32 [1]; requests from this index on are padding and are ignored."""
     num_new: int = 1
-    """New positions of each request, 1 to ``state.max_new``: the newest token's and its drafts'. It may be
-    another one in every step."""
+    """New positions of each request, 1 to ``state.max_new``: the newest token's and its drafts'. It may
+    differ from step to step."""
 
     def __post_init__(self) -> None:
         device, num_reqs = self.state.device, self.seq_lens.shape[0]
@@ -341,13 +348,14 @@ class StepRequests:
 def ring_entries(
     positions: npt.NDArray[np.int64], capacity: npt.NDArray[np.int64], max_new: int
 ) -> npt.NDArray[np.int64]:
-    """The hot_index of ``positions`` in a step in which they are new; the two broadcast."""
+    """Return the hot_index of ``positions`` in a step in which they are new; arguments broadcast."""
     in_ring = capacity - max_new + (positions - capacity) % max_new
     return np.where(positions < capacity, positions, in_ring)
 
 
 def _write(to: Tensor, values: Tensor) -> None:
-    """``values`` into a part of a table, without waiting for a GPU: from pinned memory, in stream order."""
+    """Write ``values`` to a part of a table without waiting for a GPU: from pinned memory, in stream
+    order."""
     values = values.to(to.dtype)
     if to.device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
@@ -355,7 +363,7 @@ def _write(to: Tensor, values: Tensor) -> None:
 
 
 def check_page_ids(name: str, page_ids: Tensor, num_pages: int) -> None:
-    """Raise KernelArgumentError unless ``page_ids``, where the host knows them, are in [0, num_pages)."""
+    """Raise KernelArgumentError if ``page_ids`` are on the CPU and not all in [0, num_pages)."""
     if page_ids.device.type == "cpu" and page_ids.numel():
         check_range(f"{name} lowest", int(page_ids.min()), 0, num_pages)
         check_range(f"{name} highest", int(page_ids.max()), 0, num_pages)

@@ -1,7 +1,7 @@
 """The lightning indexer: scores of all positions of one request, and the top-k of each query.
 
-The order of the arithmetic follows the model's published definition (scale after the dot product, ReLU,
-weighted sum over heads), so that the selection agrees with other implementations to the last rounding.
+The order of operations follows the model's published definition (scale after the dot product, ReLU, weighted
+sum over heads), so that the selection agrees with other implementations up to rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hisparse_pd.kernels.row_math import matmul_keys, sum_heads
 from hisparse_pd.kernels.selection import select_topk
 
 BLOCK_BYTES = 4 << 20
-"""Per-head scores that one block of queries holds at a time: small enough to stay in a CPU's cache."""
+"""Bytes of per-head scores in one block of queries, small enough to stay in a CPU's cache."""
 
 
 def index_topk(
@@ -24,13 +24,14 @@ def index_topk(
     query_positions: Tensor,
     top_k: int,
 ) -> Tensor:
-    """Positions that each query of one request attends to.
+    """Return the positions that each query of one request attends to.
 
     ``q_index``: float [num_tokens, num_index_heads, index_head_dim].
     ``weights``: float32 [num_tokens, num_index_heads], the heads' weights with their scale.
     ``keys``: float [seq_len, index_head_dim], keys of positions [0, seq_len), in position order.
-    ``query_positions``: integer [num_tokens], each in [0, seq_len); a query sees positions up to its own.
-    Returns int32 [num_tokens, top_k]: ascending, of equal scores the lowest positions, then -1.
+    ``query_positions``: integer [num_tokens], each in [0, seq_len); a query sees positions up to its own. All
+    are on one device and are not changed. Returns int32 [num_tokens, top_k]: ascending positions, then -1;
+    among equal scores the lowest positions are chosen.
     """
     floats = (torch.float32, torch.bfloat16, torch.float16)
     check_tensor("q_index", q_index, dtypes=floats, shape=(None, None, None), contiguous=False)
@@ -63,29 +64,31 @@ def index_topk(
 
 
 def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """float32 [num_tokens, seq_len] from [num_tokens, heads, dim], [num_tokens, heads] and float32 [seq_len,
-    dim].
+    """Return scores, float32 [num_tokens, seq_len].
+
+    ``q_index``: [num_tokens, heads, dim]; ``weights``: [num_tokens, heads]; ``keys``: float32 [seq_len, dim].
     """
     logits = weigh(index_products(q_index, keys), weights, q_index.shape[2])
     return logits.transpose(0, 1).flatten(1)[:, : len(keys)]
 
 
 def index_products(q_index: Tensor, keys: Tensor) -> Tensor:
-    """float32 [blocks, num_tokens, heads, keys of a block]; see ``matmul_keys``."""
+    """Return dot products, float32 [blocks, num_tokens, heads, keys of a block]; see ``matmul_keys``."""
     products = matmul_keys(q_index.float().flatten(0, 1), keys)
     return products.view(len(products), *q_index.shape[:2], -1)
 
 
 def weigh(products: Tensor, weights: Tensor, head_dim: int) -> Tensor:
-    """[..., num_tokens, n] from products, float32 [..., num_tokens, heads, n], which are overwritten."""
+    """Return scores [..., num_tokens, n] from ``products``, float32 [..., num_tokens, heads, n], which are
+    overwritten."""
     return sum_heads(weights, products.mul_(head_dim**-0.5).relu_())
 
 
 def gather_pages(pool: Tensor, page_ids: Tensor, page_size: int, num_tokens: int) -> Tensor:
-    """The first ``num_tokens`` rows of a request's pages, [num_tokens, dim], copied whole pages at a time.
-    On a CPU it is a view of ``pool`` where the pages follow each other in it, as they mostly do.
+    """Return the first ``num_tokens`` rows of a request's pages, [num_tokens, dim], copied by whole pages.
+    On a CPU the result is a view of ``pool`` where the pages are adjacent in it, as they mostly are.
 
-    ``pool``: [num_slots, dim] of one layer, num_slots a multiple of ``page_size``; ``page_ids``: integer
+    ``pool``: [num_slots, dim], one layer; slots after the last whole page are not used. ``page_ids``: integer
     [>= num_tokens / page_size], in position order.
     """
     num_pages = -(-num_tokens // page_size)

@@ -1,4 +1,5 @@
-"""Which kernels serve, in one line of a node's log: figures are of kernels and of releases."""
+"""Names the kernels in use and their releases in one line of a node's log, since measurements depend on
+them."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ from hisparse_pd.kernels.attention import TORCH, AttentionBackend
 
 
 def kernels_in_use(device: torch.device, attention: AttentionBackend, *, has_fp8_matrices: bool) -> str:
-    """``has_fp8_matrices``: they stay in fp8 for products."""
-    of_torch = f"torch {torch.__version__}"
+    """Return the line. ``has_fp8_matrices``: fp8 weights stay in fp8 for products."""
+    torch_release = f"torch {torch.__version__}"
     why = f" ({attention.reason})" if attention.reason else ""
     if device.type != "cuda":
-        return f"{of_torch} on the {device.type}; attention {attention.name}{why}; all others in torch"
-    of_triton = f"triton {_version('triton')}"
-    attention_by = of_torch if attention.name == TORCH else of_triton
+        return f"{torch_release} on the {device.type}; attention {attention.name}{why}; all others in torch"
+    triton_release = f"triton {_version('triton')}"
+    attention_by = torch_release if attention.name == TORCH else triton_release
     if attention.name in flashmla.FORMAT:
         attention_by = f"sglang-kernel {_version('sglang-kernel')}"
     dense = ", fp8 by scaled_mm" if has_fp8_matrices else ""
     parts = (
-        of_torch,
+        torch_release,
         f"attention {attention.name} by {attention_by}{why}",
-        f"indexer ours, {of_triton}",
+        f"indexer ours, {triton_release}",
         f"swap-in and top-k ours, CUDA C by cupy {_version('cupy-cuda13x')}",
-        f"routed experts ours, {of_triton}",
+        f"routed experts ours, {triton_release}",
         f"dense products of few rows and in parts ours, others torch's{dense}",
     )
     return "; ".join(parts)

@@ -1,8 +1,8 @@
-"""How numbers become the bytes of a pool's rows and back: items of the KV pools, rows of the index pools.
+"""Converts numbers to the bytes of a pool's rows and back: items of the KV pools, rows of the index pools.
 
 ``docs/kv-layout.md`` has every format byte by byte. A format stores into one layer of a pool and loads rows
-that were gathered from one; it keeps no state, never synchronises with a device, and a CUDA graph may
-capture both.
+that were gathered from a layer. It keeps no state and never synchronises with a device, and a CUDA graph may
+capture both directions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class KvFormat:
-    """The bytes of an item: a latent of ``kv_lora_rank`` numbers, then a rotary key of ``rope_dim``.
+    """The bytes of an item: a latent of ``kv_lora_rank`` numbers, then a rotary key of ``rope_dim`` numbers.
 
     ``float32``, ``bfloat16``: the numbers one after the other. ``fp8_e4m3``: the latent in fp8, a float32
-    scale for each 128 of its numbers, the rotary key in bfloat16; with 512 and 64 these are the 656 bytes of
-    FlashMLA's fp8 KV cache.
+    scale for each 128 of its numbers, the rotary key in bfloat16; for sizes of 512 and 64 these are the 656
+    bytes of FlashMLA's fp8 KV cache.
     """
 
     name: str
@@ -55,7 +55,7 @@ class KvFormat:
 
     @property
     def item_dim(self) -> int:
-        """Numbers of an item."""
+        """Number of numbers in an item."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
@@ -82,23 +82,23 @@ class KvFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a loaded item."""
+        """Dtype of a loaded item."""
         return _PLAIN_DTYPES.get(self.name, torch.float32)
 
     def store(self, layer_pool: Tensor, slots: Tensor, items: Tensor) -> None:
         """Write ``items`` to the rows ``slots`` of one layer of a pool.
 
-        ``layer_pool``: uint8 [num_slots, item_bytes], contiguous. ``slots``: int64 [n], on the pool's device;
-        the row of a slot that comes twice may then hold anything. ``items``: float [n, item_dim], the latent
-        first, on the pool's device.
+        ``layer_pool``: uint8 [num_slots, item_bytes], contiguous. ``slots``: int64 [n], in [0, num_slots), on
+        the pool's device; the row of a duplicate slot may hold anything afterwards. ``items``: float [n,
+        item_dim], the latent first, on the pool's device.
         """
         _check_stored("items", layer_pool, self.item_bytes, slots, items, self.item_dim)
         _store(self.name, layer_pool, slots, items, self.kv_lora_rank, SCALE_TILE)
 
     def load(self, rows: Tensor) -> Tensor:
-        """The items that ``rows``, uint8 [..., item_bytes], hold: [..., item_dim] of ``self.dtype``.
+        """Return the items in ``rows``, uint8 [..., item_bytes], as [..., item_dim] of ``self.dtype``.
 
-        Shares memory with ``rows`` where nothing has to be scaled.
+        The result shares memory with ``rows`` unless the format is fp8.
         """
         _check_loaded(rows, self.item_bytes)
         if self.name != FP8_E4M3:
@@ -110,7 +110,8 @@ class KvFormat:
 
 @dataclass(frozen=True)
 class IndexKeyFormat:
-    """The bytes of an indexer key: ``index_head_dim`` numbers; in ``fp8_e4m3`` one float32 scale follows."""
+    """The bytes of an indexer key: ``index_head_dim`` numbers, in ``fp8_e4m3`` followed by a float32
+    scale."""
 
     name: str
     index_head_dim: int
@@ -131,21 +132,22 @@ class IndexKeyFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a loaded key."""
+        """Dtype of a loaded key."""
         return _PLAIN_DTYPES.get(self.name, torch.float32)
 
     def store(self, layer_pool: Tensor, slots: Tensor, keys: Tensor) -> None:
         """Write ``keys`` to the rows ``slots`` of one layer of an index pool.
 
-        ``layer_pool``: uint8 [num_slots, item_bytes], contiguous. ``slots``: int64 [n], on the pool's device;
-        the row of a slot that comes twice may then hold anything. ``keys``: float [n, index_head_dim], on the
-        pool's device.
+        ``layer_pool``: uint8 [num_slots, item_bytes], contiguous. ``slots``: int64 [n], in [0, num_slots), on
+        the pool's device; the row of a duplicate slot may hold anything afterwards. ``keys``: float [n,
+        index_head_dim], on the pool's device.
         """
         _check_stored("keys", layer_pool, self.item_bytes, slots, keys, self.index_head_dim)
         _store(self.name, layer_pool, slots, keys, self.index_head_dim, self.index_head_dim)
 
     def load(self, rows: Tensor) -> Tensor:
-        """The keys that ``rows``, uint8 [..., item_bytes], hold: [..., index_head_dim] of ``self.dtype``."""
+        """Return the keys in ``rows``, uint8 [..., item_bytes], as [..., index_head_dim] of
+        ``self.dtype``."""
         _check_loaded(rows, self.item_bytes)
         if self.name != FP8_E4M3:
             return rows.view(self.dtype)
@@ -178,7 +180,8 @@ def _check_loaded(rows: Tensor, item_bytes: int) -> None:
 def _store(
     name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int
 ) -> None:
-    """Store ``values`` in a format: of fp8 the first ``num_quantised`` columns, and the rest in bfloat16."""
+    """Store ``values`` in a format. In fp8, the first ``num_quantised`` columns are fp8, the rest
+    bfloat16."""
     on_gpu = layer_pool.device.type == "cuda" and name != FLOAT32
     if on_gpu and (kernel := _store_kernel(layer_pool.device)) is not None:
         kernel(layer_pool, slots, values, num_quantised if name == FP8_E4M3 else 0, tile)
@@ -194,7 +197,7 @@ def _store(
 
 @functools.cache
 def _store_kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int, int], None] | None:
-    """What does all of ``_store`` in one launch, where triton is installed and the GPU knows fp8."""
+    """Return the kernel that does all of ``_store`` in one launch, if triton and the GPU can do it."""
     try:
         from hisparse_pd.kernels.triton_kv_format import store
     except ImportError:
@@ -203,10 +206,11 @@ def _store_kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int
 
 
 def _quantise(values: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """fp8 bytes, uint8 [n, dim], of ``values`` [n, dim], and float32 scales [n, ceil(dim / tile)].
+    """Return the fp8 bytes, uint8 [n, dim], of ``values`` [n, dim], and float32 scales [n, ceil(dim / tile)].
 
     A scale is the smallest power of two, at least 2 ** -126, that brings its tile's largest magnitude to 448
-    or below; 1 for a tile of zeros, or with something that is not finite: infinities become 448, NaN stays.
+    or below. It is 1 for a tile of zeros or with values that are not finite: infinities become 448, NaN
+    stays.
     """
     num_rows, dim = values.shape
     num_tiles = -(-dim // tile)
@@ -220,13 +224,13 @@ def _quantise(values: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 
 
 def _dequantise(quantised: Tensor, scales: Tensor, tile: int) -> Tensor:
-    """float32 [..., dim] of uint8 [..., dim] and scales [..., ceil(dim / tile)]."""
+    """Return float32 [..., dim] for fp8 bytes, uint8 [..., dim], and scales [..., ceil(dim / tile)]."""
     values = quantised.view(torch.float8_e4m3fn).float()
     per_value = scales[..., None].expand(*scales.shape, tile).flatten(-2)[..., : values.shape[-1]]
     return values * per_value
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """uint8 [n, bytes] of ``values`` [n, dim]."""
+    """View ``values`` [n, dim] as uint8 [n, bytes]."""
     num_rows, dim = values.shape
     return values.reshape(-1).view(torch.uint8).view(num_rows, dim * values.itemsize)

@@ -1,4 +1,4 @@
-"""The latents of a layer and its indexer's vectors, and what they are made by (``kernels.latents``)."""
+"""The latents of a layer, its indexer's vectors, and the parameters that make them (``kernels.latents``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LatentNorms:
-    """RMS norms of both latents of a layer, in ``dtype``, the model's; None where there is no such latent."""
+    """RMS norms of a layer's two latents. ``dtype``: the model's. A weight is None if there is no such
+    latent."""
 
     q_weight: Tensor | None
     q_eps: float
@@ -28,38 +29,39 @@ class LatentNorms:
 
 @dataclass(frozen=True)
 class IndexVectors:
-    """How a layer's index keys, and queries, are finished. ``hadamard``: see ``kernels.hadamard``; None: they
-    are not spread."""
+    """Parameters of the last steps of a layer's index keys and queries. ``hadamard``: the matrix that rotates
+    them (``kernels.hadamard``), or None."""
 
     key_weight: Tensor
-    """float32, of the layer norm of keys; so are ``key_bias`` and ``key_eps``."""
+    """Weight of the layer norm of keys, float32, as is ``key_bias``."""
     key_bias: Tensor
     key_eps: float
     is_interleaved: bool
     hadamard: Tensor | None
 
     def finish_keys(self, keys: Tensor, rotation: Rotation) -> Tensor:
-        """[num_tokens, dim] of what the projection made of them."""
+        """Norm and rotate ``keys``, the result of their projection. Returns [num_tokens, dim]."""
         wide = torch.nn.functional.layer_norm(
             keys.float(), keys.shape[1:], self.key_weight, self.key_bias, self.key_eps
         )
         return self.turn(wide.to(keys.dtype)[:, None], rotation)[:, 0]
 
     def turn(self, vectors: Tensor, rotation: Rotation) -> Tensor:
-        """[num_tokens, heads, dim], rotated and spread."""
+        """Rotate ``vectors`` [num_tokens, heads, dim] by their positions, and by the Hadamard matrix if there
+        is one."""
         rotated = rotate(vectors, *rotation, is_interleaved=self.is_interleaved)
         return rotated if self.hadamard is None else linear(rotated, self.hadamard)
 
 
 @dataclass(frozen=True)
 class Latents:
-    """What a layer makes of its hidden states before it looks at any other token."""
+    """Vectors that a layer makes of its hidden states before attention."""
 
     q: Activations | None
-    """The query latent behind its norm, [num_tokens, q_lora_rank]; where the raw one is kept, its dense form
-    has that behind it, [num_tokens, 2 * q_lora_rank]."""
+    """The normed query latent, [num_tokens, q_lora_rank]. If the raw latent is kept, it follows in the dense
+    form, [num_tokens, 2 * q_lora_rank]."""
     item: Tensor | None
-    """[num_tokens, item_dim]: the KV latent behind its norm, then the rotated key."""
+    """[num_tokens, item_dim]: the normed KV latent, then the rotated key."""
     index_keys: Tensor | None
     """[num_tokens, index_head_dim]"""
     head_weights: Tensor | None

@@ -1,6 +1,6 @@
-"""What is between the projections and attention: norms of latents, rotations, the matrices of the heads.
+"""The steps between projections and attention: norms of latents, rotations, the heads' matrices.
 
-Results of projections come in parts, [parts, num_tokens, columns], which are added up in their order
+Results of projections come in parts, [parts, num_tokens, columns], which are added up in order
 (``kernels.block_linear``). On a GPU each function is one launch for few tokens, and few launches for many.
 """
 
@@ -29,11 +29,13 @@ def finish_latents(
     vectors: IndexVectors | None = None,
     head_weights: Tensor | None = None,
 ) -> Latents:
-    """The latents of what the first projections made; no query latent, or no item, of what is None.
+    """Return a layer's latents, from the results of its first projections.
 
-    With an indexer: ``index_keys``, ``vectors`` and, unless only keys are wanted, ``head_weights``, float32
-    before they are scaled by the number of heads ** -0.5. ``rounding``: of the query latent; ``keeps_raw``:
-    it is wanted before its norm, too.
+    ``q_a``: [parts, num_tokens, q_lora_rank], or None for no query latent. ``kv_a``: [parts, num_tokens,
+    item_dim], or None for no item. With an indexer: ``index_keys`` [parts, num_tokens, index_head_dim],
+    ``vectors`` and, unless only keys are wanted, ``head_weights``, float32 [parts, num_tokens, heads], which
+    are scaled here by the number of heads ** -0.5. ``rounding``: the rounding of the query latent, if any;
+    ``keeps_raw``: whether the query latent is also returned without its norm.
     """
     dtype = norms.dtype
     if rotation[0].device.type == "cuda":
@@ -62,8 +64,8 @@ def finish_latents(
 
 
 def latent_queries(q: Tensor, key_up: Tensor, rotation: Rotation) -> Tensor:
-    """[num_tokens, heads, latent_dim + rope_dim]: each head's query moved into the latent space, and its
-    rotated part.
+    """Return [num_tokens, heads, latent_dim + rope_dim]: each head's query, projected into the latent space,
+    and its rotated part.
 
     ``q``: [parts, num_tokens, heads, nope_dim + rope_dim]; ``key_up``: [heads, nope_dim, latent_dim].
     """
@@ -83,7 +85,8 @@ def latent_queries(q: Tensor, key_up: Tensor, rotation: Rotation) -> Tensor:
 
 
 def index_queries(queries: Tensor, vectors: IndexVectors, rotation: Rotation, dtype: torch.dtype) -> Tensor:
-    """[num_tokens, heads, dim] of ``queries`` [parts, num_tokens, heads * dim]."""
+    """Return rotated index queries [num_tokens, heads, dim] for ``queries`` [parts, num_tokens, heads *
+    dim]."""
     dim = len(vectors.key_weight)
     if queries.device.type == "cuda":
         from hisparse_pd.kernels.triton_heads import index_queries_triton
@@ -96,10 +99,10 @@ def index_queries(queries: Tensor, vectors: IndexVectors, rotation: Rotation, dt
 def lift_values(
     attended: Tensor, value_up: Tensor, gate: Tensor | None, rounding: Rounding | None
 ) -> Activations:
-    """Each head's product of ``attended`` [num_tokens, heads, latent_dim] by ``value_up`` [heads, latent_dim,
-    value_dim], side by side: [num_tokens, heads * value_dim].
+    """Multiply each head of ``attended`` [num_tokens, heads, latent_dim] by its matrix of ``value_up``
+    [heads, latent_dim, value_dim]. Returns [num_tokens, heads * value_dim].
 
-    ``gate``: [parts, num_tokens, heads, value_dim]; its sigmoid multiplies the values.
+    ``gate``: [parts, num_tokens, heads, value_dim], whose sigmoid multiplies the values.
     """
     num_tokens, (heads, _, value_dim) = len(attended), value_up.shape
     if value_up.dtype == torch.bfloat16 and are_few(num_tokens, attended.device):

@@ -1,4 +1,4 @@
-"""The copies of one swap-in: what a group's first layer found missing, for those that share it."""
+"""The copies of one swap-in, which a group's first layer records for the group's shared layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class MissPlan:
     """The copies of one swap-in, recorded by a group's first layer and replayed by its shared layers.
 
-    A missing position that got an entry is there once, however often it was selected; one that got none is
-    not there. The order is not specified.
+    A missing position that got an entry appears once, however often it was selected; one that got none does
+    not appear. The order is not specified.
     """
 
     src_host_slots: Tensor
@@ -21,15 +21,16 @@ class MissPlan:
     dst_device_slots: Tensor
     """int64 [max_misses]"""
     req_rows: Tensor
-    """int32 [max_misses]: whose item it is, and so ``positions``: by these it is verified."""
+    """int32 [max_misses]: the row that the item belongs to, for its verification."""
     positions: Tensor
+    """int32 [max_misses]: the item's position, for its verification."""
     num_misses: Tensor
     """int32 [1]; entries from this index on are undefined."""
 
     @classmethod
     def create(cls, max_reqs: int, top_k: int, device: torch.device | str = "cpu") -> MissPlan:
-        """Room for the misses of ``max_reqs`` requests that select ``top_k`` positions each; of several new
-        positions a request each counts as one.
+        """Return a plan with room for the misses of ``max_reqs`` requests that select ``top_k`` positions
+        each; each new position counts as one request.
         """
         max_misses = max_reqs * top_k
         return cls(

@@ -1,7 +1,7 @@
-"""The norm between two blocks of a layer, with what stands around it: sums before it, rounding behind it.
+"""The norm between two blocks of a layer, with the sums before it and the rounding after it.
 
-What a block adds to the hidden states comes in parts, [parts, num_tokens, size]: of a product that was cut
-into parts of its columns, or of several experts. They are added up in their order. On a GPU it is one launch.
+A block's addition to the hidden states comes in parts, [parts, num_tokens, size]: parts of a product's
+columns, or the results of several experts. Parts are added up in order. On a GPU all of this is one launch.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from hisparse_pd.kernels.row_math import linear, sigmoid, silu
 
 @dataclass(frozen=True)
 class NormGate:
-    """A gate of low rank that a norm's result y opens for itself: ``y * sigmoid(up(silu(down(y))))``."""
+    """A gate of low rank on a norm's result y: ``y * sigmoid(up(silu(down(y))))``."""
 
     down: Tensor
     """[rank, size]"""
     up: Tensor
-    """[size, rank]; on a GPU the numbers of a rank stand side by side in memory."""
+    """[size, rank]; on a GPU, the numbers of a rank are adjacent in memory."""
 
     @classmethod
     def of(cls, down: Tensor, up: Tensor) -> NormGate:
         return cls(down, up.t().contiguous().t() if up.is_cuda else up)
 
     def apply(self, y: Tensor) -> Tensor:
-        """``y``: [num_tokens, size]. In torch, rounded to its dtype behind each product."""
+        """Return ``y`` [num_tokens, size] through the gate, in torch, rounded to its dtype after each
+        product."""
         opening = sigmoid(linear(silu(linear(y, self.down)), self.up).float())
         return (y * opening).to(y.dtype)
 
 
 def add_parts(parts: Tensor) -> Tensor:
-    """[num_tokens, size] of [parts, num_tokens, size], in its dtype and in the parts' order."""
+    """Return the sum [num_tokens, size] of [parts, num_tokens, size], in their dtype and order."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -51,13 +52,14 @@ def add_norm(
     rounding: Rounding | None,
     gate: NormGate | None = None,
 ) -> tuple[Tensor, Activations]:
-    """The sum of ``hidden`` and all that is ``added``, and its RMS norm, with ``rounding`` also rounded.
+    """Return the sum of ``hidden`` and all ``added``, and its RMS norm, with ``rounding`` also rounded.
 
-    ``hidden``: [num_tokens, size], of the model's dtype, which is ``weight``'s and the ``gate``'s; None:
-    zeros. ``added``: parts of up to two blocks, of that dtype or float32.
+    ``hidden``: [num_tokens, size] in the model's dtype, which ``weight`` [size] and ``gate`` have too; None
+    means zeros. It is not changed. ``added``: parts [parts, num_tokens, size] of up to two blocks, in that
+    dtype or float32.
     """
-    tokens_of = added[0][0] if hidden is None else hidden
-    if tokens_of.device.type == "cuda":
+    first = added[0] if hidden is None else hidden
+    if first.device.type == "cuda":
         from hisparse_pd.kernels.triton_norms import add_norm_triton
 
         matrices = None if gate is None else (gate.down, gate.up.t())

@@ -1,11 +1,11 @@
-"""The lightning indexer over paged keys: every query scores all positions it sees and keeps the best.
+"""The lightning indexer over paged keys: every query scores all positions that it sees and keeps the best.
 
-Owns the wrapper's checks, the memory that its launches share, and the reference in plain torch, which is also
-what runs on a CPU. On a GPU ``kernels/triton_indexer.py`` writes the logits, [tokens, positions] and never
-[tokens, heads, positions], and ``csrc/topk.cu`` selects.
+Owns the wrapper's checks, the memory that its launches share, and the reference in plain torch, which also
+runs on CPUs. On a GPU ``kernels/triton_indexer.py`` writes the logits, [tokens, positions] and never [tokens,
+heads, positions], and ``csrc/topk.cu`` selects.
 
-A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. On a GPU
-keys in fp8 differ: their own scale (never negative) comes after the sum over heads.
+A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. fp8 keys
+on a GPU differ: the key's own scale (never negative) comes after the sum over heads.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MAX_HEADS = 128
 MAX_HEAD_DIM = 256
 MAX_CONTEXT = 1 << 20
 MAX_TOKENS_OF_A_BLOCK = 65535
-"""Of a grid's second dimension."""
+"""Most tokens of a block: the bound of a grid's second dimension."""
 
 _PASSING_SCRATCH_BYTES = 256 << 20
-"""Logits that a call without a scratch makes at most."""
+"""Most bytes of logits in a call without a scratch."""
 _ALIGNMENT = 64
-"""Positions: rows of the logits start on lines of 256 bytes."""
+"""Multiple of positions in a row of logits, so that rows start on lines of 256 bytes."""
 
 
 @dataclass(frozen=True)
 class IndexerScratch:
-    """Memory for the launches of one stream. Graphs hold its addresses: it has to outlive them."""
+    """Memory for the launches of one stream. Graphs hold its addresses, so it must outlive them."""
 
     logits: Tensor
     """float32 [max_tokens, max_context rounded up to 64]; undefined between calls."""
@@ -45,7 +45,7 @@ class IndexerScratch:
 
     @classmethod
     def create(cls, max_tokens: int, max_context: int, device: torch.device | str) -> IndexerScratch:
-        """For blocks of ``max_tokens`` queries that see up to ``max_context`` positions."""
+        """Return memory for blocks of ``max_tokens`` queries that see up to ``max_context`` positions."""
         check_range("max_tokens", max_tokens, 1, MAX_TOKENS_OF_A_BLOCK + 1)
         check_range("max_context", max_context, 1, MAX_CONTEXT + 1)
         num_columns = -(-max_context // _ALIGNMENT) * _ALIGNMENT
@@ -57,7 +57,7 @@ class IndexerScratch:
         return self.logits.shape[0]
 
     def split(self, num_parts: int) -> list[IndexerScratch]:
-        """Scratches of equal size in this one's memory, at least one query each, for as many streams."""
+        """Split this memory into ``num_parts`` scratches of equal size, one for each of as many streams."""
         check_range("num_parts", num_parts, 1, self.max_tokens + 1)
         size = self.max_tokens // num_parts
         return [
@@ -80,30 +80,31 @@ def paged_index_topk(
     key_format: str,
     scratch: IndexerScratch | None = None,
 ) -> Tensor:
-    """Positions that each query attends to: exactly the best, of equal ones the lowest.
+    """Return the positions that each query attends to: exactly the best, and among equal scores the lowest.
 
     ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], up to 128 heads of up to
-    256. With float32 here or in the pool, products are those of full float32.
+    256 numbers. With float32 here or in the pool, products have full float32 precision.
     ``weights``: float32 [num_tokens, num_index_heads], the heads' weights with their scale.
     ``index_pool``: uint8 [num_slots, index_item_bytes], one layer of keys, 4-byte aligned; ``key_format`` is
     "float32", "bfloat16" or "fp8_e4m3" (index_head_dim bytes, then one float32 scale).
     ``page_table``: int32 [num_rows, max_pages], page ids of each request row in position order. Pages up to
-    that of a query's own position have to be pages of the pool; others are not looked at.
+    that of a query's own position must be pages of the pool; others are not read.
     ``req_rows``, ``query_positions``: int64 [num_tokens]; query i sees positions [0, query_positions[i]] of
     its row. A row out of range or a negative position sees nothing. Positions from
     ``max_pages * page_size`` or, on a GPU, ``scratch.max_context`` on are not seen.
-    ``num_real``: int32 [1]; queries from there on are padding.
+    ``num_real``: int32 [1]; queries from this index on are padding.
     ``top_k``: 1 to 4096.
     ``scratch``: the memory for the launches on a GPU, made for the call if None; not used on a CPU. More
     queries than its ``max_tokens`` are taken in blocks.
 
-    Returns int32 [num_tokens, top_k]: ascending positions, -1 behind them. A query that sees at most
-    ``top_k`` positions gets all of them, padding none. 0.0 and -0.0 are equal; NaN counts as -inf, which is
-    chosen when there are too few numbers.
+    Returns int32 [num_tokens, top_k]: ascending positions, followed by -1. A query that sees at most
+    ``top_k`` positions gets all of them; padding gets none. 0.0 and -0.0 are equal; NaN counts as -inf, which
+    is chosen when there are too few numbers.
 
-    All tensors on one device, contiguous. On a GPU everything goes to the current stream without a
-    synchronisation, and nothing depends on values on the host, so that a CUDA graph can capture it, given
-    ``scratch`` and one call with the same shapes before (it compiles). One scratch serves one stream.
+    All tensors are on one device and contiguous, and only ``scratch`` is changed. On a GPU everything goes to
+    the current stream without a synchronisation, and nothing depends on values on the host. A CUDA graph can
+    capture a call with a ``scratch`` after one call with the same shapes, which compiles. One scratch serves
+    one stream.
     """
     check_tensor("q_index", q_index, dtypes=(torch.float32, torch.bfloat16), shape=(None, None, None))
     num_tokens, num_heads, head_dim = q_index.shape
@@ -171,10 +172,10 @@ def paged_index_topk_reference(
     top_k: int,
     key_format: str,
 ) -> Tensor:
-    """As ``paged_index_topk``, in plain torch on any device; reads rows and positions on the host.
+    """Compute ``paged_index_topk`` in plain torch on any device; this reads rows and positions on the host.
 
-    One matrix product a row, as transformers has it, and on a CPU the fastest. Queries that have few scores,
-    as those of a step, choose together.
+    It makes one matrix product for each row, as transformers does, which is the fastest way on a CPU. Queries
+    with few scores, such as those of a step, share one selection.
     """
     num_tokens, num_heads, head_dim = q_index.shape
     num_rows, max_pages = page_table.shape
@@ -193,15 +194,15 @@ def paged_index_topk_reference(
         tokens = list(run)
         some = slice(tokens[0], tokens[-1] + 1)
         seq_len = max(nums_seen[some])
-        # Of no more than top_k positions all are chosen, whatever their scores.
+        # If a query sees at most top_k positions, all are chosen whatever their scores.
         if seq_len <= (0 if products is None else top_k):
             continue
         keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)
         if products is None:
             out[some] = index_topk(q_index[some], weights[some], keys, num_seen[some] - 1, top_k)
         else:
-            of_row = index_products(q_index[some], keys.float())
-            products[: len(of_row), some] = of_row
+            row_products = index_products(q_index[some], keys.float())
+            products[: len(row_products), some] = row_products
     if products is None:
         return out
     logits = weigh(products, weights, head_dim).transpose(0, 1).flatten(1)
@@ -211,7 +212,7 @@ def paged_index_topk_reference(
 def gather_keys(
     index_pool: Tensor, page_ids: Tensor, page_size: int, seq_len: int, head_dim: int, key_format: str
 ) -> Tensor:
-    """[seq_len, head_dim]: the keys of the first ``seq_len`` positions of a request.
+    """Return the keys of the first ``seq_len`` positions of a request, [seq_len, head_dim].
 
     ``index_pool``: uint8 [num_slots, index_item_bytes]; ``page_ids``: integer [>= seq_len / page_size].
     """

@@ -1,9 +1,9 @@
-"""The host side of ``csrc/rank_exchange.cu``: what the GPUs of one machine give each other, over memory that
+"""The host side of ``csrc/rank_exchange.cu``: collectives of the GPUs of one machine, through memory that
 each has opened of the others (CUDA IPC; no multicast).
 
-Every rank makes the same calls with equally large tensors in the same order, on one stream. A call can be
-captured in a CUDA graph: what tells one from the next is counted on the device. cupy is imported with the
-first ``RankMemory``, and the code compiled by its ``connect``.
+Every rank makes the same calls with equally large tensors in the same order, on one stream. A CUDA graph can
+capture a call, because the device counts the calls. The first ``RankMemory`` imports cupy, and its
+``connect`` compiles the code.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ NUM_CHANNELS = 32
 NUM_BANKS = 4
 MAX_PIECE_BYTES = 65536
 HEADER_BYTES = 8192
-"""All of these as in csrc/rank_exchange.cu. A header begins with the counts of pieces."""
+"""The constants from MAX_RANKS to here are the same as in csrc/rank_exchange.cu. A header begins with the
+counts of pieces."""
 MIN_PIECE_BYTES = 4096
-"""Of a piece, unless all there is is less: more blocks would have nothing to do."""
+"""Fewest bytes of a piece, unless the whole part is smaller; smaller pieces would occupy more blocks for
+nothing."""
 ALIGNMENT = 16
 GATHER_WORDS = (16, 4, 1)
 SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
-"""The widths of words that there are kernels for, in bytes, the last of which fits everything."""
+"""Widths of words, in bytes, for which there are kernels; the last width fits every length."""
 SUM_DTYPES = tuple(SUM_WORDS)
 
 _NUM_COUNTS = NUM_CHANNELS * 32 + NUM_CHANNELS
 _IS_OVERDUE = _NUM_COUNTS
-"""Where in the header, as 32-bit words."""
+"""Index of the overdue flag in the header, in 32-bit words."""
 _LAZY_PEER_ACCESS, _MEMCPY_DEFAULT = 1, 4
 """cudaIpcMemLazyEnablePeerAccess, cudaMemcpyDefault"""
 
@@ -50,7 +52,7 @@ _PARAMS = np.dtype(
         ("out", _POINTER),
         ("part_bytes", _LONG),
         ("part_stride", _LONG),
-        ("patience_ns", _POINTER),
+        ("timeout_ns", _POINTER),
         ("rank", _INT),
         ("num_ranks", _INT),
         ("num_rounds", _INT),
@@ -65,7 +67,7 @@ _PARAMS = np.dtype(
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a part is cut: ``num_blocks`` pieces at a time, ``num_rounds`` times, which together cover it."""
+    """How a part is cut: ``num_rounds`` rounds of ``num_blocks`` pieces cover it."""
 
     num_blocks: int
     num_rounds: int
@@ -80,35 +82,37 @@ class Pieces:
 
 
 def memory_bytes(num_ranks: int) -> int:
-    """What a rank allocates, whatever is exchanged."""
+    """Return the bytes that each rank allocates, whatever it exchanges."""
     return HEADER_BYTES + NUM_BANKS * num_ranks * NUM_CHANNELS * MAX_PIECE_BYTES
 
 
 def word_bytes(widths: Sequence[int], *values: int) -> int:
-    """The widest word that all addresses and lengths are multiples of."""
+    """Return the widest word that divides all addresses and lengths."""
     return next(width for width in widths if all(value % width == 0 for value in values))
 
 
 class RankMemory:
-    """One rank's memory that others write to, and where theirs is. It stays as long as the process."""
+    """One rank's memory, to which other ranks write, and the addresses of theirs. It lives as long as the
+    process."""
 
     def __init__(self, device: torch.device, rank: int, num_ranks: int) -> None:
-        """Raises RuntimeError, or any error of the driver's or of an import, where it cannot be had."""
+        """Allocate the memory. Raises RuntimeError, or any error of the driver or of an import, if that
+        fails."""
         if num_ranks > MAX_RANKS:
-            raise RuntimeError(f"{num_ranks} ranks, and a kernel knows {MAX_RANKS} at most")
+            raise RuntimeError(f"{num_ranks} ranks, but a kernel takes at most {MAX_RANKS}")
         self._device, self._rank = device, rank
         runtime = cupy_module().cuda.runtime
         with torch.cuda.device(device):
             self._own = int(runtime.malloc(memory_bytes(num_ranks)))
             self.handle = bytes(runtime.ipcGetMemHandle(self._own))
-            """What the other ranks open it by, in ``connect``."""
+            """The handle with which other ranks open this memory in ``connect``."""
             self.gpu = str(runtime.deviceGetPCIBusId(torch.cuda.current_device()))
             """The name of this rank's GPU in all processes of the machine."""
         self._addresses = [self._own] * num_ranks
         self.begin_at(0)
 
     def connect(self, others: dict[int, tuple[str, bytes]]) -> None:
-        """``others``: ``gpu`` and ``handle`` by rank. Raises what the constructor does."""
+        """Open the memory of ``others``, ``gpu`` and ``handle`` by rank. Raises what the constructor does."""
         runtime = cupy_module().cuda.runtime
         with torch.cuda.device(self._device):
             here = torch.cuda.current_device()
@@ -123,8 +127,9 @@ class RankMemory:
                 _kernel(name)
 
     def begin_at(self, count: int) -> None:
-        """Have the next piece of each channel be the one behind ``count``, modulo 2^32. No rank may be in an
-        exchange, and none begins one before all have done this. For tests, but for the first time."""
+        """Set the number of each channel's last piece to ``count``, modulo 2^32. No rank may be in an
+        exchange, and none may begin one before all ranks have done this. Beside the constructor only tests
+        call it."""
         header = np.zeros(HEADER_BYTES // 4, np.uint32)
         header[:_NUM_COUNTS] = count % 2**32
         with torch.cuda.device(self._device):
@@ -133,7 +138,7 @@ class RankMemory:
             torch.cuda.synchronize()
 
     def is_overdue(self) -> bool:
-        """Whether a peer was late since the start; waits for the device."""
+        """Return whether a peer was late since the start. Waits for the device."""
         found = np.zeros(1, np.uint32)
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
@@ -142,27 +147,31 @@ class RankMemory:
             )
         return bool(found[0])
 
-    def gather(self, out: Tensor, x: Tensor, patience_secs: float, *, only_notes_overdue: bool) -> None:
-        """``out`` [num_ranks * n, …]: ``x`` [n, …] of all ranks in their order, whatever their bytes mean.
+    def gather(self, out: Tensor, x: Tensor, timeout_secs: float, *, only_notes_overdue: bool) -> None:
+        """Fill ``out`` [num_ranks * n, …] with ``x`` [n, …] of all ranks, in the order of ranks.
 
-        Both contiguous, on the device. A peer that is later than ``patience_secs`` ends the kernel with an
-        error, and with it all that this process does on the GPU; with ``only_notes_overdue``, ``is_overdue``
-        says so, and nothing that is exchanged later is of use.
+        Both have one dtype, any, and are contiguous on the device. A peer that is later than ``timeout_secs``
+        ends the kernel with an error, and with it all work of this process on the GPU. With
+        ``only_notes_overdue``, ``is_overdue`` reports it instead, and the results of this and all later
+        exchanges are invalid.
         """
         _check(out, x, (x.dtype,), len(self._addresses) * x.nbytes, out.nbytes)
         width = word_bytes(GATHER_WORDS, x.nbytes, x.data_ptr(), out.data_ptr())
-        self._launch(f"ranks_gather_{width}", out, x, x.nbytes, 0, patience_secs, only_notes_overdue)
+        self._launch(f"ranks_gather_{width}", out, x, x.nbytes, 0, timeout_secs, only_notes_overdue)
 
-    def sum_own(self, out: Tensor, x: Tensor, patience_secs: float, *, only_notes_overdue: bool) -> None:
-        """``out`` [n, …]: the sum over all ranks of their ``x`` [num_ranks * n, …], of its part ``rank``.
+    def sum_own(self, out: Tensor, x: Tensor, timeout_secs: float, *, only_notes_overdue: bool) -> None:
+        """Fill ``out`` [n, …] with the sum over all ranks of this rank's part of their ``x`` [num_ranks * n,
+        …].
 
-        bfloat16 or float32, contiguous. Added up in float32 in the order of ranks, and rounded once: an
-        element has the same bits in whichever row it is, and however many there are. The rest as ``gather``.
+        Both are bfloat16 or float32, contiguous, on the device. The parts are added up in float32 in the
+        order of ranks and rounded once, so that an element's bits do not depend on its row or on the number
+        of rows.
+        ``timeout_secs`` and ``only_notes_overdue`` are as in ``gather``.
         """
         _check(out, x, SUM_DTYPES, x.nbytes, len(self._addresses) * out.nbytes)
         width = word_bytes(SUM_WORDS[x.dtype], out.nbytes, x.data_ptr(), out.data_ptr())
         name = f"ranks_sum_{str(x.dtype).removeprefix('torch.')}_{width}"
-        self._launch(name, out, x, out.nbytes, out.nbytes, patience_secs, only_notes_overdue)
+        self._launch(name, out, x, out.nbytes, out.nbytes, timeout_secs, only_notes_overdue)
 
     def _launch(
         self,
@@ -171,7 +180,7 @@ class RankMemory:
         x: Tensor,
         part_bytes: int,
         part_stride: int,
-        patience_secs: float,
+        timeout_secs: float,
         only_notes_overdue: bool,
     ) -> None:
         if part_bytes == 0:
@@ -181,7 +190,7 @@ class RankMemory:
         parameters["memory"][: len(self._addresses)] = self._addresses
         parameters["x"], parameters["out"] = x.data_ptr(), out.data_ptr()
         parameters["part_bytes"], parameters["part_stride"] = part_bytes, part_stride
-        parameters["patience_ns"] = round(1e9 * patience_secs)
+        parameters["timeout_ns"] = round(1e9 * timeout_secs)
         parameters["rank"], parameters["num_ranks"] = self._rank, len(self._addresses)
         parameters["num_rounds"], parameters["piece_bytes"] = pieces.num_rounds, pieces.piece_bytes
         parameters["only_notes_overdue"] = only_notes_overdue
@@ -189,16 +198,18 @@ class RankMemory:
 
 
 def source() -> str:
-    """The whole translation unit: ``csrc/rank_exchange.cu`` with its own headers."""
+    """Return the whole translation unit: ``csrc/rank_exchange.cu`` with its own headers."""
     return translation_unit(MAIN_SOURCE)
 
 
 def compile_options() -> tuple[str, ...]:
-    """What the code is compiled with besides the architecture."""
+    """Return the compiler's options without the architecture."""
     return ("-std=c++17", "-lineinfo")
 
 
-def _check(out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...], all_bytes: int, of_all: int) -> None:
+def _check(
+    out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...], num_bytes: int, wanted_bytes: int
+) -> None:
     for name, tensor in (("x", x), ("out", out)):
         if tensor.dtype not in dtypes or not tensor.is_contiguous():
             wanted = " or ".join(str(dtype) for dtype in dtypes)
@@ -206,21 +217,21 @@ def _check(out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...], all_bytes: i
                 f"{name}: expected a contiguous tensor of {wanted}, got {tensor.dtype} with strides "
                 f"{tensor.stride()}"
             )
-    if all_bytes != of_all or out.dtype != x.dtype:
+    if num_bytes != wanted_bytes or out.dtype != x.dtype:
         raise KernelArgumentError(
-            f"out: {list(out.shape)} of {out.dtype} is not what all ranks make of "
+            f"out: {list(out.shape)} of {out.dtype} does not match the x of all ranks, "
             f"{list(x.shape)} of {x.dtype}"
         )
 
 
 def kernels() -> list[str]:
-    """All names."""
-    of_sums = [
+    """Return the names of all kernels."""
+    sums = [
         f"ranks_sum_{str(dtype).removeprefix('torch.')}_{width}"
         for dtype, widths in SUM_WORDS.items()
         for width in widths
     ]
-    return [*(f"ranks_gather_{width}" for width in GATHER_WORDS), *of_sums]
+    return [*(f"ranks_gather_{width}" for width in GATHER_WORDS), *sums]
 
 
 @functools.cache

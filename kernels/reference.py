@@ -1,8 +1,8 @@
-"""CPU swap-in, the oracle of the CUDA kernel: same tables, same order of eviction, same bytes.
+"""Swap-in on a CPU, the oracle of the CUDA kernel: same tables, same order of eviction, same bytes.
 
-Works on numpy views of the tables, vectorised over positions; hits are resolved for all requests together and
-only requests that miss are visited one by one. Arguments were checked by ``kernels/swap_in.py``; what it
-could not check without reading values is checked here.
+It works on numpy views of the tables, vectorised over positions. Hits are resolved for all requests together;
+only requests with misses are visited one by one. ``kernels/swap_in.py`` has checked the arguments except for
+values in tensors, which are checked here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hisparse_pd.kernels.hot_state import (
 from hisparse_pd.kernels.reference_check import reference_checks
 
 Pools: TypeAlias = tuple[Tensor, Tensor]
-"""Host and device, uint8 [num_layers, num_slots, item_bytes], contiguous."""
+"""Host and device pool, each uint8 [num_layers, num_slots, item_bytes], contiguous."""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = npt.NDArray[Any]
@@ -39,13 +39,15 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_EXACT_AGES = 16
 FREE_CLASS = 31
-"""Age classes are as many as a warp has lanes, and are told apart in one pass over the entries."""
+"""The last age class. There are as many classes as lanes in a warp, so that one pass over the entries counts
+all."""
 
 _NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
 
 
 class Copies(NamedTuple):
-    """Items to copy from the host to the device pool, all int64 [num_copies]; whose they are, and where."""
+    """Items to copy from the host to the device pool, all int64 [num_copies]: their slots, rows and
+    positions."""
 
     src_host_slots: Ints
     dst_device_slots: Ints
@@ -57,7 +59,7 @@ _NO_COPIES = Copies(_NO_SLOTS, _NO_SLOTS, _NO_SLOTS, _NO_SLOTS)
 
 
 def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -> Copies:
-    """Fill ``out`` with device slots, update the tables, and return what is to be copied."""
+    """Fill ``out`` with device slots, update the tables, and return the items to copy."""
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
@@ -65,11 +67,11 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     if not len(steps):
         return _NO_COPIES
     rows, lens = rows[steps], lens[steps]
-    # All that a request's new positions select is one selection.
+    # The selections of a request's new positions count as one.
     positions = selected.numpy().reshape(requests.num_reqs, -1)[steps].astype(np.int64)
     is_bad = (positions != ABSENT) & ((positions < 0) | (positions >= lens[:, None]))
     state.error_flags.numpy()[rows[is_bad.any(axis=1)]] |= HotBufferError.BAD_POSITION
-    # Drafts behind the context or the request's pages are not there, and may be selected for nothing.
+    # Drafts beyond the context or the request's pages do not exist; selecting them has no effect.
     first_new = lens - num_new
     ends = first_new + _num_there(state, rows, lens, num_new)
     is_valid = (positions >= 0) & (positions < ends[:, None])
@@ -83,7 +85,7 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
 
 
 class _HotStep:
-    """One swap-in step of some hisparse rows in one group, whose new positions are [first_new, ends)."""
+    """One swap-in step of some hisparse rows in one group. Their new positions are [first_new, ends)."""
 
     def __init__(self, state: HotBufferState, group: int, rows: Ints, first_new: Ints, ends: Ints) -> None:
         self._lookup_to_hot = state.lookup_to_hot[group].numpy()
@@ -108,7 +110,7 @@ class _HotStep:
         return Copies(*(np.concatenate(parts) for parts in zip(*self._copies, strict=True)))
 
     def resolve(self, positions: Ints, is_valid: Mask) -> Table:
-        """Device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or not placeable."""
+        """Return device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or without an entry."""
         self._place_newest()
         rows = self._rows[:, None]
         lookup_slots = np.where(
@@ -129,7 +131,7 @@ class _HotStep:
         return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
 
     def _place_newest(self) -> None:
-        """Give every row's new positions their fixed entries, evicting what was there."""
+        """Give every row's new positions their fixed entries, and evict the former occupants."""
         num_new = self._ends - self._first_new
         req, offset = np.nonzero(np.arange(num_new.max(initial=0)) < num_new[:, None])
         rows, positions = self._rows[req], self._first_new[req] + offset
@@ -144,8 +146,9 @@ class _HotStep:
         self._stamps[rows, entries] = self._now[req]
 
     def _take_misses(self, req: int, missing: Ints, lookup_slots: Ints) -> None:
-        """Give the ``missing`` positions (ascending, distinct) of one request, which have these lookup slots,
-        entries, and plan their copies.
+        """Give entries to the ``missing`` positions (ascending, distinct) of one request, and plan their
+        copies.
+        ``lookup_slots``: their lookup slots.
         """
         row = self._rows[req]
         self._counters[row, MISSES] += len(missing)
@@ -166,14 +169,14 @@ class _HotStep:
         self._copies.append(copies_of(self._state, int(row), missing, entries))
 
     def _least_recent(self, row: int, ring_start: int, now: int, num_wanted: int) -> Ints:
-        """Up to ``num_wanted`` entries below ``ring_start`` that this step does not use: the oldest age class
-        first, within a class in the order of their hot_index.
+        """Return up to ``num_wanted`` entries below ``ring_start`` that this step does not use: the oldest
+        age class first, and within a class in the order of their hot_index.
         """
         ages = age_classes(self._stamps[row, :ring_start], now)
         num_taken = min(num_wanted, int(np.count_nonzero(ages)))
         if num_taken == 0:
             return _NO_SLOTS
-        # Entries that this step uses are of class 0, so they come last and are never reached.
+        # Entries that this step uses have class 0, so they come last and are never taken.
         order = np.arange(len(ages)) - ages * len(ages)
         oldest = np.argpartition(order, num_taken - 1)[:num_taken]
         taken: Ints = oldest[np.argsort(order[oldest])]
@@ -181,8 +184,9 @@ class _HotStep:
 
 
 def age_classes(stamps: Table, now: int) -> Ints:
-    """How long before step ``now`` entries with these ``stamps`` were used: 0 for this step, the age itself
-    below NUM_EXACT_AGES, then two classes for every doubling up to FREE_CLASS - 1, FREE_CLASS for free ones.
+    """Return the age classes of entries with these ``stamps`` in step ``now``: the age itself below
+    NUM_EXACT_AGES (0 for this step), then two classes for every doubling up to FREE_CLASS - 1, and FREE_CLASS
+    for free entries.
     """
     ages = now - stamps.astype(np.int64)
     octave = np.frexp(np.maximum(ages, NUM_EXACT_AGES))[1].astype(np.int64) - 1
@@ -193,7 +197,7 @@ def age_classes(stamps: Table, now: int) -> Ints:
 
 
 def enter(state: HotBufferState, group: int, row: int, positions: Ints) -> None:
-    """Enter ``positions`` in an empty hot buffer, from hot_index 0 on."""
+    """Enter ``positions`` into an empty hot buffer, from hot_index 0 on."""
     lookup_slots = lookup_slots_of(state, np.full_like(positions, row), positions)
     num_warm = len(positions)
     state.lookup_to_hot[group].numpy()[lookup_slots] = np.arange(num_warm)
@@ -202,7 +206,7 @@ def enter(state: HotBufferState, group: int, row: int, positions: Ints) -> None:
 
 
 def copies_of(state: HotBufferState, row: int, positions: Ints, entries: Ints) -> Copies:
-    """Of ``positions`` of one row to the hot_indices ``entries``."""
+    """Return the copies of one row's ``positions`` to the hot_indices ``entries``."""
     rows = np.full_like(positions, row)
     hot_slots = state.hot_slots[row].numpy()[entries].astype(np.int64)
     return Copies(host_slots_of(state, rows, positions), hot_slots, rows, positions)
@@ -210,12 +214,12 @@ def copies_of(state: HotBufferState, row: int, positions: Ints, entries: Ints) -
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What ``RowStart`` puts at hot_index 0, 1, … of every group."""
+    """The positions that ``RowStart`` puts at hot_index 0, 1, … of every group."""
 
     num_warm: npt.NDArray[np.int32]
     """[num_groups]"""
     positions: npt.NDArray[np.int32]
-    """[num_groups, n], or [1, n] when it is the same in all; of each group the first ``num_warm`` count."""
+    """[num_groups, n], or [1, n] when all groups share them; the first ``num_warm`` of each group count."""
 
     def of_group(self, group: int) -> Ints:
         warm = self.positions[group if len(self.positions) > 1 else 0]
@@ -226,9 +230,9 @@ class WarmUp:
 def plan_warm_up(
     num_groups: int, capacity: int, max_new: int, num_tokens: int, hints: Sequence[npt.NDArray[np.int32]]
 ) -> WarmUp:
-    """See ``kernels.swap_in.RowStart``. Raises KernelArgumentError.
+    """Return the positions to warm up; see ``kernels.swap_in.RowStart``. Raises KernelArgumentError.
 
-    The usual hints, of equal length and without duplicates, are taken as they are.
+    A hint without duplicates and ABSENT, the usual case, is taken as it is.
     """
     if num_tokens + max_new <= capacity:
         everything = np.arange(num_tokens, dtype=np.int32)
@@ -244,7 +248,7 @@ def plan_warm_up(
 
 
 def _first_distinct(hint: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
-    """The hint without what it has for the second time, and without ABSENT."""
+    """Return the hint without duplicates and ABSENT."""
     ordered = np.sort(hint)
     if len(ordered) and (ordered[0] < ABSENT or ordered[-1] >= num_tokens):
         lowest = int(hint[hint != ABSENT].min())
@@ -262,7 +266,7 @@ def _first_distinct(hint: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray
 def copy_items(
     pools: Pools, layer: int, copies: Copies, state: HotBufferState | None, read_at: ReadAt
 ) -> None:
-    """Copy items of one layer from the host pool to the device pool, and verify what was copied."""
+    """Copy items of one layer from the host pool to the device pool, and verify the copied bytes."""
     host, dev = pools
     if not len(copies.positions):
         return
@@ -275,7 +279,7 @@ def copy_items(
 def _verify(
     state: HotBufferState, row_checks: Tensor, items: Tensor, layer: int, copies: Copies, read_at: ReadAt
 ) -> None:
-    """Note of each row the first item that is not what was written."""
+    """Record the first wrong item of each row."""
     rows, positions = copies.req_rows, copies.positions
     check_slots = _slots_of(state.index_pages, state.page_size, rows, positions)
     expected = row_checks.numpy()[check_slots]
@@ -301,7 +305,7 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
                 f"got {nums[is_bad].tolist()} for {lens[is_bad].tolist()}"
             )
         req = np.repeat(np.arange(len(rows)), nums)
-        ends = np.repeat(np.cumsum(nums), nums)  # of each request's part of what follows
+        ends = np.repeat(np.cumsum(nums), nums)  # where each request's part of the flat arrays ends
         rows, positions = rows[req], lens[req] - ends + np.arange(len(req))
     else:
         positions = lens - 1
@@ -332,7 +336,7 @@ def newest_slots(requests: StepRequests, out: Tensor) -> None:
 
 
 def _real_requests(requests: StepRequests) -> tuple[Ints, Ints]:
-    """int64 (seq_lens, req_rows) without the padding, after checks of their values."""
+    """Check the values of seq_lens and req_rows, and return both as int64 without the padding."""
     state, num_new, num_real = requests.state, requests.num_new, int(requests.num_real_reqs)
     if not 0 <= num_real <= requests.num_reqs:
         raise KernelArgumentError(
@@ -340,7 +344,7 @@ def _real_requests(requests: StepRequests) -> tuple[Ints, Ints]:
         )
     lens = requests.seq_lens.numpy()[:num_real].astype(np.int64)
     rows = requests.req_rows.numpy()[:num_real].astype(np.int64)
-    longest = state.max_context + num_new - 1  # the drafts may be behind the context
+    longest = state.max_context + num_new - 1  # drafts may be beyond the context
     if num_real and not num_new <= lens.min() <= lens.max() <= longest:
         raise KernelArgumentError(
             f"seq_lens: expected values in [{num_new}, {longest}], got {lens.min()} to {lens.max()}"
@@ -355,12 +359,12 @@ def _real_requests(requests: StepRequests) -> tuple[Ints, Ints]:
 
 
 def host_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
-    """Host slots of ``positions`` in ``rows``, of equal shapes or broadcast; ABSENT where there is none."""
+    """Return host slots of ``positions`` in ``rows``, which broadcast; ABSENT where there is none."""
     return _slots_of(state.host_pages, state.page_size, rows, positions)
 
 
 def lookup_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
-    """The same of their lookup slots."""
+    """Return lookup slots of ``positions`` in ``rows``, which broadcast; ABSENT where there is none."""
     return _slots_of(state.lookup_pages, state.page_size, rows, positions)
 
 
@@ -371,8 +375,8 @@ def _slots_of(pages: Tensor, page_size: int, rows: Ints, positions: Ints) -> Int
 
 
 def _num_there(state: HotBufferState, rows: Ints, lens: Ints, num_new: int) -> Ints:
-    """How many of each request's ``num_new`` new positions, from the first one on, have a page in the pool
-    that the row is in, and are inside the context.
+    """Return how many of each request's ``num_new`` new positions, from the first one on, are inside the
+    context and have a page in the pool that the row uses.
     """
     positions = lens[:, None] - num_new + np.arange(num_new)
     pages = np.minimum(positions, state.max_context - 1) // state.page_size
@@ -388,7 +392,7 @@ def _num_there(state: HotBufferState, rows: Ints, lens: Ints, num_new: int) -> I
 
 
 def _can_step(state: HotBufferState, lens: Ints, rows: Ints, num_new: int) -> Mask:
-    """Which requests are dense, or have a host slot for their first new position; flags the others."""
+    """Return which requests are dense or have a host slot for their first new position. Flags the others."""
     first_slots = host_slots_of(state, rows, lens - num_new)
     lacks_slot = (state.capacity.numpy()[rows] > 0) & (first_slots < 0)
     state.error_flags.numpy()[rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
@@ -397,7 +401,7 @@ def _can_step(state: HotBufferState, lens: Ints, rows: Ints, num_new: int) -> Ma
 
 
 def _dense_slots(state: HotBufferState, rows: Ints, positions: Ints, is_valid: Mask) -> Table:
-    """Device slots [num_reqs, n] through the page table; ABSENT where not valid or without a page."""
+    """Return device slots [num_reqs, n] from the page table; ABSENT where not valid or without a page."""
     pages = np.where(is_valid, positions, 0) // state.page_size
     page_ids = state.page_table.numpy()[rows[:, None], pages]
     slots = page_ids * state.page_size + positions % state.page_size
@@ -405,7 +409,7 @@ def _dense_slots(state: HotBufferState, rows: Ints, positions: Ints, is_valid: M
 
 
 def _num_distinct(hot_indices: Table) -> Ints:
-    """Distinct values other than ABSENT in each row."""
+    """Return the number of distinct values other than ABSENT in each row."""
     if hot_indices.shape[1] == 0:
         return np.zeros(len(hot_indices), dtype=np.int64)
     ordered = np.sort(hot_indices, axis=1)

@@ -1,4 +1,4 @@
-"""The row check in torch, the oracle of ``csrc/row_check.cuh``; ``docs/kv-layout.md`` has the function."""
+"""The row check in torch, the oracle of ``csrc/row_check.cuh``; ``docs/kv-layout.md`` defines it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from torch import Tensor
 WORD_FACTOR: Final = 0x9E3779B1
 PLACE_FACTOR: Final = 0x85EBCA6B
 POSITION_BITS: Final = 22
-"""Positions below this power of two, in 512 layers, have numbers of their own. As in csrc/row_check.cuh."""
+"""Bits of a position: positions below this power of two have distinct numbers in up to 512 layers. The
+factors and this are the same in csrc/row_check.cuh."""
 
 
 def reference_checks(rows: Tensor, layer: int, positions: Tensor) -> Tensor:
-    """Checks, int32 [n], of the items ``rows``, uint8 [n, item_bytes], in torch; products wrap around."""
+    """Return the checks, int32 [n], of items ``rows``, uint8 [n, item_bytes]. Products wrap around.
+
+    ``positions``: int64 [n] on the device of ``rows``.
+    """
     num_bytes = rows.shape[1]
     padded = torch.nn.functional.pad(rows, (0, -num_bytes % 4))
     words = padded.contiguous().view(torch.int32)
@@ -26,12 +30,12 @@ def reference_checks(rows: Tensor, layer: int, positions: Tensor) -> Tensor:
 
 @functools.cache
 def _word_factors(num_words: int, device: torch.device) -> Tensor:
-    """int32 [num_words]: odd, and each another one."""
+    """Return the factors of an item's words, int32 [num_words]: odd and distinct."""
     mixed = (torch.arange(1, num_words + 1) * WORD_FACTOR) & 0xFFFFFFFF
     return _wrapped(mixed ^ (mixed >> 15) | 1).to(device)
 
 
 def _wrapped(values: Tensor) -> Tensor:
-    """The low 32 bits of int64 ``values``, as int32."""
+    """Return the low 32 bits of int64 ``values``, as int32."""
     low = values & 0xFFFFFFFF
     return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)

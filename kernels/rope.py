@@ -1,7 +1,7 @@
 """Rotary position embedding of the first dimensions of each head, in torch and, on a GPU, in one launch.
 
-Both models pair elements in one of two ways: neighbours (*interleaved*), whose first members come out in the
-first half, or element ``i`` with ``i + rope_dim / 2``.
+Models pair elements in one of two ways: neighbours (*interleaved*), with the first of each pair written to
+the first half, or element ``i`` with ``i + rope_dim / 2``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Tensor | None = None) -> Tensor:
-    """Rotate the first ``rope_dim`` elements of each head of ``x`` and take the others as they are.
+    """Rotate the first ``rope_dim`` elements of each head of ``x`` and copy the others.
 
-    ``x``: [num_tokens, num_heads, dim]; ``cos``, ``sin``: float32 [num_tokens, rope_dim / 2], with a rope_dim
-    of at most dim; ``out``: where the result goes, as ``x`` and apart from it, or None for a new tensor. All
-    have a last stride of 1, and may have any others. Returns ``out``, computed in float32 and rounded once.
+    ``x``: [num_tokens, num_heads, dim], not changed; ``cos``, ``sin``: float32 [num_tokens, rope_dim / 2],
+    with a rope_dim of at most dim; ``out``: of ``x``'s shape and dtype and in other memory, or None for a new
+    tensor. All have a last stride of 1 and any other strides. Returns ``out``, computed in float32 and
+    rounded once.
 
-    On a GPU it is enqueued on the current stream; nothing synchronises. Raises KernelArgumentError.
+    On a GPU the launch goes to the current stream; nothing synchronises. Raises KernelArgumentError.
     """
     num_pairs = cos.shape[-1]
     if out is None:
@@ -44,7 +45,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Te
 
 
 def _fits(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> bool:
-    """Whether ``_refuse`` would find nothing, for less: a small batch on a CPU pays it four times a layer."""
+    """Return whether ``_refuse`` would find nothing, in less time: a small batch on a CPU pays it four times
+    a layer."""
     num_pairs = cos.shape[-1]
     return (
         x.dim() == 3
@@ -60,7 +62,7 @@ def _fits(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> bool:
 
 
 def _refuse(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Raise KernelArgumentError for what does not fit."""
+    """Raise KernelArgumentError for the first argument that does not fit."""
     check_tensor("x", x, dtypes=DTYPES, shape=(None, None, None), contiguous=False)
     num_tokens, _, dim = x.shape
     num_pairs = cos.shape[-1]
@@ -81,7 +83,7 @@ def _refuse(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 @functools.cache
 def _kernel() -> Callable[[Tensor, Tensor, Tensor, bool, Tensor], None] | None:
-    """All of it in one launch, where triton is installed."""
+    """Return the kernel that rotates in one launch, if triton is installed."""
     try:
         from hisparse_pd.kernels import triton_rope
     except ImportError:

@@ -1,13 +1,13 @@
 """The row check: 32 bits over an item's bytes, its layer and its position.
 
-``docs/kv-layout.md`` has the function with fixed vectors. It is computed where an item is written, travels as
-indexer keys do and not beside the item, and is compared wherever an item is read. An item that changed within
-one of its 32-bit words, or a right one that stands with its check at another layer or position, is seen for
-certain; anything else but for one in 2**32.
+``docs/kv-layout.md`` has the function with fixed vectors. It is computed where an item is written, travels
+with indexer keys and not with the item, and is compared wherever an item is read. It always detects a change
+within one 32-bit word of an item, and a correct item that lies with its check at another layer or position;
+any other error is missed once in 2**32.
 
 ``pool``: uint8 [num_layers, num_slots, item_bytes], contiguous. Checks are int32, the bits of an unsigned
-number. On a GPU ``kernels/cuda.py`` computes the same numbers, of a pool in pinned host memory too; nothing
-here synchronises.
+number. On a GPU ``kernels/cuda.py`` computes the same numbers, also for a pool in pinned host memory. Only
+functions that say so wait for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hisparse_pd.kernels.reference_check import reference_checks
 
 
 class WrongItem(NamedTuple):
-    """An item that is not what was written: where it was found, and the two checks."""
+    """An item that differs from what was written: where it was found, and the two checks."""
 
     layer: int
     position: int
@@ -33,18 +33,18 @@ class WrongItem(NamedTuple):
 
 
 class WrongRow(NamedTuple):
-    """The first row of a request that was not what was written, as ``wrong_row`` reads it."""
+    """A request's first wrong item, as ``wrong_row`` reads it."""
 
     read_at: ReadAt
     item: WrongItem
     is_on_host: bool
-    """Whether the item's slot is one of the host pool, or of the device pool."""
+    """Whether the item's slot belongs to the host pool, not to the device pool."""
 
 
 def row_checks_of(pool: Tensor, slots: Tensor, positions: Tensor, first_layer: int = 0) -> Tensor:
-    """Checks, int32 [num_layers, n], of the items at ``slots`` in each layer of ``pool``.
+    """Return the checks, int32 [num_layers, n], of the items at ``slots`` in each layer of ``pool``.
 
-    ``slots``, ``positions``: int64 [n], on one device: the pool's, or a GPU that reads the pool of the host.
+    ``slots``, ``positions``: int64 [n] on one device: the pool's, or a GPU that reads a pool on the host.
     ``first_layer``: number of the pool's first layer. Raises KernelArgumentError.
     """
     out = torch.empty((pool.shape[0], slots.shape[0]), dtype=torch.int32, device=slots.device)
@@ -55,11 +55,11 @@ def row_checks_of(pool: Tensor, slots: Tensor, positions: Tensor, first_layer: i
 def store_row_checks(
     row_checks: Tensor, check_slots: Tensor, pool: Tensor, slots: Tensor, positions: Tensor, layers: range
 ) -> None:
-    """Write the checks of items that were just stored in ``layers`` to their places in ``row_checks``.
+    """Write the checks of items that were just stored in ``layers`` to ``row_checks``.
 
-    ``row_checks``: int32 [num_layers, num_check_slots]; ``pool``: of as many layers; ``check_slots``,
-    ``slots``, ``positions``: int64 [n], all on one device. Where a check slot comes twice it may then hold
-    anything. Raises KernelArgumentError.
+    ``row_checks``: int32 [num_layers, num_check_slots]; ``pool``: has as many layers; ``check_slots``,
+    ``slots``, ``positions``: int64 [n]; all are on one device. A duplicate check slot may hold anything
+    afterwards. Raises KernelArgumentError.
     """
     check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=(pool.shape[0], None))
     check_range("first layer", layers.start, 0, pool.shape[0])
@@ -69,10 +69,10 @@ def store_row_checks(
 
 
 def void_row_checks(row_checks: Tensor, page_ids: Tensor, page_size: int) -> None:
-    """Let the checks of whole pages vouch for nothing that may lie there, so that an item and a check which
-    both fail to come do not agree.
+    """Invalidate the checks of whole pages, so that they do not match former items if neither a new item nor
+    its check arrives.
 
-    ``row_checks``: int32 [num_layers, num_slots], of which those behind the last whole page are nobody's;
+    ``row_checks``: int32 [num_layers, num_slots], in which slots after the last whole page are unused;
     ``page_ids``: int64 [n] on its device.
     """
     num_layers, num_slots = row_checks.shape
@@ -83,10 +83,10 @@ def void_row_checks(row_checks: Tensor, page_ids: Tensor, page_size: int) -> Non
 def wrong_items(
     pool: Tensor, slots: Tensor, row_checks: Tensor, check_slots: Tensor, positions: Tensor
 ) -> list[WrongItem]:
-    """Of each slot the first layer whose item is not what ``row_checks`` vouch for at its check slot.
+    """Return, for each slot with a wrong item, the first layer whose item does not match its check.
 
-    ``pool`` and ``row_checks``: of equally many layers; ``slots``, ``check_slots``, ``positions``: int64 [n]
-    on the device of the checks. Waits for the device. Raises KernelArgumentError.
+    ``pool`` and ``row_checks``: have equally many layers; ``slots``, ``check_slots``, ``positions``: int64
+    [n] on the device of the checks. Waits for the device. Raises KernelArgumentError.
     """
     actual, expected = row_checks_of(pool, slots, positions), row_checks[:, check_slots]
     is_wrong = actual != expected
@@ -108,11 +108,11 @@ def check_in_place(
     read_at: ReadAt,
     first_layer: int = 0,
 ) -> None:
-    """Compare items of the request at ``row`` where they lie, in each layer of ``pool``, with its checks.
+    """Compare items of the request at ``row`` in place, in each layer of ``pool``, with their checks.
 
-    A wrong one is noted as the swap-in notes it: HotBufferError.WRONG_ROW, and its first in ``wrong_rows``.
+    A wrong item is recorded as in a swap-in: HotBufferError.WRONG_ROW, and the first one in ``wrong_rows``.
     ``slots``, ``positions``: int64 [n]; ``is_there``: bool [n], which of them count; the others must be in
-    range. Device work only.
+    range too. This only launches work on the device.
     """
     if slots.shape[0] == 0:
         return
@@ -122,7 +122,7 @@ def check_in_place(
     expected = row_checks[first_layer : first_layer + num_layers, check_slots]
     actual = row_checks_of(pool, slots, positions, first_layer)
     is_wrong = ((expected != actual) & is_there).flatten()
-    # One index in a dimension of its own: a tensor without dimensions is read on the host to index another.
+    # The index keeps a dimension: torch reads an index tensor without dimensions on the host.
     first = is_wrong.int().argmax(dim=0, keepdim=True)
     number = first % slots.shape[0]
     record = torch.cat(
@@ -142,7 +142,7 @@ def check_in_place(
 
 
 def wrong_row(state: HotBufferState, row: int) -> WrongRow:
-    """What ``state`` says of a row whose flags have WRONG_ROW. Waits for the device."""
+    """Return the record in ``state`` of a row whose flags have WRONG_ROW. Waits for the device."""
     values = state.wrong_rows[row].tolist()
     read_at = ReadAt(values[WrongRowField.READ_AT])
     is_on_host = read_at is not ReadAt.SCRUB and bool(state.capacity[row] > 0)
@@ -159,7 +159,7 @@ def _compute(
     out: Tensor,
     out_slots: Tensor | None,
 ) -> None:
-    """Fill ``out`` [num_layers, n], or of it ``out_slots`` [n]."""
+    """Fill ``out`` [num_layers, n], or only its columns ``out_slots`` [n]."""
     check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None))
     device, shape = slots.device, (slots.shape[0],)
     for name, tensor in (("slots", slots), ("positions", positions), ("out_slots", out_slots)):

@@ -1,20 +1,23 @@
-"""Arithmetic on a CPU of which a token's result does not depend on what is computed beside it.
+"""Arithmetic on a CPU in which a token's result does not depend on other tokens of the batch.
 
-In one batch or alone, in a chunk of 1 or 512 tokens, with one torch thread or many: the bits are the same.
-Four things would differ:
+A token has the same bits in a batch or alone, in a chunk of 1 or 512 tokens, with one torch thread or many.
+Four things in torch would differ:
 
-- Products of matrices. A library chooses by the number of rows and of threads in which order it adds up. So
-  every product of a forward is made here, and no other module calls torch for one: rows go in blocks of
-  ``BLOCK_ROWS``, padded with zeros, each block is a product of its own, of one shape and in contiguous memory
-  whatever the number of rows, and MKL makes it in one thread. What is left is that a block gives a row the
-  same bits in each of its places, which ``kernels.row_trial`` tries at the start.
-- Functions of single elements. torch computes the last few of a tensor, which do not fill a vector register,
-  by other code than the rest. ``exp`` is not among them, so ``silu`` and ``sigmoid`` are made of it.
-- The first ``cos`` of a process. MKL chooses the code of its functions in their first call; where two threads
-  make it, one may compute by code of 11 bits (pytorch#188792). ``fix_arithmetic`` makes it in one thread.
-- Sums over a dimension that is not the last one: ``sum_heads``.
+- Matrix products. A library chooses the order of additions by the number of rows and threads. So every
+product of
+  a forward is made here, and no other module calls torch for one. Rows go in blocks of ``BLOCK_ROWS``, padded
+  with zeros. Each block is a separate product, of one shape and in contiguous memory whatever the number of
+  rows, and MKL computes it in one thread. It remains that a block must give a row the same bits at each of
+  its places, which ``kernels.row_trial`` tries at the start.
+- Functions of single elements. torch computes the last few elements of a tensor, which do not fill a vector
+  register, by other code than the rest. ``exp`` has no such difference, so ``silu`` and ``sigmoid`` are made
+  of it.
+- The first ``cos`` of a process. MKL chooses the code of its functions in their first call. If two threads
+make
+  it, one may compute by code of 11 bits (pytorch#188792). ``fix_arithmetic`` makes the call in one thread.
+- Sums over a dimension that is not the last one, for which ``sum_heads`` stands in.
 
-On a GPU all of it is torch's own, in fewer launches.
+On a GPU these functions are torch's own, in fewer launches.
 """
 
 from __future__ import annotations
@@ -33,19 +36,19 @@ from torch.nn import functional
 MKL_MODE: Final = "MKL_CBWR"
 STRICT: Final = "AUTO,STRICT"
 BLOCK_ROWS: Final = 16
-"""Rows of one product. A step of one request pays for as many, and a prompt has a call for every so many."""
+"""Rows of one product. A step of one request pays for all of them; a prompt has one call for each block."""
 BLOCK_QUERIES: Final = 8
-"""The same for heads of the indexer's queries, of which a token has several."""
+"""Query heads in one product of the indexer; a token has several heads."""
 BLOCK_KEYS: Final = 512
-"""Keys of one product of the indexer, whose scores are the columns of its result."""
+"""Keys in one product of the indexer, whose scores are the columns of its result."""
 
 _CHOSEN_BY_FIRST_CALL = (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt)
 
 
 def fix_arithmetic() -> None:
-    """Choose MKL's strict mode, unless the environment has chosen, and the code of its functions.
+    """Choose MKL's strict mode, unless the environment has set a mode, and fix the code of its functions.
 
-    To be called before the first arithmetic of a process.
+    Call before the first arithmetic of a process.
     """
     os.environ.setdefault(MKL_MODE, STRICT)
     one = torch.ones(1)  # one element: one thread
@@ -55,12 +58,13 @@ def fix_arithmetic() -> None:
 
 @functools.cache
 def _set_mkl_threads() -> Callable[[int], int]:
-    """MKL's function for the number of its threads in the calling thread's products, which returns the number
-    before; 0 is torch's choice. torch exports it and has no name for it. Without MKL a function of no effect.
+    """Return MKL's function that sets the number of threads for the calling thread's products and returns the
+    former number; 0 means torch's choice. torch exports it without a Python name. Without MKL the function
+    has no effect.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        # PyDLL keeps the interpreter's lock, which a call of 0.1 us is not worth giving away.
+        # PyDLL keeps the interpreter's lock; a call of 0.1 us is not worth releasing it.
         function: Callable[[int], int] = ctypes.PyDLL(str(library)).MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):
         return lambda _: 0
@@ -68,7 +72,7 @@ def _set_mkl_threads() -> Callable[[int], int]:
 
 
 class _OneThread:
-    """MKL makes the products within in the calling thread alone."""
+    """A context in which MKL computes products in the calling thread alone."""
 
     __slots__ = ("_before", "_set")
 
@@ -81,12 +85,12 @@ class _OneThread:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """``x`` as products on a CPU take it: smaller dtypes are another library's, with threads of its own."""
+    """Widen ``x`` for products on a CPU: smaller dtypes use another library, with its own threads."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _whole_blocks(x: Tensor, size: int) -> list[Tensor]:
-    """``x`` in contiguous blocks of ``size`` rows, the last one padded with zeros."""
+    """Split ``x`` into contiguous blocks of ``size`` rows, the last one padded with zeros."""
     if not len(x):
         return []
     blocks = [x] if len(x) <= size else list(torch.split(x, size))
@@ -96,9 +100,9 @@ def _whole_blocks(x: Tensor, size: int) -> list[Tensor]:
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [..., m] by the transpose of ``matrix`` [n, m], and ``bias`` [n] added: [..., n].
+    """Multiply ``x`` [..., m] by the transpose of ``matrix`` [n, m], and add ``bias`` [n]. Returns [..., n].
 
-    On a CPU ``matrix`` is contiguous, for its strides are a part of the product's shape.
+    On a CPU ``matrix`` must be contiguous, because its strides are a part of the product's shape.
     """
     if x.device.type != "cpu":
         return functional.linear(x, matrix, bias)
@@ -110,8 +114,8 @@ def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         else:
             blocks = _whole_blocks(rows, BLOCK_ROWS)
             product = rows.new_empty((len(blocks) * BLOCK_ROWS, len(matrix)))
-            for block, of_block in zip(blocks, torch.split(product, BLOCK_ROWS), strict=False):
-                torch.mm(block, by, out=of_block)
+            for block, result_block in zip(blocks, torch.split(product, BLOCK_ROWS), strict=False):
+                torch.mm(block, by, out=result_block)
     product = product[:num_rows]
     if bias is not None:
         product += bias
@@ -120,21 +124,21 @@ def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class RowLinear(torch.nn.Linear):
-    """``torch.nn.Linear`` by ``linear``."""
+    """``torch.nn.Linear`` with the product of ``linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """As torch's, to the last bit or the one before it. On a CPU ``x`` is float32 or float64."""
+    """Compute the sigmoid as torch does, up to the last two bits. On a CPU ``x`` is float32 or float64."""
     if x.device.type != "cpu":
         return x.sigmoid()
     return x.neg().exp_().add_(1).reciprocal_()
 
 
 def silu(x: Tensor) -> Tensor:
-    """As torch's, to the last bits; computed in float32 at least."""
+    """Compute ``silu`` as torch does, up to the last bits, in float32 or wider."""
     if x.device.type != "cpu":
         return functional.silu(x)
     wide = x.float()
@@ -142,8 +146,8 @@ def silu(x: Tensor) -> Tensor:
 
 
 def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
-    """Each head's product: ``x`` [num_tokens, heads, m] by ``matrices`` [heads, m, n] into ``out``
-    [num_tokens, heads, n]. Strides are free.
+    """Multiply each head of ``x`` [num_tokens, heads, m] by its matrix of ``matrices`` [heads, m, n], into
+    ``out`` [num_tokens, heads, n]. All may have any strides.
     """
     if x.device.type != "cpu":
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
@@ -157,23 +161,24 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
 
 
 def matmul_tokens(x: Tensor, matrices: Tensor) -> Tensor:
-    """Each token's product with a matrix of its own: ``x`` [num_tokens, m, k] by ``matrices`` [num_tokens, k,
-    n]: [num_tokens, m, n]. On a CPU both are float32 or float64, and a token's strides do not depend on the
-    number of tokens.
+    """Multiply each token of ``x`` [num_tokens, m, k] by its own matrix of ``matrices`` [num_tokens, k, n].
+    Returns [num_tokens, m, n]. On a CPU both are float32 or float64, and a token's strides must not depend on
+    the number of tokens.
     """
     if x.device.type != "cpu":
         return torch.matmul(x, matrices)
     out = x.new_empty((*x.shape[:2], matrices.shape[2]))
     with _OneThread():
-        # No batch of them: with one column or row, a batch of one adds up in another order than one of two.
-        for of_token, matrix, result in zip(x.unbind(), matrices.unbind(), out.unbind(), strict=True):
-            torch.mm(of_token, matrix, out=result)
+        # Not as one batch: with one column or row, a batch of one adds up in another order than a batch of
+        # two.
+        for token, matrix, result in zip(x.unbind(), matrices.unbind(), out.unbind(), strict=True):
+            torch.mm(token, matrix, out=result)
     return out
 
 
 def matmul_keys(x: Tensor, keys: Tensor) -> Tensor:
-    """``x`` [rows, dim] by each of ``keys`` [num_keys, dim]: [blocks, rows, BLOCK_KEYS], the blocks in order,
-    with zeros behind the last of the keys.
+    """Multiply ``x`` [rows, dim] by each of ``keys`` [num_keys, dim]. Returns [blocks, rows, BLOCK_KEYS],
+    with the blocks of keys in order and zeros after the last key.
     """
     by = _whole_blocks(_wide(keys), BLOCK_KEYS)
     if x.device.type != "cpu":
@@ -181,28 +186,29 @@ def matmul_keys(x: Tensor, keys: Tensor) -> Tensor:
     rows = _whole_blocks(_wide(x), BLOCK_QUERIES)
     out = by[0].new_empty((len(by), len(rows), BLOCK_QUERIES, BLOCK_KEYS))
     with _OneThread():
-        for of_keys, results in zip(by, out.unbind(), strict=True):
+        for key_block, results in zip(by, out.unbind(), strict=True):
             for block, result in zip(rows, results.unbind(), strict=True):
-                torch.mm(block, of_keys.t(), out=result)
+                torch.mm(block, key_block.t(), out=result)
     return out.flatten(1, 2)[:, : len(x)]
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(logits / cap)`` of float32 ``logits``, in float64 on a CPU: it rounds what its codes for
-    whole vector registers and for the rest of a tensor differ by."""
+    """Return ``cap * tanh(logits / cap)`` for float32 ``logits``. A CPU computes it in float64, so that
+    rounding removes the difference between its code for whole vector registers and for the rest of a
+    tensor."""
     wide = logits if logits.is_cuda else logits.double()
     return (torch.tanh(wide / cap) * cap).to(logits.dtype)
 
 
 def cumulate(x: Tensor) -> Tensor:
-    """The running sums of each row of ``x`` [rows, columns]. A GPU adds up a single row in another order than
-    several, so that it is made one of two."""
+    """Return the running sums of each row of ``x`` [rows, columns]. A GPU adds up a single row in another
+    order than several, so a single row is doubled."""
     return x.expand(2, -1).cumsum(1)[:1] if x.is_cuda and len(x) == 1 else x.cumsum(1)
 
 
 def sum_heads(weights: Tensor, values: Tensor) -> Tensor:
-    """[..., num_tokens, n]: the sum over heads of ``weights`` [num_tokens, heads] times ``values`` [...,
-    num_tokens, heads, n], which is overwritten. In the order of the heads.
+    """Return the sum over heads, in their order, of ``weights`` [num_tokens, heads] times ``values`` [...,
+    num_tokens, heads, n], which is overwritten: [..., num_tokens, n].
     """
     values.mul_(weights[:, :, None])
     total = values[..., 0, :].clone()

@@ -1,8 +1,8 @@
 """The trial of this machine's products at the start of a node on a CPU.
 
-``kernels.row_math`` gives every product one shape and one thread. What it cannot give is tried here: a row
-has the same bits in each place of its block, and whatever the number of torch's threads. A machine on which
-it has not serves no request: answers would depend on what shares a batch.
+``kernels.row_math`` gives every product one shape and one thread. It cannot guarantee that a row has the same
+bits at each place of its block and with any number of torch's threads, so that is tried here. A node whose
+machine fails the trial does not start, because answers would depend on the other requests of a batch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hisparse_pd.kernels.row_math import (
 )
 
 OUTPUTS: Final = (1, 2, 4, 5, 6, 8, 12, 17, 20, 33, 64)
-"""Outputs of the products that are tried: libraries have code of their own for few. Tests try all to 64."""
+"""Numbers of outputs that are tried; libraries have special code for few outputs. Tests try all up to 64."""
 WIDTHS: Final = (40, 301)
-"""Columns that are added up."""
+"""Numbers of columns that are tried: the length of the sums."""
 _NUM_ROWS: Final = 3 * BLOCK_ROWS
 _PARTS: Final = (
     (0, 1),
@@ -36,19 +36,19 @@ _PARTS: Final = (
     (5, 2 * BLOCK_ROWS + 1),
     *((place, 9) for place in (1, 2, 4, 6)),
 )
-"""First row and number of rows of what is computed apart from the others: between them each row has been in
-several places of its block, among zeros and among others."""
+"""First row and number of rows of the parts that are computed separately. Together they put each row at
+several places of its block, among zeros and among other rows."""
 
 Product = Callable[[Tensor], Tensor]
 
 
 class RowBitsError(StartError):
-    """A row's product has other bits alone than among others on this machine."""
+    """A row's product has other bits alone than among other rows on this machine."""
 
 
 def try_products(outputs: Iterable[int] = OUTPUTS, widths: Iterable[int] = WIDTHS) -> None:
-    """Raise RowBitsError unless a row's products have the same bits among any rows and with one to all of
-    torch's threads, whose number is the same behind the call as before it."""
+    """Raise RowBitsError unless a row's products have the same bits among any rows and with any number of
+    torch's threads. The number of threads is restored."""
     all_threads = torch.get_num_threads()
     trials = [*_trials(widths, tuple(outputs))]
     try:
@@ -65,7 +65,7 @@ def try_products(outputs: Iterable[int] = OUTPUTS, widths: Iterable[int] = WIDTH
 
 
 def _trials(widths: Iterable[int], outputs: Sequence[int]) -> Iterator[tuple[str, Product, Tensor]]:
-    """Every kind of product of ``kernels.row_math`` with its name, and rows for it."""
+    """Yield the name of every kind of product in ``kernels.row_math``, the product, and rows for it."""
     generator = torch.Generator().manual_seed(0)
     for width in widths:
         rows = torch.randn((_NUM_ROWS, width), generator=generator)

@@ -1,7 +1,7 @@
-"""Selection of the best with one rule for equals: of equal values the lowest positions.
+"""Selection of the largest values with one rule for ties: among equal values the lowest positions win.
 
-``torch.topk`` promises nothing about equals. On a CPU it is the length of the row that decides among them, so
-that what a query selects would depend on where a chunk ends.
+``torch.topk`` promises nothing about ties. On a CPU the length of the row decides them, so that a query's
+selection would depend on where a chunk ends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ _LOW_WORD = 0xFFFFFFFF
 
 
 def ranked_topk(values: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest of each row and their positions, largest first, of equal ones the lowest first.
+    """Return the ``top_k`` largest values of each row and their positions, largest first; among equal values
+    the lowest position comes first.
 
-    ``values``: float32 [num_rows, n] on any device, n below 2**31; ``top_k``: at most n. Returns float32 and
-    int64 [num_rows, top_k]. Never waits for a device. 0.0 and -0.0 are equal, NaN is above all numbers.
+    ``values``: float32 [num_rows, n] on any device, n below 2**31, not changed; ``top_k``: at most n. Returns
+    float32 and int64 [num_rows, top_k]. This never waits for a device. 0.0 and -0.0 are equal; NaN is above
+    all numbers.
     """
     n = values.shape[1]
-    # Values that order as integers, with the position behind them: no two are equal.
+    # Integers that order as the values do, with the position in the low bits: no two are equal.
     bits = (values + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & _INT32_MAX)
     places = torch.arange(n - 1, -1, -1, device=values.device)
@@ -32,25 +34,26 @@ def ranked_topk(values: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
-    """int32 [num_tokens, top_k]: ascending positions of the best scores, of equal ones the lowest; then -1.
+    """Return int32 [num_tokens, top_k]: ascending positions of the best scores, then -1. Among equal scores
+    the lowest positions are chosen.
 
     ``scores``: float32 [num_tokens, seq_len], overwritten from ``num_seen`` on; ``num_seen``: integer
-    [num_tokens], of which a query chooses. A query that sees at most ``top_k`` gets all of them. NaN counts
-    as -inf, which is chosen when there are too few numbers.
+    [num_tokens], the number of positions that each query may choose from. A query that sees at most ``top_k``
+    gets all of them. NaN counts as -inf, which is chosen when there are too few numbers.
 
-    Nearly as fast as ``torch.topk``: one value more says which rows have equals on both sides of the
-    boundary, and only these are looked at again.
+    This is nearly as fast as ``torch.topk``: one more value tells which rows have a tie at the boundary, and
+    only these are selected again.
     """
     seq_len = scores.shape[1]
     first_positions = torch.arange(top_k, dtype=torch.int32, device=scores.device)
     everything = torch.where(first_positions < num_seen[:, None], first_positions, ABSENT)
     if seq_len <= top_k or len(scores) == 0:
         return everything
-    first_unseen = min(int(num_seen.min()), seq_len)  # from here on it differs from query to query
+    first_unseen = min(int(num_seen.min()), seq_len)  # all queries see the positions before this one
     positions = torch.arange(first_unseen, seq_len, device=scores.device)
     scores[:, first_unseen:].masked_fill_(positions >= num_seen[:, None], float("-inf"))
     best = scores.topk(top_k + 1, dim=1)
-    if bool(best.values[:, 0].isnan().any()):  # they are above all numbers
+    if bool(best.values[:, 0].isnan().any()):  # torch puts NaN above all numbers
         scores = scores.masked_fill(scores.isnan(), float("-inf"))
         best = scores.topk(top_k + 1, dim=1)
     chosen = best.indices[:, :top_k].int()
@@ -58,12 +61,13 @@ def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
     is_tied = (best.values[:, -2] == best.values[:, -1]) & sees_more
     if bool(is_tied.any()):
         chosen[is_tied] = _lowest_of_equals(scores[is_tied], best.values[is_tied, -1:], top_k)
-    # What is not seen ties with -inf at most, and loses: it comes last, and there are top_k before it.
+    # Unseen positions tie with -inf at most, and lose: they come last, after at least top_k others.
     return torch.where(sees_more[:, None], chosen.sort(dim=1).values, everything)
 
 
 def _lowest_of_equals(scores: Tensor, threshold: Tensor, top_k: int) -> Tensor:
-    """int32 [num_rows, top_k]: all above ``threshold`` [num_rows, 1], then the lowest that equal it."""
+    """Return int32 [num_rows, top_k]: positions above ``threshold`` [num_rows, 1] and the lowest ones equal
+    to it."""
     is_above, is_equal = scores > threshold, scores == threshold
     num_equal_chosen = top_k - is_above.sum(1, keepdim=True)
     is_chosen = is_above | (is_equal & (is_equal.cumsum(1) <= num_equal_chosen))

@@ -1,4 +1,4 @@
-"""Where the rows of one decode forward stand, and where they write: in torch, and on a GPU in one launch."""
+"""Positions and slots of the rows of one decode forward: in torch, and on a GPU in one launch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hisparse_pd.kernels.hot_state import ABSENT
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of a forward, a request's next to each other. A row is not there when its request is padding, or
-    when its position has no slot: it writes to the scratch slots and selects nothing.
+    """Rows of a forward; the rows of one request are adjacent. A row is absent when its request is padding or
+    its position has no slot: it writes to the scratch slots and selects nothing.
     """
 
     positions: Tensor
     """int64 [num_rows]"""
     select_at: Tensor
-    """int64 [num_rows]: the same, and ABSENT for rows that are not there."""
+    """int64 [num_rows]: the positions, and ABSENT for absent rows."""
     req_rows: Tensor
-    """int64 [num_rows]: of the rows' requests."""
+    """int64 [num_rows]: the req_rows of the rows' requests."""
     device_slots: Tensor
-    """int64 [num_rows] in the device pool"""
+    """int64 [num_rows]: slots in the device pool."""
     index_slots: Tensor
-    """int64 [num_rows] in the index pool"""
+    """int64 [num_rows]: slots in the index pool."""
 
 
 def place_rows(
@@ -42,13 +42,14 @@ def place_rows(
     scratch_device_slot: int,
     scratch_index_slot: int,
 ) -> StepRows:
-    """The rows of each request's new positions from number ``first_row`` of ``num_new`` on, the last of which
-    is below its ``seq_lens``.
+    """Return the rows of each request's new positions, from number ``first_row`` of ``num_new`` on. The last
+    new position is the one before ``seq_lens``.
 
-    ``seq_lens``, ``req_rows``: int64 [num_reqs], usable in padding too; ``num_real_reqs``: int32 [1].
-    ``ends``: int64 [num_reqs], where each request's positions end that have slots; None: all have.
-    ``newest_slots``: int32 [num_reqs * num_new], of all new positions, ABSENT for none. ``index_pages``:
-    int32 [rows of the tables, max_pages]. Contiguous, on one device; nothing synchronises.
+    ``seq_lens``, ``req_rows``: int64 [num_reqs], valid for padding too; ``num_real_reqs``: int32 [1].
+    ``ends``: int64 [num_reqs], the end of each request's positions that have slots; None: all have.
+    ``newest_slots``: int32 [num_reqs * num_new], device slots of all new positions, ABSENT for none.
+    ``index_pages``: int32 [rows of the tables, max_pages]. All are contiguous, on one device, and not
+    changed; nothing synchronises.
     """
     num_reqs, rows_each = seq_lens.shape[0], num_new - first_row
     if seq_lens.device.type == "cuda":
@@ -64,22 +65,22 @@ def place_rows(
     is_there = (torch.arange(num_reqs) < num_real_reqs)[:, None].expand_as(positions)
     if ends is not None:
         is_there = is_there & (positions < ends[:, None])
-    of_rows = req_rows[:, None].expand_as(positions)
+    row_of_each = req_rows[:, None].expand_as(positions)
     slots = newest_slots.view(num_reqs, num_new)[:, first_row:].long()
     select_at = torch.where(is_there, positions, ABSENT)
-    pages = index_pages[of_rows, torch.where(is_there, positions, 0) // page_size].long()
+    pages = index_pages[row_of_each, torch.where(is_there, positions, 0) // page_size].long()
     index_slots = torch.where(is_there, pages * page_size + positions % page_size, scratch_index_slot)
     device_slots = torch.where(is_there & (slots >= 0), slots, scratch_device_slot)
-    columns = (positions, select_at, of_rows, device_slots, index_slots)
+    columns = (positions, select_at, row_of_each, device_slots, index_slots)
     return StepRows(*(column.flatten().contiguous() for column in columns))
 
 
 def slots_of(page_table: Tensor, page_size: int, table_rows: Tensor, positions: Tensor) -> Tensor:
-    """Token slots, int32 [num_rows, n], of ``positions``, int32 [num_rows, n], of each row's row of the page
-    table; ABSENT where they are.
+    """Return the token slots, int32 [num_rows, n], of ``positions``, int32 [num_rows, n]; ABSENT where they
+    are ABSENT.
 
-    ``page_table``: int32 [rows of the table, max_pages]; ``table_rows``: int64 [num_rows]. Contiguous, on one
-    device; nothing synchronises.
+    ``page_table``: int32 [rows of the table, max_pages]; ``table_rows``: int64 [num_rows], the page table's
+    row for each row of positions. All are contiguous, on one device, and not changed; nothing synchronises.
     """
     if positions.device.type == "cuda":
         from hisparse_pd.kernels import triton_step_rows

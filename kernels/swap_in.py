@@ -1,14 +1,15 @@
 """Swap-in: page selected positions that are not hot from the host pool into the hot buffers.
 
-The public wrappers. They check every argument that needs no synchronisation, then dispatch by the device of
-the state's tables: ``cpu`` runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose host pools
-have to be pinned or registered. Nothing here allocates per-request state; outputs and plans may be given, so
-that a CUDA graph can capture a call.
+These are the public wrappers. They make every check that needs no synchronisation, then dispatch by the
+device of the state's tables: ``cpu`` runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose
+host pools must be pinned or registered. Nothing here allocates per-request state. Callers may pass outputs
+and plans, so that a CUDA graph can capture a call.
 
 ``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes], contiguous; the slot counts may differ.
-16-byte aligned addresses and items move fastest.
+Copies are fastest with 16-byte aligned addresses and items.
 
-All run on the current stream of their device and do not synchronise; on the CPU they are done on return.
+All functions run on the current stream of their device and do not synchronise; on the CPU they are done on
+return.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hisparse_pd.kernels.miss_plan import MissPlan
 
 
 class KernelUnavailableError(RuntimeError):
-    """No implementation for the device."""
+    """There is no kernel for the device."""
 
 
 def swap_in(
@@ -49,31 +50,32 @@ def swap_in(
     out: Tensor | None = None,
     miss_plan: MissPlan | None = None,
 ) -> Tensor:
-    """Make the selected positions of every request readable in the device pool and say where they are.
+    """Make the selected positions of every request readable in the device pool, and return their device
+    slots.
 
     ``selected``: int32 [num_reqs * num_new, top_k], positions in [0, seq_len) in any order, -1 for none,
-    duplicates allowed. The rows of one request are next to each other in the order of its new positions, and
-    count as one selection: what several of them select is fetched once, and counted once.
-    Returns ``out``, int32 [num_reqs * num_new, top_k] (made when None): the device slot of each selected
-    position, -1 where ``selected`` is -1, in padding rows, and for a draft that has no slot.
+    duplicates allowed. The rows of one request are adjacent, in the order of its new positions, and count as
+    one selection: a position that several of them select is fetched once and counted once. Returns ``out``,
+    int32 [num_reqs * num_new, top_k] (made when None): the device slot of each selected position, -1 where
+    ``selected`` is -1, in padding rows, and for a draft that has no slot.
 
-    A dense row is resolved through its page table. In a hisparse row the new positions take the entries that
-    ``hot_state.ring_entries`` says, whether they are selected or not; their bytes are written there by the
-    model and never copied from host. While the row fits (``seq_len - num_new + max_new <= capacity``) a
+    A dense row is resolved through its page table. In a hisparse row the new positions take the entries of
+    ``hot_state.ring_entries``, whether they are selected or not; the model writes their bytes there, and they
+    are never copied from the host. While the row fits (``seq_len - num_new + max_new <= capacity``), a
     missing position goes to its own hot_index and nothing is evicted. Otherwise misses take the entries below
     ``capacity - max_new`` that this step does not use: free ones first, then the least recently used by age
-    class (``reference.age_classes``), those of one class in the order of their hot_index. Which of the misses
-    takes which of these entries is not specified. All of them find one when ``capacity`` is at least
-    ``num_new * top_k + max_new``.
+    class (``reference.age_classes``), and within a class in the order of their hot_index. Which miss takes
+    which of these entries is not specified. All misses find one when ``capacity`` is at least ``num_new *
+    top_k + max_new``.
 
-    A hisparse row whose first new position has no host page, here and in the functions below, is left out
-    like padding and gets HotBufferError.NO_HOST_SLOT: its token could not be backed up.
+    Here and in the functions below, a hisparse row whose first new position has no host page is left out like
+    padding and gets HotBufferError.NO_HOST_SLOT, because its token could not be backed up.
 
     Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]``, and ``miss_plan``, which then
-    holds this call's copies. A request whose selection cannot be served in full
-    (HotBufferError says why) gets -1 in the places concerned and a bit in ``error_flags``; its tables stay
-    consistent. Where the state has ``row_checks``, every item that is copied is verified as it is copied
-    (HotBufferError.WRONG_ROW), here, in ``replay_misses`` and in ``RowStart``.
+    holds this call's copies. A request whose selection cannot be served in full gets -1 in the places
+    concerned and a bit of HotBufferError in ``error_flags``; its tables stay consistent. Where the state has
+    ``row_checks``, every copied item is verified (HotBufferError.WRONG_ROW), here, in ``replay_misses`` and
+    in ``RowStart``.
 
     On a GPU ``num_reqs * num_new * top_k`` is below 2**24, ``top_k`` at most 4096, ``num_new * top_k`` at
     most 16384 and ``state.max_capacity`` at most 32768. Raises KernelArgumentError, KernelUnavailableError.
@@ -84,9 +86,9 @@ def swap_in(
 
 
 def plan_misses(selected: Tensor, requests: StepRequests, *, group: int, miss_plan: MissPlan) -> Tensor:
-    """``swap_in`` without its copies, which ``replay_misses`` makes later in each of the group's layers.
+    """Run ``swap_in`` without its copies; ``replay_misses`` makes them later in each of the group's layers.
 
-    So the copies, which need PCIe and little else, can be a launch of their own, beside kernels that compute.
+    The copies, which need PCIe and little else, can thus be separate launches beside kernels that compute.
     """
     return _resolve(selected, requests, group, 0, None, None, miss_plan)
 
@@ -100,7 +102,7 @@ def _resolve(
     out: Tensor | None,
     miss_plan: MissPlan | None,
 ) -> Tensor:
-    """``swap_in`` with copies between ``pools``, if there are any."""
+    """Run ``swap_in``, and copy between ``pools`` if they are given."""
     state, num_new = requests.state, requests.num_new
     check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
     num_rows, top_k = selected.shape
@@ -140,10 +142,10 @@ def replay_misses(
     *,
     state: HotBufferState | None = None,
 ) -> None:
-    """Copy what ``miss_plan`` recorded in another layer of the same group; the device slots are the same.
+    """Make the copies of ``miss_plan`` in another layer of the same group; the slots are the same.
 
-    ``state``: of the swap-in that was recorded, whose ``row_checks`` the items are verified by; None: they
-    are not. ``max_blocks``: multiprocessors that it may take up on a GPU, at least 1; None: all.
+    ``state``: the state of the recorded swap-in, whose ``row_checks`` verify the items; None: they are not
+    verified. ``max_blocks``: most multiprocessors to use on a GPU, at least 1; None: all.
     """
     pools = _check_pools(k_host, k_dev, None)
     check_range("layer", layer, 0, k_dev.shape[0])
@@ -160,24 +162,24 @@ def replay_misses(
 
 
 class RowStart:
-    """Makes ``row`` a hisparse row, its hot buffer warm in every group, in slices, so that steps of others
-    beside it need not share PCIe with all of it at once.
+    """Makes ``row`` a hisparse row with a warm hot buffer in every group, in slices, so that other requests'
+    steps do not compete for PCIe with all of it at once.
 
     ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
     ``index_pages``: integer [n], ids of its first pages in the host and the index pool. ``lookup_pages``: as
-    many as ``host_pages``, of no other row. All on the CPU.
-    ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next ones
-    (``num_tokens + max_new <= capacity``) all of them go to their own hot_index, and ``hints`` are not
-    looked at: such a request misses nothing until it outgrows the buffer. Otherwise a group's hint (int32
-    [n]; -1 and duplicates allowed) fills the buffer from hot_index 0, with its first ``capacity - max_new``
-    distinct positions.
+    many as ``host_pages``, and of no other row. All are on the CPU.
+    ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next
+    positions (``num_tokens + max_new <= capacity``), all of them go to their own hot_index and ``hints`` are
+    ignored: such a request misses nothing until it outgrows the buffer. Otherwise the first ``capacity -
+    max_new`` distinct positions of a group's hint (int32 [n]; -1 and duplicates allowed) fill the buffer from
+    hot_index 0 on.
     ``hints``: one for each group, or one for all.
-    ``layers_of_group``: at least one each, all copied.
+    ``layers_of_group``: the layers of each group, at least one, all of which are copied.
 
-    The row must be empty, as ``create`` and ``reset_row`` leave it, and may be used when ``num_left_bytes``
-    is None and the last launch is over. On a GPU a slice is one copy to the device and one launch, on the
-    current stream, which may be a side stream: no other row is touched. Nothing is waited for; pages may be
-    added to the row meanwhile. Raises KernelArgumentError before it changes anything.
+    The row must be empty, as ``create`` and ``reset_row`` leave it. It may be used when ``num_left_bytes`` is
+    None and the last launch is over. On a GPU a slice is one copy to the device and one launch, on the
+    current stream, which may be a side stream: no other row is touched. Nothing waits for the device; pages
+    may be added to the row meanwhile. Raises KernelArgumentError before it changes anything.
     """
 
     def __init__(
@@ -228,32 +230,32 @@ class RowStart:
             for group, layers in enumerate(layers_of_group)
             for layer in layers
         ]
-        """Those still to be copied: layer, group, and whether the group's tables are entered with it."""
+        """Layers that are not copied yet: layer, group, and whether the group's tables are filled with it."""
         self._item_bytes = k_dev.shape[2]
         self._is_begun = False
         self.num_warm: list[int] = warm_up.num_warm.tolist()
-        """How many positions of each group are hot afterwards."""
+        """Number of positions of each group that are hot afterwards."""
 
     @property
     def num_left_bytes(self) -> int | None:
-        """Of items that are still to be copied; None when all that there is to do was launched."""
+        """Bytes of items that are not copied yet; None when everything was launched."""
         return sum(map(self._num_bytes, self._layers)) if self._layers else None
 
     def _num_bytes(self, layer: tuple[int, int, int]) -> int:
         return self.num_warm[layer[1]] * self._item_bytes
 
     def launch_slice(self, most_bytes: int | None) -> int:
-        """Copy some layers more, of ``most_bytes`` in all if one has no more, or all; returns the bytes.
+        """Copy the next layers, at most ``most_bytes`` but at least one layer; None: all. Returns the bytes.
 
-        The first slice fills the row's tables of pages and slots, too.
+        The first slice also fills the row's tables of pages and slots.
         """
         num_layers = num_bytes = 0
         for entry in self._layers:
-            of_layer = self._num_bytes(entry)
-            if num_layers and most_bytes is not None and num_bytes + of_layer > most_bytes:
+            layer_bytes = self._num_bytes(entry)
+            if num_layers and most_bytes is not None and num_bytes + layer_bytes > most_bytes:
                 break
             num_layers += 1
-            num_bytes += of_layer
+            num_bytes += layer_bytes
         some, self._layers = self._layers[:num_layers], self._layers[num_layers:]
         state, row = self._state, self._row
         if (cuda := _cuda_kernels("start_row", state.device)) is not None:
@@ -276,7 +278,7 @@ class RowStart:
 
 def start_dense_row(state: HotBufferState, row: int, *, pages: Tensor, index_pages: Tensor) -> None:
     """Make an empty ``row`` a dense row. ``pages``, ``index_pages``: integer [n] on the CPU, the page ids of
-    its first pages in the device and the index pool. Waits for nothing.
+    its first pages in the device and the index pool. This never waits for the device.
     """
     state.set_pages(row, 0, pages)
     state.set_index_pages(row, 0, index_pages)
@@ -285,15 +287,14 @@ def start_dense_row(state: HotBufferState, row: int, *, pages: Tensor, index_pag
 def backup_newest(
     requests: StepRequests, *, k_host: Tensor, k_dev: Tensor, num_newest: Tensor | None = None
 ) -> None:
-    """Copy the newest items of every hisparse row, in all layers, to their host slots; dense rows are left
-    alone.
+    """Copy the newest items of every hisparse row, in all layers, to their host slots; dense rows are
+    skipped.
 
-    ``requests``: here without the drafts that were not accepted, with a ``num_new`` of 1.
+    ``requests``: the step's requests without rejected drafts, with a ``num_new`` of 1.
     ``num_newest``: int32 [num_reqs], 0 to ``min(seq_len, max_new)``: positions
     [seq_len - num_newest, seq_len) are copied, which must have been new in the last step. None: one of each.
 
-    To be called after the model's forward and before the next step's ``swap_in``, which may give the
-    slots away.
+    Call after the model's forward and before the next step's ``swap_in``, which may give the slots away.
     """
     device, shape = requests.state.device, (requests.num_reqs,)
     check_range("num_new", requests.num_new, 1, 2)
@@ -305,11 +306,11 @@ def backup_newest(
 
 
 def newest_slots(requests: StepRequests) -> Tensor:
-    """Device slots, int32 [num_reqs * num_new], that the model writes each request's new items to, in the
-    order of their positions; -1 for padding.
+    """Return the device slots, int32 [num_reqs * num_new], to which the model writes each request's new
+    items, in the order of their positions.
 
-    A position of a dense row whose page is not set gives -1 too, and so does one of a hisparse row whose host
-    page is not, and one behind the context.
+    The slot is -1 for padding, for a position of a dense row without a page or of a hisparse row without a
+    host page, and for a position beyond the context.
     """
     device = requests.state.device
     out = torch.empty(requests.num_reqs * requests.num_new, dtype=torch.int32, device=device)
@@ -319,7 +320,8 @@ def newest_slots(requests: StepRequests) -> Tensor:
 
 
 def _cuda_kernels(name: str, device: torch.device) -> ModuleType | None:
-    """``kernels.cuda`` for a CUDA device, None for the CPU; raises for any other."""
+    """Return ``kernels.cuda`` for a CUDA device and None for the CPU; raises KernelUnavailableError for
+    others."""
     if device.type == "cpu":
         return None
     if device.type == "cuda":
@@ -332,7 +334,7 @@ def _cuda_kernels(name: str, device: torch.device) -> ModuleType | None:
 
 
 def _check_pools(k_host: Tensor, k_dev: Tensor, device: torch.device | None) -> reference.Pools:
-    """The two after their checks."""
+    """Check both pools, and return them."""
     check_tensor("k_dev", k_dev, dtypes=(torch.uint8,), shape=(None, None, None), device=device)
     shape = (k_dev.shape[0], None, k_dev.shape[2])
     check_tensor("k_host", k_host, dtypes=(torch.uint8,), shape=shape)

@@ -1,7 +1,7 @@
 """The host side of ``csrc/topk.cu``: compiles it at run time and launches it.
 
-Arguments were checked by ``kernels/paged_indexer.py``. cupy is imported, and the code compiled, on the first
-launch, so that the first one cannot be captured in a CUDA graph.
+``kernels/paged_indexer.py`` has checked the arguments. The first launch imports cupy and compiles the code,
+so a CUDA graph cannot capture it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from hisparse_pd.kernels.cuda_launch import (
 MAIN_SOURCE = "topk.cu"
 NUM_THREADS = 1024
 CLUSTER_SIZES = (2, 4, 8)
-"""The last is the most that any GPU with clusters can run together, in csrc/topk.cu MAX_RANKS."""
+"""Sizes of clusters; the last is the largest that every GPU with clusters can run, MAX_RANKS in
+csrc/topk.cu."""
 MIN_SHARED_LEN = 8192
-"""Positions up to which one block of a cluster works alone. All of these as in csrc/topk.cu."""
+"""Up to this many positions, one block of a cluster works alone. This and NUM_THREADS are the same in
+csrc/topk.cu."""
 ROUND = 4 * NUM_THREADS
-"""Positions that a block looks at in one go."""
+"""Positions that a block reads at a time."""
 MIN_SHARED_CONTEXT = 16384
-"""Positions from which on several blocks may share a query."""
+"""From this context length on, several blocks may share a query."""
 
 _POINTER, _LONG, _INT = np.uint64, np.int64, np.int32
 _PARAMS = np.dtype(
@@ -70,9 +72,9 @@ def select(
 ) -> None:
     """Write rows [first_token, first_token + block_tokens) of ``out`` from the first rows of ``logits``.
 
-    ``logits``: float32 [>= block_tokens, >= max_len], of which a query's row is read up to its position;
-    rows 16-byte aligned. The others as for ``kernels.paged_indexer.paged_index_topk``. ``cluster_size``:
-    blocks that share a query, for tests; chosen by the shapes if None.
+    ``logits``: float32 [>= block_tokens, >= max_len]; each query's row is read up to its position, and rows
+    are 16-byte aligned. The other tensors are those of ``kernels.paged_indexer.paged_index_topk``.
+    ``cluster_size``: blocks that share a query, for tests; chosen by the shapes if None.
     """
     device = logits.device
     if cluster_size is None:
@@ -98,11 +100,12 @@ def select(
 
 
 def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mapping[int, int]) -> int:
-    """Blocks that share a query: as many as let all queries begin at once, of a size of
-    ``resident_clusters``, which says how many clusters of that size do; 1 where it is empty.
+    """Return the number of blocks that share a query: the largest size with which all queries can begin at
+    once.
 
-    ``max_len`` bounds the lengths, which only the device knows; where a row is short, one block of its
-    cluster does the work and the others leave.
+    ``resident_clusters``: how many clusters of each size run at a time; if it is empty, the result is 1.
+    ``max_len``: a bound on the rows' lengths, which only the device knows. Where a row is short, one block of
+    its cluster does the work and the others end.
     """
     if max_len < MIN_SHARED_CONTEXT:
         return 1
@@ -110,18 +113,18 @@ def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mappin
 
 
 def most_in_block(max_len: int, cluster_size: int) -> int:
-    """Positions of a block's slice at most, a multiple of ROUND."""
+    """Return the most positions of a block's slice, a multiple of ROUND."""
     alone, shared = min(max_len, MIN_SHARED_LEN), -(-max_len // cluster_size)
     return -(-max(alone, shared) // ROUND) * ROUND
 
 
 def source() -> str:
-    """The whole translation unit: ``csrc/topk.cu`` with its own headers."""
+    """Return the whole translation unit: ``csrc/topk.cu`` with its own headers."""
     return translation_unit(MAIN_SOURCE)
 
 
 def compile_options() -> tuple[str, ...]:
-    """What the code is compiled with besides the architecture."""
+    """Return the compiler's options without the architecture."""
     return ("-std=c++17", "-lineinfo")
 
 
@@ -138,7 +141,7 @@ def _resident_clusters(device: torch.device) -> dict[int, int]:
 
 @functools.cache
 def _most_held(device: torch.device) -> int:
-    """Keys that a block's shared memory has room for beside what else is there; the kernel may ask for it."""
+    """Return how many keys fit into a block's free shared memory, and allow the kernel to use it."""
     kernel = _kernel()
     num_held = (max_block_shared_bytes(device) - kernel.shared_size_bytes) // 16 * 4
     with torch.cuda.device(device):

@@ -2,10 +2,10 @@
 # mypy: disallow_untyped_calls=False
 """Sparse MLA attention in Triton: any NVIDIA GPU, any sizes, all KV formats.
 
-A program takes one token, a tile of its heads and a part of its slots (a split), and keeps a running softmax
-over blocks of gathered items, which stand once in shared memory as keys and as values. Where a token's slots
-are split over several programs, a second kernel weighs their results by their log-sum-exp. How many splits
-there are is the backend's, whatever the batch: so a token's bits depend on the token alone.
+A program takes one token, a tile of its heads and a part of its slots (a split). It keeps a running softmax
+over blocks of gathered items, which are in shared memory once for use as keys and as values. Where a token's
+slots are split over several programs, a second kernel weighs their results by their log-sum-exp. The backend
+sets the number of splits whatever the batch is, so that a token's bits depend on the token alone.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 LOG2_E: Final = 1.4426950408889634
 SMALLEST_DOT: Final = 16
-"""Of each side of a product of tiles."""
+"""Smallest side of a product of tiles."""
 
 COMBINED_DIMS: Final = 512
-"""Elements of a head's result that one program of the second kernel writes at most."""
+"""Most elements of a head's result that one program of the second kernel writes."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What one program holds at a time, and how it is compiled."""
+    """The tile that one program holds, and how the kernel is compiled."""
 
     block_heads: int
     block_slots: int
     num_warps: int
     num_stages: int
-    """Three, where shared memory allows: slots, and then the items that they name, are fetched ahead."""
+    """Stages of the pipeline: three where shared memory allows, to prefetch slots and then their items."""
 
 
 BFLOAT16_TILINGS: Final = (
@@ -54,20 +54,22 @@ BFLOAT16_TILINGS: Final = (
     Tiling(16, 16, 4, 2),
     Tiling(16, 16, 4, 1),
 )
-"""From the one that moves the fewest bytes to the one that asks for the least shared memory."""
+"""Tilings from the one that moves the fewest bytes to the one that needs the least shared memory."""
 SHORT_TILING: Final = Tiling(32, 128, 4, 2)
-"""Of latents of up to SHORT_RANK numbers, tried before the others: most of a block's time is its softmax."""
+"""Tiling for latents of up to SHORT_RANK numbers, tried before the others: a block spends most of its time on
+the softmax."""
 SHORT_RANK: Final = 128
 FLOAT32_TILINGS: Final = (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1))
-"""Float32 products do without tensor cores."""
+"""Tilings for float32 products, which do not use tensor cores."""
 
 
 MAX_DIM: Final = 1024
-"""Of a latent, which is padded to a power of two: registers do not hold a tile's results for twice that."""
+"""Most numbers of a latent, which is padded to a power of two: a tile's results for twice as many do not fit
+into registers."""
 
 
 def obstacle(device: torch.device, kv_format: KvFormat) -> str | None:
-    """Why this backend cannot work on a CUDA device; None when it can."""
+    """Return why this backend cannot work on a CUDA device; None when it can."""
     capability = torch.cuda.get_device_capability(device)
     if kv_format.name == FP8_E4M3 and capability < FP8_CAPABILITY:
         return f"fp8 items need compute capability 8.9, not {capability[0]}.{capability[1]}"
@@ -78,19 +80,19 @@ def obstacle(device: torch.device, kv_format: KvFormat) -> str | None:
 
 @dataclass(frozen=True)
 class TritonAttention:
-    """``AttentionBackend`` on the kernels of this module.
+    """The ``AttentionBackend`` of this module's kernels.
 
-    Products are in bfloat16 with float32 sums when ``q`` is bfloat16 and items are not float32, else in
-    float32 throughout.
+    Products are in bfloat16 with float32 sums when ``q`` is bfloat16 and items are not float32; otherwise all
+    is in float32.
     """
 
     kv_format: KvFormat
     reason: str = ""
     split_slots: int = 0
-    """Slots of a split, in whole blocks of them; 0: no token's slots are split."""
+    """Slots in one split, rounded up to whole blocks; 0: a token's slots are not split."""
     name: str = TRITON
     _tilings: dict[tuple[Any, ...], Tiling] = field(default_factory=dict, compare=False, repr=False)
-    """The first that fitted, by device, number of heads and dtype of the products."""
+    """The first tiling that fits, by device, number of heads and dtype of the products."""
 
     def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
         """See ``AttentionBackend.attend``."""
@@ -111,7 +113,8 @@ class TritonAttention:
                         tiling, q.contiguous(), layer_pool, device_slots.contiguous(), scale, out, in_float32
                     )
             except OutOfResources:
-                # A GPU with less shared memory, or longer items: nothing has run, a smaller one may fit.
+                # The GPU has too little shared memory for these items. Nothing has run; a smaller tiling may
+                # fit.
                 if tiling is tilings[-1]:
                     raise
                 continue
@@ -184,7 +187,7 @@ class TritonAttention:
 
 
 def tilings_for(num_heads: int, rank: int, in_float32: bool) -> Sequence[Tiling]:
-    """The tilings to try, in this order: none has twice the heads that there are."""
+    """Return the tilings to try, in order; none has twice as many heads as needed."""
     if in_float32:
         return FLOAT32_TILINGS
     widest = max(SMALLEST_DOT, triton.next_power_of_2(num_heads))
@@ -193,11 +196,11 @@ def tilings_for(num_heads: int, rank: int, in_float32: bool) -> Sequence[Tiling]
 
 
 def combine(results: Tensor, log_sums: Tensor, out: Tensor, to_log2: float = 1.0) -> Tensor:
-    """``out`` [num_tokens, num_heads, rank], into which the ``results`` of each token's splits are weighed,
-    [num_tokens, num_splits, num_heads, rank], contiguous.
+    """Fill ``out`` [num_tokens, num_heads, rank] with the weighted sum of ``results``, and return it.
 
-    ``log_sums``: float32 [num_tokens, num_splits, num_heads], of any strides; infinite where a split has
-    nothing, and times ``to_log2`` to base 2.
+    ``results``: [num_tokens, num_splits, num_heads, rank], contiguous, the results of each token's splits.
+    ``log_sums``: float32 [num_tokens, num_splits, num_heads] of any strides, infinite for an empty split;
+    ``to_log2`` is the factor that converts them to base 2.
     """
     num_tokens, num_splits, num_heads, rank = results.shape
     block_dims = min(COMBINED_DIMS, triton.next_power_of_2(rank))
@@ -249,17 +252,17 @@ def attend_kernel(
     SCALE_TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One split of one token's slots for one tile of its heads.
+    """Attend to one split of one token's slots, for one tile of its heads.
 
-    ``q``: [num_tokens, num_heads, RANK + ROPE]. ``latent``, ``scales``, ``rope``: the pool as numbers of the
-    part's dtype, with the row's length (``_ROW``) and the part's place in it (``_AT``) in such numbers.
+    ``q``: [num_tokens, num_heads, RANK + ROPE]. ``latent``, ``scales``, ``rope``: the pool as numbers of each
+    part's dtype; the row's length (``_ROW``) and the part's offset in a row (``_AT``) count such numbers.
     ``slots``: int32 [num_tokens, top_k]. ``result``: [num_tokens, num_splits, num_heads, RANK]; ``log_sum``,
     to base 2: [num_tokens, num_splits, num_heads], written when IS_PARTIAL.
     """
     begin(OVERLAPS)
     PRODUCT: tl.constexpr = tl.float32 if IN_FLOAT32 else tl.bfloat16
     num_head_tiles = tl.cdiv(num_heads, BLOCK_HEADS)
-    # Programs that read the same items stand next to each other and find them in L2.
+    # Programs that read the same items are adjacent, so that they find them in L2.
     program = tl.program_id(0)
     heads = program % num_head_tiles * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     split = program // num_head_tiles % num_splits
@@ -275,13 +278,13 @@ def attend_kernel(
     token_slots = slots_ptr + token * top_k
     first = split * split_len
     stop = tl.minimum(first + split_len, top_k)
-    end = first  # Behind the last slot that there is: short contexts leave most of a row unused.
+    end = first  # the end of the valid slots: short contexts leave most of a row unused
     for start in range(first, stop, 256):
         at = start + tl.arange(0, 256)
         slots = tl.load(token_slots + at, mask=at < stop, other=-1)
         end = tl.maximum(end, tl.max(tl.where(slots >= 0, at + 1, 0)))
 
-    # A finite start, because the difference of two infinities is no number.
+    # The start is finite, because the difference of two infinities is NaN.
     top = tl.full((BLOCK_HEADS,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     result = tl.zeros((BLOCK_HEADS, BLOCK_RANK), tl.float32)
@@ -297,7 +300,7 @@ def attend_kernel(
             tiles = tl.arange(0, BLOCK_RANK // SCALE_TILE)[None, :]
             is_scale = is_slot[:, None] & (tiles * SCALE_TILE < RANK)
             scales = tl.load(scales_ptr + rows * SCALES_ROW + SCALES_AT + tiles, mask=is_scale, other=0.0)
-            # Scales are powers of two, so that bfloat16 holds the products.
+            # Scales are powers of two, so that the products are exact in bfloat16.
             latent = latent.to(tl.float8e4nv, bitcast=True).to(PRODUCT)
             latent = tl.reshape(latent, (BLOCK_SLOTS, BLOCK_RANK // SCALE_TILE, SCALE_TILE))
             latent = tl.reshape(latent * scales.to(PRODUCT)[:, :, None], (BLOCK_SLOTS, BLOCK_RANK))
@@ -315,7 +318,7 @@ def attend_kernel(
         result = tl.dot(weights.to(PRODUCT), latent, result * fade[:, None], input_precision="ieee")
         top = new_top
 
-    # NaN counts as something: it must come through.
+    # A NaN total is not empty: NaN must reach the result.
     is_empty = total == 0.0
     result = result / tl.where(is_empty, 1.0, total)[:, None]
     row = (token * num_splits + split) * num_heads + heads
@@ -345,7 +348,8 @@ def combine_kernel(
     BLOCK_DIMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some elements of a token's and a head's result; strides: of the log sums. See ``combine``."""
+    """Combine some elements of the result of one token and head; the strides are those of ``log_sums``. See
+    ``combine``."""
     begin(OVERLAPS)
     program = tl.program_id(0)
     token = (program // num_heads).to(tl.int64)
@@ -353,8 +357,8 @@ def combine_kernel(
     dims = tl.program_id(1) * BLOCK_DIMS + tl.arange(0, BLOCK_DIMS)
     splits = tl.arange(0, BLOCK_SPLITS)
     is_split = splits < num_splits
-    of_token = log_sums_ptr + token * token_stride + head * head_stride
-    log_sums = tl.load(of_token + splits * split_stride, mask=is_split, other=float("-inf"))
+    token_sums = log_sums_ptr + token * token_stride + head * head_stride
+    log_sums = tl.load(token_sums + splits * split_stride, mask=is_split, other=float("-inf"))
     log_sums = tl.where(log_sums == float("inf"), float("-inf"), log_sums) * to_log2
     top = tl.max(log_sums, 0)
     weights = tl.exp2(log_sums - tl.where(top == float("-inf"), 0.0, top))

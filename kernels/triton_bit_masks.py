@@ -1,6 +1,7 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.bit_masks.allowed_logits`` on a GPU: one pass over the logits, and the masks stay bits."""
+"""``kernels.bit_masks.allowed_logits`` on a GPU, in one pass over the logits and without expanding the
+masks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ TOKENS_PER_PROGRAM = 4096
 
 
 def allow(logits: Tensor, masks: Tensor) -> Tensor:
-    """Arguments as of ``allowed_logits``, which has checked them."""
+    """See ``kernels.bit_masks.allowed_logits``, which has checked the arguments."""
     num_rows, vocab_size = logits.shape
     allowed = torch.empty_like(logits)
     if num_rows == 0:
@@ -27,7 +28,7 @@ def allow(logits: Tensor, masks: Tensor) -> Tensor:
 
 @triton.jit
 def allow_kernel(logits_ptr, masks_ptr, allowed_ptr, vocab_size, num_words, BLOCK: tl.constexpr):
-    """A row's next BLOCK tokens."""
+    """Mask BLOCK tokens of a row."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = tokens < vocab_size

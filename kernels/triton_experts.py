@@ -1,13 +1,13 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Routed experts in Triton: two grouped products, of weights in fp8 or in the model's dtype.
+"""Routed experts in Triton: two grouped products, with weights in fp8 or in the model's dtype.
 
-A program takes one tile of ``Routing`` and some rows of its expert's matrix. Where the ``Routing`` says so,
-activations are rounded to fp8 before each product (``kernels.block_linear``); otherwise weights in fp8 are
-widened, which is exact. The scales of blocks are applied to their float32 products. Grids are bounds that
-follow from shapes alone, and tiles beyond the last return, so that a CUDA graph can hold the launches.
-Programs that follow each other share a tile: its tokens, and what the next tile of the same expert reads
-again, are in the L2 cache.
+A program takes one tile of ``Routing`` and some rows of its expert's matrix. If the ``Routing`` is rounded,
+activations are rounded to fp8 before each product (``kernels.block_linear``); otherwise fp8 weights are
+widened, which is exact. The scales of blocks are applied to their float32 products. Grids follow from shapes
+alone, and programs beyond the last tile return, so that a CUDA graph can capture the launches. Consecutive
+programs share a tile, so that its tokens, and weights that the expert's next tile reads again, are in the L2
+cache.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 @dataclass(frozen=True)
 class Tiling:
     block_rows: int
-    """Of the matrix: it divides ``BLOCK``, so that a product has one scale."""
+    """Rows of the matrix; they divide ``BLOCK``, so that a product has one scale."""
     block_columns: int
     num_warps: int
     num_stages: int
 
 
 TILINGS: Final = {FEW_TILE_ROWS: Tiling(128, 64, 4, 4), MANY_TILE_ROWS: Tiling(128, 64, 8, 3)}
-"""Of products in bfloat16, by the rows of a tile."""
+"""Tilings for products in bfloat16, by the rows of a tile."""
 FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
-"""Float32 products do without tensor cores."""
+"""Tiling for float32 products, which do not use tensor cores."""
 ROUNDED_TILING: Final = Tiling(128, 128, 4, 3)
-"""Of products of fp8 with fp8."""
+"""Tiling for products of fp8 with fp8."""
 NARROW_TILING: Final = Tiling(32, 128, 4, 8)
 NARROW_BFLOAT16_TILING: Final = Tiling(64, 128, 4, 3)
-"""The same where programs are few: more of them, each of as many weights at a time as it can wait for."""
+"""Tilings for few tiles: they make more programs, each with as many loads of weights in flight as fit."""
 ENOUGH_PROGRAMS: Final = 120
 
 
@@ -93,21 +93,21 @@ def _launch(
     is_first: bool,
     tiling: Tiling | None = None,
 ) -> None:
-    """``x_scales``: of an ``x`` in fp8, as ``quantize_rows`` gives them."""
+    """Launch one product. ``x_scales``: the scales of an fp8 ``x``, from ``quantize_rows``."""
     num_experts, num_matrices, rows, columns = matrices.values.shape
     num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
     is_gated = is_first and x_scales is None
     tiling = tiling or _tiling(
         x.dtype, routing.tile_rows, triton.cdiv(num_matrices * rows, BLOCK) * num_tiles
     )
-    if is_gated:  # a program has both matrices
+    if is_gated:  # a program takes both matrices
         tiling = replace(tiling, block_rows=tiling.block_rows // num_matrices)
     grid = (triton.cdiv(rows, tiling.block_rows), num_tiles, 1 if is_gated else num_matrices)
     scales: Any = matrices.scales
-    scales_of_rows: Any = x_scales
+    given_scales: Any = x_scales
     _product_kernel[grid](
         x,
-        scales_of_rows,
+        given_scales,
         matrices.values,
         scales,
         out,
@@ -138,7 +138,7 @@ def _launch(
 
 
 def _tiling(dtype: torch.dtype, tile_rows: int, num_programs: int) -> Tiling:
-    """``num_programs``: of tiles of BLOCK rows of the matrices."""
+    """Choose a tiling. ``num_programs``: the number of programs if each took BLOCK rows of the matrices."""
     if dtype == torch.float32:
         return FLOAT32_TILING
     is_narrow = num_programs <= ENOUGH_PROGRAMS
@@ -176,11 +176,11 @@ def _product_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """``out[tile] = x[tile] @ matrix.T``, side by side for several matrices of an expert; where it
-    IS_GATED, ``silu`` of the first matrix' result times the second's, both of which a program has.
+    """Compute ``out[tile] = x[tile] @ matrix.T``; the results of an expert's matrices are adjacent. If it
+    IS_GATED, a program takes both matrices and writes ``silu`` of the first result times the second.
 
-    The first product reads tokens and writes rows in the order of experts; the second reads those, weighs
-    its result and writes it to the row's own place.
+    The first product reads tokens and writes rows in the order of experts. The second reads those rows,
+    weighs its results and writes them in the rows' original order.
     """
     begin(OVERLAPS)
     tile = tl.load(tile_starts + first_expert) + tl.program_id(1)
@@ -199,47 +199,47 @@ def _product_kernel(
     blocks_across: tl.constexpr = tl.cdiv(COLUMNS, SCALE_BLOCK)
     block_row = matrix * tl.cdiv(ROWS, SCALE_BLOCK) + tl.program_id(0) * BLOCK_ROWS // SCALE_BLOCK
     tokens = x + source.to(tl.int64)[:, None] * COLUMNS
-    weights_of_rows = values + (matrix * ROWS + n)[:, None] * COLUMNS
+    weight_rows = values + (matrix * ROWS + n)[:, None] * COLUMNS
     total = tl.zeros((TILE_ROWS, BLOCK_ROWS), dtype=tl.float32)
     total_up = total
-    scale_of_up: tl.constexpr = tl.cdiv(ROWS, SCALE_BLOCK) * blocks_across
+    up_offset: tl.constexpr = tl.cdiv(ROWS, SCALE_BLOCK) * blocks_across
     if IS_ROUNDED:
-        of_rows = x_scales + source
-        row_scale = tl.load(of_rows, mask=is_row, other=0.0)
+        row_scales = x_scales + source
+        row_scale = tl.load(row_scales, mask=is_row, other=0.0)
     if HAS_SCALES:
-        of_matrix = scales + block_row * blocks_across
-        scale = tl.load(of_matrix)
+        block_scales = scales + block_row * blocks_across
+        scale = tl.load(block_scales)
         if IS_GATED:
-            up_scale = tl.load(of_matrix + scale_of_up)
+            up_scale = tl.load(block_scales + up_offset)
     for start in range(0, COLUMNS, BLOCK_COLUMNS):
         k = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = (k < COLUMNS)[None, :]
         is_weight = (n < ROWS)[:, None] & is_column
         a = tl.load(tokens + k[None, :], mask=is_row[:, None] & is_column, other=0.0)
-        b = tl.load(weights_of_rows + k[None, :], mask=is_weight, other=0.0)
+        b = tl.load(weight_rows + k[None, :], mask=is_weight, other=0.0)
         if IS_GATED:
-            b_up = tl.load(weights_of_rows + ROWS * COLUMNS + k[None, :], mask=is_weight, other=0.0)
+            b_up = tl.load(weight_rows + ROWS * COLUMNS + k[None, :], mask=is_weight, other=0.0)
         following = tl.minimum(start + BLOCK_COLUMNS, COLUMNS - 1) // SCALE_BLOCK
         if IS_ROUNDED:
             total += tl.dot(a, b.T) * (row_scale * scale)[:, None]
-            # A round ahead, as are the matrix' scales: they are not among what Triton pipelines.
-            row_scale = tl.load(of_rows + following.to(tl.int64) * num_sources, mask=is_row, other=0.0)
+            # Scales are loaded one round ahead, because Triton does not pipeline these loads.
+            row_scale = tl.load(row_scales + following.to(tl.int64) * num_sources, mask=is_row, other=0.0)
         elif HAS_SCALES:
             total += tl.dot(a, b.to(a.dtype).T, input_precision="ieee") * scale
             if IS_GATED:
                 total_up += tl.dot(a, b_up.to(a.dtype).T, input_precision="ieee") * up_scale
-                up_scale = tl.load(of_matrix + scale_of_up + following)
+                up_scale = tl.load(block_scales + up_offset + following)
         else:
             total = tl.dot(a, b.T, total, input_precision="ieee")
             if IS_GATED:
                 total_up = tl.dot(a, b_up.T, total_up, input_precision="ieee")
         if HAS_SCALES:
-            scale = tl.load(of_matrix + following)
+            scale = tl.load(block_scales + following)
     if not IS_FIRST:
         total *= tl.load(weights + row, mask=is_row, other=0.0)[:, None]
     mask = is_row[:, None] & (n < ROWS)[None, :]
     results: tl.constexpr = 1 if IS_GATED else NUM_MATRICES
-    if IS_GATED:  # each rounded as a result of its own is
+    if IS_GATED:  # both are rounded as separate results would be
         dtype: tl.constexpr = out.dtype.element_ty
         gate, up = total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32)
         total = gate / (1.0 + tl.exp(-gate)) * up

@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.fp8_rows`` on a GPU, in one launch in place of five."""
+"""``kernels.fp8_rows`` on a GPU, in one launch instead of five."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 MOST_PER_PROGRAM = 4
-"""Rows and blocks that a program takes; one of each of few rows, whose numbers may come in many parts."""
+"""Rows, and blocks of each, that a program takes of many rows."""
 FEW_ROWS = 32
+"""Up to this many rows, a program takes one block of one row, because numbers may come in many parts."""
 
 
 def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
@@ -97,7 +98,7 @@ def _quantize_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some blocks of some rows. Rows behind the given ones are zeros."""
+    """Round some blocks of some rows. Rows after the given ones become zeros."""
     begin(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
@@ -107,7 +108,7 @@ def _quantize_kernel(
     number = sum_parts(source, x_part, 0, is_given, PARTS)
     if IS_GATED:
         up = sum_parts(source, x_part, COLUMNS, is_given, PARTS)
-        if PARTS > 1:  # as a product that comes in one part is
+        if PARTS > 1:  # rounded as a product in one part is
             number, up = number.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
         number = number / (1.0 + tl.exp(-number)) * up
     target = values + row.to(tl.int64) * COLUMNS + column
@@ -124,14 +125,14 @@ def _quantize_kernel(
 def round_blocks(
     number, axis: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_PEAK: tl.constexpr, UE8M0: tl.constexpr
 ):
-    """Float32 blocks along ``axis`` in fp8, and their scales: the largest of a block becomes LARGEST, or the
-    scale is the next power of two."""
+    """Return float32 blocks along ``axis`` in fp8, and their scales. A block's largest magnitude becomes
+    LARGEST; with UE8M0 the scale is rounded up to a power of two."""
     peak = tl.maximum(tl.max(tl.abs(number), axis=axis, keep_dims=True), SMALLEST_PEAK)
     scale = tl.div_rn(peak, LARGEST)
     if UE8M0:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    # A rounded quotient and what it leaves give the quotient that a division rounds to, for fewer
-    # instructions: exact but for quotients that are 0 in fp8.
+    # A rounded quotient and its remainder give the correctly rounded quotient with fewer instructions than a
+    # division; only quotients that are 0 in fp8 may differ.
     inverse = tl.div_rn(1.0, scale)
     quotient = number * inverse
     rest = tl.fma(-quotient, tl.broadcast_to(scale, number.shape), number)
@@ -141,7 +142,7 @@ def round_blocks(
 
 @triton.jit
 def sum_parts(start, part_stride, at, mask, PARTS: tl.constexpr):
-    """float32: the numbers ``at`` of each part, added up in the parts' order."""
+    """Return the float32 sum of the numbers ``at`` of each part, in the parts' order."""
     total = tl.load(start + at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(start + part * part_stride + at, mask=mask, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.heads`` on a GPU for few tokens: what is between the projections and attention, a launch each.
+"""``kernels.latents`` on a GPU for few tokens: queries and values of the heads, each function in one launch.
 
-Each head's matrix is the wide operand of the tensor cores and the tokens the narrow one.
+Each head's matrix is the wide operand of the tensor cores, and the tokens are the narrow one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 TILE_TOKENS = (16, 32, 64)
 ROWS_OF_ROPE = 16
 ROWS_OF_INDEX = 64
-"""Vectors of a token and a head that a program takes."""
+"""Vectors that a program takes; each belongs to one token and one head."""
 
 
 def tile_of(num_tokens: int) -> int:
@@ -34,7 +34,8 @@ def tile_of(num_tokens: int) -> int:
 def latent_queries_triton(
     q: Tensor, key_up: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, num_warps: int = 4
 ) -> None:
-    """``q``: [parts, num_tokens, heads, nope + rope] into ``out`` [num_tokens, heads, latent + rope]."""
+    """Compute latent queries of ``q`` [parts, num_tokens, heads, nope + rope] into ``out`` [num_tokens,
+    heads, latent + rope]."""
     parts, num_tokens = q.shape[:2]
     heads, nope, latent = key_up.shape
     rope = out.shape[2] - latent
@@ -92,7 +93,7 @@ def latent_queries_kernel(
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The first programs: BLOCK columns of a head's latent query; those behind them: some rotary parts."""
+    """The first programs compute BLOCK columns of a head's latent query, the others some rotary parts."""
     blocks: tl.constexpr = (LATENT + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     first_token = tl.program_id(1) * TILE
@@ -106,8 +107,8 @@ def latent_queries_kernel(
         is_k = k < NOPE
         weights = tl.load(matrix + k * LATENT, mask=is_k & (n < LATENT)[None, :], other=0.0)
         begin(OVERLAPS)
-        of_tokens = q + m.to(tl.int64)[None, :] * q_stride + head * q_head_stride
-        tokens = sum_parts(of_tokens, q_part, k, is_k & is_m[None, :], PARTS)
+        token_rows = q + m.to(tl.int64)[None, :] * q_stride + head * q_head_stride
+        tokens = sum_parts(token_rows, q_part, k, is_k & is_m[None, :], PARTS)
         total = tl.dot(weights.T, tokens.to(weights.dtype))
         target = out + (m.to(tl.int64)[None, :] * HEADS + head) * (LATENT + ROPE) + n[:, None]
         tl.store(target, total, mask=is_m[None, :] & (n < LATENT)[:, None])
@@ -128,7 +129,7 @@ def rotary_part(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
     TILE: tl.constexpr, BLOCK_HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rotary parts of a tile of tokens; a row is a token's and a head's."""
+    """Rotate some rotary parts of a tile of tokens; a row belongs to one token and one head."""
     row = first_row + tl.arange(0, ROWS)
     m = (first_token + row // HEADS).to(tl.int64)
     head = row % HEADS
@@ -154,7 +155,8 @@ def lift_values_triton(
     num_warps: int = 4,
     num_stages: int = 5,
 ) -> Activations:
-    """See ``kernels.latents.lift_values``; where it rounds, values are whole blocks. No row is padded."""
+    """See ``kernels.latents.lift_values``. With ``rounding``, value_dim must be whole blocks. Rows are not
+    padded."""
     num_tokens = attended.shape[0]
     heads, latent, value_dim = value_up.shape
     columns, device = heads * value_dim, attended.device
@@ -226,7 +228,7 @@ def lift_values_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """BLOCK values of a head, of a tile of tokens."""
+    """Compute BLOCK values of a head for a tile of tokens."""
     blocks: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
     head = tl.program_id(0) // blocks
     n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -238,22 +240,23 @@ def lift_values_kernel(
     every = tl.minimum(tl.arange(0, BLOCK_ALL), LATENT - 1)
     prefetch(matrix + tl.arange(0, 2)[None, :] * 64 + every[:, None] * VALUE_DIM, OVERLAPS)
     begin(OVERLAPS)
-    of_head = value_up + head * LATENT * VALUE_DIM + n[None, :]
-    of_tokens = attended + m.to(tl.int64)[None, :] * token_stride + head * head_stride
+    head_columns = value_up + head * LATENT * VALUE_DIM + n[None, :]
+    token_rows = attended + m.to(tl.int64)[None, :] * token_stride + head * head_stride
     total = tl.zeros((BLOCK, TILE), dtype=tl.float32)
     for start in range(0, LATENT, BLOCK_LATENT):
         at = start + k
         is_k = at < LATENT
-        weights = tl.load(of_head + at[:, None] * VALUE_DIM, mask=is_k[:, None] & is_n[None, :], other=0.0)
-        tokens = tl.load(of_tokens + at[:, None], mask=is_k[:, None] & is_m[None, :], other=0.0)
+        is_weight = is_k[:, None] & is_n[None, :]
+        weights = tl.load(head_columns + at[:, None] * VALUE_DIM, mask=is_weight, other=0.0)
+        tokens = tl.load(token_rows + at[:, None], mask=is_k[:, None] & is_m[None, :], other=0.0)
         total += tl.dot(weights.T, tokens)
     dtype: tl.constexpr = attended.dtype.element_ty
     result = total.to(dtype)
     if GATE_PARTS > 0:
-        of_gates = gate + m.to(tl.int64)[None, :] * gate_stride + head * gate_head_stride
+        gate_rows = gate + m.to(tl.int64)[None, :] * gate_stride + head * gate_head_stride
         is_gate = is_m[None, :] & is_n[:, None]
-        opening = sum_parts(of_gates, gate_part, n[:, None], is_gate, GATE_PARTS).to(dtype).to(tl.float32)
-        sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-opening))  # to the last bit what torch makes of many
+        opening = sum_parts(gate_rows, gate_part, n[:, None], is_gate, GATE_PARTS).to(dtype).to(tl.float32)
+        sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-opening))  # bitwise as torch for many tokens
         result = (result.to(tl.float32) * sigmoid).to(dtype)
     target = out + m.to(tl.int64)[None, :] * (HEADS * VALUE_DIM) + head * VALUE_DIM + n[:, None]
     if ROUNDS:
@@ -327,7 +330,7 @@ def index_queries_kernel(
     BLOCK_DIM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some vectors, each a token's and a head's."""
+    """Rotate some vectors, each of one token and one head."""
     begin(OVERLAPS)
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -348,12 +351,12 @@ def index_queries_kernel(
         k = tl.arange(0, BLOCK_HALF)[:, None]
         r = tl.arange(0, BLOCK_REST)[:, None]
         is_n = n < DIM
-        of_first = tl.load(hadamard + k * DIM + n, mask=(k < HALF) & is_n, other=0.0)
-        of_second = tl.load(hadamard + (HALF + k) * DIM + n, mask=(k < HALF) & is_n, other=0.0)
-        of_rest = tl.load(hadamard + (2 * HALF + r) * DIM + n, mask=(r < DIM - 2 * HALF) & is_n, other=0.0)
-        spread = tl.dot(first, of_first, input_precision="ieee")
-        spread = tl.dot(second, of_second, spread, input_precision="ieee")
-        spread = tl.dot(others, of_rest, spread, input_precision="ieee")
+        first_rows = tl.load(hadamard + k * DIM + n, mask=(k < HALF) & is_n, other=0.0)
+        second_rows = tl.load(hadamard + (HALF + k) * DIM + n, mask=(k < HALF) & is_n, other=0.0)
+        last_rows = tl.load(hadamard + (2 * HALF + r) * DIM + n, mask=(r < DIM - 2 * HALF) & is_n, other=0.0)
+        spread = tl.dot(first, first_rows, input_precision="ieee")
+        spread = tl.dot(second, second_rows, spread, input_precision="ieee")
+        spread = tl.dot(others, last_rows, spread, input_precision="ieee")
         tl.store(target + n, spread, mask=is_row & is_n)
     else:
         tl.store(target + pair, first, mask=is_pair)

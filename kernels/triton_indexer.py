@@ -1,15 +1,15 @@
 """The indexer's logits on a GPU, in Triton: paged keys in, float32 [tokens, positions] out.
 
-A program has one query and one split of the positions that it sees, in tiles of one page or a part of it. It
+A program has one query and one split of the positions that it sees, in tiles of at most one page. It
 multiplies a tile of keys with all heads' queries on the tensor cores and adds up over the heads at once, so
-that nothing per head leaves the registers. Positions are the product's rows, so that keys that came in fp8
-can go from registers into the tensor cores. The number of splits depends on shapes only, as a CUDA graph
-wants it, and what a split does on the query's length.
+that no values per head leave the registers. Positions are the product's rows, so that converted fp8 keys go
+from registers to the tensor cores. The number of splits depends on shapes only, as a CUDA graph requires; the
+length of a split depends on the query's length.
 
-fp8 keys become float16, which holds each of them exactly and takes one instruction for two. Queries in
-bfloat16 follow, each head's divided by the power of two that brings its largest element into [1, 2): exact
-but for elements 2^14 times smaller, whose error is below float32's beside the largest. The head's weight
-takes the power back.
+fp8 keys become float16, which holds each of them exactly and takes one instruction for two. bfloat16 queries
+become float16 too: each head's query is divided by the power of two that brings its largest element into [1,
+2). This is exact except for elements 2^14 times smaller, whose error is below float32's rounding of the
+largest. The head's weight is multiplied by the same power.
 
 fp8 keys need compute capability 8.9. Importing this module imports triton.
 """
@@ -31,21 +31,21 @@ from hisparse_pd.kernels.cuda_launch import num_multiprocessors
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 PROGRAMS_PER_SM = 8
-"""Programs that share the work of few queries: more than run at once, so that unequal lengths even out."""
+"""Programs that share the work of few queries: more than run at a time, so that unequal lengths even out."""
 MIN_TILES = 2
-"""Tiles of a split at least, to be worth the program's start."""
+"""Fewest tiles of a split that are worth the program's start."""
 MAX_SPLITS = 2048
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is compiled; any values give the same logits to the last roundings."""
+    """How the kernel is compiled; all values give the same logits up to rounding."""
 
     tile: int
     """Positions of a tile, a power of two from 16 on."""
     num_warps: int
     num_stages: int
-    """Tiles on their way to a program, and one more."""
+    """Stages of the pipeline: one more than the tiles that are in flight to a program."""
 
 
 TUNING = {
@@ -53,7 +53,7 @@ TUNING = {
     "bfloat16": Tuning(tile=64, num_warps=4, num_stages=3),
     "fp8_e4m3": Tuning(tile=64, num_warps=4, num_stages=3),
 }
-"""By what is multiplied: "float32" wherever a factor is."""
+"""Tunings by the format of keys; "float32" if queries or keys are float32."""
 
 
 def write_logits(
@@ -75,9 +75,9 @@ def write_logits(
 ) -> None:
     """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
 
-    Arguments as for ``kernels.paged_indexer.paged_index_topk``, which has checked them. ``logits``: float32
-    [>= block_tokens, >= max_len]. Written are the positions that a query sees, and nothing for queries that
-    see at most ``top_k`` (0: score all).
+    The arguments are those of ``kernels.paged_indexer.paged_index_topk``, which has checked them. ``logits``:
+    float32 [>= block_tokens, >= max_len]. Only positions that a query sees are written, and nothing for
+    queries that see at most ``top_k`` (0: score all).
     """
     num_heads, head_dim = q_index.shape[1:]
     is_float32 = q_index.dtype == torch.float32 or key_format == "float32"
@@ -100,12 +100,14 @@ def write_logits(
 
 
 def choose_num_splits(num_tokens: int, num_programs: int) -> int:
-    """Programs that share a query: no more in all than ``num_programs``, for the last would run alone."""
+    """Return the number of programs that share a query: at most ``num_programs`` in all, since further ones
+    would run last and alone."""
     return max(1, min(MAX_SPLITS, num_programs // num_tokens))
 
 
 def _key_views(index_pool: Tensor, key_format: str) -> tuple[Tensor, Tensor]:
-    """The keys' elements, and the words among which their scales are (where there are none, keys again)."""
+    """Return views of the pool as elements of keys and as the words of their scales (the keys again if there
+    are no scales)."""
     if key_format == "fp8_e4m3":
         return index_pool.view(torch.float8_e4m3fn), index_pool.view(torch.float32)
     keys = index_pool.view(torch.float32 if key_format == "float32" else torch.bfloat16)
@@ -165,22 +167,22 @@ def _logits_kernel(
             q = (q.to(tl.float32) * reciprocal[None, :]).to(tl.float16)
             head_weights *= (exponent << 23).to(tl.float32, bitcast=True) * score_scale
 
-    # The page of the next tile is known before its keys are asked for.
+    # The next tile's page is loaded one tile ahead of its keys.
     next_page = tl.load(pages + first_tile * TILE // PAGE_SIZE)
     for tile in tl.range(first_tile, stop_tile, num_stages=NUM_STAGES):
         start = tile * TILE
         positions = start + in_tile
         is_seen = positions < length
         if PAGE_SIZE % TILE == 0:
-            # Positions behind the last one are in a page of the pool, too.
+            # Positions after the last one lie in the same page, so their keys can be read too.
             first_slot = next_page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE
             next_page = tl.load(pages + tl.minimum(tile + 1, stop_tile - 1) * TILE // PAGE_SIZE)
             key_rows = keys + first_slot * KEY_STRIDE + in_tile * KEY_STRIDE
             scale_rows = scales + first_slot * SCALE_STRIDE + in_tile * SCALE_STRIDE
         else:
             page = tl.load(pages + positions // PAGE_SIZE, mask=is_seen, other=0)
-            # Not as one product of slot and stride: of that, Triton (3.6) takes rows of 68 bytes to be
-            # aligned to 8, and the loads fault.
+            # Not as one product of slot and stride: Triton (3.6) would then assume that rows of 68 bytes are
+            # aligned to 8, and the loads would fault.
             in_page = positions % PAGE_SIZE
             page = page.to(tl.int64)
             key_rows = keys + page * (PAGE_SIZE * KEY_STRIDE) + in_page * KEY_STRIDE
@@ -207,11 +209,11 @@ def _logits_kernel(
             if IS_FP8:
                 key = key.to(tl.float16)
             products = tl.dot(key, q)
-        if IS_FLOAT32 or not IS_FP8:  # otherwise the head's weight has it
+        if IS_FLOAT32 or not IS_FP8:  # otherwise the head's weight includes the scale
             products *= score_scale
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if BLOCK_HEADS != NUM_HEADS:
-            products = tl.where(is_head[None, :], products, 0.0)  # of infinite keys with absent heads: NaN
+            products = tl.where(is_head[None, :], products, 0.0)  # infinite keys give NaN for absent heads
         score = tl.sum(products * head_weights[None, :], axis=1)
         if IS_FP8:
             score *= tl.load(scale_rows + HEAD_DIM // 4)

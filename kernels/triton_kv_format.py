@@ -1,7 +1,7 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Storing rows of 8 and 16 bits on a GPU in one launch; ``kernels.kv_format`` has the formats and the same in
-torch."""
+"""Stores rows of 8- and 16-bit numbers on a GPU in one launch; ``kernels.kv_format`` has the formats and the
+code in torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
 def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int) -> None:
-    """Write ``values`` to the rows ``slots`` of ``layer_pool``, which was checked: the first
-    ``num_quantised`` of a row in fp8, with a scale for each ``tile`` of them behind, then the rest in
-    bfloat16.
+    """Write ``values`` to the rows ``slots`` of ``layer_pool``. The caller has checked the arguments.
+
+    The first ``num_quantised`` numbers of a row are written in fp8, then a scale for each ``tile`` of them,
+    then the other numbers in bfloat16.
     """
     num_rows, dim = values.shape
     if num_rows == 0:
@@ -67,7 +68,8 @@ def store_kernel(
     BLOCK_REST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One row; ``float32_ptr`` and ``bfloat16_ptr`` are the pool again, in numbers of those types."""
+    """Store one row. ``float32_ptr`` and ``bfloat16_ptr`` point to the pool too, as numbers of those
+    types."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     byte_row = tl.load(slots_ptr + row) * row_stride
@@ -79,7 +81,7 @@ def store_kernel(
         is_value = (within < TILE) & (at < DIM)
         values = tl.load(values_row + at, mask=is_value, other=0.0).to(tl.float32)
 
-        # The next power of two, and its reciprocal, are arithmetic on the exponent.
+        # The next power of two and its reciprocal are computed from the exponent's bits.
         bits = tl.div_rn(tl.max(tl.abs(values), 1), FP8_MAX).to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFFF) & 0x7F800000
         bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)

@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.latents.finish_latents`` on a GPU: a few programs a token."""
+"""``kernels.latents.finish_latents`` on a GPU, with four programs for each token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finish_latents_triton(
     cos, sin = rotation
     num_tokens, device, dtype = len(cos), cos.device, norms.dtype
     if q_a is None:
-        rounding = None  # which is of the query latent
+        rounding = None  # it is for the query latent only
     q_rank = 0 if q_a is None else q_a.shape[2]
     latent, item_dim = 0, 2 * cos.shape[1]
     if kv_a is not None and norms.kv_weight is not None:
@@ -52,7 +52,7 @@ def finish_latents_triton(
         keys = torch.empty((num_tokens, index_keys.shape[2]), dtype=dtype, device=device)
     if head_weights is not None:
         weights = torch.empty(head_weights.shape[1:], dtype=torch.float32, device=device)
-    nothing = item[None]  # in the place of what is not there
+    nothing = item[None]  # stands for absent tensors
     q_parts, kv_parts = (nothing if parts is None else parts for parts in (q_a, kv_a))
     key_parts = nothing if index_keys is None else index_keys
     head_parts = nothing if head_weights is None else head_weights
@@ -133,7 +133,7 @@ def rotated(
     IS_INTERLEAVED: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Both halves of rotated vectors, rounded to ``dtype``; ``pair``: which of the pairs."""
+    """Return both halves of rotated vectors, rounded to ``dtype``; ``pair``: the numbers of the pairs."""
     if IS_INTERLEAVED:
         a = sum_parts(source, part_stride, 2 * pair, mask, PARTS)
         b = sum_parts(source, part_stride, 2 * pair + 1, mask, PARTS)
@@ -203,12 +203,13 @@ def finish_latents_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One token, and of it by the program: the query latent, the KV item, the index key, the head weights."""
+    """Finish one token. The four programs of a token make its query latent, KV item, index key and head
+    weights."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    of_what = tl.program_id(1)
+    which = tl.program_id(1)
     dtype: tl.constexpr = item.dtype.element_ty
-    if of_what == 0:
+    if which == 0:
         if Q_RANK > 0:
             block = tl.arange(0, Q_BLOCKS)[:, None]
             at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -232,7 +233,7 @@ def finish_latents_kernel(
     is_pair = pair < ROPE // 2
     c = tl.load(cos + row * cos_stride + pair, mask=is_pair, other=0.0)
     s = tl.load(sin + row * sin_stride + pair, mask=is_pair, other=0.0)
-    if of_what == 1:
+    if which == 1:
         if LATENT > 0:
             at = tl.arange(0, BLOCK_LATENT)
             latent = normed_row(kv_a + row * kv_stride, kv_part, at, at < LATENT, kv_weight, at < LATENT,
@@ -243,7 +244,7 @@ def finish_latents_kernel(
             tl.store(target + at, latent, mask=at < LATENT)
             tl.store(target + LATENT + pair, first, mask=is_pair)
             tl.store(target + LATENT + ROPE // 2 + pair, second, mask=is_pair)
-    elif of_what == 2:
+    elif which == 2:
         if KEY_DIM > 0:
             at = tl.arange(0, BLOCK_KEY)
             is_there = at < KEY_DIM
@@ -281,7 +282,7 @@ def normed_row(
     source, part_stride, at, is_given, weight, is_weight, eps, SIZE: tl.constexpr, PARTS: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """A row's RMS norm: of the sum of its parts, rounded to ``dtype``."""
+    """Return the RMS norm of a row, which is the sum of its parts rounded to ``dtype``."""
     x = sum_parts(source, part_stride, at, is_given, PARTS).to(dtype).to(tl.float32)
     factor = tl.load(weight + at, mask=is_weight, other=0.0).to(tl.float32)
     return (x * tl.rsqrt(tl.sum(x * x) / SIZE + eps) * factor).to(dtype)

@@ -1,10 +1,10 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""How small Triton kernels follow each other: the next one takes its place on the GPU, and fetches weights
-into the L2 cache, while the one in front still runs.
+"""Overlaps small Triton kernels: the next kernel becomes resident and prefetches weights into the L2 cache
+while the preceding one still runs.
 
-A kernel that is launched so (``launch_options``) begins with ``begin``, before it reads or writes anything
-but weights: it lets the next kernel come and waits for the end of the one in front, hence of all before that.
+A kernel with these ``launch_options`` calls ``begin`` before it reads or writes anything but weights. That
+lets the next kernel start and waits for the end of the preceding one, and so of all kernels before that.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hisparse_pd.kernels.cuda_launch import HOPPER
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels can come early there; interpreted ones cannot."""
+    """Return whether kernels can start early on ``device``; interpreted kernels cannot."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Of a kernel that has the constant ``OVERLAPS`` and begins with ``begin``."""
+    """Return the launch options of a kernel that has the constant ``OVERLAPS`` and calls ``begin``."""
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps(device) else {"OVERLAPS": False}
 
 
@@ -40,7 +40,7 @@ def begin(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def prefetch(addresses, OVERLAPS: tl.constexpr):
-    """Bring the cache lines at ``addresses``, of weights, into the L2 cache."""
+    """Bring the cache lines at ``addresses``, which must be weights, into the L2 cache."""
     if OVERLAPS:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

@@ -2,12 +2,12 @@
 # mypy: disallow_untyped_calls=False
 """Products of activations with a matrix, both in fp8 or both in bfloat16.
 
-Columns are cut into parts, how many depends on the matrix' shape alone. A part's columns are added up in
-their order, and the parts in theirs, so that a row has the same bits among any number of rows. Of few rows
-each part is a program's, so that the product of a small matrix, too, fills the GPU and takes as long as the
-matrix takes to read; who takes the result adds up the parts. Of many rows a program adds them up itself, on
-Hopper one of ``kernels.gluon_linear``. The wide operand of the tensor cores is the matrix where rows are few,
-and the rows where they are many.
+Columns are cut into parts whose number depends on the matrix's shape alone. A part's columns are added up in
+order, and then the parts, so that a row has the same bits among any number of rows. For few rows, each part
+has its own program, so that the product of a small matrix fills the GPU too and takes as long as reading the
+matrix; the caller adds up the parts. For many rows a program adds them up itself, on Hopper one of
+``kernels.gluon_linear``. The matrix is the wide operand of the tensor cores for few rows, and the rows are
+for many.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFETCHED_BLOCKS: Final = 2
 class Tiling:
     tokens: int
     rows: int
-    """Of the matrix; they divide ``BLOCK``, so that they have one scale."""
+    """Rows of the matrix; they divide ``BLOCK``, so that they have one scale."""
     num_stages: int
     num_warps: int = 4
 
@@ -46,12 +46,12 @@ MANY: Final = Tiling(128, 64, 4)
 
 
 def block_columns(values: Tensor) -> int:
-    """Columns of a matrix that a program takes at a time: those of one scale, or as many bytes."""
+    """Return how many columns of a matrix a program takes at a time: those of one scale, or as many bytes."""
     return BLOCK // values.itemsize
 
 
 def num_parts(values: Tensor) -> int:
-    """Of the columns of a matrix."""
+    """Return the number of parts into which the columns of a matrix are cut."""
     rows, columns = values.shape
     wanted = ENOUGH_PROGRAMS // -(-rows // PART_ROWS)
     blocks = -(-columns // block_columns(values))
@@ -62,10 +62,11 @@ def num_parts(values: Tensor) -> int:
 def linear_parts(
     x: Tensor, num_tokens: int, values: Tensor, x_scales: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
-    """float32 [parts, num_tokens, rows] of few tokens, bfloat16 if there is one part; of many their sum,
-    bfloat16 [1, num_tokens, rows]. In between, the matrix decides.
+    """Return ``x @ values.T`` in parts: for few tokens float32 [parts, num_tokens, rows], for many tokens the
+    sum, bfloat16 [1, num_tokens, rows]. In between, the matrix decides. A single part is always bfloat16.
 
-    Scales: of an ``x`` and ``values`` in fp8; otherwise both are bfloat16.
+    ``x``: [>= num_tokens, columns]; ``values``: [rows, columns]. Both are fp8 with scales, float32 [blocks
+    across, rows of x] and [blocks down, blocks across], or both are bfloat16.
     """
     (rows, columns), block = values.shape, block_columns(values)
     blocks, parts = triton.cdiv(columns, block), num_parts(values)
@@ -134,9 +135,8 @@ def linear_kernel(
     BLOCK_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some rows of the matrix, a part of its columns or all, a tile of tokens: ``out[part, tile, n]``.
-
-    ``IS_TALL``: the matrix is the wide operand.
+    """Compute ``out[part, tile, n]`` for some rows of the matrix, a part of its columns or all, and a tile of
+    tokens. ``IS_TALL``: the matrix is the wide operand.
     """
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(1)
@@ -145,13 +145,13 @@ def linear_kernel(
     end = min(first_block + PARTS * PART_BLOCKS, blocks)
     k = tl.arange(0, BLOCK)
     is_n = n < ROWS
-    of_rows = values + n.to(tl.int64)[:, None] * COLUMNS
+    matrix_rows = values + n.to(tl.int64)[:, None] * COLUMNS
     ahead = first_block * BLOCK + tl.arange(0, PREFETCHED) * BLOCK
-    prefetch(of_rows + tl.minimum(ahead, COLUMNS - 1)[None, :], OVERLAPS)
+    prefetch(matrix_rows + tl.minimum(ahead, COLUMNS - 1)[None, :], OVERLAPS)
     begin(OVERLAPS)
     m = tl.program_id(2) * TILE + tl.arange(0, TILE)
     is_m = m < num_tokens
-    of_tokens = x + m.to(tl.int64)[:, None] * x_stride
+    token_rows = x + m.to(tl.int64)[:, None] * x_stride
     if IS_TALL:
         total = tl.zeros((BLOCK_ROWS, TILE), dtype=tl.float32)
     else:
@@ -159,18 +159,18 @@ def linear_kernel(
     whole = total
     if HAS_SCALES:
         row_scales = scales + (tl.program_id(0) * BLOCK_ROWS // SCALE_BLOCK) * blocks
-        of_scales = x_scales + m
-        token_scale = tl.load(of_scales + first_block * scales_stride, mask=is_m, other=0.0)
+        token_scales = x_scales + m
+        token_scale = tl.load(token_scales + first_block * scales_stride, mask=is_m, other=0.0)
         row_scale = tl.load(row_scales + first_block)
     for block in range(first_block, end):
         at = block * BLOCK + k
         is_k = (at < COLUMNS)[None, :]
-        weights = tl.load(of_rows + at[None, :], mask=is_n[:, None] & is_k, other=0.0)
-        tokens = tl.load(of_tokens + at[None, :], mask=is_m[:, None] & is_k, other=0.0)
+        weights = tl.load(matrix_rows + at[None, :], mask=is_n[:, None] & is_k, other=0.0)
+        tokens = tl.load(token_rows + at[None, :], mask=is_m[:, None] & is_k, other=0.0)
         if HAS_SCALES:
-            # A round ahead: they are not among what Triton pipelines.
+            # Scales are loaded one round ahead, because Triton does not pipeline these loads.
             following = tl.minimum(block + 1, end - 1)
-            next_token_scale = tl.load(of_scales + following * scales_stride, mask=is_m, other=0.0)
+            next_token_scale = tl.load(token_scales + following * scales_stride, mask=is_m, other=0.0)
             next_row_scale = tl.load(row_scales + following)
             scale = token_scale * row_scale
             if IS_TALL:
@@ -182,15 +182,15 @@ def linear_kernel(
             total = tl.dot(weights, tokens.T, total)
         else:
             total = tl.dot(tokens, weights.T, total)
-        if PARTS > 1:  # noqa: SIM102 (a constant, and a number of the GPU)
+        if PARTS > 1:  # noqa: SIM102 (the outer condition is a constant, the inner one is not)
             if (block + 1) % PART_BLOCKS == 0:
                 whole += total
                 total = tl.zeros((TILE, BLOCK_ROWS), dtype=tl.float32)
     if PARTS > 1:
         total = whole if blocks % PART_BLOCKS == 0 else whole + total
-    of_part = out + part.to(tl.int64) * num_tokens * ROWS
+    target = out + part.to(tl.int64) * num_tokens * ROWS
     m = m.to(tl.int64)
     if IS_TALL:
-        tl.store(of_part + m[None, :] * ROWS + n[:, None], total, mask=is_m[None, :] & is_n[:, None])
+        tl.store(target + m[None, :] * ROWS + n[:, None], total, mask=is_m[None, :] & is_n[:, None])
     else:
-        tl.store(of_part + m[:, None] * ROWS + n[None, :], total, mask=is_m[:, None] & is_n[None, :])
+        tl.store(target + m[:, None] * ROWS + n[None, :], total, mask=is_m[:, None] & is_n[None, :])

@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.norms.add_norm`` on a GPU: a program a row, or with a gate some rows."""
+"""``kernels.norms.add_norm`` on a GPU, with one program for each row, or with a gate for several rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hisparse_pd.kernels.triton_fp8 import round_blocks, sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 GATE_NUMBERS = 1 << 15
-"""Of a gate's matrix that a program multiplies at a time: what its registers hold."""
+"""Numbers of a gate's matrix that a program multiplies at a time, as many as its registers hold."""
 
 
 def add_norm_triton(
@@ -128,9 +128,9 @@ def add_norm_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some rows, one after the other; a row behind ``num_tokens`` is zeros in fp8 and nothing else.
+    """Add and norm some rows, one after the other. Rows from ``num_tokens`` on only become zeros in fp8.
 
-    What of a gate fits into registers is read before the kernel in front has ended.
+    A gate that fits into registers is read before the preceding kernel has ended.
     """
     at = tl.arange(0, PADDED)
     is_there = at < SIZE
@@ -163,8 +163,8 @@ def add_norm_kernel(
             else:
                 opening = tl.zeros((PADDED,), dtype=tl.float32)
                 for first in range(0, RANK, RANK_STEP):
-                    of_down, of_up = gate_rows(down, up, first + rank, at, is_there, RANK, SIZE)
-                    opening += opened(y, of_down, of_up, dtype)
+                    some_down, some_up = gate_rows(down, up, first + rank, at, is_there, RANK, SIZE)
+                    opening += opened(y, some_down, some_up, dtype)
             result = (y * tl.sigmoid(opening.to(dtype).to(tl.float32))).to(dtype)
         tl.store(normed + row * SIZE + at, result, mask=is_token)
         if ROUNDS:
@@ -177,7 +177,7 @@ def add_norm_kernel(
 
 @triton.jit
 def block_sum(start, part_stride, at, mask, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """The sum of a block's parts; of float32 ones, rounded as a product is that comes in one part."""
+    """Return the sum of a block's parts. A sum of float32 parts is rounded as a product in one part is."""
     total = sum_parts(start, part_stride, at, mask, PARTS)
     if start.dtype.element_ty == tl.float32:
         total = total.to(dtype).to(tl.float32)
@@ -186,7 +186,7 @@ def block_sum(start, part_stride, at, mask, PARTS: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def gate_rows(down, up, rank, at, is_there, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Some ranks of both matrices of a gate, each [ranks, columns]."""
+    """Load some ranks of a gate's two matrices, each [ranks, columns]."""
     place = rank * SIZE + at[None, :]
     mask = (rank < RANK) & is_there[None, :]
     return tl.load(down + place, mask=mask, other=0.0), tl.load(up + place, mask=mask, other=0.0)
@@ -194,7 +194,7 @@ def gate_rows(down, up, rank, at, is_there, RANK: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def opened(y, down, up, dtype: tl.constexpr):
-    """What some ranks add to how far the gate opens, [columns]."""
+    """Return what some ranks add to the argument of the gate's sigmoid, [columns]."""
     inner = tl.sum(down.to(tl.float32) * y[None, :], axis=1).to(dtype).to(tl.float32)
     inner = (inner / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
     return tl.sum(up.to(tl.float32) * inner[:, None], axis=0)

@@ -1,6 +1,7 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.rope`` on a GPU: each function in one launch, in place of ten that are too small to fill it."""
+"""``kernels.rope`` on a GPU, and the angles of positions: one launch each, instead of ten that cannot fill
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ TOKENS_PER_PROGRAM = 4
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, out: Tensor) -> None:
-    """Arguments as of ``kernels.rope.rotate``, which has checked them."""
+    """See ``kernels.rope.rotate``, which has checked the arguments."""
     num_tokens, num_heads, dim = x.shape
     if num_tokens == 0 or num_heads == 0:
         return
@@ -46,7 +47,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, out: Tenso
 
 
 def angles(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """See ``kernels.rope.angles``."""
+    """Return cos and sin of ``positions`` times frequencies, times ``scaling``: float32 [num_tokens, half]
+    each.
+
+    ``positions``: integer [num_tokens]; ``inv_freq``: float32 [half], on the same device.
+    """
     num_tokens, half = len(positions), len(inv_freq)
     cos, sin = torch.empty((2, num_tokens, half), dtype=torch.float32, device=positions.device)
     if num_tokens:
@@ -112,7 +117,7 @@ def rotate_kernel(
     BLOCK_REST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """A token's next BLOCK_HEADS heads."""
+    """Rotate BLOCK_HEADS heads of a token."""
     begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]

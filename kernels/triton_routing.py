@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""The choice of experts for few tokens: logits, choice and ``Routing.plan``, a launch each."""
+"""The choice of experts on a GPU: logits, choice and ``Routing.plan``, in one launch each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from hisparse_pd.kernels.triton_fp8 import sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
 PART_BYTES: Final = 1024
-"""Of a matrix' row, of which a program of ``narrow_parts`` takes a part; half of it where that makes few."""
+"""Bytes of a matrix's row in one part of ``narrow_parts``; half as many for rows of at most FEW_PARTS
+parts."""
 FEW_PARTS: Final = 8
 FEW_TOKENS: Final = 2048
-"""Up to so many, each part is a program's own; of more, their results would be too much memory."""
+"""Up to this many tokens, each part has its own program; for more, the parts' results would need too much
+memory."""
 STEP_BYTES: Final = 256
 LINE_BYTES: Final = 128
 TILES: Final = ((16, 32), (32, 32), (64, 32), (128, 64))
@@ -28,7 +30,7 @@ CHUNK_ROWS: Final = 8
 
 
 def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
-    """See ``kernels.expert_choice.narrow_product``. Of many tokens a program adds up all parts itself."""
+    """See ``kernels.expert_choice.narrow_product``. For many tokens, a program adds up all parts itself."""
     num_tokens, columns = x.shape
     outputs = matrix.shape[0]
     row_bytes = columns * matrix.itemsize
@@ -77,29 +79,29 @@ def narrow_kernel(
     BLOCK_OUTPUTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some outputs of a tile of tokens, from a part of the columns, or the sum of several.
+    """Compute some outputs of a tile of tokens from one part of the columns, or the sum of several parts.
 
-    A float32 matrix meets bfloat16 tokens as the sum of three in bfloat16, which it is exactly.
+    With bfloat16 tokens, a float32 matrix is split into three bfloat16 matrices whose sum it equals exactly.
     """
     n = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     part = tl.program_id(1)
     is_n = (n < OUTPUTS)[:, None]
-    of_rows = matrix + n[:, None] * COLUMNS
+    matrix_rows = matrix + n[:, None] * COLUMNS
     if OVERLAPS:
         line = part * PART + tl.arange(0, PART // LINE) * LINE
-        prefetch(of_rows + tl.minimum(line, COLUMNS - 1)[None, :], OVERLAPS)
+        prefetch(matrix_rows + tl.minimum(line, COLUMNS - 1)[None, :], OVERLAPS)
     begin(OVERLAPS)
     m = tl.program_id(2) * TILE + tl.arange(0, TILE)
     is_token = (m < num_tokens)[None, :]
-    of_tokens = x + m.to(tl.int64)[None, :] * x_stride
+    token_rows = x + m.to(tl.int64)[None, :] * x_stride
     whole = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
     for number in range(PARTS):
         first = (part * PARTS + number) * PART
         total = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
         for start in tl.static_range(0, PART, STEP):
             k = first + start + tl.arange(0, STEP)
-            weights = tl.load(of_rows + k[None, :], mask=is_n & (k < COLUMNS)[None, :], other=0.0)
-            tokens = tl.load(of_tokens + k[:, None], mask=is_token & (k < COLUMNS)[:, None], other=0.0)
+            weights = tl.load(matrix_rows + k[None, :], mask=is_n & (k < COLUMNS)[None, :], other=0.0)
+            tokens = tl.load(token_rows + k[:, None], mask=is_token & (k < COLUMNS)[:, None], other=0.0)
             if weights.dtype == tokens.dtype:
                 total = tl.dot(weights, tokens, total, input_precision="ieee")
             elif tokens.dtype == tl.float32:
@@ -128,7 +130,7 @@ def choose_triton(
     is_softmax: bool = False,
     has_shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See ``kernels.expert_choice``; the best comes first."""
+    """See ``kernels.expert_choice.ExpertChoice``; the best expert comes first."""
     parts, num_tokens, num_experts = logits.shape
     shape = num_tokens, top_k + has_shared
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
@@ -167,8 +169,9 @@ NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 
 @triton.jit
 def order_key(number, index):
-    """int64, ordered as ``number``, with NaN above all; of equal ones the lowest ``index`` is above."""
-    number = tl.where(number == 0.0, 0.0, number).to(tl.float32)  # -0.0 is equal to it
+    """Return int64 keys that order as ``number``, with NaN above all; among equal numbers the lowest
+    ``index`` is the largest."""
+    number = tl.where(number == 0.0, 0.0, number).to(tl.float32)  # -0.0 equals 0.0
     bits = number.to(tl.int32, bitcast=True)
     bits = tl.where(number == number, bits, 0x7FFFFFFF)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -198,7 +201,7 @@ def choose_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One token. Whatever the logits are, ids are different experts."""
+    """Choose the experts of one token. Whatever the logits are, the ids are distinct experts."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
     within = tl.arange(0, BLOCK_GROUP)[None, :]
@@ -252,9 +255,10 @@ def choose_kernel(
 def plan_triton(
     expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``order``, ``starts``, ``tile_starts`` and ``tile_experts`` of a ``Routing``, for few rows of
-    ``expert_ids``, int [num_tokens, top_k], contiguous: each program holds all. ``num_tiles``: the most that
-    there can be.
+    """Return ``order``, ``starts``, ``tile_starts`` and ``tile_experts`` of a ``Routing``.
+
+    ``expert_ids``: int [num_tokens, top_k], contiguous and few, because each program holds all of them.
+    ``num_tiles``: the most tiles that there can be.
     """
     num_rows = expert_ids.numel()
     device = expert_ids.device
@@ -300,20 +304,20 @@ def plan_kernel(
     BLOCK_TILES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Where a few rows stand in the order of experts; the first program also counts."""
+    """Find the places of some rows in the order of experts; the first program also counts experts' rows."""
     begin(OVERLAPS)
     rows = tl.arange(0, BLOCK_ROWS)
-    of_rows = tl.load(ids + rows, mask=rows < num_rows, other=EXPERTS + 1).to(tl.int32)
+    row_ids = tl.load(ids + rows, mask=rows < num_rows, other=EXPERTS + 1).to(tl.int32)
     own = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    of_own = tl.load(ids + own, mask=own < num_rows, other=EXPERTS + 1).to(tl.int32)
-    is_before = (of_rows[None, :] < of_own[:, None]) | (
-        (of_rows[None, :] == of_own[:, None]) & (rows[None, :] < own[:, None])
+    own_ids = tl.load(ids + own, mask=own < num_rows, other=EXPERTS + 1).to(tl.int32)
+    is_before = (row_ids[None, :] < own_ids[:, None]) | (
+        (row_ids[None, :] == own_ids[:, None]) & (rows[None, :] < own[:, None])
     )
     place = tl.sum(is_before.to(tl.int32), axis=1)
     tl.store(order + place, own, mask=own < num_rows)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, BLOCK_EXPERTS)
-        counts = tl.histogram(tl.minimum(of_rows, BLOCK_EXPERTS - 1), BLOCK_EXPERTS)
+        counts = tl.histogram(tl.minimum(row_ids, BLOCK_EXPERTS - 1), BLOCK_EXPERTS)
         counts = tl.where(expert < EXPERTS, counts, 0)
         tl.store(starts + expert, tl.cumsum(counts, axis=0) - counts, mask=expert <= EXPERTS)
         tiles = (counts + TILE_ROWS - 1) // TILE_ROWS

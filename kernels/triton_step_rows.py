@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.step_rows`` on a GPU: a launch each, in place of ten and twenty."""
+"""``kernels.step_rows`` on a GPU: one launch for each function, instead of ten or twenty."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 BLOCK = 128
 MOST_POSITIONS = 1024
-"""Of a row that a program of ``slots_of`` looks up."""
+"""Most positions of a row that one program of ``slots_of`` looks up."""
 
 
 def place_rows(
@@ -30,7 +30,7 @@ def place_rows(
     scratch_device_slot: int,
     scratch_index_slot: int,
 ) -> None:
-    """Fill ``rows``, int64 [5, num_rows]: the fields of ``StepRows`` in their order."""
+    """Fill ``rows``, int64 [5, num_rows], with the fields of ``StepRows`` in order."""
     num_rows = rows.shape[1]
     if num_rows == 0:
         return

@@ -1,11 +1,11 @@
-"""Discovery: what a prefill node says at its bootstrap endpoint, and the decode node's look-up of it.
+"""Discovery: the answer of a prefill node's bootstrap endpoint, and the decode node's look-up of it.
 
 The endpoint is HTTP and read-only: ``GET /bootstrap`` tells where the control socket is. Registration goes
 over the control socket, which authenticates the peer; nothing can be written at the endpoint.
 
-With a control key both ends prove that they hold it: the caller signs a number that it never uses again, the
-node signs that number with its answer. So nobody without the key gets an answer, and none that is forged, or
-recorded earlier, is believed. With a list of allowed peers no other address is answered, or asked.
+With a control key both ends prove that they hold it: the caller signs a nonce, and the node signs that nonce
+with its answer. A caller without the key gets no answer, and a forged or replayed answer is rejected. With a
+list of allowed peers, only addresses on the list are answered or asked.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ NONCE_HEADER = "x-hisparse-pd-nonce"
 CODE_HEADER = "x-hisparse-pd-code"
 
 _NONCE_BYTES = 16
-_ASKING = "bootstrap request"
-_ANSWERING = "bootstrap answer"
-_REJECTING = (401, 403)
+_REQUEST_PURPOSE = "bootstrap request"
+_ANSWER_PURPOSE = "bootstrap answer"
+_REJECTED_STATUSES = (401, 403)
 
 
 class RankInfo(msgspec.Struct, frozen=True):
     """One rank of a prefill node, which has a control socket of its own.
 
-    ``control_host``: of a rank on another machine than the first one's; empty: where that one is.
+    ``control_host``: the rank's machine; empty: the first rank's machine.
     """
 
     instance_id: Name
@@ -57,10 +57,10 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class BootstrapInfo(msgspec.Struct, frozen=True):
-    """The body of ``GET /bootstrap``. ``control_host`` may be a wildcard: then the caller knows the host.
+    """The body of ``GET /bootstrap``. A wildcard as ``control_host`` means the host that was asked.
 
-    ``ranks``: of a node of several, in order; a room is the business of rank ``room % len(ranks)``. The other
-    fields are the first one's.
+    ``ranks``: all ranks in order, or empty for a node of one rank. Rank ``room % len(ranks)`` serves a room.
+    The other fields describe the first rank.
     """
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
@@ -76,7 +76,7 @@ class BootstrapInfo(msgspec.Struct, frozen=True):
         return max(len(self.ranks), 1)
 
     def of_rank(self, rank: int) -> BootstrapInfo | None:
-        """The same with what one rank has of its own; None: there is no such rank."""
+        """Return this information with the fields of one rank; None if there is no such rank."""
         if rank >= self.num_ranks:
             return None
         if not self.ranks:
@@ -101,7 +101,7 @@ _error_decoder: TypedDecoder[Any] = TypedDecoder.json(Any)
 
 
 class BootstrapRefused(Exception):
-    """A caller that is not answered, with the HTTP ``status`` and the ``code`` that say why."""
+    """The caller gets no bootstrap information; the HTTP ``status`` and the ``code`` say why."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -112,8 +112,8 @@ class BootstrapRefused(Exception):
 class BootstrapLookupError(Exception):
     """The bootstrap endpoint could not be used.
 
-    ``refused``: nothing listens there, the node is gone. ``rejected``: with the settings that the two nodes
-    have they will not talk to each other, so asking again changes nothing.
+    ``refused``: nothing listens there, the node is gone. ``rejected``: the settings of the two nodes do not
+    allow a connection, so asking again changes nothing.
     """
 
     def __init__(self, message: str, *, refused: bool = False, rejected: bool = False) -> None:
@@ -127,7 +127,7 @@ class BootstrapLookupError(Exception):
 
 @dataclass(frozen=True)
 class BootstrapGate:
-    """Who may ask, and the proof that goes with an answer."""
+    """Checks callers of the bootstrap endpoint and signs the answers to them."""
 
     REASONS: ClassVar = (FOREIGN_ADDRESS, FOREIGN_KEY)
     """The codes with which ``check`` refuses."""
@@ -136,13 +136,13 @@ class BootstrapGate:
     allowed: PeerList
 
     def check(self, address: str, nonce: str, code: str) -> None:
-        """Raises BootstrapRefused: 403 for a caller's address 401 for a caller without the key."""
+        """Raise BootstrapRefused: 403 for a caller's address, 401 for a caller without the key."""
         why = self.allowed.why_refused(address)
         if why is not None:
             raise BootstrapRefused(403, f"the caller's {why} of this prefill node", FOREIGN_ADDRESS)
         if self.keys is None:
             return
-        if not self.keys.has_signed(code, _ASKING, nonce.encode()):
+        if not self.keys.has_signed(code, _REQUEST_PURPOSE, nonce.encode()):
             raise BootstrapRefused(
                 401,
                 "this prefill node answers holders of its control key only; set the same control_key_file "
@@ -151,10 +151,10 @@ class BootstrapGate:
             )
 
     def proof(self, nonce: str, body: bytes) -> dict[str, str]:
-        """Headers of the answer ``body``."""
+        """Return the headers that prove who sends the answer ``body``."""
         if self.keys is None:
             return {}
-        return {CODE_HEADER: self.keys.sign(_ANSWERING, nonce.encode(), body)}
+        return {CODE_HEADER: self.keys.sign(_ANSWER_PURPOSE, nonce.encode(), body)}
 
 
 # --- the decode node's side ------------------------------------------------------------------------
@@ -166,10 +166,10 @@ def look_up(
     keys: ControlKeys | None = None,
     allowed: PeerList | None = None,
 ) -> BootstrapInfo:
-    """Ask a prefill node for its control address; blocks for LOOKUP_TIMEOUT_SECS at most.
+    """Ask a prefill node for its control address. Blocks for at most LOOKUP_TIMEOUT_SECS.
 
-    The answer's control hosts are addresses: whoever connects to them needs no resolver. With ``allowed``
-    they are of the list, as is the one that is asked. Raises BootstrapLookupError.
+    The returned control hosts are addresses, so that connecting to them needs no resolver. With ``allowed``,
+    only addresses on that list are asked or returned. Raises BootstrapLookupError.
     """
     if not is_host(bootstrap_host):
         raise BootstrapLookupError(
@@ -183,13 +183,13 @@ def look_up(
     nonce = secrets.token_hex(_NONCE_BYTES)
     headers = {}
     if keys is not None:
-        headers = {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_ASKING, nonce.encode())}
+        headers = {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_REQUEST_PURPOSE, nonce.encode())}
     address, (status, code, body) = _ask_first(addresses, bootstrap_port, headers, asked, deadline)
     if status != 200:
         raise BootstrapLookupError(
-            f"{asked}: status {status}{_error_text(body)}", rejected=status in _REJECTING
+            f"{asked}: status {status}{_error_text(body)}", rejected=status in _REJECTED_STATUSES
         )
-    if keys is not None and not keys.has_signed(code, _ANSWERING, nonce.encode(), body):
+    if keys is not None and not keys.has_signed(code, _ANSWER_PURPOSE, nonce.encode(), body):
         raise BootstrapLookupError(
             f"{asked}: the answer is not by a holder of this node's control key; set the same "
             "control_key_file on both nodes",
@@ -197,7 +197,7 @@ def look_up(
         )
     info = parse_info(body, asked)
     if info.control_host_for(bootstrap_host) == bootstrap_host:
-        control_host = address  # it answers there; another of the name may be another machine's
+        control_host = address  # it answers there; the name's other addresses may be other machines
     else:
         control_host = _addresses(asked, info.control_host, allowed, deadline)[0]
     hosts = {rank.control_host for rank in info.ranks if rank.control_host}
@@ -210,7 +210,7 @@ def look_up(
 
 
 def parse_info(body: bytes, asked: str) -> BootstrapInfo:
-    """Raises BootstrapLookupError, which names what was ``asked``."""
+    """Decode the body of an answer from ``asked``, a URL for error texts. Raises BootstrapLookupError."""
     try:
         info = _info_decoder.decode(body)
     except msgspec.MsgspecError as error:
@@ -230,13 +230,13 @@ def parse_info(body: bytes, asked: str) -> BootstrapInfo:
 
 
 _Answer: TypeAlias = tuple[int, str, bytes]
-"""Status, the code that proves who answers, and the body."""
+"""HTTP status, signature of the answer, and body."""
 
 
 def _ask_first(
     addresses: list[str], port: int, headers: dict[str, str], asked: str, deadline: float
 ) -> tuple[str, _Answer]:
-    """The first address that answers, and its answer. Refused is only what all of them refused."""
+    """Return the first address that answers, and its answer. Its error is ``refused`` only if all are."""
     errors: list[BootstrapLookupError] = []
     for number, address in enumerate(addresses):
         now = time.monotonic()
@@ -250,7 +250,7 @@ def _ask_first(
 
 
 def _get(address: str, port: int, headers: dict[str, str], asked: str, deadline: float) -> _Answer:
-    """A timer ends the exchange, whatever drips in. Raises BootstrapLookupError."""
+    """Ask one address. A timer ends the exchange even while bytes trickle in. Raises BootstrapLookupError."""
     timeout_secs = deadline - time.monotonic()
     late = BootstrapLookupError(f"{asked}: no whole answer in {timeout_secs:.3g} s")
     with contextlib.closing(HTTPConnection(address, port, timeout=timeout_secs)) as connection:
@@ -284,12 +284,12 @@ def _get(address: str, port: int, headers: dict[str, str], asked: str, deadline:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is closed
+    with contextlib.suppress(OSError):  # it may be closed already
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def _addresses(asked: str, host: str, allowed: PeerList, deadline: float) -> list[str]:
-    """Those of ``host`` that the list allows, never none. Raises BootstrapLookupError."""
+    """Return the addresses of ``host`` that the list allows. Raises BootstrapLookupError if it has none."""
     try:
         addresses = resolve(host, deadline)
     except OSError as error:
@@ -301,7 +301,7 @@ def _addresses(asked: str, host: str, allowed: PeerList, deadline: float) -> lis
 
 
 def _error_text(body: bytes) -> str:
-    """What an error answer says, as far as it is shown."""
+    """Return the message of an error answer, cut to 500 characters."""
     try:
         message = _error_decoder.decode(body)["error"]["message"]
     except (msgspec.MsgspecError, LookupError, TypeError):

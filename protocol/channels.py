@@ -1,11 +1,11 @@
 """The control channel between nodes: ZMQ sockets with typed messages.
 
 Sockets belong to the thread that made them. Nothing here blocks. ZMQ's own threads ask both ends of a
-connection for signs of life, and close it when there are none; the end that connects again hears of it.
+connection for signs of life, and close it when there are none; the end that reconnects learns of it.
 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
-key pair, and a server admits only clients that prove to hold it. A server with a list of allowed peers admits
-no other address, with a key or without.
+key pair, and a server admits only clients that prove that they hold it. A server with a list of allowed peers
+admits no other address, with a key or without.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_KEY_FILE_BYTES = 4096
-"""That are read: whatever the file is, a device or weights."""
+"""Bytes that are read at most, because the path may name a device or a huge file."""
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_FAREWELL_MILLISECS = 1_000
-"""The last answers, which say that the node is shutting down, may still leave."""
+_CLOSE_LINGER_MILLISECS = 1_000
+"""Time for the last answers to leave, which say that the node is shutting down."""
 
 
 class ControlKeyError(KeyFileError):
@@ -52,7 +52,7 @@ class ControlAddressError(ValueError):
 
 @dataclass(frozen=True)
 class ControlKeys:
-    """The CURVE key pair that all nodes of a cluster share, Z85."""
+    """The CURVE key pair that all nodes of a cluster share, in Z85."""
 
     secret: bytes = field(repr=False)
     public: bytes
@@ -78,44 +78,44 @@ class ControlKeys:
         return cls(secret, public)
 
     def sign(self, purpose: str, *parts: bytes) -> str:
-        """A code over ``parts`` that only a holder of the key can make; no other purpose accepts it."""
+        """Return a code over ``parts`` that only a holder of the key can make, for ``purpose`` alone."""
         digest = hmac.new(self.secret, digestmod=hashlib.sha256)
         for part in (purpose.encode(), *parts):
             digest.update(len(part).to_bytes(8, "big") + part)
         return digest.hexdigest()
 
     def has_signed(self, code: str, purpose: str, *parts: bytes) -> bool:
-        """Whether ``code`` is what ``sign`` gives."""
+        """Return whether ``code`` is what ``sign`` returns for the same arguments."""
         return hmac.compare_digest(code.encode(), self.sign(purpose, *parts).encode())
 
 
 @dataclass(frozen=True)
 class Heartbeats:
-    """ZMQ's own. Its thread sends and answers them, however busy the thread is that has the socket."""
+    """ZMQ's own heartbeats. Its thread sends and answers them, however busy the socket's owner is."""
 
     interval_secs: float
     timeout_secs: float
-    """Silence after one of them for which the connection is closed."""
+    """Silence after a heartbeat until the connection is closed."""
 
     @classmethod
     def within(cls, interval_secs: float, limit_secs: float) -> Heartbeats:
-        """Those that notice a silence of ``limit_secs``, which is more than the interval."""
+        """Return heartbeats that notice a silence of ``limit_secs``, which must exceed the interval."""
         return cls(interval_secs, limit_secs - interval_secs)
 
-    def keep(self, sock: zmq.Socket[bytes]) -> None:
-        """Before the socket binds or connects."""
+    def apply_to(self, sock: zmq.Socket[bytes]) -> None:
+        """Set these heartbeats on a socket. Call before it binds or connects."""
         sock.setsockopt(zmq.HEARTBEAT_IVL, round(self.interval_secs * 1000))
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self.timeout_secs * 1000))
 
 
 def load_control_keys(path: Path | None) -> ControlKeys | None:
-    """None without a file. Raises ControlKeyError."""
+    """Read the keys from the file at ``path``, if it is given. Raises ControlKeyError."""
     return None if path is None else ControlKeys.load(path)
 
 
 class _Channel(Generic[T]):
-    """A socket with typed messages. ``dropped`` counts, by reason, what came to nothing: connections that
-    were turned away, frames that could not be decoded, messages that are too long or had no receiver."""
+    """A socket with typed messages. ``dropped`` counts, by reason, refused connections, frames that could not
+    be decoded, and messages that are too long or have no receiver."""
 
     def __init__(
         self,
@@ -125,17 +125,17 @@ class _Channel(Generic[T]):
         heartbeats: Heartbeats | None,
     ) -> None:
         self.dropped: Counter[str] = Counter()
-        self._logged = Seldom()  # who sends what is malformed sends much of it
+        self._logged = Seldom()  # a peer that sends one malformed message sends many
         self._decoder = decoder
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.SNDHWM, SEND_HWM)
         if heartbeats is not None:
-            heartbeats.keep(self.socket)
+            heartbeats.apply_to(self.socket)
 
     def _receive(self, num_frames: int) -> Iterator[tuple[list[bytes], T]]:
-        """What has arrived, without waiting, at most a burst: all frames, and what the last of them says."""
+        """Yield what has arrived, at most a burst: all frames, and the message that the last frame holds."""
         for frames in burst(self.socket):
             if len(frames) != num_frames:
                 self.dropped["malformed"] += 1
@@ -158,7 +158,7 @@ class _Channel(Generic[T]):
         if len(frame) > messages.MAX_MESSAGE_BYTES:
             self.dropped["oversized"] += 1
             what, most = type(message).__name__, messages.MAX_MESSAGE_BYTES
-            log.error("dropped a %s of %d bytes, a message has %d at most", what, len(frame), most)
+            log.error("dropped a %s of %d bytes: a message may have at most %d", what, len(frame), most)
             return False
         try:
             self.socket.send_multipart([*address, frame], zmq.NOBLOCK)
@@ -169,7 +169,7 @@ class _Channel(Generic[T]):
 
 
 class Guard:
-    """Lets none but holders of the key, at allowed addresses, connect to server sockets of one context."""
+    """Admits only holders of the key, from allowed addresses, to the server sockets of one context."""
 
     def __init__(
         self,
@@ -178,7 +178,8 @@ class Guard:
         allowed: PeerList | None,
         refused: Counter[str],
     ) -> None:
-        """Before a socket of the context binds. ``refused`` counts who was turned away, by reason."""
+        """Create the guard before a socket of the context binds. ``refused`` counts refused connections, by
+        reason."""
         self._keys = keys
         self._zap: ZapHandler | None = None
         if keys is not None or allowed:
@@ -186,7 +187,7 @@ class Guard:
             self._zap = ZapHandler(context, allowed or PeerList(), public_key, refused)
 
     def protect(self, sock: zmq.Socket[bytes]) -> None:
-        """Before it binds."""
+        """Guard a socket of the context. Call before it binds."""
         if self._zap is not None:
             sock.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         if self._keys is not None:
@@ -195,13 +196,13 @@ class Guard:
             sock.setsockopt(zmq.CURVE_SERVER, 1)
 
     def join(self) -> None:
-        """After the context was terminated."""
+        """Wait for the guard's thread. Call after the context was terminated."""
         if self._zap is not None:
             self._zap.join()
 
 
 def prove_key(sock: zmq.Socket[bytes], keys: ControlKeys | None) -> None:
-    """Before a client's socket connects to one that a ``Guard`` protects."""
+    """Give a client's socket the keys that a ``Guard`` asks for. Call before it connects."""
     if keys is not None:
         sock.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -209,7 +210,7 @@ def prove_key(sock: zmq.Socket[bytes], keys: ControlKeys | None) -> None:
 
 
 class ControlServer(_Channel[ToPrefill]):
-    """The prefill node's control socket (ROUTER). Peers are named by the identities of their connections."""
+    """The prefill node's control socket (ROUTER). The identity of a connection names its peer."""
 
     def __init__(
         self,
@@ -230,16 +231,16 @@ class ControlServer(_Channel[ToPrefill]):
         self.port = int(endpoint.rsplit(":", 1)[1])
 
     def receive(self) -> Iterator[tuple[bytes, ToPrefill]]:
-        """What has arrived, without waiting, at most a burst: ``(peer identity, message)``."""
+        """Yield ``(peer identity, message)`` for what has arrived, without waiting, at most a burst."""
         for frames, message in self._receive(2):
             yield frames[0], message
 
     def send(self, peer: bytes, message: ToDecode) -> bool:
-        """False, counted as ``unroutable``, when the peer is gone or its queue is full."""
+        """Send to a peer. Returns False, counted as ``unroutable``, when it is gone or its queue is full."""
         return self._send([peer], message)
 
     def close(self) -> None:
-        self.socket.close(linger=_FAREWELL_MILLISECS)
+        self.socket.close(linger=_CLOSE_LINGER_MILLISECS)
         self._context.term()
         self._guard.join()
 
@@ -247,7 +248,7 @@ class ControlServer(_Channel[ToPrefill]):
 class ControlClient(_Channel[ToDecode]):
     """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself.
 
-    ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for one that ZMQ does not take.
+    ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for an endpoint that ZMQ does not take.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class ControlClient(_Channel[ToDecode]):
             raise ControlAddressError(f"cannot connect to {endpoint!r}: {error}") from error
 
     def take_loss(self) -> bool:
-        """Whether a connection was lost since the last call. What came by it may still be received."""
+        """Return whether a connection was lost since the last call. Its messages may still be received."""
         is_lost = False
         while self._losses.poll(0):
             self._losses.recv_multipart()
@@ -277,12 +278,12 @@ class ControlClient(_Channel[ToDecode]):
         return is_lost
 
     def receive(self) -> Iterator[ToDecode]:
-        """What has arrived, without waiting, at most a burst."""
+        """Yield what has arrived, without waiting, at most a burst."""
         for _, message in self._receive(1):
             yield message
 
     def send(self, message: ToPrefill) -> bool:
-        """False, counted as ``unroutable``, when the queue to the peer is full."""
+        """Send to the peer. Returns False, counted as ``unroutable``, when the queue to it is full."""
         return self._send([], message)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Typed decoding of msgpack and JSON that fails in one way, whatever the bytes."""
+"""Typed decoding of msgpack and JSON, with one kind of error whatever the bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 T = TypeVar("T")
 
 MAX_NESTING: Final = 200
-"""Levels of lists and objects in JSON from outside. Code that walks such a value, with three calls a level,
-stays below Python's limit of 1,000. The limits of its C code differ from release to release.
+"""Most levels of lists and objects in JSON from outside. Code that walks such a value, with three calls a
+level, stays below Python's limit of 1,000. The limits of Python's C code differ from release to release.
 """
 
 _CHUNK_BYTES: Final = 1 << 16
@@ -30,9 +30,9 @@ class NestedTooDeeply(MalformedMessage):
 
 
 def check_nesting(text: bytes) -> None:
-    """Raise NestedTooDeeply for JSON of more than MAX_NESTING levels, before anybody decodes it.
+    """Raise NestedTooDeeply for JSON of more than MAX_NESTING levels. Call before the text is decoded.
 
-    Takes 20 ns a byte at most, and much less for a text with few lists and objects.
+    This takes at most 20 ns a byte, and much less for a text with few lists and objects.
     """
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return
@@ -50,17 +50,17 @@ def check_nesting(text: bytes) -> None:
 
 
 def decode_json(text: bytes | str) -> Any:
-    """The value of JSON from outside. Raises DecodeError, and UnicodeError for what is no text."""
+    """Decode JSON from outside. Raises DecodeError, and UnicodeError for bytes that are not UTF-8."""
     content = text.encode() if isinstance(text, str) else text
     check_nesting(content)
     return msgspec.json.decode(content)
 
 
 class TypedDecoder(Generic[T]):
-    """A msgpack decoder that is made once for its type, which may be a union. Raises MsgspecError only.
+    """A msgpack decoder for one type, which may be a union. Raises MsgspecError only.
 
-    msgspec's own also lets through what Python raises for a string that is no UTF-8 and, of msgpack, for deep
-    nesting in a field that nobody knows.
+    msgspec's own decoder also lets Python's errors through: for a string that is not UTF-8 and, with msgpack,
+    for deep nesting in an unknown field.
     """
 
     def __init__(self, message_type: Any) -> None:
@@ -70,7 +70,7 @@ class TypedDecoder(Generic[T]):
 
     @classmethod
     def json(cls, message_type: Any) -> Self:
-        """The same for JSON, which has a bound of its own to its nesting."""
+        """Return a decoder of JSON, which also refuses more than MAX_NESTING levels."""
         decoder = cls(message_type)
         decoder._decoder = msgspec.json.Decoder(message_type)
         decoder._is_json = True

@@ -1,10 +1,10 @@
-"""What crosses the socket of a lane: a Unix socket between two processes of one machine.
+"""Messages on the socket of a lane: a Unix socket between two processes of one machine.
 
 A decode node that offers its memory names the socket and a token in its registration, over the control
-channel. The prefill node shows the token on the socket and gets descriptors of the memory with the answer.
-When it has mapped that it may say that it will write in no other way. From then on nothing is said: the
-connection stands for as long as the prefill node may write, and the kernel closes it when the process ends.
-One message is one packet (SOCK_SEQPACKET).
+channel. The prefill node sends the token over the socket and gets descriptors of the memory with the answer.
+Once the memory is mapped, it may promise to write in no other way. No message follows: the connection stands
+for as long as the prefill node may write, and the kernel closes it when the process ends. One message is one
+packet (SOCK_SEQPACKET).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_WINDOWS = 8
 
 SOCKET_PREFIX = "hisparse-pd-lane-"
 LaneSocket = Annotated[str, Meta(max_length=64, pattern=rf"^{SOCKET_PREFIX}[0-9a-f]{{16}}\Z")]
-"""A name without a path: where to look for it is the prefill node's own business."""
+"""The socket's name without a path: the prefill node's own settings say in which directory it looks."""
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class LaneOffer(Struct, frozen=True, array_like=True):
-    """In a registration: where this node's memory can be had by processes of its machine. Another one in
-    every run of a node."""
+    """The part of a registration that says where processes of the same machine can open this node's memory.
+    It differs in every run of a node."""
 
     socket: LaneSocket
     token: Token
@@ -43,16 +43,15 @@ class LaneHello(Struct, frozen=True, array_like=True, tag=1):
 
 
 class LaneSole(Struct, frozen=True, array_like=True, tag=2):
-    """The run will write to this decode node through this memory alone, with a CPU: what it has written when
-    the connection ends is all that ever lands."""
+    """A promise to write to this decode node through this memory alone, with a CPU, so that nothing lands
+    after the connection has ended."""
 
 
 class Window(Struct, frozen=True, array_like=True):
-    """``num_bytes`` from ``base_addr`` of the decode node are the file ``descriptor`` from its byte 0, or are
-    in its GPU.
+    """``num_bytes`` from ``base_addr`` in the decode node: a file from its byte 0, or memory of a GPU.
 
-    ``descriptor``: a position among those that came with the packet. ``cuda_handle``: opens memory of a GPU,
-    in which the window begins at ``cuda_offset``; empty: it is a file.
+    ``descriptor``: the file's position among the descriptors that came with the packet.
+    ``cuda_handle``: opens memory of a GPU, in which the window begins at ``cuda_offset``; empty for a file.
     """
 
     base_addr: _Count

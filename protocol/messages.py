@@ -37,19 +37,19 @@ from hisparse_pd.protocol.prompt_scores import MAX_LOGPROBS, MAX_ROWS_BYTES, Wan
 PROTOCOL_VERSION = 6
 
 ROOT_BYTES = 16
-"""Length of the key of a request's isolation, behind which the keys of its pages come."""
+"""Length of a request's root key, from which the keys of its pages are derived."""
 
 TOKEN_BYTES = 4
 MAX_PROMPT_TOKENS = 1 << 20
-"""Token ids in one Bootstrap at most."""
+"""Most token ids in one Bootstrap."""
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Largest control message, in bytes: the longest prompt, and about 200,000 extents."""
+"""Largest control message, in bytes; it holds the longest prompt and about 200,000 extents."""
 
 MAX_EXTENTS = 200_000
 
 MAX_LAYERS = 4096
-"""Of a model."""
+"""Most layers of a model."""
 
 DROP_REASONS = (
     "malformed",
@@ -63,7 +63,8 @@ DROP_REASONS = (
     "late",
     "unknown_room",
 )
-"""Under which messages without effect are counted, from 0: an alert must see the first one too."""
+"""Reasons under which messages without effect are counted. Counters start at 0, so that an alert sees the
+first one too."""
 
 Room = NewType("Room", int)
 """The id that the router gives one request on both nodes, in [0, 2**63)."""
@@ -72,9 +73,9 @@ RoomField = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Secs = Annotated[float, Meta(ge=0, le=1e6)]
-"""NaN is out of bounds too."""
+"""Seconds; NaN is out of bounds too."""
 Name = Annotated[str, Meta(max_length=256, pattern=r"^[ -~]*\Z")]
-"""Printable ASCII: it goes to logs, metrics and the transport."""
+"""Printable ASCII, because names go to logs, metrics and the transport."""
 MAX_TEXT_CHARS = 4096
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 
@@ -94,14 +95,14 @@ Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
 
 
 class Geometry(Struct, frozen=True, array_like=True):
-    """What both nodes must agree on. ``page_size`` alone may differ, and then only for hisparse rooms.
+    """What both nodes must agree on. Only ``page_size`` may differ, and then only hisparse rooms are served.
 
-    ``num_layers``: of the model, those that have KV; some may attend to an earlier one's.
-    ``num_draft_layers``: layers behind them, each with an indexer, whose KV a decode node takes and
-    a prefill node computes; one that takes none gets none. ``index_rotation``: by what indexer keys were
-    rotated before they were rounded; "" for keys as the model has them. ``has_row_checks``: whether the node
-    takes, or computes, a check of each item; one that takes none gets none. ``attention_split_tile_size``: as
-    the option of that name; None: the default.
+    ``num_layers``: the model's layers that have KV; other layers may attend to the KV of an earlier one.
+    ``num_draft_layers``: draft layers behind them, each with an indexer, whose KV the prefill node computes
+    and the decode node takes; a decode node that states 0 gets none. ``index_rotation``: the rotation of
+    indexer keys before they are rounded; "" for none. ``has_row_checks``: whether the decode node takes, or
+    the prefill node computes, a check of each item; a decode node that takes none gets none.
+    ``attention_split_tile_size``: the option of that name; None for the default.
     """
 
     model_fingerprint: Name
@@ -127,12 +128,12 @@ class Geometry(Struct, frozen=True, array_like=True):
 
 
 class RegionKind(StrEnum):
-    """The registered memory of a decode node.
+    """The kinds of memory that a decode node registers.
 
     ``KV_HOST`` and ``KV_DEVICE`` are ``[num_kv_layers][num_slots][item_bytes]``, ``INDEX`` is
     ``[num_index_groups][num_slots][index_item_bytes]``, ``AUX`` is ``[num_slots][aux slot bytes]``.
-    ``ROW_CHECKS`` is ``[num_kv_layers][num_slots][ROW_CHECK_BYTES]``, with the slots of ``INDEX``; only of a
-    node that takes them.
+    ``ROW_CHECKS`` is ``[num_kv_layers][num_slots][ROW_CHECK_BYTES]``, with the slots of ``INDEX``; only a
+    node that takes row checks has it.
     """
 
     KV_HOST = "kv_host"
@@ -146,7 +147,7 @@ ROW_CHECK_BYTES = 4
 
 
 class Region(Struct, frozen=True, array_like=True):
-    """One registered region: ``num_bytes`` from ``base_addr``, divided in ``num_slots`` a layer."""
+    """One registered region: ``num_bytes`` from ``base_addr``, with ``num_slots`` slots a layer."""
 
     kind: RegionKind
     base_addr: Address
@@ -158,9 +159,9 @@ class Region(Struct, frozen=True, array_like=True):
 
 
 class Register(Struct, frozen=True, array_like=True, tag=1):
-    """First message of a decode node; again after each reconnect, and each second until it is answered by
-    Registered or Refused. Until the lane is chosen the answer is a HeartbeatAck, for which nobody beat.
-    So is what a prefill node says to a silent decode node, to know whether the connection is there."""
+    """First message of a decode node. It is sent again after each reconnect, and each second until Registered
+    or Refused answers it. Until the lane is chosen, an unasked HeartbeatAck answers it. A prefill node also
+    sends an unasked HeartbeatAck to a silent decode node, to find out whether the connection stands."""
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     node_id: Name
@@ -168,15 +169,15 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
     geometry: Geometry
     regions: Annotated[tuple[Region, ...], Meta(max_length=8)]
     transfer_protocol: Name = ""
-    """What the session speaks, such as "tcp"; empty from a node that does not say."""
+    """The session's protocol, such as "tcp"; empty from a node that does not say."""
     lane: LaneOffer | None = None
-    """Where processes of the same machine get the memory of the regions; None: nowhere."""
+    """Where processes of the same machine can open the memory of the regions; None if they cannot."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
-    """Sent once a heartbeat interval. Answered by HeartbeatAck, or by Refused when not registered.
+    """Sent once per heartbeat interval. Answered by HeartbeatAck, or by Refused when not registered.
 
-    ``seq``: how many were sent since the prefill node last said anything.
+    ``seq``: the number of heartbeats sent since the prefill node's last message.
     """
 
     seq: Count
@@ -186,20 +187,20 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     """The KV that a room lacks, and where it is to land. ``hisparse`` stands last, and defaults to dense.
 
     The prefill node computes all tokens of the prompt but the last one, which is the decode node's first
-    step, and writes the KV of those behind the ``num_held_tokens`` that the decode node has.
+    step. It writes the KV of the tokens after the first ``num_held_tokens``, which the decode node has.
 
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
     ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last;
-    row checks go to the same slots of ``ROW_CHECKS``. Both kinds are of the positions from
+    row checks go to the same slots of ``ROW_CHECKS``. Both kinds of extents cover the positions from
     ``num_held_tokens`` to the one before the prompt's last token.
-    ``prompt``: the ids of all tokens, int32, little-endian. ``root``: the key of the request's isolation,
-    behind which the keys of its pages come: KV is shared between prompts with the same one.
-    ``attempt``: a number that the decode node gives no other landing zone, nor this one once it has given it
-    up. A Bootstrap that comes again with it was repeated over a new connection, and is answered with what
-    became of the room; 0: from a node that does not say.
-    ``num_resumed_tokens``: the end of the prompt that is the output so far of a stream that goes on here. It
-    and the token before it are computed with the roundings of decode steps.
-    ``scores``: the logprobs of the prompt's own tokens that are wanted; None: none.
+    ``prompt``: the ids of all tokens, int32, little-endian. ``root``: the key from which the keys of the
+    request's pages are derived; only prompts with the same root share KV.
+    ``attempt``: a number that identifies this landing zone: the decode node gives it to no other one, and to
+    this one no more once it has given the zone up. A Bootstrap that repeats it came over a new connection,
+    and is answered with the outcome of the room; 0: from a node that does not say.
+    ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
+    They and the token before them are computed with the roundings of decode steps.
+    ``scores``: the wanted logprobs of the prompt's own tokens, if any.
     """
 
     room: RoomField
@@ -220,7 +221,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
 
     @property
     def num_computed_tokens(self) -> int:
-        """The positions that the prefill node computes, or has cached: all but the last."""
+        """Number of positions that the prefill node computes or has cached: all but the last."""
         return self.num_prompt_tokens - 1
 
 
@@ -240,8 +241,8 @@ ToPrefill = Register | Heartbeat | Bootstrap | AbortRoom
 class Registered(Struct, frozen=True, array_like=True, tag=1):
     """The registration stands; ``instance_id`` changes whenever the prefill node restarts.
 
-    ``lane``: over what it writes to this decode node, and why; empty from a node that does not say. It may
-    come again with another lane.
+    ``lane``: how the prefill node writes to this decode node; empty from a node that does not say.
+    ``lane_reason``: why. The message may come again with another lane.
     """
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
@@ -252,7 +253,7 @@ class Registered(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=2):
-    """No registration: a mismatch (both values in ``error``), or a message before Register."""
+    """The decode node is not registered: a mismatch (``error`` has both values), or no Register came."""
 
     error: Text
     permanent: bool
@@ -264,9 +265,9 @@ class HeartbeatAck(Struct, frozen=True, array_like=True, tag=3):
 
 
 class PrefillTimes(Struct, frozen=True, array_like=True):
-    """What a room's prefill node did with it, one after the other, in seconds.
+    """Seconds that a room spent in each phase on its prefill node, in order.
 
-    ``transfer_secs``: what is left of sending the KV once all is computed.
+    ``transfer_secs``: the part of sending the KV that comes after the computation.
     """
 
     queue_secs: Secs
@@ -277,9 +278,8 @@ class PrefillTimes(Struct, frozen=True, array_like=True):
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     """All bytes of the room, the aux record included, are in the decode node's memory.
 
-    ``num_cached_tokens``: leading tokens of the prompt whose KV the prefill node had.
-
-    ``transfer_secs``: what the transport spent on it, most of it while the prompt was computed.
+    ``num_cached_tokens``: leading tokens of the prompt whose KV the prefill node had cached.
+    ``transfer_secs``: the transport's time for the room, most of it while the prompt was computed.
     ``times``: None from a node that does not say.
     """
 
@@ -291,10 +291,10 @@ class RoomDone(Struct, frozen=True, array_like=True, tag=4):
 
 
 class RoomFailed(Struct, frozen=True, array_like=True, tag=5):
-    """The room failed with an HTTP ``status``. ``quiet``: no write of it is in flight any more.
+    """The room failed with an HTTP ``status``. ``quiet``: none of its writes is in flight any more.
 
-    ``batch_failed``: a transfer batch of it ended in an error, so bytes may still sit in the transport
-    and its slots must wait out the transport's own timeouts as well.
+    ``batch_failed``: one of its transfer batches ended in an error, so bytes may still sit in the transport
+    and the room's slots must wait out the transport's own timeouts as well.
     """
 
     room: RoomField
@@ -312,10 +312,10 @@ class RoomQuiet(Struct, frozen=True, array_like=True, tag=6):
 
 
 class RoomScores(Struct, frozen=True, array_like=True, tag=7):
-    """Logprobs of prompt tokens from position ``first`` on, before the room's RoomDone and in order.
+    """Logprobs of prompt tokens from position ``first`` on, sent in order before the room's RoomDone.
 
-    ``rows``: one of ``prompt_scores.score_dtype(num_top)`` a position. A message that was lost with its
-    connection does not come again: the decode node sees at RoomDone that rows are missing.
+    ``rows``: one row of ``prompt_scores.score_dtype(num_top)`` for each position. A message that was lost
+    with its connection is not repeated: the decode node sees at RoomDone that rows are missing.
     """
 
     room: RoomField

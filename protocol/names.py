@@ -1,7 +1,7 @@
-"""Host names become addresses here, within a time limit.
+"""Resolves host names to addresses, within a time limit.
 
-The system's resolver has none that a caller could set, and it blocks. ZMQ asks it in the one thread that
-moves the messages of all connections, so that one name server that does not answer would stall them all.
+The system's resolver blocks, and a caller cannot limit its time. ZMQ asks it in the one thread that moves the
+messages of all connections, where a name server that does not answer would stall them all.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ANY_PORT = 9
 _SIOCGIFADDR = 0x8915
 _MAX_THREADS = 16
 _free_threads = threading.BoundedSemaphore(_MAX_THREADS)
-"""A name server that does not answer holds a thread for up to a minute, whoever waits for it."""
+"""A bound on resolver threads: a name server that does not answer blocks a thread for up to a minute."""
 
 
 def resolve(host: str, deadline: float) -> list[str]:
-    """The addresses of ``host``, the first ones of many, best first; an address is its own.
+    """Return the addresses of ``host``, best first, at most MAX_ADDRESSES. An address resolves to itself.
 
-    ``deadline``: of ``time.monotonic``. Raises OSError, also when the resolver has not answered by then.
+    ``deadline``: a time of ``time.monotonic``. Raises OSError, also when there is no answer by then.
     """
     if parse_address(host) is not None:
         return [host]
@@ -48,9 +48,9 @@ def resolve(host: str, deadline: float) -> list[str]:
 
 
 def own_address_towards(address: str) -> str:
-    """The address of this machine that connections to ``address`` come from. Raises OSError without a route.
+    """Return this machine's address for connections to ``address``. Raises OSError without a route.
 
-    Nothing is sent.
+    This sends nothing.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -59,7 +59,7 @@ def own_address_towards(address: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 or IPv6 address of this machine; None: it is not found (Linux)."""
+    """Return the network interface that has this IPv4 or IPv6 address; None if none is found (Linux)."""
     ip = ipaddress.ip_address(address)
     if ip.is_loopback:
         return "lo"

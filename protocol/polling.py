@@ -1,6 +1,6 @@
-"""Waiting for several ZMQ channels at once, and taking in what has come in bounded bursts.
+"""Waits for several ZMQ channels at once, and receives their messages in bounded bursts.
 
-Sockets belong to the thread that made them. Nothing here blocks but ``Poller.wait``, which has a timeout.
+Sockets belong to the thread that made them. Only ``Poller.wait`` blocks, and it has a timeout.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import Protocol
 import zmq
 
 SEND_HWM = 10_000
-"""Messages that ZMQ keeps for a peer that is slow to take them."""
+"""Most messages that ZMQ queues for a slow peer."""
 BURST_MESSAGES = 256
 _BURST_BYTES = 4 << 20
-"""What a channel takes in between two turns of its owner's loop, in messages and in bytes; the rest waits.
+"""Most that a channel receives between two turns of its owner's loop, in messages and in bytes.
 
-One message more than the bytes may come. 256 samples take an engine 2 ms, 4 MiB of extents 10 ms.
+The message that crosses the limit in bytes is still received. 256 samples take an engine 2 ms, 4 MiB of
+extents 10 ms.
 """
 
 
 class HasSocket(Protocol):
-    """A channel of this project: its owner receives from it when its socket is readable."""
+    """A channel whose owner receives from it when its socket is readable."""
 
     @property
     def socket(self) -> zmq.Socket[bytes]: ...
 
 
 def burst(*sockets: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """The frames of the messages that have arrived, without waiting, a bounded number of all of them."""
+    """Yield the frames of messages that have arrived, without waiting, at most a burst from all sockets."""
     num_messages = num_bytes = 0
     for sock in sockets:
         while num_messages < BURST_MESSAGES and num_bytes <= _BURST_BYTES:
@@ -54,9 +55,10 @@ class Wakeup:
         return self._receiver.fileno()
 
     def set(self) -> None:
-        """From any thread. A full pipe is fine: the waiter is awake already. Closed: nobody waits any more.
+        """Wake the waiter. Any thread may call this.
 
-        A thread that is left behind at a shutdown calls it when its write or look-up comes back.
+        A full pipe means that the waiter is awake already, a closed one that nobody waits. A thread that
+        outlives a shutdown calls this when its write or look-up returns.
         """
         try:
             self._sender.send(b"\0")
@@ -76,7 +78,7 @@ class Wakeup:
 
 
 class HasFileno(Protocol):
-    """What else can become readable, such as a Wakeup."""
+    """Anything with a file descriptor that can become readable, such as a Wakeup."""
 
     def fileno(self) -> int: ...
 
@@ -94,7 +96,7 @@ class Poller:
         self._poller.unregister(_pollable(channel))
 
     def wait(self, timeout_secs: float) -> bool:
-        """True when something can be received."""
+        """Return whether something can be received, after at most ``timeout_secs``."""
         return bool(self._poller.poll(round(timeout_secs * 1000)))
 
 

@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's own tokens: what a decode node asks for, and the rows with which it is answered."""
+"""Logprobs of a prompt's own tokens: the decode node's request for them, and the rows of the answer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 from msgspec import Meta, Struct
 
 MAX_LOGPROBS = 20
-"""Likeliest tokens that are told of one position at most."""
+"""Most likeliest tokens that one position's row has."""
 
 MAX_ROWS_BYTES = 1 << 20
-"""Bytes of rows in one message at most: scores leave in pieces, as they are computed."""
+"""Most bytes of rows in one message; scores are sent in pieces, as they are computed."""
 
 
 class WantedScores(Struct, frozen=True, array_like=True):
-    """Logprobs of the prompt's tokens from position ``first`` on; the token at position 0 has none.
+    """A request for logprobs of the prompt's tokens from position ``first`` on; position 0 has none.
 
-    ``num_top``: the likeliest tokens that are told of each position, beside the token that is there.
+    ``num_top``: how many likeliest tokens are returned for each position, beside the token that is there.
     """
 
     first: Annotated[int, Meta(ge=1, lt=2**32)]
@@ -25,8 +25,9 @@ class WantedScores(Struct, frozen=True, array_like=True):
 
 
 def score_dtype(num_top: int) -> np.dtype[np.void]:
-    """One row a position: the token's logprob, how many tokens are as likely or likelier, itself counted, and
-    the likeliest tokens with theirs. Of equally likely tokens the lowest ids come first."""
+    """Return the dtype of one position's row: the token's logprob, its rank (how many tokens are at least as
+    likely, itself included), and the likeliest tokens with their logprobs. Among equally likely tokens the
+    lowest ids come first."""
     return np.dtype(
         [
             ("logprob", "<f4"),

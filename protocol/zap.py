@@ -1,7 +1,7 @@
-"""Who may connect to the control socket: the ZAP handler (ZeroMQ RFC 27) of one ZMQ context.
+"""Decides who may connect to the control socket: the ZAP handler (ZeroMQ RFC 27) of one ZMQ context.
 
-ZMQ asks it for every connection, before a frame of it is delivered. It looks at the address that the
-connection comes from and, with a control key, at the key that the peer has proven to hold.
+ZMQ asks it about every connection, before it delivers the first frame. The handler checks the address that
+the connection comes from and, with a control key, the key that the peer has proven to hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hisparse_pd.base.seldom import Seldom
 log = logging.getLogger(__name__)
 
 DOMAIN = b"hisparse-pd"
-"""Without a domain ZMQ asks nobody about connections that are not encrypted."""
+"""ZMQ asks the handler about unencrypted connections only if the socket has a domain."""
 
 FOREIGN_ADDRESS = "address_not_allowed"
 FOREIGN_KEY = "wrong_key"
@@ -30,10 +30,10 @@ _VERSION = b"1.0"
 
 
 class ZapHandler:
-    """A thread that answers until the context is terminated. Make it before the socket that it guards binds.
+    """A thread that answers until the context is terminated. Create it before the guarded socket binds.
 
-    ``public_key``: the only CURVE key that is let in, Z85; None when connections are not encrypted.
-    ``refused`` gets a count for each connection that is turned away.
+    ``public_key``: the only CURVE key that is admitted, in Z85; None when connections are not encrypted.
+    ``refused`` counts refused connections, by reason.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ZapHandler:
         self._allowed = allowed
         self._public_key = None if public_key is None else z85.decode(public_key)
         self._refused = refused
-        # The owner of the counter goes over it while this thread counts: no key may be new.
+        # The counter's owner iterates over it while this thread counts, so all keys must exist before.
         self._refused.update({FOREIGN_ADDRESS: 0, FOREIGN_KEY: 0})
         self._logged = Seldom()  # peers that are refused try again several times a second
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -56,7 +56,7 @@ class ZapHandler:
         self._thread.start()
 
     def join(self) -> None:
-        """After the context was terminated."""
+        """Wait for the thread. Call after the context was terminated."""
         self._thread.join()
 
     def _serve(self) -> None:

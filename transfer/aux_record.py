@@ -1,6 +1,6 @@
-"""The aux record: what a prefill node writes last of a room, into one slot of the decode node's AUX region.
+"""The aux record: a prefill node's last write for a room, into one slot of the decode node's AUX region.
 
-It carries the hint. Layout, little-endian, fixed size:
+The record carries the hint. Its layout is little-endian and has a fixed size:
 
 =====================  ======================================================================
 bytes                  content
@@ -32,7 +32,7 @@ MAGIC = b"HPDA"
 VERSION = 2
 
 BytesBuffer: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
-"""Contiguous bytes; a torch CPU tensor gives one with ``.numpy()``."""
+"""Contiguous bytes; ``.numpy()`` of a torch CPU tensor is one."""
 
 _HEADER = struct.Struct("<4sHHQI12x")
 _CRC_OFFSET = 16
@@ -42,12 +42,12 @@ _SLOT_ALIGNMENT = 64
 
 
 class AuxMismatch(Exception):
-    """The bytes are not this room's aux record: never written, of another room, or damaged."""
+    """The bytes are not this room's aux record: never written, another room's, or damaged."""
 
 
 @dataclass(frozen=True)
 class AuxRecord:
-    """``hint``: int32 [num_index_groups, index_topk], padded with -1; None when the room has none."""
+    """A decoded record. ``hint``: int32 [num_index_groups, index_topk], padded with -1, if there is one."""
 
     room: Room
     hint: NDArray[np.int32] | None
@@ -66,7 +66,7 @@ class AuxLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """``record_bytes``, rounded up so that slots do not share a cache line."""
+        """Size of a slot: ``record_bytes``, rounded up so that slots do not share a cache line."""
         return -(-self.record_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
     def pack_into(
@@ -92,18 +92,20 @@ class AuxLayout:
         struct.pack_into("<I", view, _CRC_OFFSET, zlib.crc32(view))
 
     def unpack(self, buffer: BytesBuffer, expected_room: int) -> AuxRecord:
-        """The record in ``buffer``, copied out of it.
+        """Return a copy of the record in ``buffer``.
 
-        Raises AuxMismatch unless it is whole and of ``expected_room``.
+        Raises AuxMismatch unless the record is whole and belongs to ``expected_room``.
         """
         record = bytearray(self._view(buffer))
         magic, version, flags, room, crc = _HEADER.unpack_from(record)
         if magic != MAGIC:
             raise AuxMismatch(f"no aux record of room {expected_room}: magic {magic!r} instead of {MAGIC!r}")
         if version != VERSION:
-            raise AuxMismatch(f"aux record version {version}, this node reads {VERSION}: run one release")
+            raise AuxMismatch(
+                f"aux record version {version}, this node reads {VERSION}: run the same release on both nodes"
+            )
         if room != expected_room:
-            raise AuxMismatch(f"aux record of room {room} where that of room {expected_room} is due")
+            raise AuxMismatch(f"expected the aux record of room {expected_room}, found that of room {room}")
         struct.pack_into("<I", record, _CRC_OFFSET, 0)
         if zlib.crc32(record) != crc:
             raise AuxMismatch(
@@ -116,7 +118,7 @@ class AuxLayout:
         return AuxRecord(Room(room), hint)
 
     def clear(self, buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
-        """Make ``buffer`` one without a record, as before its first use."""
+        """Erase the header in ``buffer``, so that it holds no record."""
         self._view(buffer)[: _HEADER.size] = bytes(_HEADER.size)
 
     def _view(self, buffer: BytesBuffer) -> memoryview:

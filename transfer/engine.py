@@ -1,8 +1,9 @@
 """Owns a Mooncake transfer engine: its session, its registered memory, and one-sided writes from it.
 
-Mooncake answers with bare return codes and trusts its caller. Here a source that is not registered is refused
-(Mooncake reports success for it and sends nothing), the transport is the one that was chosen (Mooncake takes
-what it finds), batches stay below the size at which its queues overflow, and every code becomes an exception.
+Mooncake returns bare codes and does not check its caller. This module refuses a source that is not registered
+(Mooncake reports success for it and sends nothing), enforces the chosen transport (Mooncake takes what it
+finds), keeps batches below the size at which Mooncake's queues overflow, and raises an exception for every
+code.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from hisparse_pd.transfer.transport import TCP, Transport, address_fault, enviro
 log = logging.getLogger(__name__)
 
 MAX_BATCH_DESCRIPTORS = 512
-"""Descriptors in one call of Mooncake. Over TCP it queues 1024 for each peer; past that it fails the batch
-and, seen with 0.3.13, the connections to the peer for good. Half leaves room for what a failed batch left
-queued."""
+"""Most descriptors in one call of Mooncake. Over TCP it queues 1024 for each peer. Beyond that it fails the
+batch and, as seen with 0.3.13, the connections to the peer for good. Half leaves room for descriptors that a
+failed batch left queued."""
 
 
 class HasMemory(Protocol):
-    """Memory on any device, as a torch tensor has it."""
+    """Memory on any device; a torch tensor is one."""
 
     @property
     def nbytes(self) -> int: ...
@@ -46,42 +47,42 @@ class HasMemory(Protocol):
 
 
 def quiet_mooncake_logs() -> None:
-    """Keep Mooncake's log to errors, unless the environment sets a level. Call at a process's start: Mooncake
-    reads it at its import."""
+    """Limit Mooncake's log to errors, unless the environment sets a level. Call before Mooncake is imported,
+    which is when it reads the level."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 
 class TransferEngine:
-    """One Mooncake engine. Any thread may call it, but two must not write to one session at once: they
-    would overflow the queue of Mooncake. A ``Sender`` has one thread for each session.
+    """One Mooncake engine. Any thread may call it, but two must not write to one session at once, because
+    they would overflow Mooncake's queue. A ``Sender`` has one thread for each session.
 
-    ``host``: the address that peers reach this engine at, no wildcard. ``transport``: what
-    ``choose_transport`` returned. Raises TransferSetupError.
+    ``host``: the address at which peers reach this engine, not a wildcard. ``transport``: the result of
+    ``choose_transport``. Raises TransferSetupError.
     """
 
     def __init__(self, host: str, transport: Transport = TCP, *, needs_network: bool = True) -> None:
-        """``needs_network``: nodes of this machine do not share memory, either. Otherwise a node on loopback
-        starts without Mooncake."""
+        """Start the engine. ``needs_network``: nodes of this machine do not share memory either. Without it,
+        a node on loopback starts even if Mooncake cannot be imported."""
         host = _checked_host(host)
         fault = environment_fault(Machine())
         if fault is not None:
             raise TransferSetupError(str(fault))
         self.transport = transport
         self._lock = threading.Lock()
-        self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
+        self._names: dict[str, str] = {}  # session -> the name under which Mooncake knows it, once written to
         self._registered: dict[int, tuple[int, HasMemory]] = {}
-        """Where registered memory ends, by where it begins, and its tensor, which this keeps alive."""
+        """Registered memory by its first address: its end, and its tensor, which this keeps alive."""
         self.fault = ""
-        """Why nothing can be written over a network."""
+        """Why nothing can be written over a network; empty if it can."""
         with _environment(_mooncake_settings(transport, host)):
             try:
                 self._mooncake = _new_mooncake_engine()
             except TransferSetupError as error:
                 if needs_network or transport.protocol != "tcp" or not is_loopback(host):
                     raise
-                self.fault = f"KV goes to nodes of this machine alone, through shared memory: {error}"
+                self.fault = f"KV can only go to nodes of this machine, through shared memory: {error}"
                 log.warning("%s", self.fault)
-                self._mooncake = _SharedMemoryAlone()
+                self._mooncake = _NoMooncake()
             code = self._mooncake.initialize(
                 host, "P2PHANDSHAKE", transport.protocol, ",".join(transport.devices)
             )
@@ -98,8 +99,8 @@ class TransferEngine:
     def register(self, memory: HasMemory) -> int:
         """Open memory to the transport, for reading and for peers' writes; returns its address.
 
-        It is kept alive until it is unregistered. Raises TransferError unless it is contiguous, where it
-        overlaps registered memory, or Mooncake refuses it (RDMA: the locked-memory limit of the process).
+        The memory is kept alive until it is unregistered. Raises TransferError if it is empty, not contiguous
+        or overlaps registered memory, or if Mooncake refuses it (RDMA: the process's locked-memory limit).
         """
         addr, num_bytes = memory.data_ptr(), memory.nbytes
         if not memory.is_contiguous() or not num_bytes:
@@ -123,7 +124,7 @@ class TransferEngine:
         return addr
 
     def unregister(self, addr: int) -> None:
-        """Undo ``register``, by the address it returned. Raises TransferError for any other."""
+        """Undo ``register``, given the address that it returned. Raises TransferError for any other."""
         with self._lock:
             if addr not in self._registered:
                 raise TransferError(f"memory at {addr:#x} is not registered")
@@ -133,11 +134,11 @@ class TransferEngine:
             raise TransferError(f"Mooncake cannot unregister the memory at {addr:#x}: code {code}")
 
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
-        """Write from addresses here to addresses in the peer's memory.
+        """Write from addresses in this process to addresses in the peer's memory.
 
-        Blocks, without the interpreter lock, until every byte has landed; up to Mooncake's own timeout (30 s
-        over TCP) when the peer does not answer. ``stop`` is asked between parts of a long write and ends it
-        with the reason that it returns. Raises TransferError, whose ``may_still_land`` is False when the
+        Blocks, without the interpreter lock, until every byte has landed, or until Mooncake's own timeout
+        (30 s over TCP) when the peer does not answer. ``stop`` is called between parts of a long write; if it
+        returns a reason, the write ends with it. Raises TransferError, with ``may_still_land`` False when the
         arguments were refused and when ``stop`` ended the write.
         """
         columns = as_descriptors(writes)
@@ -167,7 +168,7 @@ class TransferEngine:
             num_written += part.num_bytes
 
     def check_sources(self, writes: Descriptors) -> None:
-        """Raises TransferError unless all that is to be read is registered here."""
+        """Raise TransferError unless all sources lie in registered memory."""
         with self._lock:
             pieces = sorted((start, end) for start, (end, _) in self._registered.items())
         starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
@@ -181,10 +182,10 @@ class TransferEngine:
             )
 
     def renew(self, session: str) -> None:
-        """Another process than before is behind ``session``: the next write asks where its memory is.
+        """Note that another process than before has ``session``, so that the next write looks up its memory.
 
-        Over TCP Mooncake goes on to write to the port that the first process of a name had. A zero in front
-        of the port is another name for the same address. Over RDMA it asks again when a write fails.
+        Over TCP Mooncake keeps writing to the port of the first process that had a name. A zero in front of
+        the port makes another name for the same address. Over RDMA Mooncake looks again when a write fails.
         """
         with self._lock:
             name = self._names.get(session)
@@ -193,23 +194,23 @@ class TransferEngine:
                 self._names[session] = f"{host}:0{port}"
 
     def is_reachable(self, session: str) -> bool:
-        """Whether a peer answers at ``session`` now."""
+        """Return whether a peer answers at ``session`` now."""
         return bool(self._mooncake.send_probe(session) == 0)
 
     def close(self) -> None:
-        """Unregister everything and leave the network. No write may be in progress; the engine is used up."""
+        """Unregister all memory and leave the network. No write may be in progress, and none may follow."""
         with self._lock:
             for addr in self._registered:
                 self._mooncake.unregister_memory(addr)
             self._registered.clear()
-            if isinstance(self._mooncake, _SharedMemoryAlone):
+            if isinstance(self._mooncake, _NoMooncake):
                 self._mooncake.close()
             self._mooncake = None
 
     def _check_session(self, host: str) -> None:
-        """Raise unless this engine answers at its own session, the only name of it that peers are told."""
+        """Raise TransferSetupError unless this engine answers at its own session, its only name for peers."""
         fault = address_fault(host)
-        if fault is not None:  # a NAT may lead back to this machine for peers only, so it is not tried
+        if fault is not None:  # not tried: a NAT may lead back to this machine for peers only
             log.warning("%s", fault)
         elif not self.is_reachable(self.session):
             raise TransferSetupError(
@@ -219,7 +220,7 @@ class TransferEngine:
 
 
 def _checked_host(host: str) -> str:
-    """``host`` without the brackets of an IPv6 address. Raises TransferSetupError."""
+    """Return ``host`` without the brackets of an IPv6 address. Raises TransferSetupError."""
     if host in WILDCARD_HOSTS:
         raise TransferSetupError(f"host {host!r}: peers need an address to reach; set advertise_host")
     bare = host.removeprefix("[").removesuffix("]")
@@ -234,9 +235,9 @@ _environment_lock = threading.Lock()
 
 
 def _mooncake_settings(transport: Transport, host: str) -> dict[str, str | None]:
-    """What Mooncake must find in its environment when it starts; it ignores the protocol that it is given.
+    """Return the environment for Mooncake's start, which decides the protocol; it ignores its argument.
 
-    MC_FORCE_HCA: without a device that it can open, it fails instead of taking TCP.
+    With MC_FORCE_HCA it fails instead of taking TCP when it can open no device.
     """
     is_rdma = transport.protocol == "rdma"
     settings = {"MC_FORCE_TCP": None if is_rdma else "1", "MC_FORCE_HCA": "1" if is_rdma else None}
@@ -247,7 +248,7 @@ def _mooncake_settings(transport: Transport, host: str) -> dict[str, str | None]
 
 @contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """The environment with these variables set, or removed where they are None; restored in the end."""
+    """Set these environment variables, or remove those that are None, and restore them at the end."""
     with _environment_lock:
         before = {name: os.environ.get(name) for name in values}
         _set_environment(values)
@@ -265,10 +266,10 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-class _SharedMemoryAlone:
-    """In Mooncake's place where it is not installed: what it would answer if it had no peers.
+class _NoMooncake:
+    """Replaces Mooncake where it is not installed, and behaves like a Mooncake engine without peers.
 
-    It holds a port of loopback, so that its session is no other process'.
+    It holds a port of loopback, so that no other process has the same session.
     """
 
     def __init__(self) -> None:
@@ -296,7 +297,7 @@ class _SharedMemoryAlone:
 
 
 def _new_mooncake_engine() -> Any:
-    # Imported here: the extension starts to log and reads its environment when it is imported.
+    # Imported here because the extension starts to log and reads its environment at its import.
     try:
         from mooncake.engine import TransferEngine as MooncakeEngine
     except ImportError as error:

@@ -8,8 +8,8 @@ from hisparse_pd.base.vocabulary import StartError
 class TransferError(Exception):
     """A write or a registration failed.
 
-    ``may_still_land``: bytes were handed to the transport, and some may reach the peer's memory even after
-    this error; until the transport's timeouts have passed, that memory must not be reused.
+    ``may_still_land``: bytes were handed to the transport, and some may reach the peer's memory after this
+    error. That memory must not be reused until the transport's timeouts have passed.
     """
 
     def __init__(self, message: str, *, may_still_land: bool = False) -> None:

@@ -1,13 +1,13 @@
-"""The lanes of a prefill node: over what its writes go to each decode node, chosen when that registers.
+"""The lanes of a prefill node: how its writes reach each decode node, chosen when that node registers.
 
-``shm``: the decode node is a process of this machine and has handed over its memory (``lane_host.py``), which
-is mapped here. A write is a copy by this process, or by its GPU where the KV is on one, and is over when the
-call returns. Otherwise the lane is the transport's, tcp or rdma.
+``shm``: the decode node is a process of this machine and shares its memory (``lane_host.py``), which is
+mapped here. A write is a copy by this process, or by its GPU if the KV is on one, and is over when the call
+returns. Otherwise the lane is the transport's, tcp or rdma.
 
-The choice stands for as long as both processes live. So where a CPU writes, and all memory is shared
-(``is_sole``), the decode node knows from the end of this process that nothing lands any more. Memory that is
-not shared is written over the network beside the lane, and a GPU's writes may outlive their process: the
-slots of such pairs wait out the quarantine.
+The choice stands for as long as both processes live. Where a CPU writes and all memory is shared
+(``is_sole``), the end of this process therefore tells the decode node that nothing lands any more. Memory
+that is not shared is written over the network beside the lane, and a GPU's writes may outlive their process:
+the slots of such pairs wait out the quarantine.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GPU_SLICE_BYTES: Final = 256 << 20
-"""A room's turn on a lane that a GPU writes to, instead of ``SLICE_BYTES``: 5 ms, against 0.2 ms in which
-nothing is copied between two."""
+"""A room's turn on a lane where a GPU copies, instead of ``SLICE_BYTES``. It takes 5 ms, and nothing is
+copied in the 0.2 ms between two turns."""
 
 OPEN_SECS = 60.0
-"""For a decode node's memory to be opened: CUDA registers 90 GB of 4 KiB pages in that time, and some seven
+"""Limit for opening a decode node's memory. CUDA registers 90 GB of 4 KiB pages in that time, and some seven
 times as much of huge ones."""
 
 CLOSE_SECS = 5.0
-"""For letting go of a decode node's memory at the end; the kernel does it otherwise."""
+"""Limit for unmapping a decode node's memory at shutdown; after that the kernel does it."""
 
 LaneKind = Literal["shm", "tcp", "rdma"]
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What a pair is on, and why. ``refusal``: why no KV can go over it after all."""
+    """A pair's lane, and why it was chosen. ``refusal``: why no KV can go over it after all, or empty."""
 
     kind: LaneKind
     reason: str
@@ -55,7 +55,7 @@ class Lane:
 
 @dataclass(eq=False)
 class _Pair:
-    """``lane``: None while it is being chosen. ``mapping``: of shm only."""
+    """This node and one decode node. ``lane``: None while it is being chosen. ``mapping``: for shm only."""
 
     offer: LaneOffer | None
     began_at: float
@@ -68,10 +68,9 @@ class _Pair:
 class Lanes:
     """Writes to all decode nodes, each over its lane. Any thread may call it.
 
-    ``protocol``: the network's. ``why_off``: why shared memory is not used here, empty: it is. ``gpu``: what
-    the KV here is on, None: it is in main memory.
-    ``directory``: where the sockets of decode nodes are, beside the abstract names. ``on_decided``: called
-    from any thread when ``take_decided`` has something.
+    ``protocol``: the network's. ``why_off``: why this node does not use shared memory; empty if it does.
+    ``directory``: where decode nodes have sockets, beside the abstract names. ``on_decided``: called from any
+    thread when ``take_decided`` has something. ``gpu``: the GPU that has the KV; None for main memory.
     """
 
     network: TransferEngine
@@ -82,16 +81,16 @@ class Lanes:
     on_decided: Callable[[], None] = lambda: None
     gpu: GpuWriter | None = None
     _pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
-    """By session. Pairs on shared memory are forgotten when their decode node has ended."""
+    """Pairs by session. Those on shared memory are removed when their decode node has ended."""
     _decided: list[str] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def register(
         self, session: str, offer: LaneOffer | None, regions: Sequence[tuple[int, int]]
     ) -> Lane | None:
-        """A decode node has registered ``regions``, ``(base_addr, num_bytes)`` each; its process is known by
-        its offer. None: its memory is being opened, and ``take_decided`` will name the session, unless a
-        repeated registration gets the network before."""
+        """Choose the lane of a decode node that registered ``regions``, ``(base_addr, num_bytes)`` each. Its
+        offer identifies its process. Returns None while its memory is being opened: ``take_decided`` will
+        name the session, unless a repeated registration falls back to the network first."""
         with self._lock:
             pair = self._pairs.get(session)
             is_new = pair is None or pair.offer != offer
@@ -108,13 +107,14 @@ class Lanes:
             return pair.lane
 
     def lane(self, session: str) -> Lane | None:
-        """What a registered session is on; None while that is being decided, or when nobody registered it."""
+        """Return the lane of a session; None while it is being chosen, or if nobody registered the
+        session."""
         with self._lock:
             pair = self._pairs.get(session)
             return None if pair is None else pair.lane
 
     def slice_bytes(self, session: str) -> int:
-        """What one write to it is to cost at most (``plan.cost``)."""
+        """Return the highest cost (``plan.cost``) of one write to a session."""
         lane = self.lane(session)
         return (
             GPU_SLICE_BYTES
@@ -123,13 +123,13 @@ class Lanes:
         )
 
     def take_decided(self) -> list[str]:
-        """Sessions whose lane was decided since the last call, after ``register`` had returned None."""
+        """Return the sessions whose lane was chosen since the last call, after ``register`` returned None."""
         with self._lock:
             decided, self._decided = self._decided, []
             return decided
 
     def close(self) -> None:
-        """Let go of all memory, waiting a bounded time for that. Nothing may be written any more."""
+        """Unmap all memory, and wait at most CLOSE_SECS a mapping for it. No write may follow."""
         with self._lock:
             mappings = [pair.mapping for pair in self._pairs.values() if pair.mapping is not None]
             self._pairs.clear()
@@ -139,12 +139,12 @@ class Lanes:
             mapping.wait_until_unmapped(CLOSE_SECS)
 
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
-        """As ``TransferEngine.write``, over the session's lane. Over shared memory nothing may still land
-        after an error."""
+        """Write over the session's lane, as ``TransferEngine.write`` does. After an error over shared memory,
+        bytes may still land only if a GPU copied them."""
         with self._lock:
             pair = self._pairs.get(session)
         if pair is None or pair.lane is None:
-            reason = "it has ended, or was never registered; nothing was written"
+            reason = "it has ended or was never registered; nothing was written"
             raise TransferError(f"session {session} has no lane: {reason}")
         if (mapping := pair.mapping) is None:
             self.network.write(session, writes, stop)
@@ -158,7 +158,7 @@ class Lanes:
     # --- choosing --------------------------------------------------------------------------------------
 
     def _why_network(self, pair: _Pair) -> str:
-        """Empty: the decode node's memory may be opened yet."""
+        """Return why the pair uses the network; empty while the decode node's memory may still be opened."""
         if self.why_off or pair.offer is None:
             return self.why_off or "the decode node offers no shared memory"
         if time.monotonic() - pair.began_at <= OPEN_SECS:
@@ -177,7 +177,7 @@ class Lanes:
         log.info("decode node at %s: lane %s (%s)", session, kind, lane.refusal or lane.reason)
 
     def _open(self, session: str, pair: _Pair, offer: LaneOffer, regions: Sequence[tuple[int, int]]) -> None:
-        """Open the decode node's memory, and let go of it when that node has ended."""
+        """Open the decode node's memory, and unmap it when that node has ended."""
         mapping: Mapping | None = None
         covers_all = False
         try:
@@ -208,4 +208,4 @@ class Lanes:
                 with self._lock:
                     if self._pairs.get(session) is pair:
                         del self._pairs[session]
-            mapping.close()  # of a node that has ended the memory is still there while it is mapped here
+            mapping.close()  # while it is mapped here, the memory outlives its node

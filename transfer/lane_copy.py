@@ -1,7 +1,7 @@
-"""Copies byte ranges within this process's memory on the CPU: long ones one by one, rows as arrays.
+"""Copies byte ranges within this process's memory on the CPU: long ones one by one, short ones as array rows.
 
-One call of memmove from Python costs 0.5 us, in which a core moves some 5 KB. So ranges shorter than
-``SHORT_BYTES`` that are multiples of one length are copied as rows of two arrays, in two passes.
+One call of memmove from Python costs 0.5 us, in which a core moves some 5 KB. Ranges shorter than
+``SHORT_BYTES`` that are multiples of one length are therefore copied as rows of two arrays, in two passes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hisparse_pd.core.paging.extents import SlotArray, ranges_to_slots
 
 SHORT_BYTES = 16 << 10
 MIN_ROW_BYTES = 64
-"""Shorter rows would need more index than there are bytes."""
+"""Shorter rows would need more bytes of index than they have."""
 MAX_ROWS = 8192
-"""Of one call, so that what it stages stays in the cache."""
+"""Most rows of one call, so that its staged rows stay in the cache."""
 
 
 def copy_ranges(src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray) -> None:
     """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` to ``dst_addrs[i]``, int64 [num_ranges] each.
 
-    All of it is memory of this process, which the caller has made sure of. Destinations are distinct, and no
-    source is a destination.
+    The caller guarantees that all of it is memory of this process, that destinations are distinct, and that
+    no source is a destination.
     """
     src, dst, num_bytes = _coalesced(src_addrs, dst_addrs, lengths)
     is_short = num_bytes < SHORT_BYTES
@@ -44,7 +44,7 @@ def copy_ranges(src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray) 
 def _coalesced(
     src: SlotArray, dst: SlotArray, num_bytes: SlotArray
 ) -> tuple[SlotArray, SlotArray, SlotArray]:
-    """Neighbours that go on where the one before ends, on both sides, are one."""
+    """Join ranges that continue the one before them on both sides."""
     if src.size < 2:
         return src, dst, num_bytes
     goes_on = (src[1:] == src[:-1] + num_bytes[:-1]) & (dst[1:] == dst[:-1] + num_bytes[:-1])
@@ -53,7 +53,7 @@ def _coalesced(
 
 
 def _common_row(src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> int:
-    """The longest row that all ranges are made of, on a grid of its length on either side; 0: too few."""
+    """Return the longest row length that divides all lengths and offsets; 0 for fewer than two ranges."""
     if src.size < 2:
         return 0
     return int(np.gcd.reduce(np.concatenate((num_bytes, src - src.min(), dst - dst.min()))))
@@ -74,7 +74,7 @@ def _copy_rows(src: SlotArray, dst: SlotArray, num_bytes: SlotArray, row_bytes: 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Memory ``[start, stop)`` as uint8 [num_rows, row_bytes], for ``numpy.asarray``."""
+    """Memory ``[start, stop)``, which ``numpy.asarray`` turns into uint8 [num_rows, row_bytes]."""
 
     start: int
     stop: int

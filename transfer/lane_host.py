@@ -1,13 +1,13 @@
-"""Offers a decode node's memory to prefill nodes on the same machine: owns the socket, and who has it open.
+"""Offers a decode node's memory to prefill nodes on the same machine: owns the socket and its connections.
 
-A Unix socket reaches processes of this machine only, and takes descriptors of memory across containers. By
-default its name is an abstract one, which processes of one network namespace see and which goes with its
-process. With a directory, say a volume that two containers share, it is a file in there.
+A Unix socket reaches processes of this machine only, and carries descriptors of memory across containers. By
+default it has an abstract name, which is visible within one network namespace and vanishes with its process.
+With a directory, such as a volume that two containers share, the socket is a file in that directory.
 
-Who connects must show the token of this node's registrations and have this node's user. A connection stands
-for as long as its writer may write; the kernel closes it when the process ends, once none of its threads can
-run any more, and not while it is stopped. So what a CPU writes is over by then. Of a GPU that is not known:
-what it had begun may go on until the driver has taken the process apart.
+A caller must show the token of this node's registrations and run as this node's user. A connection stands for
+as long as its writer may write. The kernel closes it when the process ends, once none of its threads can run
+any more, and not while it is stopped. A CPU's writes are over by then. A GPU's writes may not be: what it had
+begun may go on until the driver has torn the process down.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 HELLO_SECS = 5.0
-"""From a connection to its first packet at most."""
+"""Limit from a connection to its first packet."""
 DENIED_PAUSE_SECS = 0.002
-"""After a caller that was denied: any user of this machine may call as often as it likes."""
+"""Pause after a denied caller, because any user of this machine may connect without end."""
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred: pid, uid, gid."""
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """``num_bytes`` at ``addr``, which are the file ``fd`` from its byte 0, or of a GPU.
+    """``num_bytes`` at ``addr``: the file ``fd`` from its byte 0, or memory of a GPU.
 
-    ``cuda_handle``: what memory of a GPU is opened by, and where it begins in there; see ``protocol.lane``.
+    ``cuda_handle`` and ``cuda_offset``: the handle that opens memory of a GPU, and where this memory begins
+    in it; see ``protocol.lane``.
     """
 
     addr: int
@@ -75,14 +76,14 @@ class _Connection:
     user: int
     deadline: float
     instance_id: str = ""
-    """Names the run of a prefill node that has the memory open; empty before its hello."""
+    """The run of a prefill node that has the memory open; empty before its hello."""
     is_sole: bool = False
-    """It has said that it writes in no other way."""
+    """Whether the prefill node promised to write in no other way."""
 
 
 class LaneHost:
-    """Offers ``memory``. ``directory``: where the socket is; empty: an abstract name. ``wakeup``: called from
-    the host's thread when ``take_ended`` has something. Raises TransferSetupError."""
+    """Offers ``memory``. ``directory``: where the socket is; empty for an abstract name. ``wakeup``: called
+    from the host's thread when ``take_ended`` has something. Raises TransferSetupError."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class LaneHost:
         self._lock = threading.Lock()
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
-        self._logged = Seldom()  # callers that were denied, by user
+        self._logged = Seldom()  # denied callers, by user
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -107,14 +108,14 @@ class LaneHost:
         self._thread.start()
 
     def take_ended(self) -> list[str]:
-        """Instance ids of runs that let go of the memory since the last call, and had said that they write in
-        no other way: none of their writes can land."""
+        """Return the instance ids of runs that closed the memory since the last call and had promised to
+        write in no other way: none of their writes can land any more."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
 
     def close(self) -> None:
-        """Take no further connections, and close those that there are."""
+        """Accept no further connections, and close the open ones."""
         with contextlib.suppress(OSError):
             self._close.send(b"\0")
         self._thread.join()
@@ -135,7 +136,7 @@ class LaneHost:
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
             now = time.monotonic()
             for connection in tuple(self._connections):
                 if not connection.instance_id and connection.deadline <= now:
@@ -145,15 +146,15 @@ class LaneHost:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:  # it has left, or this process is out of descriptors
-            log.warning("a prefill node of this machine could not be heard: %s", error)
+            log.warning("a connection of a prefill node on this machine could not be accepted: %s", error)
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 time.sleep(0.1)
             return
         sock.setblocking(False)
         user = _user_of(sock)
-        reason = _why_stranger(user)
+        reason = _why_foreign(user)
         if not reason and len(self._connections) >= MAX_CONNECTIONS:
-            reason = f"{MAX_CONNECTIONS} connections are open, as many as there may be"
+            reason = f"{MAX_CONNECTIONS} connections are open, the most allowed"
         if reason:
             self._deny(sock, user, reason)
             return
@@ -161,7 +162,7 @@ class LaneHost:
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _hear(self, connection: _Connection) -> None:
+    def _receive(self, connection: _Connection) -> None:
         try:
             packet = connection.sock.recv(MAX_LANE_MESSAGE_BYTES)
         except BlockingIOError:
@@ -224,7 +225,7 @@ class LaneHost:
         connection.sock.close()
         if not connection.instance_id:
             return
-        log.info("run %s of a prefill node let this node's memory go", connection.instance_id)
+        log.info("run %s of a prefill node closed this node's memory", connection.instance_id)
         others = (other.instance_id for other in self._connections)
         if connection.is_sole and connection.instance_id not in others:
             with self._lock:
@@ -240,7 +241,7 @@ class LaneHost:
 
 
 def _listen(name: str, directory: str) -> tuple[socket.socket, Path | None]:
-    """A listening socket, and its file when it has one. Raises TransferSetupError."""
+    """Return a listening socket, and its file if it has one. Raises TransferSetupError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = Path(directory) / name if directory else None
     try:
@@ -249,17 +250,17 @@ def _listen(name: str, directory: str) -> tuple[socket.socket, Path | None]:
             listener.listen(MAX_CONNECTIONS)
         else:
             remove_stale(path.parent)
-            os.fchmod(listener.fileno(), 0o600)  # the file that bind makes has it from its beginning
-            unheard = path.with_name(f".{name}")  # nobody may find it stale before it listens
-            listener.bind(str(unheard))
+            os.fchmod(listener.fileno(), 0o600)  # bind creates the file with this mode
+            hidden = path.with_name(f".{name}")  # remove_stale must not see it before it listens
+            listener.bind(str(hidden))
             listener.listen(MAX_CONNECTIONS)
-            unheard.rename(path)
+            hidden.rename(path)
     except OSError as error:
         listener.close()
         where = f"in {directory}" if directory else "with an abstract name"
         raise TransferSetupError(
             f"no socket can be made {where} for prefill nodes of this machine: {error}; name a directory "
-            "that this process may write to with --same-host-dir, or set --same-host-lane off"
+            "that this process can write to with --same-host-dir, or set --same-host-lane off"
         ) from error
     listener.setblocking(False)
     return listener, path
@@ -272,21 +273,21 @@ def _user_of(sock: socket.socket) -> int:
     return int(user)
 
 
-def _why_stranger(user: int) -> str:
+def _why_foreign(user: int) -> str:
     if user == os.geteuid():
         return ""
     return f"the prefill node runs as user {user}, the decode node as {os.geteuid()}; run both as one"
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the sockets of nodes that were killed: nobody listens there. Raises OSError."""
+    """Remove the sockets of killed nodes, on which nobody listens. Raises OSError."""
     for path in directory.glob(f"{SOCKET_PREFIX}*"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             probe.setblocking(False)
             try:
                 probe.connect(str(path))
             except ConnectionRefusedError:
-                log.info("removed %s, which a node that was killed has left", path)
+                log.info("removed %s, the socket of a killed node", path)
                 path.unlink(missing_ok=True)
             except OSError:
                 continue

@@ -1,7 +1,7 @@
-"""A decode node's memory as a prefill node of the same machine has it: opened, mapped, written, let go of.
+"""A decode node's memory in a prefill node of the same machine: opens, maps, writes and unmaps it.
 
-What comes out of the decode node's socket is checked before it is believed: a file must be as long as it is
-said to be and sealed against getting shorter, or its owner could kill this process in the middle of a write.
+Everything that the decode node's socket sends is checked: a file must have the stated length and be sealed
+against shrinking, or its owner could kill this process in the middle of a write.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWER_SECS = 10.0
-"""For the decode node's answer, which a thread of it gives within milliseconds."""
+"""Limit for the decode node's answer, which one of its threads gives within milliseconds."""
 RUN_BYTES = 128 << 10
-"""A range from this length on is for a GPU's copy engine: a call costs 3 us, in which it moves as much."""
+"""Shortest range for a GPU's copy engine: a call costs 3 us, in which the engine moves as many bytes."""
 PIECE_BYTES = 16 << 10
-"""What a warp of the kernel for short ranges copies at a time."""
+"""Bytes that a warp of the kernel for short ranges copies at a time."""
 PART_BYTES: Final = 32 << 20
 PART_RANGES: Final = 4096
-"""Copied between two questions whether to stop, at most."""
+"""Most bytes and ranges that are copied between two calls of ``stop``."""
 
 
 class LaneError(Exception):
-    """Why memory of a decode node cannot be had."""
+    """A decode node's memory cannot be opened."""
 
 
 class Mapping:
-    """Memory of a decode node, mapped into this process, and registered with its ``gpu``. Raises LaneError.
+    """Memory of a decode node, mapped into this process and registered with its ``gpu``. Raises LaneError.
 
-    Stands until it is closed and the last write is over; the decode node sees the connection end then.
+    It is unmapped when it is closed and the last write is over; the decode node then sees the connection end.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Mapping:
         self._maps: list[mmap.mmap] = []
         self._gpu = gpu
         self._undo: list[Callable[[], None]] = []
-        """What CUDA has to forget, in the order in which it came to know it."""
+        """Calls that undo CUDA's registrations and opened handles, in the order in which these were made."""
         try:
             windows, descriptors = _introduce(self._connection, LaneHello(offer.token, instance_id))
             try:
@@ -96,7 +96,7 @@ class Mapping:
         self._is_on_gpu = np.array([bool(window.cuda_handle) for window in opened], np.bool_)
 
     def _open(self, windows: Sequence[Window], descriptors: Sequence[int]) -> tuple[list[Window], list[int]]:
-        """Those that can be had, and where they are in this process. Raises LaneError."""
+        """Return the windows that can be opened, and their addresses in this process. Raises LaneError."""
         opened: list[Window] = []
         here: list[int] = []
         for window in windows:
@@ -108,7 +108,7 @@ class Mapping:
             elif self._gpu is not None:
                 try:
                     base = self._gpu.open(window.cuda_handle)
-                except Exception as error:  # a GPU that this process does not see, say: over the network then
+                except Exception as error:  # such as a GPU that is hidden from this process
                     log.warning("memory of the decode node's GPU cannot be opened here: %s", error)
                     continue
                 self._undo.append(partial(self._gpu.close, base))
@@ -126,7 +126,7 @@ class Mapping:
         self._undo.append(partial(self._gpu.unregister, addr))
 
     def covers(self, regions: Sequence[tuple[int, int]]) -> bool:
-        """Whether all regions, ``(base_addr, num_bytes)`` each, are in the mapped memory."""
+        """Return whether all regions, ``(base_addr, num_bytes)`` each, lie in the mapped memory."""
         base = np.array([addr for addr, _ in regions], np.int64)
         num_bytes = np.array([size for _, size in regions], np.int64)
         return bool((ranges_around(self._starts, self._ends, base, num_bytes) >= 0).all())
@@ -136,12 +136,12 @@ class Mapping:
     ) -> NDArray[np.bool_]:
         """Copy what goes to this memory; returns which destinations are elsewhere, bool [num_descriptors].
 
-        ``is_sole``: none may be. ``stop`` is asked between parts. Raises TransferError, also once the memory
-        is let go of; only after a GPU's failure may anything still land.
+        ``is_sole``: no destination may be elsewhere. ``stop`` is called between parts. Raises TransferError,
+        also once the mapping is closed; bytes may still land only after a failure of the GPU.
         """
         with self._lock:
             if self._is_closing:
-                raise TransferError("this node has let go of the decode node's memory")
+                raise TransferError("this node has closed the decode node's memory")
             self._num_writes += 1
         try:
             windows = self._windows_of(writes, is_sole)
@@ -155,8 +155,8 @@ class Mapping:
                 self._unmap()
 
     def _windows_of(self, writes: Descriptors, is_sole: bool) -> SlotArray:
-        """Which window each destination lies in; -1: in none, which must not be of what ``is_sole``. Raises
-        TransferError for that, and for one that lies across the end of a window."""
+        """Return the window in which each destination lies, or -1 for none. Raises TransferError for a -1
+        with ``is_sole``, and for a destination that lies across the end of a window."""
         _, dst, num_bytes = writes
         found = ranges_around(self._starts, self._ends, dst, num_bytes)
         bad = found < 0
@@ -171,7 +171,7 @@ class Mapping:
         return found
 
     def _copy_in_parts(self, windows: SlotArray, writes: Descriptors, stop: Callable[[], str] | None) -> None:
-        """While a GPU copies one part, the next is made up."""
+        """Copy part by part. While a GPU copies one part, the next is prepared."""
         num_copied = 0
         in_flight: GpuCopy | None = None
         try:
@@ -186,7 +186,7 @@ class Mapping:
             _wait(in_flight)
 
     def _start_copy(self, window: int, part: Descriptors) -> GpuCopy | None:
-        """Copy to destinations in ``window``. None: all of it has landed."""
+        """Copy to destinations in ``window``. Returns None if all bytes have landed."""
         moved = self._here[window] - self._starts[window]
         part = Descriptors(part.src_addrs, part.dst_addrs + moved, part.lengths)
         by_gpu = (
@@ -202,16 +202,16 @@ class Mapping:
         if by_cpu.lengths.size:
             if self._is_on_gpu[window]:
                 _wait(copying)
-                raise TransferError("what is in main memory here is not written to the decode node's GPU")
+                raise TransferError("sources in main memory cannot be written to the decode node's GPU")
             copy_ranges(*by_cpu)
         return copying
 
     def close(self) -> None:
-        """Let go of the memory, once no write is in progress. Returns at once; may be called again."""
+        """Unmap the memory once no write is in progress. Returns at once; may be called again."""
         with self._lock:
             was_closing, self._is_closing = self._is_closing, True
             is_last = not was_closing and not self._num_writes
-        if is_last:  # of a large pool it takes seconds, for CUDA even more
+        if is_last:  # unmapping a large pool takes seconds, and unregistering it with CUDA even more
             threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
 
     def wait_until_unmapped(self, timeout_secs: float) -> None:
@@ -219,11 +219,11 @@ class Mapping:
 
     def promise_sole(self) -> None:
         """Promise to write to the decode node through this memory alone, with a CPU."""
-        with contextlib.suppress(OSError):  # it has ended by now
+        with contextlib.suppress(OSError):  # the decode node may have ended
             self._connection.send(encoder.encode(LaneSole()))
 
     def wait_for_end(self) -> None:
-        """Until the decode node has ended, or the memory was let go of here."""
+        """Block until the decode node has ended or this mapping is closed."""
         with contextlib.suppress(OSError):
             self._connection.settimeout(None)
             self._connection.recv(1)
@@ -232,13 +232,13 @@ class Mapping:
         for undo in reversed(self._undo):
             try:
                 undo()
-            except Exception:  # a broken CUDA context, say: this process ends all the same
-                log.warning("CUDA cannot let go of the decode node's memory", exc_info=True)
+            except Exception:  # such as a broken CUDA context; this process can still go on to end
+                log.warning("CUDA cannot release the decode node's memory", exc_info=True)
         for mapped in self._maps:
             mapped.close()
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for the end
-        self._connection.close()  # after the memory: it says that no write can land any more
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes wait_for_end
+        self._connection.close()  # after unmapping: its end says that no write can land any more
         self._is_unmapped.set()
 
 
@@ -252,14 +252,15 @@ def _gpu_failure() -> Iterator[None]:
 
 
 def _wait(copying: GpuCopy | None) -> None:
-    """Until all of it has landed, without the interpreter lock. Raises TransferError: some may come later."""
+    """Block until all bytes have landed, without the interpreter lock. After a TransferError bytes may still
+    land."""
     if copying is not None:
         with _gpu_failure():
             copying.wait()
 
 
 def _parts(writes: Descriptors) -> Iterator[Descriptors]:
-    """The same in parts of PART_BYTES and PART_RANGES at most."""
+    """Split writes into parts of at most PART_BYTES and PART_RANGES."""
     writes = cut_long(writes, PART_BYTES)
     ends = np.cumsum(writes.lengths)
     first = 0
@@ -273,7 +274,7 @@ def _parts(writes: Descriptors) -> Iterator[Descriptors]:
 def _connect(name: str, directory: str) -> socket.socket:
     """Connect to the socket of a decode node. Raises LaneError.
 
-    Where others wait to be heard, it waits in their line: the kernel has one for callers that block.
+    When the socket's backlog is full, this waits: the kernel queues callers that block.
     """
     places = [str(Path(directory) / name)] if directory else []
     for address in (*places, f"\0{name}"):
@@ -301,13 +302,13 @@ def _connect(name: str, directory: str) -> socket.socket:
 
 
 def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...], list[int]]:
-    """Windows and descriptors, which are the caller's to close. Raises LaneError."""
+    """Say hello. Returns windows and descriptors, which the caller must close. Raises LaneError."""
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # denied by now: the answer says
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # denied; the answer says why
             sock.send(encoder.encode(hello))
         try:
             packet, descriptors, _, _ = socket.recv_fds(sock, MAX_LANE_MESSAGE_BYTES, MAX_WINDOWS)
-        except ConnectionResetError:  # said once, of a hello that nobody read; what was sent comes behind it
+        except ConnectionResetError:  # raised once because nobody read the hello; the answer follows
             packet, descriptors, _, _ = socket.recv_fds(sock, MAX_LANE_MESSAGE_BYTES, MAX_WINDOWS)
     except TimeoutError as error:
         raise LaneError(f"the decode node's socket gave no answer within {ANSWER_SECS:g} s") from error
@@ -316,7 +317,7 @@ def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...
     try:
         answer = answer_decoder.decode(packet)
     except msgspec.MsgspecError as error:
-        answer = LaneDenied(f"a malformed answer: {error}" if packet else "it closed the connection")
+        answer = LaneDenied(f"malformed answer: {error}" if packet else "it closed the connection")
     if isinstance(answer, LaneDenied):
         for descriptor in descriptors:
             os.close(descriptor)
@@ -325,7 +326,8 @@ def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...
 
 
 def _checked(windows: tuple[Window, ...], descriptors: Sequence[int]) -> tuple[Window, ...]:
-    """The windows by address. Raises LaneError unless each is of a file that is long enough and stays so."""
+    """Return the windows sorted by address. Raises LaneError for windows that overlap, and unless each file
+    is long enough and sealed against shrinking."""
     windows = tuple(sorted(windows, key=lambda window: window.base_addr))
     for window, after in zip(windows, (*windows[1:], None), strict=True):
         end = window.base_addr + window.num_bytes
@@ -342,7 +344,7 @@ def _checked(windows: tuple[Window, ...], descriptors: Sequence[int]) -> tuple[W
         if size < window.num_bytes:
             raise LaneError(f"a file of {size} bytes is said to be {window.num_bytes} bytes of memory")
         seals = 0
-        with contextlib.suppress(OSError):  # no file that has seals
+        with contextlib.suppress(OSError):  # a kind of file without seals
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK:
             raise LaneError("the decode node's memory is not sealed: it could be taken away in a write")
@@ -350,7 +352,7 @@ def _checked(windows: tuple[Window, ...], descriptors: Sequence[int]) -> tuple[W
 
 
 def _map(window: Window, descriptor: int) -> mmap.mmap:
-    """Raises LaneError."""
+    """Map a window's file and advise the kernel on its pages. Raises LaneError."""
     try:
         mapped = mmap.mmap(descriptor, window.num_bytes, flags=mmap.MAP_SHARED)
     except (OSError, ValueError, OverflowError) as error:

@@ -1,9 +1,9 @@
 """Closes Mooncake's listening sockets to foreign addresses.
 
-Mooncake listens on all interfaces whatever host it is given, knows no keys, and lets whoever connects read
-and write the registered memory. So a packet filter is attached to the listening sockets, which connections
-inherit: the kernel drops what comes from other addresses, as if nothing listened. Linux lets any process do
-that to its own sockets; a kernel that is stricter asks for CAP_NET_ADMIN.
+Mooncake listens on all interfaces whatever host it is given, knows no keys, and lets any caller read and
+write the registered memory. A packet filter is therefore attached to the listening sockets, and connections
+inherit it: the kernel drops packets from other addresses, as if nothing listened. Linux lets any process
+attach filters to its own sockets; a stricter kernel asks for CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ _JUMP = 0x05
 _JUMP_IF_EQUAL = 0x15
 _RETURN = 0x06
 _NETWORK_HEADER = 0xFFF00000
-"""Added to an offset: it counts from the IP header."""
+"""Added to an offset, makes it count from the IP header."""
 _SOURCE_OFFSET = {4: 12, 6: 8}
 _ACCEPT = 0xFFFFFFFF
 _DROP = 0
 
 _Instruction = tuple[int, int, int, int]
-"""Code, instructions to skip when true and when false, operand."""
+"""Code, instructions to skip if true, instructions to skip if false, operand."""
 
 
 def reachable_from(host: str, allowed: PeerList, has_peers: bool = True) -> PeerList:
-    """Who may connect to the KV ports of a node that is reached at ``host``, itself included; empty: anybody.
-    Without a list, a node on loopback takes connections from this machine alone, and so does one that nobody
-    else has to reach (``has_peers``)."""
+    """Return who may connect to the KV ports of a node at ``host``, itself included; empty means anybody.
+
+    Without a list, a node on loopback, or one without peers elsewhere (not ``has_peers``), takes connections
+    from this machine only."""
     if not allowed and is_loopback(host):
         return PeerList.loopback()
     if not allowed and has_peers:
@@ -59,9 +60,9 @@ def reachable_from(host: str, allowed: PeerList, has_peers: bool = True) -> Peer
 
 @contextmanager
 def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> Iterator[None]:
-    """TCP sockets that begin to listen within take packets from those of ``reachable_from`` only.
+    """Restrict TCP sockets that begin to listen within this context to the peers of ``reachable_from``.
 
-    Raises TransferSetupError when the kernel does not do it and there is a list.
+    Raises TransferSetupError when there is a list and the kernel refuses the filter; without a list it warns.
     """
     before = {inode for _, inode in _listening()}
     yield
@@ -81,7 +82,7 @@ def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> I
 
 
 def _listening() -> Iterator[tuple[int, int]]:
-    """``(descriptor, inode)`` of each TCP socket of this process that listens."""
+    """Yield ``(descriptor, inode)`` of each listening TCP socket of this process."""
     for name in os.listdir(_OPEN_FILES):
         descriptor = int(name)
         try:
@@ -91,7 +92,7 @@ def _listening() -> Iterator[tuple[int, int]]:
             with socket.socket(fileno=os.dup(descriptor)) as sock:
                 is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
                 listens = is_tcp and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        except OSError:  # closed meanwhile, by another thread
+        except OSError:  # another thread closed it meanwhile
             continue
         if listens:
             yield descriptor, inode
@@ -110,13 +111,13 @@ def _attach(descriptor: int, program: bytes) -> None:
 
 
 def _program(allowed: PeerList) -> bytes:
-    """A filter that accepts packets whose source address is in ``allowed``."""
+    """Return a filter that accepts packets whose source address is in ``allowed``."""
     tests: dict[int, list[_Instruction]] = {4: [], 6: []}
     for network in allowed.networks:
         tests[network.version] += _test(network)
     for version in tests:
         tests[version].append((_RETURN, 0, 0, _DROP))
-    # A socket for both versions sees IPv4 packets as they are.
+    # A socket for both IP versions sees IPv4 packets with IPv4 headers.
     program: list[_Instruction] = [
         (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
         (_SHIFT_RIGHT, 0, 0, 4),
@@ -130,7 +131,7 @@ def _program(allowed: PeerList) -> bytes:
 
 
 def _test(network: Network) -> list[_Instruction]:
-    """Accept a packet from ``network``; go on behind these instructions with any other."""
+    """Return instructions that accept a packet from ``network`` and fall through for any other."""
     num_words = network.max_prefixlen // 32
     first = int(network.network_address).to_bytes(4 * num_words, "big")
     mask = int(network.netmask).to_bytes(4 * num_words, "big")

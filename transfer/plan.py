@@ -1,8 +1,8 @@
-"""Write plans: from token slots on both sides to byte ranges, as few as possible. Pure functions over numpy.
+"""Write plans: turn token slots on both sides into as few byte ranges as possible. Pure functions over numpy.
 
-``plan_writes`` coalesces the tokens to runs that are contiguous in both pools, the same for every layer.
-``descriptors`` turns the runs into addresses for a number of layers and refuses whatever lies outside the
-registered memory. ``SlicedWrites`` does that slice by slice as the writes are carried out.
+``plan_writes`` coalesces tokens into runs that are contiguous in both pools, the same for every layer.
+``descriptors`` turns the runs into addresses for some layers and refuses slots outside the registered memory.
+``SlicedWrites`` does that slice by slice as the writes are carried out.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from hisparse_pd.core.paging.extents import SlotArray, as_slots
 from hisparse_pd.transfer.errors import TransferError
 
 MAX_DESCRIPTOR_BYTES: Final = 4 << 20
-"""Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer. Pieces
-of 512 KiB get 0.87 of the rate on a machine whose cores are busy."""
+"""Longest byte range; longer ones are cut, because Mooncake spreads descriptors, not bytes, over its
+connections to a peer. Pieces of 512 KiB get 0.87 of the rate on a machine whose cores are busy."""
 
 SLICE_BYTES: Final = 32 << 20
-"""What one slice costs at most, and so what a room writes in a turn (``send_queue.py``). The other rooms wait
-for it, 67 ms at 0.5 GB/s. Smaller ones cost a fast link more: a slice ends with a wait for its last byte."""
+"""Highest cost of one slice, and of a room's turn (``send_queue.py``). The other rooms wait for it, 67 ms at
+0.5 GB/s. Smaller slices would slow a fast link down: each ends with a wait for its last byte."""
 
 DESCRIPTOR_COST_BYTES: Final = 16 << 10
-"""A shorter byte range costs as much as this one: TCP takes 35 us for any, in which it moves as many."""
+"""Lowest cost of a byte range: TCP takes 35 us for any descriptor, in which it moves this many bytes."""
 
 _BLOCK_DESCRIPTORS: Final = SLICE_BYTES // DESCRIPTOR_COST_BYTES
-"""Descriptors that are made at a time at most."""
+"""Most descriptors that are made at a time."""
 
 
 class PlanError(ValueError):
@@ -54,7 +54,7 @@ class RunPlan:
         return int(self.length.sum())
 
     def part(self, first: int, stop: int) -> RunPlan:
-        """The runs ``[first, stop)``, as views."""
+        """Return the runs ``[first, stop)``, as views."""
         return RunPlan(self.src_start[first:stop], self.dst_start[first:stop], self.length[first:stop])
 
 
@@ -95,18 +95,20 @@ class Descriptors(NamedTuple):
         return int(self.lengths.sum())
 
     def at(self, which: slice | NDArray[np.bool_]) -> Descriptors:
-        """Some of them."""
+        """Return the selected descriptors."""
         return Descriptors(self.src_addrs[which], self.dst_addrs[which], self.lengths[which])
 
 
 Writes: TypeAlias = tuple[ArrayLike, ArrayLike, ArrayLike]
-"""What a transport is told: the columns of ``Descriptors``, integers of any kind."""
+"""The columns of ``Descriptors`` as a transport takes them: integers of any kind."""
 
 
 def plan_writes(src_slots: ArrayLike, dst_slots: ArrayLike) -> RunPlan:
-    """Runs that copy ``src_slots[i]`` to ``dst_slots[i]`` for every i, contiguous on both sides. Both:
-    integers [num_tokens]; the destination slots are distinct. Raises PlanError when the numbers of tokens
-    differ."""
+    """Return runs, contiguous on both sides, that copy ``src_slots[i]`` to ``dst_slots[i]`` for every i.
+
+    Both are integers [num_tokens], and the destination slots are distinct. Raises PlanError when the numbers
+    of tokens differ.
+    """
     src, dst = as_slots(src_slots), as_slots(dst_slots)
     if src.size != dst.size:
         raise PlanError(f"{src.size} source slots for {dst.size} destination slots")
@@ -124,8 +126,10 @@ def plan_writes(src_slots: ArrayLike, dst_slots: ArrayLike) -> RunPlan:
 
 
 def descriptors(runs: RunPlan, src: RegionView, dst: RegionView, layers: Sequence[int]) -> Descriptors:
-    """Addresses of ``runs`` in each of ``layers``, layer after layer: ``len(layers) * num_runs`` of them.
-    Raises PlanError for an item size that differs and for a slot or layer outside either region."""
+    """Return ``len(layers) * num_runs`` descriptors: ``runs`` in each of ``layers``, layer after layer.
+
+    Raises PlanError for item sizes that differ and for a slot or layer outside either region.
+    """
     layer_array = as_slots(layers)
     _check(runs, src, dst, layer_array)
     return Descriptors(
@@ -136,7 +140,7 @@ def descriptors(runs: RunPlan, src: RegionView, dst: RegionView, layers: Sequenc
 
 
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
-    """All ``parts`` (KV and indexer keys of one chunk, say) as one batch, in order."""
+    """Join ``parts``, such as the KV and the indexer keys of one chunk, in order."""
     if not parts:
         return Descriptors(*(np.empty(0, np.int64) for _ in range(3)))
     return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
@@ -144,7 +148,7 @@ def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
 
 @dataclass(frozen=True)
 class LayerWrites:
-    """``runs`` in the layers ``[first, stop)`` of both regions, of which no address is computed yet."""
+    """``runs`` in the layers ``[first, stop)`` of both regions, before any address is computed."""
 
     runs: RunPlan
     src: RegionView
@@ -157,15 +161,15 @@ class LayerWrites:
         return (self.stop - self.first) * self.runs.num_tokens * self.src.item_bytes
 
     def check(self) -> None:
-        """Raises PlanError when ``descriptors`` would, for any of the layers."""
+        """Raise PlanError if ``descriptors`` would for any of the layers."""
         _check(self.runs, self.src, self.dst, np.arange(self.first, self.stop))
 
     def of_layers(self, first: int, stop: int) -> LayerWrites:
-        """The same in other layers."""
+        """Return the same writes in other layers."""
         return replace(self, first=first, stop=stop)
 
     def blocks(self) -> Iterator[Descriptors]:
-        """The descriptors, layer after layer, in blocks that are made when asked for."""
+        """Yield the descriptors, layer after layer, in blocks that are made on demand."""
         num_runs = self.runs.num_runs
         num_layers = max(1, _BLOCK_DESCRIPTORS // max(1, num_runs))
         for first in range(self.first, self.stop, num_layers):
@@ -177,7 +181,7 @@ class LayerWrites:
 
 @dataclass(frozen=True)
 class SlicedWrites:
-    """Writes to carry out in slices: iterating makes them one by one, and every time anew."""
+    """Writes to carry out in slices. Each iteration makes the slices anew, one by one."""
 
     parts: Sequence[LayerWrites]
     slice_bytes: int = SLICE_BYTES
@@ -191,13 +195,13 @@ class SlicedWrites:
 
 
 def cost(writes: Descriptors) -> int:
-    """The cost of a slice, in bytes that the transport could have moved in its time."""
+    """Return the cost of a slice, in bytes that the transport could have moved in its time."""
     return int(np.maximum(writes.lengths, DESCRIPTOR_COST_BYTES).sum())
 
 
 def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors]:
-    """``blocks`` in order, in pieces that cost ``max_cost`` at most, or are one of at most 4 MiB. The next
-    block is asked for when all before it are given out."""
+    """Yield ``blocks`` in order, in slices that cost at most ``max_cost`` or are one range of at most 4 MiB.
+    The next block is requested only when all before it are handed out."""
     parts: list[Descriptors] = []
     left = max_cost
     for block in blocks:
@@ -219,7 +223,7 @@ def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors
 
 
 def as_descriptors(writes: Writes) -> Descriptors:
-    """Checked writes. Raises TransferError when one column is shorter than another."""
+    """Return ``writes`` as descriptors. Raises TransferError when the columns' lengths differ."""
     columns = Descriptors(*map(as_slots, writes))
     if len({column.size for column in columns}) > 1:
         sizes = tuple(column.size for column in columns)
@@ -228,7 +232,7 @@ def as_descriptors(writes: Writes) -> Descriptors:
 
 
 def cut_long(writes: Descriptors, max_bytes: int) -> Descriptors:
-    """The same byte ranges with none longer than ``max_bytes``, in order."""
+    """Cut byte ranges that are longer than ``max_bytes``, and keep the order."""
     lengths = writes.lengths
     if lengths.max(initial=0) <= max_bytes:
         return writes
@@ -269,5 +273,5 @@ def _check_bounds(
 
 
 def _addresses(region: RegionView, starts: SlotArray, layers: SlotArray) -> SlotArray:
-    of_layer = region.base_addr + layers * region.layer_bytes
-    return (of_layer[:, None] + starts * region.item_bytes).reshape(-1)
+    layer_addrs = region.base_addr + layers * region.layer_bytes
+    return (layer_addrs[:, None] + starts * region.item_bytes).reshape(-1)

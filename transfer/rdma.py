@@ -1,12 +1,12 @@
-"""The RDMA devices of this machine, as sysfs shows them, and why one of them cannot be used.
+"""The RDMA devices of this machine, as sysfs shows them, and the reasons why a device cannot be used.
 
 The checks follow what Mooncake does with a device. It opens one port (``MC_IB_PORT``, else 1), takes a GID of
 RoCE v2 or InfiniBand, an IPv4 one first (or the one at ``MC_GID_INDEX``, whatever it is), and leaves out a
-device with which that fails; when no device is left, it runs on TCP without a word.
+device for which that fails. When no device is left, it runs on TCP without any message.
 
 An operator's topology (``MC_CUSTOM_TOPO_JSON``) is a file that says which devices serve which memory:
-``{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}``, the preferred ones and the others. Mooncake opens the devices of that
-file, whatever else it is told.
+``{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}``, the preferred devices and the others. Mooncake opens the devices of
+that file, whatever other settings say.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINK_LAYERS = ("InfiniBand", _ETHERNET)
 _ROCE_V2 = "RoCE v2"
 _TOPOLOGY_VARIABLE = "MC_CUSTOM_TOPO_JSON"
 _Topology = dict[str, tuple[list[str], list[str]]]
-"""Location of memory -> the devices that it prefers, its other devices."""
+"""Location of memory -> its preferred devices, its other devices."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,29 @@ class Gid:
 
     @property
     def ip(self) -> IpAddress:
-        """The address of the network interface: IPv4 when the GID is made of one."""
+        """The network interface's address: IPv4 when the GID is made of an IPv4 address."""
         return self.address.ipv4_mapped or self.address
 
 
 class GidGrade(IntEnum):
-    """How far a GID reaches. RDMA is possible from ``LINK_LOCAL`` on, and sure from ``ROUTABLE`` on."""
+    """How far a GID reaches. RDMA may work from ``LINK_LOCAL`` on, and works from ``ROUTABLE`` on."""
 
     NONE = 0
     ROCE_V1 = 1
-    """Ethernet without RoCE v2: Mooncake does not take it unless it is told to."""
+    """Ethernet without RoCE v2, which Mooncake takes only by MC_GID_INDEX."""
     LINK_LOCAL = 2
-    """Ethernet without an IP address: reaches peers on the same link at most."""
+    """Ethernet without an IP address, which reaches at most peers on the same link."""
     ROUTABLE = 3
-    """InfiniBand, or RoCE v2 with an address that is not the advertised one."""
+    """InfiniBand, or RoCE v2 with another address than the advertised one."""
     ADVERTISED = 4
-    """The GID of the very address that peers are told."""
+    """The GID of the address that this node advertises to peers."""
 
 
 @dataclass(frozen=True)
 class Port:
     """The port of a device that Mooncake opens. ``state``: such as ``4: ACTIVE``.
 
-    ``gids``: those that are not all zero. ``gid_index``: the only one that Mooncake looks at; None: at all.
+    ``gids``: the GIDs that are not all zero. ``gid_index``: the only index that Mooncake looks at, or None.
     """
 
     number: int
@@ -76,7 +76,7 @@ class Port:
     gid_index: int | None = None
 
     def best_gid(self, advertised: Collection[IpAddress] = ()) -> tuple[GidGrade, Gid | None]:
-        """The GID that reaches farthest."""
+        """Return the GID that reaches farthest, and its grade."""
         graded = [
             (self._grade(gid, advertised), gid) for gid in self.gids if self.gid_index in (None, gid.index)
         ]
@@ -93,17 +93,17 @@ class Port:
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """One device. ``uverbs``: its character devices, such as ``uverbs0``; none without ib_uverbs."""
+    """One device. ``uverbs``: its character devices, such as ``uverbs0``; empty without ib_uverbs."""
 
     name: str
     port_numbers: tuple[int, ...]
     port: Port | None
-    """The one that Mooncake opens."""
+    """The port that Mooncake opens."""
     uverbs: tuple[str, ...]
 
 
 def read_devices(machine: Machine) -> dict[str, RdmaDevice]:
-    """All RDMA devices that the kernel shows, by name, as Mooncake would open them."""
+    """Return all RDMA devices that the kernel shows, by name, as Mooncake would open them."""
     uverbs = _uverbs_by_device(machine)
     return {
         path.name: _read_device(path, tuple(uverbs.get(path.name, ())), machine.environ)
@@ -112,14 +112,14 @@ def read_devices(machine: Machine) -> dict[str, RdmaDevice]:
 
 
 def device_names(ib_device: str) -> tuple[str, ...]:
-    """The names in an ``ib_device`` setting, in order, each once."""
+    """Return the names in an ``ib_device`` setting, in order, each once."""
     return tuple(dict.fromkeys(name for name in map(str.strip, ib_device.split(",")) if name))
 
 
 def wanted_devices(ib_device: str, machine: Machine) -> tuple[tuple[str, ...], Fault | None]:
-    """The devices that are named, by ``ib_device`` or by the operator's topology, in order; none: any.
+    """Return the devices that ``ib_device`` or the operator's topology names, in order; empty means any.
 
-    The fault says why the topology cannot be used; the names are those of ``ib_device`` then.
+    A fault says why the topology cannot be used; the names are then those of ``ib_device``.
     """
     named = device_names(ib_device)
     path = machine.environ.get(_TOPOLOGY_VARIABLE)
@@ -144,18 +144,18 @@ def wanted_devices(ib_device: str, machine: Machine) -> tuple[tuple[str, ...], F
 
 
 def port_number(environ: Mapping[str, str]) -> int:
-    """The port that Mooncake opens on every device."""
+    """Return the number of the port that Mooncake opens on every device."""
     return _small_number(environ.get("MC_IB_PORT"), 1)
 
 
 def chosen_gid_index(environ: Mapping[str, str]) -> int | None:
-    """The GID index that Mooncake is told to use; None: it looks for one."""
+    """Return the GID index that the environment sets for Mooncake; None if Mooncake looks for one."""
     index = _small_number(environ.get("MC_GID_INDEX", environ.get("NCCL_IB_GID_INDEX")), -1)
     return None if index < 0 else index
 
 
 def device_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
-    """Why Mooncake cannot open the device; None when it should be able to."""
+    """Return why Mooncake cannot open the device; None when it should be able to."""
     port = device.port
     if port is None:
         number, ports = port_number(machine.environ), ", ".join(map(str, device.port_numbers)) or "none"
@@ -177,7 +177,7 @@ def device_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
 
 
 def missing_device_fault(name: str, devices: Collection[str], machine: Machine) -> Fault:
-    """The fault of a name in --ib-device that no device has."""
+    """Return the fault of a name in --ib-device that no device has."""
     present = ", ".join(devices) or "none"
     return Fault(f"{name} is not in {machine.infiniband}, which has: {present}", "correct --ib-device")
 
@@ -232,7 +232,7 @@ def _verbs_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
 
 
 def _uverbs_by_device(machine: Machine) -> dict[str, list[str]]:
-    """The character devices of each RDMA device, as libibverbs finds them, software devices' included."""
+    """Return the character devices of each RDMA device, as libibverbs finds them; software devices count."""
     found: dict[str, list[str]] = {}
     for path in sorted(_children(machine.sys / "class" / "infiniband_verbs")):
         if name := read_text(path / "ibdev"):  # there is also a file abi_version
@@ -263,7 +263,7 @@ def _read_port(path: Path, gid_index: int | None) -> Port:
 
 
 def _numbered(directory: Path) -> list[Path]:
-    """The entries that sysfs names by a number, in its order."""
+    """Return the entries of a sysfs directory that have a number as name, in numeric order."""
     return sorted((path for path in _children(directory) if path.name.isdecimal()), key=lambda p: int(p.name))
 
 
@@ -272,7 +272,8 @@ def _children(directory: Path) -> list[Path]:
 
 
 def _small_number(text: str | None, default: int) -> int:
-    """As Mooncake reads its environment: no number counts as 0, one that is not in [0, 256) is ignored."""
+    """Parse a variable as Mooncake does: text that is no number counts as 0, and numbers outside [0, 256)
+    are ignored."""
     try:
         number = int(text) if text is not None else default
     except ValueError:

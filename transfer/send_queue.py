@@ -1,14 +1,14 @@
-"""Who writes next to which peer: owns the batches of all rooms, their slices and their turns. Pure.
+"""Decides which slice is written next to each peer: owns batches, slices and turns of all rooms. Pure.
 
-The caller has the clock, the transport and a lock around all of this. It takes a slice, writes it, and says
-what came of it; each session has at most one slice in flight.
+The caller has the clock, the transport and a lock around all of this. It takes a slice, writes it, and
+reports the outcome; each session has at most one slice in flight.
 
-Batches of a room go out in the order of submission, cut into slices. The rooms of a peer take turns of
-``SLICE_BYTES`` at most: a room that joins the line waits for that much of every other, however long they are.
-A room whose source bytes are not there yet keeps its place in the line, and those behind it go first.
+Batches of a room go out in the order of submission, cut into slices. The rooms of a peer take turns of at
+most ``SLICE_BYTES``: a room that joins the line waits for one turn of every other room, however long these
+are. A room whose source bytes are not ready keeps its place in the line, and the rooms behind it go first.
 
 Every batch has exactly one completion, whether it was written, failed, or never started. Once a slice of a
-room has failed, nothing behind it starts: the aux record never lands without what came before.
+room has failed, nothing behind it starts: the aux record never lands without the room's earlier writes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from hisparse_pd.transfer.plan import SLICE_BYTES, Descriptors, cost
 
 
 class Ready(Protocol):
-    """Says when source bytes are there that something else than the CPU writes, as a ``torch.cuda.Event``."""
+    """Tells when source bytes that a device writes are ready; a ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
-        """Whether they are; returns at once."""
+        """Return at once whether the bytes are ready."""
 
     def synchronize(self) -> None:
-        """Block until they are, without the interpreter lock. Not for long: the peer's other rooms wait."""
+        """Block until the bytes are ready, without the interpreter lock. The peer's other rooms wait
+        meanwhile."""
 
 
 @dataclass(frozen=True)
 class WriteBatch:
-    """Byte ranges of one room. ``tag`` is the caller's and comes back in the completion.
+    """Byte ranges of one room. ``tag`` belongs to the caller and comes back in the completion.
 
-    ``slices``, of ``num_bytes`` in all, are iterated in the session's thread; the source bytes must stand
-    until the completion. Nothing starts after ``deadline``, by ``time.monotonic()``. A slice has
-    ``timeout_secs`` from the start of its writing. ``ready`` is waited for before the source is read.
+    ``slices`` have ``num_bytes`` together and are iterated in the session's thread; the source bytes must
+    stay unchanged until the completion. Nothing starts after ``deadline``, a time of ``time.monotonic()``.
+    Each slice has ``timeout_secs`` from the start of its writing. ``ready`` is awaited before the source is
+    read.
     """
 
     room: Room
@@ -53,7 +55,7 @@ class WriteBatch:
 @dataclass(frozen=True)
 class Completion:
     """The end of one batch. ``may_still_land``: see TransferError. ``num_bytes`` is 0 unless ``ok``; ``secs``
-    is the time of all slices in the transport."""
+    is the time that its slices took in the transport."""
 
     room: Room
     tag: Any
@@ -66,7 +68,7 @@ class Completion:
 
 @dataclass
 class Outcome:
-    """What came of a slice in the transport: ``error`` is empty when all of it has landed."""
+    """The result of writing a slice. ``error``: empty when all of it has landed."""
 
     error: str = ""
     secs: float = 0.0
@@ -75,7 +77,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Progress:
-    """A batch and how far it is. ``head``: its next slice, once that is cut."""
+    """A batch and its progress. ``head``: its next slice, once that is cut."""
 
     batch: WriteBatch
     remaining: Iterator[Descriptors]
@@ -85,7 +87,8 @@ class _Progress:
     total: Outcome = field(default_factory=Outcome)
 
     def is_ready(self) -> bool:
-        """Whether nothing has to be waited for. What cannot say fails when it is waited for."""
+        """Return whether the batch can be written without waiting. If ``query`` fails, ``synchronize`` will
+        report it."""
         if self.is_started or self.batch.ready is None:
             return True
         try:
@@ -96,8 +99,8 @@ class _Progress:
 
 @dataclass(eq=False)
 class Slice:
-    """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``. ``ready``: what to wait
-    for before the source is read; then ``start`` is to be called."""
+    """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``. ``ready``: to be
+    awaited before the source is read; call ``start`` after that."""
 
     batch: WriteBatch
     writes: Descriptors
@@ -105,24 +108,24 @@ class Slice:
     deadline: float = float("inf")
 
     def start(self, now: float) -> None:
-        """The writing begins now."""
+        """Set the deadline of a write that begins now."""
         self.deadline = min(now + self.batch.timeout_secs, self.batch.deadline)
 
 
 @dataclass(eq=False)
 class _RoomQueue:
-    """Lives while the room has a batch waiting or in flight, or a completion that was not taken yet."""
+    """A room's batches. It exists while one waits or is in flight, or a completion was not taken yet."""
 
     session: str
     waiting: deque[_Progress] = field(default_factory=deque)
-    """The first may be written in part."""
+    """Batches in order; the first may be written in part."""
     writing: _Progress | None = None
     slice: Slice | None = None
     """The slice of ``writing`` that is in flight."""
     credit: int = 0
-    """What is left of its turn."""
+    """Cost that is left of the room's turn."""
     refusal: str = ""
-    """Why nothing of it may start any more; empty until something failed."""
+    """Why no slice of the room may start any more; empty until something failed."""
     num_untaken: int = 0
     overdue_reported: bool = False
 
@@ -133,7 +136,8 @@ class _RoomQueue:
 
 @dataclass(eq=False)
 class _Peer:
-    """``line``: rooms with waiting batches and none in flight; ``num_bytes``: of all that is not written."""
+    """A peer's rooms. ``line``: rooms with waiting batches and none in flight. ``num_bytes``: not yet
+    written."""
 
     line: deque[Room] = field(default_factory=deque)
     num_bytes: int = 0
@@ -141,7 +145,8 @@ class _Peer:
 
 
 class SendQueue:
-    """``on_completion`` is called when ``take_completions`` has one more. ``turn_bytes``: see above."""
+    """The queue of one engine. ``on_completion`` is called for each new completion. ``turn_bytes``: highest
+    cost of a room's turn."""
 
     def __init__(
         self, on_completion: Callable[[], None] | None = None, turn_bytes: int = SLICE_BYTES
@@ -153,8 +158,8 @@ class SendQueue:
         self._completions: list[Completion] = []
 
     def submit(self, session: str, batch: WriteBatch) -> None:
-        """Queue ``batch`` for the peer at ``session``; it fails behind a failed or cancelled one of its room.
-        Raises ValueError when the room still has batches for another session."""
+        """Queue ``batch`` for the peer at ``session``; it fails if an earlier batch of its room failed or was
+        cancelled. Raises ValueError when the room still has batches for another session."""
         room = self._rooms.get(batch.room)
         if room is None:
             room = self._rooms[batch.room] = _RoomQueue(session)
@@ -174,7 +179,7 @@ class SendQueue:
             peer.line.append(batch.room)
 
     def next(self, session: str, now: float) -> Slice | None:
-        """The session's next slice, which is in flight from now on; None when there is none."""
+        """Return the session's next slice, which is in flight from now on, or None."""
         self.expire(now)
         peer = self._peers.get(session)
         while peer is not None and peer.line:
@@ -194,12 +199,12 @@ class SendQueue:
         return None
 
     def why_stop(self, in_flight: Slice, now: float) -> str:
-        """Why a slice in flight is to end early, if it can; empty: it is not."""
+        """Return why a slice in flight should end early; empty if it should not."""
         refusal = self._rooms[in_flight.batch.room].refusal
         return refusal or ("the write passed its deadline" if in_flight.deadline < now else "")
 
     def finish(self, written: Slice, outcome: Outcome) -> None:
-        """The slice came back from the transport."""
+        """Note that a slice came back from the transport."""
         room_id = written.batch.room
         room = self._rooms[room_id]
         progress = room.writing
@@ -227,7 +232,7 @@ class SendQueue:
                 peer.line.append(room_id)
 
     def take_completions(self, now: float) -> list[Completion]:
-        """Those since the last call, in the order in which they happened."""
+        """Return the completions since the last call, in order."""
         self.expire(now)
         completions, self._completions = self._completions, []
         for completion in completions:
@@ -238,8 +243,8 @@ class SendQueue:
         return completions
 
     def overdue(self, now: float) -> list[Room]:
-        """Rooms with a slice in flight past its deadline, each such slice once. Nothing behind it starts any
-        more; its own completion comes when the transport returns."""
+        """Return the rooms that have a slice in flight past its deadline, once for each such slice. Nothing
+        behind it starts any more; its own completion comes when the transport returns."""
         overdue = []
         for room_id, room in self._rooms.items():
             if room.slice is not None and room.slice.deadline < now and not room.overdue_reported:
@@ -249,17 +254,17 @@ class SendQueue:
         return overdue
 
     def num_pending(self, room: Room) -> int:
-        """Batches of ``room`` that wait or are in flight."""
+        """Return the number of batches of ``room`` that wait or are in flight."""
         queue = self._rooms.get(room)
         return 0 if queue is None else len(queue.waiting) + (queue.writing is not None)
 
     def num_bytes_pending(self, session: str) -> int:
-        """Bytes that wait or are in flight to a peer, of all its rooms."""
+        """Return the bytes of all rooms that wait or are in flight to a peer."""
         peer = self._peers.get(session)
         return 0 if peer is None else peer.num_bytes
 
     def cancel(self, room: Room) -> bool:
-        """Fail what has not started of ``room``; returns whether a slice is still in flight."""
+        """Fail the batches of ``room`` that have not started; returns whether a slice is still in flight."""
         queue = self._rooms.get(room)
         if queue is None:
             return False
@@ -267,32 +272,33 @@ class SendQueue:
         return queue.writing is not None
 
     def refuse_all(self, reason: str) -> None:
-        """Fail what has not started of all rooms."""
+        """Fail the batches of all rooms that have not started."""
         for room in self._rooms.values():
             self._refuse(room, reason)
 
     def expire(self, now: float) -> None:
-        """Fail what waits for longer than its room may."""
+        """Fail the waiting batches of rooms whose deadline has passed."""
         for room in self._rooms.values():
             if room.waiting and room.waiting[0].batch.deadline < now:
                 self._refuse(room, "the room's time was up before the peer was free")
 
     def _first_ready(self, peer: _Peer) -> Room:
-        """The first of the line whose bytes are there; where there is none, the first."""
+        """Return the first room of the line whose bytes are ready, or else the first room."""
         for room_id in peer.line:
             if self._rooms[room_id].waiting[0].is_ready():
                 return room_id
         return peer.line[0]
 
     def _cut(self, room: _RoomQueue) -> bool:
-        """Have the next slice of ``room`` ready; False when there is none. Batches that are over complete."""
+        """Cut the next slice of ``room``, and complete the batches that have no more; False if none is
+        left."""
         while room.waiting:
             progress = room.waiting[0]
             if progress.head is not None:
                 return True
             try:
                 progress.head = next(progress.remaining, None)
-            except Exception as error:  # a bad batch must not take the thread, and so the peer, with it
+            except Exception as error:  # a bad batch must not end the thread, which serves the whole peer
                 room.waiting.popleft()
                 self._leave_line(progress.batch.room, room)
                 self._fail(progress, room, f"{type(error).__name__}: {error}")
@@ -310,17 +316,17 @@ class SendQueue:
             line.remove(room_id)
 
     def _fail(self, progress: _Progress, room: _RoomQueue, error: str) -> None:
-        """The batch failed for good, and with it all that is behind it."""
+        """Fail a batch and all batches behind it."""
         self._complete(progress, room, error)
         self._refuse(room, f"an earlier batch of the room failed: {error}")
 
     def _refuse(self, room: _RoomQueue, reason: str) -> None:
-        """Fail the waiting batches of ``room``, and those that are still submitted until it is over."""
+        """Fail the waiting batches of ``room``, and all that are submitted before the room is over."""
         room.refusal = room.refusal or reason
         self._refuse_rest(room)
 
     def _refuse_rest(self, room: _RoomQueue) -> bool:
-        """Whether nothing of the room may start any more; then all that waits has failed."""
+        """Fail the waiting batches if the room has a refusal. Returns whether it has one."""
         if not room.refusal:
             return False
         if room.waiting:

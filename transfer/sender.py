@@ -1,7 +1,7 @@
-"""Owns the threads that write to peers: one a session, because a write to a stopped peer blocks for 30 s.
+"""Owns the threads that write to peers: one per session, because a write to a stopped peer blocks for 30 s.
 
-The engine loop submits batches and polls for completions; it never waits here. What is written when is the
-``SendQueue``'s, which the threads take slices from.
+The engine loop submits batches and polls for completions; it never waits here. The threads take slices from
+the ``SendQueue``, which decides their order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IDLE_THREAD_SECS = 60.0
 
 
 class Writer(Protocol):
-    """What a sender needs of a ``TransferEngine``; see its ``write``."""
+    """The part of a ``TransferEngine`` that a sender needs; see its ``write``."""
 
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None: ...
 
@@ -53,7 +53,7 @@ class Sender:
         self._closed = False
 
     def submit(self, session: str, batch: WriteBatch) -> None:
-        """``SendQueue.submit``; returns at once. Raises ValueError also when the sender is closed."""
+        """Call ``SendQueue.submit`` and return at once. Raises ValueError also when the sender is closed."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"room {batch.room}: the sender is closed")
@@ -63,34 +63,35 @@ class Sender:
             self._changed[session].notify()
 
     def poll(self) -> list[Completion]:
-        """The completions since the last call, in the order in which they happened; never waits."""
+        """Return the completions since the last call, in order, without waiting."""
         with self._lock:
             return self._queue.take_completions(time.monotonic())
 
     def overdue(self) -> list[Room]:
-        """Rooms with a slice in flight past its deadline; never waits. See ``SendQueue.overdue``."""
+        """Return the rooms that have a slice in flight past its deadline, without waiting. See
+        ``SendQueue.overdue``."""
         with self._lock:
             return self._queue.overdue(time.monotonic())
 
     def num_pending(self, room: Room) -> int:
-        """Batches of ``room`` that wait or are in flight."""
+        """Return the number of batches of ``room`` that wait or are in flight."""
         with self._lock:
             return self._queue.num_pending(room)
 
     def num_bytes_pending(self, session: str) -> int:
-        """Bytes that wait or are in flight to a peer, of all its rooms."""
+        """Return the bytes of all rooms that wait or are in flight to a peer."""
         with self._lock:
             return self._queue.num_bytes_pending(session)
 
     def cancel(self, room: Room) -> bool:
-        """Fail what has not started of ``room``; returns whether a slice is still in flight. That ends early,
-        between two calls of the transport."""
+        """Fail the batches of ``room`` that have not started; returns whether a slice is still in flight.
+        That slice ends early, between two calls of the transport."""
         with self._lock:
             return self._queue.cancel(room)
 
     def close(self, timeout_secs: float) -> bool:
-        """Fail what has not started and wait for the threads; False when one still writes after the timeout:
-        it ends when the transport returns. Completions can be polled afterwards."""
+        """Fail the batches that have not started, and wait for the threads. Returns False when one still
+        writes after the timeout; it ends when the transport returns. Completions can be polled afterwards."""
         deadline = time.monotonic() + timeout_secs
         with self._lock:
             self._closed = True
@@ -116,7 +117,7 @@ class Sender:
                 self._engine.write(session, taken.writes, partial(self._why_stop, taken))
             except TransferError as failure:
                 outcome.error, outcome.may_still_land = str(failure), failure.may_still_land
-            except Exception as failure:  # a bad batch must not take the thread, and so the peer, with it
+            except Exception as failure:  # a bad batch must not end the thread, which serves the whole peer
                 log.exception("room %d: a write to session %s raised", taken.batch.room, session)
                 outcome.error, outcome.may_still_land = f"{type(failure).__name__}: {failure}", True
             outcome.secs = time.monotonic() - started
@@ -127,7 +128,7 @@ class Sender:
         return self._queue.why_stop(taken, time.monotonic())
 
     def _next_slice(self, session: str) -> Slice | None:
-        """Wait for the session's next slice, which is in flight then; None when the thread is to end."""
+        """Wait for the session's next slice, which is then in flight; None when the thread should end."""
         with self._lock:
             idle_until = time.monotonic() + self._idle_thread_secs
             while True:

@@ -1,8 +1,9 @@
-"""Which transport a node's KV takes, decided once at its start, and whether peers can reach its address.
+"""Chooses a node's KV transport once at its start, and checks whether peers can reach its address.
 
-``rdma`` is RDMA or an error, never TCP: whatever makes Mooncake fall back by itself is looked for first.
-``auto`` takes RDMA when nothing speaks against it, and says why not otherwise; peers compare what came of it
-when they register.
+``rdma`` means RDMA or an error, never TCP: everything that makes Mooncake fall back by itself is checked
+first.
+``auto`` takes RDMA when no check fails, and otherwise TCP with the reason; peers compare their protocols when
+they register.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ Protocol = Literal["tcp", "rdma"]
 AskedProtocol = Literal["tcp", "rdma", "auto"]
 
 RESOLVE_SECS = 5.0
-"""For the name that peers reach this node by to become addresses."""
+"""Limit for resolving the name at which peers reach this node."""
 _MAX_REASON_CHARS = 400
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What was chosen. ``devices``: the RDMA devices, none for TCP. ``reason``: one line for people."""
+    """The chosen transport. ``devices``: the RDMA devices, empty for TCP. ``reason``: one line for people."""
 
     protocol: Protocol
     devices: tuple[str, ...] = ()
@@ -65,15 +66,15 @@ def choose_transport(
     machine: Machine | None = None,
     near: Collection[str] = (),
 ) -> Transport:
-    """The transport for a node that registers ``num_host_bytes`` of main memory, and its GPU's if it has one.
+    """Choose the transport of a node that registers ``num_host_bytes`` of main memory, and memory of its GPU.
 
-    ``near``: RDMA devices beside that memory, which are taken alone if the operator names none. Raises
+    ``near``: RDMA devices near that memory, the only ones used if the operator names none. Raises
     TransferSetupError when rdma is asked for and something is missing for it.
     """
     machine = machine or Machine()
     asked, ib_device = settings.transfer_protocol, settings.ib_device
     transport = _choose(settings, num_host_bytes, machine, near)
-    # On a machine that has the hardware, auto's TCP is hardly what was hoped for.
+    # On a machine with RDMA hardware, the operator hardly expects that auto takes TCP.
     has_hardware = asked == "auto" and transport.protocol == "tcp" and bool(read_devices(machine))
     level = logging.WARNING if has_hardware else logging.INFO
     log.log(level, "KV transport: %s (%s)", transport.protocol, transport.reason)
@@ -106,7 +107,7 @@ def _choose(
 
 @dataclass(frozen=True)
 class DeviceSelection:
-    """``devices``: to use, none when ``faults`` speak against it. ``notes``: what is not quite right."""
+    """The devices to use, none if there are ``faults``. ``notes``: oddities that do not prevent RDMA."""
 
     devices: tuple[str, ...]
     faults: tuple[Fault, ...]
@@ -120,9 +121,9 @@ class DeviceSelection:
 def select_devices(
     ib_device: str, host: str, machine: Machine, near: Collection[str] = (), *, only_sure: bool = False
 ) -> DeviceSelection:
-    """The devices to use: all that ``ib_device`` (names with commas) or the operator's topology names, or
-    else all that are usable, of those ``near`` if any of them is. ``only_sure``: a device whose GID may not
-    reach the peer is left out."""
+    """Select RDMA devices: all that ``ib_device`` (names with commas) or the operator's topology names, else
+    the usable ones of ``near``, else all usable ones. ``only_sure``: leave out a device whose GID may not
+    reach the peer."""
     devices = read_devices(machine)
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
@@ -161,7 +162,7 @@ def select_devices(
 
 
 def environment_fault(machine: Machine) -> Fault | None:
-    """Why no engine may start, whatever its transport."""
+    """Return why no engine may start, whatever its transport."""
     if machine.environ.get("MC_TCP_PROTO") != "1":
         return None
     return Fault(
@@ -172,14 +173,14 @@ def environment_fault(machine: Machine) -> Fault | None:
 
 
 def forced_tcp_fault(machine: Machine) -> Fault | None:
-    """Why Mooncake would take TCP whatever it is asked for."""
+    """Return why Mooncake would take TCP even when RDMA is asked for."""
     if "MC_FORCE_TCP" not in machine.environ:
         return None
     return Fault("MC_FORCE_TCP is set in the environment", "unset it, or use --transfer-protocol tcp")
 
 
 def _reach(device: RdmaDevice, host: str, advertised: Collection[IpAddress]) -> tuple[GidGrade, str]:
-    """How far a device reaches, and what to know of that; nothing for the GID of the advertised address."""
+    """Return how far a device reaches, and a note on it; empty for the GID of the advertised address."""
     if device.port is None:
         return GidGrade.NONE, ""
     grade, gid = device.port.best_gid(advertised)
@@ -194,7 +195,7 @@ def _reach(device: RdmaDevice, host: str, advertised: Collection[IpAddress]) -> 
 
 
 def addresses_of(host: str) -> frozenset[IpAddress]:
-    """The IP addresses of a host name or address; none when it cannot be resolved in time."""
+    """Return the IP addresses of a host name or address; empty when it cannot be resolved in time."""
     try:
         found = map(parse_address, resolve(host, time.monotonic() + RESOLVE_SECS))
     except OSError:
@@ -203,13 +204,14 @@ def addresses_of(host: str) -> frozenset[IpAddress]:
 
 
 def address_fault(host: str) -> Fault | None:
-    """Why peers may not reach ``host``: no interface of this machine has its address, as behind a NAT."""
+    """Return why peers may not reach ``host``: no interface of this machine has its address, as behind a
+    NAT."""
     addresses = addresses_of(host)
     if not addresses:
         return Fault(
-            f"advertised address {host} cannot be resolved here; over a network, peers that cannot, either, "
-            "send nothing",
-            "set --advertise-host to an address, or see that the name is there by the first request",
+            f"advertised address {host} cannot be resolved here; peers that cannot resolve it either send "
+            "nothing over a network",
+            "set --advertise-host to an address, or make the name resolve before the first request",
         )
     if any(map(is_local, addresses)):
         return None
@@ -220,7 +222,7 @@ def address_fault(host: str) -> Fault | None:
 
 
 def is_local(address: IpAddress) -> bool:
-    """Whether an interface of this machine has the address: only then can a socket be bound to it."""
+    """Return whether an interface of this machine has the address, which is when a socket can bind to it."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:

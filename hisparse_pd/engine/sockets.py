@@ -73,7 +73,7 @@ class Crossing:
     def watch(self, sock: zmq.Socket[bytes], events: int = zmq.EVENT_DISCONNECTED) -> zmq.Socket[bytes]:
         """A socket that tells of ``events`` of ``sock``, among them the loss of a connection."""
         sock.setsockopt(zmq.IPV6, 1)
-        self.heartbeats.keep(sock)
+        self.heartbeats.apply_to(sock)
         return sock.get_monitor_socket(events)
 
 

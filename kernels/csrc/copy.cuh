@@ -1,10 +1,10 @@
-// Items from one memory to another, one warp an item.
+// Copies of items from one memory to another, one warp for each item.
 #pragma once
 #include "params.cuh"
 #include "row_check.cuh"
 
 #ifndef ONLY_WIDE_ITEMS
-#define ONLY_WIDE_ITEMS 0                // all addresses allow 16-byte vectors
+#define ONLY_WIDE_ITEMS 0                // 1: all addresses allow 16-byte vectors
 #endif
 
 constexpr int LINE_BYTES = 128;
@@ -20,9 +20,9 @@ __device__ __forceinline__ u32 load_once(const u32* from) { return __ldcs(from);
 __device__ __forceinline__ u16 load_once(const u16* from) { return __ldcs(from); }
 __device__ __forceinline__ u8 load_once(const u8* from) { return __ldcs(from); }
 
-// The part of an item that one warp has asked for and not yet stored: NUM vectors a lane. Lanes start at the 128-byte
-// line that holds the item's first byte, so that no line is asked for twice: PCIe moves whole requests. (The bulk copy
-// engine and cp.async reach half the rate of plain loads from host memory.)
+// The part of an item that one warp has loaded and not yet stored: NUM vectors in each lane. Lanes start at the
+// 128-byte line that holds the item's first byte, so that no line is requested twice: PCIe moves whole requests. (The
+// bulk copy engine and cp.async reach half the rate of plain loads from host memory.)
 template <typename Vector, int NUM>
 struct InFlight {
     Vector v[NUM];
@@ -56,8 +56,8 @@ struct InFlight {
     }
 };
 
-// An item on its way through one warp: read from src, stored at dst if there is one, its check added up if there is one
-// expected or nothing is stored.
+// Moves an item through one warp: reads it from src, stores it at dst unless that is null, and adds up its check if one
+// is expected or dst is null.
 struct Passed {
     u32 expected, sum_of_lane;
 };
@@ -103,7 +103,7 @@ __device__ __forceinline__ u8* device_item(const Pool& pool, int layer, i64 slot
     return pool.dev + layer * pool.dev_layer_bytes + slot * pool.dev_slot_bytes;
 }
 
-// Host to device. index_pages: of the copy's row
+// Copies an item from host to device and verifies it. index_pages: the pages of the copy's row
 __device__ __forceinline__ void fetch_item(
     const Pool& pool, const RowChecks& checks, int layer, const Copy& copy, const int* index_pages, int lane) {
     const Expected expected = Expected::of(checks, layer, index_pages, copy.position);
@@ -112,8 +112,8 @@ __device__ __forceinline__ void fetch_item(
     if (expected.is_there()) verify(checks, layer, copy, passed.expected, passed.sum_of_lane, lane);
 }
 
-// The same in two parts, for what can be asked for before its place is known: an item that is one round from any
-// address, at addresses that allow the widest vectors.
+// fetch_item in two steps, for items that are requested before their destination is known. The item must fit into one
+// round from any address, and its addresses must allow the widest vectors.
 typedef InFlight<uint4, 4> EarlyItem;
 
 __device__ __forceinline__ void begin_fetch(
@@ -131,7 +131,7 @@ __device__ __forceinline__ void finish_fetch(
         verify(checks, layer, copy, expected, early.check_parts(num_vectors, first), lane);
 }
 
-// Device to host.
+// Copies an item from device to host.
 __device__ __forceinline__ void back_up_item(
     const Pool& pool, int layer, i64 src_device_slot, i64 dst_host_slot, int lane) {
     pass_item(device_item(pool, layer, src_device_slot), host_item(pool, layer, dst_host_slot), pool,

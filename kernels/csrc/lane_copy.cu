@@ -1,12 +1,12 @@
 // Copies many short byte ranges to memory that another process owns: host memory that this process has registered, or
-// memory of another GPU. A warp has a range, and four words of each lane on their way before it stores the first.
+// memory of another GPU. Each warp copies a range, and each lane loads four words before it stores the first.
 
 typedef unsigned long long u64;
 
 constexpr int WARP = 32;
 constexpr int AT_ONCE = 4;
 
-// addresses: [3][num_ranges]: of the sources, of the destinations, and lengths in bytes, all multiples of a Word
+// addresses: [3][num_ranges]: source addresses, destination addresses and lengths in bytes, all multiples of a Word
 template <typename Word>
 __device__ void copy_ranges(const u64* __restrict__ addresses, int num_ranges) {
     const int lane = threadIdx.x % WARP;

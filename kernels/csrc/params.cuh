@@ -1,11 +1,11 @@
-// What the kernels are given: plain structs, passed by value; kernels/cuda.py mirrors them field by field.
+// Parameters of the kernels: plain structs, passed by value; kernels/cuda.py mirrors them field by field.
 #pragma once
 
 #ifndef PAGE_SIZE
 #define PAGE_SIZE 64             // token slots of a page, in every pool
 #endif
 #ifndef MAX_NEW
-#define MAX_NEW 1                // new positions of a request in one step at most, PAGE_SIZE and a warp's lanes at most
+#define MAX_NEW 1                // most new positions of a request in one step; at most PAGE_SIZE and a warp's lanes
 #endif
 
 typedef unsigned char u8;
@@ -15,16 +15,16 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int ABSENT = -1;       // no position, no hot_index, no slot
-constexpr int CLAIMED = -2;      // lookup_to_hot of a miss whose entry is being chosen, inside one launch only
+constexpr int CLAIMED = -2;      // lookup_to_hot of a miss whose entry is being chosen; only within one launch
 constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
 constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4, WRONG_ROW = 8;
 constexpr int WARP = 32;
-static_assert(MAX_NEW <= WARP && MAX_NEW <= PAGE_SIZE, "one thread of a warp each, in two pages at most");
-constexpr int MAX_BLOCKS = 160;  // of one swap_in
+static_assert(MAX_NEW <= WARP && MAX_NEW <= PAGE_SIZE, "one thread of a warp for each, in at most two pages");
+constexpr int MAX_BLOCKS = 160;  // most blocks of one swap_in
 
 // A host and a device pool, [num_layers][num_slots][item_bytes].
 struct Pool {
-    u8* host;                    // pinned, as the device addresses it
+    u8* host;                    // pinned memory at its device address
     u8* dev;
     i64 host_layer_bytes, host_slot_bytes;
     i64 dev_layer_bytes, dev_slot_bytes;
@@ -32,7 +32,7 @@ struct Pool {
     int vector_bytes;            // 16, 8, 4, 2 or 1: divides the item, all strides and both addresses
 };
 
-// The tables of one group (kernels/hot_state.py says what they hold); row-major, one row a request.
+// The tables of one group, row-major with one row for each request; kernels/hot_state.py describes them.
 struct Tables {
     int* lookup_to_hot;          // [number of lookup slots + 1]
     int* hot_to_lookup;          // [num_rows][max_capacity]
@@ -41,14 +41,14 @@ struct Tables {
     const int* hot_slots;        // [num_rows][max_capacity]
     const int* capacity;         // [num_rows]
     const int* page_table;       // [num_rows][max_pages]
-    const int* host_pages;       // [num_rows][max_pages], where bytes are
-    const int* lookup_pages;     // [num_rows][max_pages], where hot_indices are; both are set, or neither
+    const int* host_pages;       // [num_rows][max_pages], page ids in the host pool
+    const int* lookup_pages;     // [num_rows][max_pages], page ids in lookup_to_hot; both are set, or neither
     i64* counters;               // [num_rows][3]
     int* error_flags;            // [num_rows]
     int num_rows, max_context, max_capacity, max_pages;
 };
 
-// What the check of each item has to be, and where a wrong one is noted (kernels/row_check.py).
+// The expected check of each item, and where wrong items are recorded (kernels/row_check.py).
 struct RowChecks {
     const int* row_checks;       // [num_layers][num_slots], or null: items are not verified
     const int* index_pages;      // [num_rows][max_pages]
@@ -56,7 +56,7 @@ struct RowChecks {
     int* error_flags;            // [num_rows]
     i64 num_slots;
     int max_pages;
-    int read_at;                 // what is noted
+    int read_at;                 // the ReadAt that is recorded
 };
 constexpr int NUM_WRONG_ROW_FIELDS = 6;
 
@@ -67,15 +67,15 @@ struct Requests {
     const int* num_real_reqs;    // [1]
     int num_reqs;
     int seq_lens_are_64, req_rows_are_64;
-    int num_new;                 // of each request: the last positions below its seq_len; 1 to MAX_NEW
+    int num_new;                 // new positions of each request, the last ones below its seq_len; 1 to MAX_NEW
 };
 
-// A constant where there are no drafts.
+// The number of new positions: a constant if there are no drafts.
 __device__ __forceinline__ int num_new_of(const Requests& requests) { return MAX_NEW == 1 ? 1 : requests.num_new; }
 
 // The copies of one swap-in.
 struct Plan {
-    i64* src_host_slots;         // [max_misses], or null: not asked for
+    i64* src_host_slots;         // [max_misses], or null: no plan is recorded
     i64* dst_device_slots;       // [max_misses]
     int* req_rows;               // [max_misses]
     int* positions;              // [max_misses]
@@ -84,27 +84,27 @@ struct Plan {
 
 struct alignas(16) Copy {
     int src_host_slot, dst_device_slot;
-    int position, row;           // whose item it is
+    int position, row;           // of the item
 };
 
-// How the blocks of one launch meet. A workspace holds two rounds, used in turn: a launch clears the round of the next
-// one, which nobody else touches meanwhile, so that a replayed graph needs no memset. Words that many blocks write
-// have 128-byte lines of their own.
+// State through which the blocks of one launch synchronise. A workspace holds two rounds, used in turn: a launch clears
+// the round of the next one, which no other launch uses meanwhile, so that a replayed graph needs no memset. Words that
+// many blocks write have separate 128-byte lines.
 struct RequestWord {
-    u32 value;                   // high half: blocks of the request that have looked everything up; low half: misses
+    u32 value;                   // high half: blocks of the request that have looked up their slice; low half: misses
     u32 unused[31];
 };
 struct Round {
-    u64 arrived;                 // high half: blocks that have no more to plan; low half: copies left for later
+    u64 arrived;                 // high half: blocks that have finished planning; low half: copies left for later
     u64 unused0[15];
     u32 num_planned;             // copies in the recorded plan
     u32 unused1[31];
-    u32 num_present;             // blocks that have asked for the unit of their multiprocessor
+    u32 num_present;             // blocks that have tried to take the unit of their multiprocessor
     u32 unused2[31];
     u32 is_taken[MAX_BLOCKS];    // by unit
-    u32 num_left[MAX_BLOCKS];    // copies that each block has left for later
+    u32 num_left[MAX_BLOCKS];    // copies that each block left for later
     RequestWord requests[MAX_BLOCKS / 2];
-    // then u32 is_used[number of requests that are split][max_capacity / 32, rounded up]
+    // followed by u32 is_used[number of requests that are split][max_capacity / 32, rounded up]
 };
 
 struct SwapInParams {
@@ -120,18 +120,18 @@ struct SwapInParams {
     Copy* left;                  // [grid][left_per_block]
     int round_bytes;             // a multiple of 16
     int left_per_block;          // copies
-    int num_selected;            // of a request: what all of its new positions select
-    int num_units;               // slices to start with, a block each: unit i is slice i % num_slices of a request
+    int num_selected;            // entries of one request's selection: top_k for each new position
+    int num_units;               // slices in the first turn, one block each; unit i has slice i % num_slices
     int num_slices;              // units that share a request
     int slice_reciprocal;        // 2^16 / num_slices, rounded up
     int stride;                  // num_units / num_slices: from one request of a unit to its next
-    int slice_len;               // positions of a slice, the last one may be shorter
+    int slice_len;               // positions of a slice; the last slice may be shorter
     int layer;
-    int hot_slots_in_shared;     // a row's hot_slots fit in shared memory, and are worth it
-    int max_early;               // misses that a block fetches while their entries are being chosen
-    int reads_ahead;             // early ones are chosen as they are seen, before duplicates are told apart
-    int spreads;                 // blocks help each other with copies; else each makes its own
-    int keeps_place;             // units go by multiprocessor, of which each has one block
+    int hot_slots_in_shared;     // a row's hot_slots are kept in shared memory, where they fit and slices are long
+    int max_early;               // most misses that a block fetches while their entries are being chosen
+    int reads_ahead;             // early fetches are chosen as they are seen, before duplicates are removed
+    int spreads;                 // blocks help each other with copies; otherwise each makes its own
+    int keeps_place;             // units are assigned by multiprocessor; each multiprocessor has one block
 };
 
 struct CopyParams {
@@ -142,46 +142,46 @@ struct CopyParams {
     int padding;
 };
 
-// What one row of the tables starts with. `staged` holds, one behind the other, in int32: [num_hot_slots] hot_slots,
-// [num_host_pages] host_pages and as many lookup_pages, [num_index_pages] index_pages, [num_layers] FilledLayer,
-// [num_groups] positions to warm up, and [num_hints][max_warm] these positions.
+// The initial content of one row of the tables. `staged` holds int32 arrays one after the other: [num_hot_slots]
+// hot_slots, [num_host_pages] host_pages and as many lookup_pages, [num_index_pages] index_pages, [num_layers]
+// FilledLayer, [num_groups] numbers of positions to warm up, and [num_hints][max_warm] these positions.
 struct FilledLayer {
     int layer, group;
-    int enters;                  // the first one of its group, which enters the positions in the tables
+    int enters;                  // 1 for the first layer of its group, which enters the positions in the tables
 };
 struct FillParams {
     Tables tables;               // of the first group
     Pool pool;
     RowChecks checks;
     const int* staged;
-    int* hot_slots;              // the row's own part of the tables that swap-ins only read
+    int* hot_slots;              // from here to capacity: the row's part of the tables that swap-ins only read
     int* host_pages;
     int* lookup_pages;
     int* index_pages;
     int* capacity;
-    i64 group_lookup_slots;      // ints from one group's lookup_to_hot to the next one's
-    i64 group_entries;           // likewise of hot_to_lookup and stamps
+    i64 group_lookup_slots;      // ints from one group's lookup_to_hot to the next group's
+    i64 group_entries;           // ints from one group's hot_to_lookup and stamps to the next group's
     int row, num_hot_slots, num_host_pages, num_index_pages;
     int num_layers, num_groups;
-    int max_warm;                // of any group
-    int num_hints;               // num_groups, or 1: all groups share it
+    int max_warm;                // most positions to warm up in any group
+    int num_hints;               // num_groups, or 1 if all groups share one hint
 };
 
 struct BackupParams {
     Tables tables;
     Requests requests;
     Pool pool;
-    const int* num_newest;       // [num_reqs], or null: one each
+    const int* num_newest;       // [num_reqs], or null: one position of each request
     int num_layers;
     int padding;
 };
 
-// Checks of items of one pool, the device's part of `pool`, in each of its layers.
+// Parameters for computing the checks of items in each layer of one pool, the device part of `pool`.
 struct CheckRowsParams {
     Pool pool;
     const i64* slots;            // [num_items]
     const i64* positions;        // [num_items]
-    const i64* out_slots;        // [num_items], or null: item i goes to i
+    const i64* out_slots;        // [num_items], or null: the check of item i goes to slot i
     int* out;                    // [num_layers][layer_out]
     i64 layer_out, num_items;
     int first_layer, padding;
@@ -193,8 +193,8 @@ struct NewestSlotsParams {
     int* out;                    // [num_reqs][num_new]
 };
 
-// One request of the batch; row is ABSENT where it is padding or out of range. Its first new position is inside the
-// context, the others may be behind it.
+// One request of the batch; row is ABSENT if it is padding or out of range. Its first new position is inside the
+// context; the others may be beyond it.
 struct Request {
     int row, seq_len;
 };

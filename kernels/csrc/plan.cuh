@@ -1,5 +1,5 @@
-// From selected positions to entries: the blocks of one request, each with a slice of the selection, tell hits from
-// misses and choose the entries that the misses take.
+// Planning of a swap-in: the blocks of one request, each with a slice of the selection, tell hits from misses and
+// choose the entries that the misses take.
 #pragma once
 #include "params.cuh"
 #include "sync.cuh"
@@ -14,8 +14,8 @@
 constexpr int MAX_CAPACITY = 32768;
 constexpr int NUM_PLANNER_WARPS = NUM_PLANNERS / WARP;
 
-// The roles of a block's warps, in their order: planners work on positions, the courier speaks with the other blocks,
-// fetchers wait for what is asked of the host before its place is known.
+// The roles of a block's warps, in order: planners work on positions, the courier communicates with other blocks, and
+// fetchers load items from the host before the items' destinations are known.
 constexpr int COURIER = NUM_PLANNERS;    // first thread of the courier's warp
 constexpr int FIRST_FETCHER = NUM_PLANNER_WARPS + 1;
 constexpr int NUM_FETCHERS = 3;
@@ -23,43 +23,43 @@ constexpr int ITEMS_PER_FETCHER = 3;
 constexpr int MAX_EARLY = NUM_FETCHERS * ITEMS_PER_FETCHER;
 constexpr int NUM_THREADS = NUM_PLANNERS + WARP + NUM_FETCHERS * WARP;
 
-typedef Barrier<1, NUM_PLANNERS + WARP> Planning;                      // planners and courier meet
+typedef Barrier<1, NUM_PLANNERS + WARP> Planning;                      // planners and courier wait
 typedef Barrier<2, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyKnown;     // planners arrive, fetchers wait
-typedef Barrier<3, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyPlaced;    // likewise
+typedef Barrier<3, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyPlaced;    // planners arrive, fetchers wait
 typedef Barrier<4, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyDone;      // fetchers arrive, planners wait
 
-// What planners tell fetchers. Posted and read by atomics: checkers follow these, but not a barrier at which one side
-// only arrives.
+// Messages from planners to fetchers. They are written and read by atomics, because race checkers understand these, but
+// not a barrier at which one side only arrives.
 struct Mailbox {
     int unit;                            // ABSENT: nothing to plan
-    int num_early;                       // items to fetch, if not more than max_early
+    int num_early;                       // early items; only the first max_early of them are fetched early
     int host_slots[MAX_EARLY];
     int positions[MAX_EARLY];
-    int device_slots[MAX_EARLY];         // ABSENT: has no place, or another block fetches it
+    int device_slots[MAX_EARLY];         // ABSENT: the item got no entry, or another block fetches it
 
     static __device__ __forceinline__ void post(int& to, int value) { atomicExch(&to, value); }
-    // By a whole warp.
+    // A whole warp calls it.
     static __device__ __forceinline__ int read(int& from, int lane) {
         return __shfl_sync(~0u, lane == 0 ? atomicAdd(&from, 0) : 0, 0);
     }
 };
 
-// How long ago an entry was used, in classes, one a lane: 1 to 15 steps, then two classes for every doubling, then all
-// that is older, then the entries that are free. The halves of an octave are all that LRU needs to know of old entries,
-// and one pass over as many classes as a warp has lanes is cheap.
+// Age classes of entries, one for each lane: 1 to 15 steps since the last use, then two classes for every doubling,
+// then all older entries, then free entries. Two classes in an octave are precise enough for LRU among old entries, and
+// one pass counts as many classes as a warp has lanes.
 constexpr u32 NUM_EXACT = 16;
 constexpr u32 FREE = WARP - 1;
 constexpr u32 NOT_MOVABLE = 0;           // used in this step, or in the ring: not below capacity - MAX_NEW
-constexpr int ENTRIES_PER_READ = 8;      // classes, a byte each, that a thread reads from shared memory in one go
+constexpr int ENTRIES_PER_READ = 8;      // classes, one byte each, that a thread reads from shared memory at a time
 constexpr int ENTRIES_PER_ROUND = ENTRIES_PER_READ * NUM_PLANNERS;
 
-// Copies are put in the order of their positions, roughly, so that addresses that are near each other are asked for at
-// about the same time: the GPU and the host can translate only so many at once.
+// Copies are roughly sorted by position, so that nearby addresses are requested at about the same time: the GPU and the
+// host can translate only a limited number of addresses at once.
 constexpr int NUM_BUCKETS = 128;
 
 struct PlanShared {
-    u32 is_used[MAX_CAPACITY / 32];      // a bit a hot_index: holds a position that this slice selected
-    int num_of_class[WARP];              // entries that may go
+    u32 is_used[MAX_CAPACITY / 32];      // one bit for each hot_index: it holds a position that this slice selected
+    int num_of_class[WARP];              // entries of each class that may be evicted
     int buckets[NUM_BUCKETS];
     u32 warp_sums[NUM_PLANNER_WARPS];
     Mailbox mail;
@@ -69,7 +69,7 @@ struct PlanShared {
     int unit;                            // ABSENT: nothing to plan
 };
 
-// Of the size that the launch gives.
+// Dynamic shared memory, whose size the launch sets.
 struct PlanDynamic {
     int* hot_slots;                      // [max_capacity, rounded up to ENTRIES_PER_ROUND], if they are kept here
     u8* ages;                            // [max_capacity, rounded up likewise], classes before this step
@@ -79,20 +79,20 @@ struct PlanDynamic {
 // A hisparse request while its blocks work on it.
 struct HotRow {
     int row, req, capacity, now;
-    int first_new, seq_len;              // new positions are those from first_new on that have a page
-    int first_entry;                     // of first_new; those of the others follow it, in the ring
+    int first_new, seq_len;              // new positions are [first_new, seq_len), which have pages
+    int first_entry;                     // entry of first_new; the other new positions' entries follow it, in the ring
     bool fits;                           // every position has its own entry
-    // Of new position first_new + tid, where there is one, in the first slice: its lookup slot, and what is at its entry
-    // before this step.
+    // For a thread of the first slice and its new position first_new + tid, if there is one: the position's lookup
+    // slot, and the lookup slot at its entry before this step.
     int new_lookup_slot, former;
-    int* lookup_to_hot;                  // of all rows
-    int* hot_to_lookup;                  // [max_capacity], the row's part of each table
+    int* lookup_to_hot;                  // shared by all rows
+    int* hot_to_lookup;                  // [max_capacity], from here on the row's part of each table
     int* stamps;                         // [max_capacity]
     const int* host_pages;               // [max_pages]
     const int* hot_slots;                // [max_capacity]; in shared memory if they are kept there
 };
 
-// Where the bytes of a missing position are. Hits do not ask.
+// The host slot of a missing position.
 __device__ __forceinline__ int host_slot_of(const HotRow& r, int position) {
     return slot_in_page(__ldg(r.host_pages + page_of(position)), position);
 }
@@ -104,7 +104,7 @@ struct Selection {
     int lookup_slot[POSITIONS_PER_THREAD];
     int miss[POSITIONS_PER_THREAD];      // number of the miss that this thread claimed, or ABSENT
     int early[POSITIONS_PER_THREAD];     // number among the early copies, or ABSENT
-    u32 is_claimed;                      // a bit a k: this thread was the first to ask for the missing position
+    u32 is_claimed;                      // one bit for each k: this thread was the first to claim the missing position
 };
 
 __device__ __forceinline__ int num_new_of(const HotRow& r) { return MAX_NEW == 1 ? 1 : r.seq_len - r.first_new; }
@@ -114,7 +114,7 @@ __device__ __forceinline__ int entry_of_new(const HotRow& r, int number) {
     return MAX_NEW == 1 || entry < r.capacity ? entry : entry - MAX_NEW;
 }
 
-// Whether a new position takes the entry, ABSENT or that of a selected position which is not new.
+// Returns whether a new position takes this entry, which is ABSENT or belongs to a selected position that is not new.
 __device__ __forceinline__ bool is_taken_by_new(const HotRow& r, int entry) {
     if (MAX_NEW == 1) return entry == r.first_entry;
     if (entry < r.capacity - MAX_NEW) return false;
@@ -122,14 +122,14 @@ __device__ __forceinline__ bool is_taken_by_new(const HotRow& r, int entry) {
     return (number < 0 ? number + MAX_NEW : number) < num_new_of(r);
 }
 
-// Which entries hold what this slice selects; `mine` holds valid positions and what lookup_to_hot says of them.
-// is_used must be clear. Returns whether a position is missing; planners and courier call it.
+// Marks the entries that hold selected positions of this slice. `mine` has valid positions and their values of
+// lookup_to_hot; is_used must be clear. Returns whether any position is missing. Planners and courier call it.
 __device__ __forceinline__ bool look_up(
     PlanShared& s, const HotRow& r, Selection& mine, bool reads_ahead, int max_early) {
     bool is_missing = false;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        if (is_taken_by_new(r, mine.hot[k])) mine.hot[k] = ABSENT;  // no longer
+        if (is_taken_by_new(r, mine.hot[k])) mine.hot[k] = ABSENT;  // evicted in this step
         if (mine.position[k] >= r.first_new) mine.hot[k] = entry_of_new(r, mine.position[k] - r.first_new);
         if (mine.hot[k] >= 0) {
             atomicOr(&s.is_used[mine.hot[k] / 32], 1u << (mine.hot[k] % 32));
@@ -147,8 +147,8 @@ __device__ __forceinline__ bool look_up(
     return Planning::wait_or(is_missing);
 }
 
-// By the courier's warp: tell the other blocks of the request which entries are in use, if there are any. Returns how
-// many entries none had told of before.
+// Marks this block's used entries in `is_used` of the whole request, if that is not null. Returns how many of them no
+// other block had marked before. The courier's warp calls it.
 __device__ __forceinline__ int share_used(const PlanShared& s, const HotRow& r, u32* is_used, int lane) {
     int num_new = 0;
     const int num_words = (r.capacity + 31) / 32;
@@ -167,12 +167,13 @@ __device__ __forceinline__ int share_used(const PlanShared& s, const HotRow& r, 
     return __reduce_add_sync(~0u, num_new);
 }
 
-// A new position takes its fixed entry from whoever is there. One thread of the request for each of them.
+// Gives a new position its fixed entry and evicts the former occupant. One thread of the request calls it for each new
+// position.
 __device__ __forceinline__ void place_new(PlanShared& s, const HotRow& r, int number) {
     const int entry = entry_of_new(r, number), occupant = r.former;
     if (occupant != r.new_lookup_slot) {
         if (occupant != ABSENT) {
-            // Somebody may have claimed it as a miss, now or already.
+            // Another thread may have claimed it as a miss already, or may do so now.
             atomicCAS(r.lookup_to_hot + occupant, entry, ABSENT);
             atomicAdd(&s.num_evictions, 1);
         }
@@ -182,17 +183,17 @@ __device__ __forceinline__ void place_new(PlanShared& s, const HotRow& r, int nu
     r.stamps[entry] = r.now;
 }
 
-// Number the misses that this block is the first to ask for: [0, num_misses). Every planner calls it; they must meet
-// before it uses the result.
+// Claims the misses that no other block has claimed, and numbers them [0, num_misses). Every planner calls it; a
+// barrier must follow before the result is used.
 __device__ __forceinline__ void claim_misses(
     PlanShared& s, const HotRow& r, Selection& mine, bool reads_ahead, int max_early, int lane) {
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
-        // Whoever finds another value than CLAIMED is the first of the duplicates.
+        // A thread that finds another value than CLAIMED is the first of the duplicates.
         if (atomicExch(r.lookup_to_hot + mine.lookup_slot[k], CLAIMED) != CLAIMED) mine.is_claimed |= 1u << k;
     }
-    u32 claimed[POSITIONS_PER_THREAD];       // a bit a lane
+    u32 claimed[POSITIONS_PER_THREAD];       // one bit for each lane
     int num_claimed = 0;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
@@ -229,7 +230,7 @@ __device__ __forceinline__ u32 age_class(int stamp, int now) {
     return min(NUM_EXACT + 2 * (octave - 4) + (age >> (octave - 1) & 1), FREE - 1);
 }
 
-// Read the row's stamps. They must have been read when other blocks learn of our misses: those then change them.
+// Reads the row's stamps. This must be done before other blocks learn of this block's misses: they change stamps then.
 __device__ __forceinline__ void read_ages(
     PlanShared& s, const PlanDynamic& d, const HotRow& r, int max_capacity, int tid) {
     if (max_capacity % 4 == 0) {
@@ -247,13 +248,13 @@ __device__ __forceinline__ void read_ages(
     if (tid < WARP) s.num_of_class[tid] = 0;
 }
 
-// All bits of byte k where bit k is set, k < 4.
+// Returns a word with all bits of byte k set where bit k is set, k < 4.
 __device__ __forceinline__ u32 bytes_of_bits(u32 bits) { return (bits * 0x00204081u & 0x01010101u) * 0xffu; }
 
-// Order the entries below the ring that this step does not use by age class, the oldest first, then by hot_index.
-// Of the first num_wanted of them (or all) this block takes those from number first_rank on, num_own at most, in the
-// order that suits: the set is what all blocks of the request agree on. Returns how many it got. Planners and courier
-// call it. `is_used`: of the whole request, in global memory if it is split.
+// Orders the entries below the ring that this step does not use by age class, the oldest first, then by hot_index. Of
+// the first num_wanted of them (or all), this block takes up to num_own, from number first_rank on, in any order: all
+// blocks of the request agree on the set of entries. Returns how many it got. Planners and courier call it. `is_used`:
+// the used entries of the whole request, in global memory if it is split, else null.
 __device__ __forceinline__ int choose_victims(
     PlanShared& s, const PlanDynamic& d, const HotRow& r, const u32* is_used, int num_wanted, int first_rank,
     int num_own, int tid, int lane) {
@@ -262,7 +263,7 @@ __device__ __forceinline__ int choose_victims(
     const bool is_planner = tid < NUM_PLANNERS;
     const int begin = is_planner ? tid * per_thread : 0, end = is_planner ? begin + per_thread : 0;
 
-    int num = 0;                         // of the warp's entries, those whose class is the lane
+    int num = 0;                         // number of the warp's entries whose class is the lane
 #pragma unroll 1
     for (int first = begin; first < end; first += ENTRIES_PER_READ) {
         u32 out = ~0u;
@@ -289,8 +290,8 @@ __device__ __forceinline__ int choose_victims(
     if (num && lane != NOT_MOVABLE) atomicAdd(&s.num_of_class[lane], num);
     Planning::wait();
 
-    // Running sum from the oldest class on: the class in which it reaches num_wanted is taken in part. Every warp finds
-    // out for itself.
+    // Running sum from the oldest class on: the class in which it reaches num_wanted is taken in part. Every warp
+    // computes it for itself.
     const int of_class = s.num_of_class[WARP - 1 - lane];
     const int up_to = sum_up_to_lane(of_class, lane);
     num_wanted = min(num_wanted, __shfl_sync(~0u, up_to, WARP - 1));
@@ -298,8 +299,8 @@ __device__ __forceinline__ int choose_victims(
     const u32 threshold = (WARP - 1 - reached) * 0x01010101u;
     const int num_older = __shfl_sync(~0u, up_to - of_class, reached);
 
-    // Number the entries that go by hot_index: older ones in the high half of each sum, those of the threshold's class
-    // in the low half.
+    // Number the evicted entries by hot_index: entries of older classes in the high half of each sum, those of the
+    // threshold's class in the low half.
     u32 mine = 0;
 #pragma unroll 1
     for (int first = begin; first < end; first += ENTRIES_PER_READ) {
@@ -331,7 +332,7 @@ __device__ __forceinline__ int choose_victims(
     return max(0, min(num_wanted - first_rank, num_own));
 }
 
-// Enter the misses [0, num_served) of this block, whose entries are chosen, in the tables.
+// Enters the misses [0, num_served) of this block, whose entries are chosen, into the tables.
 __device__ __forceinline__ void take_entries(
     PlanShared& s, const PlanDynamic& d, const HotRow& r, int num_served, Selection& mine) {
 #pragma unroll
@@ -355,13 +356,13 @@ __device__ __forceinline__ void take_entries(
     }
 }
 
-// What the first to claim a missing position got: a hot_index or ABSENT.
+// Returns the hot_index, or ABSENT, that the thread which claimed a missing position got for it.
 __device__ __forceinline__ int find_duplicate(const HotRow& r, int lookup_slot) {
     const volatile int* hot = r.lookup_to_hot + lookup_slot;
     int entry;
-    Patience patience;
+    SpinLimit spins;
     do {
-        patience.look();
+        spins.count();
         entry = *hot;
     } while (entry == CLAIMED);
     return entry;

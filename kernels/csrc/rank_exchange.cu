@@ -1,18 +1,18 @@
-// What the ranks of one machine give each other in every layer of experts: each GPU writes to memory of the others, which
-// it has opened, and none reads there.
+// Collectives of the ranks of one machine in every layer of experts. Each GPU writes to memory of the others, which it
+// has opened, and never reads there.
 //
-// A rank's part for another is cut into pieces, which the blocks take in turn. A block is a channel: it talks with the
-// block of the same number on every other GPU, and with nobody else. The pieces of a channel are numbered, across
-// launches and without an end (32 bits that wrap). For each piece a block writes it to its slot in every peer, then its
-// number to that peer, released, and only then looks for what the peers have written to it. So whatever a rank waits for
-// needs no other rank to come about, and blocks need not run together.
+// A rank's part for another rank is cut into pieces, which the blocks send in turn. A block is a channel: it
+// communicates only with the block of the same number on every other GPU. The pieces of a channel are numbered across
+// launches, with 32 bits that wrap. For each piece, a block writes the piece to its slot in every peer, then releases
+// the piece's number to that peer, and only then waits for the peers' pieces. A peer's write therefore never depends on
+// what this rank waits for, and blocks need not run at the same time.
 //
-// A slot is used again NUM_BANKS pieces later. Before a block writes piece n + 4 it has seen piece n + 2 of every peer,
-// for it takes in each piece before it writes the next but one; and for the same reason that peer had taken in piece n
-// before it wrote piece n + 2. So four banks are enough, however far ranks are apart.
+// A slot is reused NUM_BANKS pieces later. Before a block writes piece n + 4, it has received piece n + 2 of every
+// peer, because it receives each piece before it writes the next but one. For the same reason that peer had received
+// piece n before it wrote piece n + 2. Four banks are therefore enough, however far ranks drift apart.
 //
-// Sums are made where they are needed, of the parts in the order of ranks, in float32, rounded once. Which block and
-// which round an element is in depends on how many there are, and its value does not.
+// Each rank adds up its own part, in float32 in the order of ranks, and rounds once. An element's block and round
+// depend on the number of elements, but its value does not.
 #include "sync.cuh"
 
 constexpr int MAX_RANKS = 8;
@@ -21,30 +21,30 @@ constexpr int NUM_CHANNELS = 32;
 constexpr int NUM_BANKS = 4;
 constexpr int MAX_PIECE_BYTES = 65536;
 constexpr int HEADER_BYTES = 8192;
-constexpr int AT_ONCE = 4;                 // words of a thread on their way together
-constexpr int LOOKS_A_TIME = 256;          // between two looks at the clock
+constexpr int AT_ONCE = 4;                 // words that a thread loads before it stores
+constexpr int LOADS_PER_CLOCK = 256;       // loads between two reads of the clock
 
 struct Header {
-    u32 last_of[NUM_CHANNELS][WARP];       // [channel][rank]: its last piece that is here; a line a channel
-    u32 last_own[NUM_CHANNELS];            // pieces that this rank's own channels have had
+    u32 last_of[NUM_CHANNELS][WARP];       // [channel][rank]: number of the rank's last piece here; one line a channel
+    u32 last_own[NUM_CHANNELS];            // number of the last piece in each of this rank's own channels
     u32 is_overdue;
 };
 static_assert(sizeof(Header) <= HEADER_BYTES && MAX_RANKS <= WARP, "slots follow the header");
 
 struct ExchangeParams {
-    u8* memory[MAX_RANKS];                 // of every rank: a header, then slots [bank][source][channel]
-    const u8* x;                           // what this rank gives
+    u8* memory[MAX_RANKS];                 // each rank's memory: a header, then slots [bank][source][channel]
+    const u8* x;                           // the data of this rank
     u8* out;
-    i64 part_bytes;                        // that a rank gets of another
-    i64 part_stride;                       // from one rank's part of x to the next one's; 0: all get the same
-    u64 patience_ns;                       // that a peer may be late
+    i64 part_bytes;                        // bytes that a rank gets from each other rank
+    i64 part_stride;                       // from one rank's part of x to the next rank's; 0: all get the same part
+    u64 timeout_ns;                        // how late a peer may be
     int rank, num_ranks;
-    int num_rounds, piece_bytes;           // grid * num_rounds pieces cover a part; a multiple of 16
-    int only_notes_overdue;                // 1: the header says when a peer is late; 0: the kernel ends with an error
+    int num_rounds, piece_bytes;           // grid * num_rounds pieces cover a part; piece_bytes is a multiple of 16
+    int only_notes_overdue;                // 1: the header records that a peer is late; 0: the kernel fails
     int padding;
 };
 
-// A block's part of a part.
+// The piece of a part that a block sends or receives in one round.
 struct Piece {
     i64 start;                             // in bytes
     int num_bytes;
@@ -59,7 +59,7 @@ __device__ __forceinline__ u8* slot_of(const ExchangeParams& params, int owner, 
     return params.memory[owner] + HEADER_BYTES + slot * MAX_PIECE_BYTES;
 }
 
-// Other GPUs see what this block has written before, and see that it has read what it has read before.
+// Orders this block's earlier reads and writes before the store, as other GPUs see them.
 __device__ __forceinline__ void store_release_system(u32* to, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(to), "r"(value) : "memory");
 }
@@ -92,7 +92,7 @@ __device__ __forceinline__ void copy_words(u8* to_bytes, const u8* from_bytes, i
 }
 
 template <typename Word>
-__device__ __forceinline__ void give(const ExchangeParams& params, const Piece& piece) {
+__device__ __forceinline__ void send(const ExchangeParams& params, const Piece& piece) {
 #pragma unroll 1
     for (int distance = 1; distance < params.num_ranks; distance++) {
         const int peer = (params.rank + distance) % params.num_ranks;
@@ -105,25 +105,25 @@ __device__ __forceinline__ void give(const ExchangeParams& params, const Piece& 
         store_release_system(&header_of(params, peer)->last_of[blockIdx.x][params.rank], piece.number);
 }
 
-// Until the piece of every other rank is here.
-__device__ __forceinline__ void wait_for_all(const ExchangeParams& params, u32 number, u64& patience_ns) {
+// Waits until the piece of every other rank is here.
+__device__ __forceinline__ void wait_for_all(const ExchangeParams& params, u32 number, u64& timeout_ns) {
     const int peer = threadIdx.x;
     if (peer < params.num_ranks && peer != params.rank) {
         Header* own = header_of(params, params.rank);
         const u64 start = clock_ns();
-        u32 num_looks = 0;
+        u32 num_loads = 0;
         while (static_cast<int>(load_acquire_system(&own->last_of[blockIdx.x][peer]) - number) < 0) {
-            if (++num_looks % LOOKS_A_TIME != 0 || clock_ns() - start < patience_ns) continue;
+            if (++num_loads % LOADS_PER_CLOCK != 0 || clock_ns() - start < timeout_ns) continue;
             if (!params.only_notes_overdue) __trap();
             own->is_overdue = 1;
-            patience_ns = 0;
+            timeout_ns = 0;
             break;
         }
     }
     __syncthreads();
 }
 
-// Where a rank's piece is.
+// The address of a rank's piece.
 __device__ __forceinline__ const u8* piece_of(const ExchangeParams& params, const Piece& piece, int source) {
     if (source == params.rank) return params.x + source * params.part_stride + piece.start;
     return slot_of(params, params.rank, source, piece.number);
@@ -131,7 +131,7 @@ __device__ __forceinline__ const u8* piece_of(const ExchangeParams& params, cons
 
 template <typename Word>
 struct Gather {
-    static __device__ __forceinline__ void take(const ExchangeParams& params, const Piece& piece) {
+    static __device__ __forceinline__ void receive(const ExchangeParams& params, const Piece& piece) {
 #pragma unroll 1
         for (int source = 0; source < params.num_ranks; source++)
             copy_words<Word>(params.out + source * params.part_bytes + piece.start, piece_of(params, piece, source),
@@ -155,7 +155,7 @@ struct Sum {
         Element elements[NUM];
     };
 
-    static __device__ __forceinline__ void take(const ExchangeParams& params, const Piece& piece) {
+    static __device__ __forceinline__ void receive(const ExchangeParams& params, const Piece& piece) {
         const int num_words = piece.num_bytes / static_cast<int>(sizeof(Word));
         Word* to = reinterpret_cast<Word*>(params.out + piece.start);
 #pragma unroll 1
@@ -186,20 +186,20 @@ __device__ __forceinline__ Piece piece_at(const ExchangeParams& params, int roun
     return {start, num_bytes, last + 1 + round};
 }
 
-// A piece is on its way while the one before is taken in.
+// Exchanges all pieces of a channel. A piece is sent before the preceding one is received.
 template <typename Word, typename Operation>
 __device__ __forceinline__ void exchange(const ExchangeParams& params) {
     wait_for_kernel_in_front();
     u32* last_own = &header_of(params, params.rank)->last_own[blockIdx.x];
     const u32 last = __ldcg(last_own);
-    u64 patience_ns = params.patience_ns;
+    u64 timeout_ns = params.timeout_ns;
 #pragma unroll 1
     for (int round = 0; round <= params.num_rounds; round++) {
-        if (round < params.num_rounds) give<Word>(params, piece_at(params, round, last));
+        if (round < params.num_rounds) send<Word>(params, piece_at(params, round, last));
         if (round == 0) continue;
         const Piece piece = piece_at(params, round - 1, last);
-        wait_for_all(params, piece.number, patience_ns);
-        Operation::take(params, piece);
+        wait_for_all(params, piece.number, timeout_ns);
+        Operation::receive(params, piece);
     }
     if (threadIdx.x == 0) *last_own = last + params.num_rounds;
 }

@@ -1,4 +1,4 @@
-// The row check: docs/kv-layout.md has the function. The lanes of a warp add up what each of them holds of an item.
+// The row check, which docs/kv-layout.md defines. The lanes of a warp add up their parts of an item.
 #pragma once
 #include "params.cuh"
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ u32 word_factor(u32 word) {
     return (mixed ^ mixed >> 15) | 1;
 }
 
-// What the i-th vector of an item adds; of vectors below 4 bytes each is a part of a word.
+// The contribution of an item's i-th vector to its check; a vector below 4 bytes is a part of a word.
 __device__ __forceinline__ u32 check_part(const uint4& v, u32 i) {
     return v.x * word_factor(4 * i) + v.y * word_factor(4 * i + 1) + v.z * word_factor(4 * i + 2) +
            v.w * word_factor(4 * i + 3);
@@ -26,19 +26,19 @@ __device__ __forceinline__ u32 check_part(u8 v, u32 i) {
     return (static_cast<u32>(v) << 8 * (i % 4)) * word_factor(i / 4);
 }
 
-// By a whole warp.
+// The check of an item from the sums of its lanes; a whole warp calls it.
 __device__ __forceinline__ u32 row_check(u32 sum_of_lane, int layer, i64 position) {
     const u32 place = (static_cast<u32>(layer) << POSITION_BITS) + static_cast<u32>(position);
     return __reduce_add_sync(~0u, sum_of_lane) + (2 * place + 1) * PLACE_FACTOR;
 }
 
-// What the check of one item has to be. The table's page is asked for before the item, and the check behind it, so that
-// neither is waited for.
+// The expected check of one item. The page id is loaded before the item and the check after it, so that neither load
+// delays the item.
 struct Expected {
-    const int* row_checks;               // of the layer; null: the item is not verified
+    const int* row_checks;               // the layer's checks; null: the item is not verified
     int page_id, position;
 
-    // index_pages: of the item's row
+    // index_pages: the pages of the item's row
     static __device__ __forceinline__ Expected of(
         const RowChecks& checks, int layer, const int* index_pages, int position) {
         if (checks.row_checks == nullptr) return {nullptr, 0, position};
@@ -54,7 +54,7 @@ __device__ __forceinline__ const int* index_pages_of(const RowChecks& checks, in
     return checks.index_pages + static_cast<i64>(row) * checks.max_pages;
 }
 
-// By a whole warp: note the first item of a row that is not what was written.
+// Records the first wrong item of a row; a whole warp calls it.
 __device__ __forceinline__ void verify(
     const RowChecks& checks, int layer, const Copy& copy, u32 expected, u32 sum_of_lane, int lane) {
     const u32 actual = row_check(sum_of_lane, layer, copy.position);

@@ -1,9 +1,9 @@
-// Swap-in and its companions.
+// Kernels of swap-in, backup, warm-up and row checks.
 //
-// One launch plans and copies. The blocks of a request, up to the whole chip for a lone one, look up a slice of its
-// selection each. As soon as a block knows what is missing it asks the host for the first of it, and while that is on
-// its way over PCIe the blocks of the request agree on the entries that the misses take. Then what is left is spread
-// over all blocks.
+// One launch of swap_in plans and copies. The blocks of a request, for a single request up to the whole GPU, look up a
+// slice of its selection each. As soon as a block knows its misses, it requests the first of them from the host. While
+// these cross PCIe, the blocks of the request agree on the entries that the misses take. Then the remaining copies are
+// spread over all blocks.
 #include "copy.cuh"
 #include "plan.cuh"
 #include "sync.cuh"
@@ -11,9 +11,10 @@
 constexpr int BLOCKS_PER_LANE = MAX_BLOCKS / WARP;
 constexpr int MAX_UNCHECKED_PREFETCH = 8192;
 
-// Who copies what is left: every block an equal share, first of its own, then of those that have more than a share.
+// This block's share of the remaining copies. All blocks have equal shares: first their own copies, then copies of
+// blocks that have more than a share.
 struct Schedule {
-    u32 next;                            // of this block's, taken by its warps one by one
+    u32 next;                            // next copy of this block; its warps take copies one by one
     u32 num_own, first_taken, num_taken;
     u32 share;
     u32 surplus_start[MAX_BLOCKS];       // running number of each block's first copy beyond its share
@@ -39,7 +40,7 @@ __device__ __forceinline__ PlanDynamic carve(u8* memory, const SwapInParams& p) 
 
 __device__ __forceinline__ void prefetch_hot_slots(
     const SwapInParams& p, const PlanDynamic& d, const HotRow& r, int tid) {
-    // Asked for before the capacity is known, where that is not too much.
+    // Loaded before the capacity is known, if the largest capacity is not too much.
     const int max_capacity = p.tables.max_capacity;
     const int num = max_capacity <= MAX_UNCHECKED_PREFETCH ? max_capacity : r.capacity;
     const int step = max_capacity % 4 == 0 ? 4 : 1;
@@ -48,7 +49,7 @@ __device__ __forceinline__ void prefetch_hot_slots(
         copy_async(d.hot_slots + i, r.hot_slots + i, 4 * step);
 }
 
-// When all blocks have arrived: what changes between launches, and nobody reads any more.
+// Updates the state that changes between launches. Called when all blocks have arrived and none reads it any more.
 __device__ __forceinline__ void close_launch(const SwapInParams& p, const Round& round, u32 launch) {
     *p.num_launches = launch + 1;
     if (p.plan.src_host_slots != nullptr) *p.plan.num_misses = load_acquire(&round.num_planned);
@@ -56,8 +57,8 @@ __device__ __forceinline__ void close_launch(const SwapInParams& p, const Round&
 
 constexpr u64 ONE_BLOCK = 1ull << 32;
 
-// Say that this block has planned all it had to and left this much. Planners and courier call it, the courier speaks;
-// what they have written to `left` must be before a barrier.
+// Announces that this block has finished planning, and how many copies it left. Planners and courier call it, and the
+// courier writes. A barrier must lie between writes to `left` and this call.
 __device__ __forceinline__ void arrive(const SwapInParams& p, Round& round, Block& b) {
     if (b.tid == COURIER && p.spreads) {
         if (b.num_left > 0) {
@@ -70,8 +71,8 @@ __device__ __forceinline__ void arrive(const SwapInParams& p, Round& round, Bloc
     b.has_arrived = true;
 }
 
-// The same where blocks do not help each other, by a fetcher, who has the time. Nobody waits: the last one closes the
-// launch.
+// Announces the same where blocks do not help each other. A fetcher does it, because it is idle. No block waits: the
+// last one to arrive closes the launch.
 __device__ __forceinline__ void arrive_alone(const SwapInParams& p, Round& round, const Block& b) {
     if (b.tid != FIRST_FETCHER * WARP || p.spreads) return;
     const bool records = p.plan.src_host_slots != nullptr;
@@ -79,8 +80,9 @@ __device__ __forceinline__ void arrive_alone(const SwapInParams& p, Round& round
     if (before / ONE_BLOCK == gridDim.x - 1) close_launch(p, round, b.launch);
 }
 
-// By the courier of a block of a request that is split: tell the others of its misses. Returns how many they had told
-// of before. The last one to do so takes the step, which all have read.
+// Announces this block's misses to the other blocks of its request, which is split. Returns how many misses were
+// announced before. The last block to announce increments the row's step, which all blocks have read. The courier calls
+// it.
 __device__ __forceinline__ int tell_misses(const SwapInParams& p, const HotRow& r, RequestWord& word, int num_misses) {
     const u32 before = add_release(&word.value, 1u << 16 | num_misses);
     if (before >> 16 == p.num_slices - 1) p.tables.step[r.row] = r.now;
@@ -95,16 +97,16 @@ __device__ __forceinline__ int* out_of(const SwapInParams& p, const HotRow& r, i
     return p.out + static_cast<i64>(r.req) * p.num_selected + b.slice * p.slice_len + k * NUM_PLANNERS + b.tid;
 }
 
-// The misses that this block has claimed: choose their entries, and write down the copies that no fetcher has begun.
+// Chooses the entries of the misses that this block has claimed, and leaves the copies that no fetcher has begun.
 __device__ __forceinline__ void place_misses(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, const HotRow& r, Selection& mine,
     RequestWord& word, const u32* is_used, bool is_last, Block& b) {
     const int num_misses = s.num_misses;
     if (b.tid == COURIER && p.num_slices > 1) {
         u32 value;
-        Patience patience;
+        SpinLimit spins;
         do {
-            patience.look();
+            spins.count();
             value = load_acquire(&word.value);
         } while (value >> 16 != p.num_slices);
         s.request_misses = value & 0xffff;
@@ -125,7 +127,7 @@ __device__ __forceinline__ void place_misses(
         Planning::wait();
     }
     take_entries(s, d, r, num_served, mine);
-    // Copies that are left: count them by bucket of position, add up, and write.
+    // Sort the remaining copies by bucket of position: count, add up, and write.
     const int bucket_shift = 32 - __clz((r.seq_len - 1) / NUM_BUCKETS);
     int dst_device_slot[POSITIONS_PER_THREAD], in_bucket[POSITIONS_PER_THREAD];
 #pragma unroll
@@ -170,14 +172,14 @@ __device__ __forceinline__ void place_misses(
     if (is_last && !b.has_arrived) arrive(p, round, b);
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        // Missing, and not the first to ask: what the first one got. Or there was no place.
+        // A duplicate miss takes the entry that its first claimer got, if there was one.
         if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
         const int entry = mine.is_claimed >> k & 1 ? ABSENT : find_duplicate(r, mine.lookup_slot[k]);
         *out_of(p, r, k, b) = entry == ABSENT ? ABSENT : r.hot_slots[entry];
     }
 }
 
-// Planners and courier.
+// Resolves a slice of a hisparse request. Planners and courier call it.
 __device__ __forceinline__ void resolve_hisparse(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, const HotRow& r, Selection& mine,
     int flags, bool is_last, Block& b) {
@@ -194,7 +196,7 @@ __device__ __forceinline__ void resolve_hisparse(
     if (!b.is_planner) {
         const int num_hits = share_used(s, r, is_used, b.lane);
         if (b.lane == 0) {
-            // Without misses there is nothing more to tell.
+            // Without misses this is the block's last announcement.
             if (is_split && !has_misses) tell_misses(p, r, word, 0);
             count(t, r.row, HITS, num_hits);
         }
@@ -216,7 +218,7 @@ __device__ __forceinline__ void resolve_hisparse(
         if (is_last && !leaves_any && p.plan.src_host_slots == nullptr) arrive(p, round, b);
     }
 
-    // Hits. Many stamps are written in the order of the entries, few in that of the positions.
+    // Hits. Many stamps are written in the order of entries, few in the order of positions.
     const bool in_order = p.hot_slots_in_shared;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
@@ -237,7 +239,7 @@ __device__ __forceinline__ void resolve_hisparse(
     if (b.slice == 0 && b.tid < num_new_of(r)) place_new(s, r, b.tid);
     if (has_misses) place_misses(p, round, s, d, r, mine, word, is_used, is_last, b);
     else if (b.is_planner) EarlyPlaced::arrive();
-    if (MAX_NEW > 1) __syncwarp();       // what the first threads of the first warp have counted
+    if (MAX_NEW > 1) __syncwarp();       // the first warp's threads have counted evictions
     if (b.tid == 0) {
         if (!is_split) t.step[r.row] = r.now;
         count(t, r.row, MISSES, s.num_misses);
@@ -246,7 +248,7 @@ __device__ __forceinline__ void resolve_hisparse(
     }
 }
 
-// By the courier's warp, when all blocks have arrived: what this block is to copy of what is left.
+// Computes this block's share of the remaining copies. The courier's warp calls it when all blocks have arrived.
 __device__ __forceinline__ void make_schedule(Schedule& schedule, const Round& round, u32 total, int lane) {
     const u32 num_blocks = gridDim.x;
     const u32 share = (total + num_blocks - 1) / num_blocks;
@@ -282,7 +284,7 @@ __device__ __forceinline__ void make_schedule(Schedule& schedule, const Round& r
     }
 }
 
-// One warp an item, until this block's part is done.
+// Copies this block's share of the remaining copies, one warp for each item.
 __device__ __forceinline__ void copy_left(const SwapInParams& p, Schedule& schedule, int lane) {
     const u32 num = schedule.num_own + schedule.num_taken;
 #pragma unroll 1
@@ -294,7 +296,7 @@ __device__ __forceinline__ void copy_left(const SwapInParams& p, Schedule& sched
         u32 block = blockIdx.x;
         if (i >= schedule.num_own) {
             const u32 number = schedule.first_taken + i - schedule.num_own;
-            // The last block that starts at or before it.
+            // Find the last block that starts at or before `number`.
             block = 0;
 #pragma unroll 1
             for (u32 stride = 128; stride > 0; stride /= 2)
@@ -313,30 +315,30 @@ __device__ __forceinline__ int multiprocessor() {
     return id;
 }
 
-// The unit that this block probably has, before others are asked. With large batches a multiprocessor should have the
-// same requests in every launch: it, and the part of the GPU that it belongs to, can hold the address translations for
-// their host rows, but not those for everybody's.
+// Returns the unit that this block probably gets, before other blocks are consulted. In large batches a multiprocessor
+// should have the same requests in every launch: it, and its part of the GPU, can cache the address translations for
+// these requests' host rows, but not for those of all requests.
 __device__ __forceinline__ int presumed_unit(const SwapInParams& p) {
     if (!p.keeps_place) return blockIdx.x;
     const int unit = multiprocessor();
     return unit < p.num_units ? unit : ABSENT;
 }
 
-// The first request of a unit. Divisions take their time; unit < MAX_BLOCKS.
+// Returns the first request of a unit, without a slow division; unit < MAX_BLOCKS.
 __device__ __forceinline__ u32 request_of(const SwapInParams& p, int unit) {
     return static_cast<u32>(unit) * p.slice_reciprocal >> 16;
 }
 
-// By the courier's warp. Whoever finds its unit taken, or has none, takes one that nobody came for, if there is any
-// when all blocks are present.
+// Takes a unit for this block. If its presumed unit is taken, or it has none, it waits until all blocks are present and
+// takes a free unit, if there is any. The courier's warp calls it.
 __device__ __forceinline__ int take_unit(const SwapInParams& p, Round& round, int unit, int lane) {
     if (!p.keeps_place) return unit;
     bool is_mine = false;
     if (lane == 0) {
         is_mine = unit != ABSENT && atomicExch(&round.is_taken[unit], 1u) == 0;
         add_release(&round.num_present, 1u);
-        Patience patience;
-        while (!is_mine && load_acquire(&round.num_present) != gridDim.x) patience.look();
+        SpinLimit spins;
+        while (!is_mine && load_acquire(&round.num_present) != gridDim.x) spins.count();
     }
     if (__shfl_sync(~0u, is_mine, 0)) return unit;
 #pragma unroll 1
@@ -353,7 +355,7 @@ __device__ __forceinline__ int take_unit(const SwapInParams& p, Round& round, in
     return ABSENT;
 }
 
-// The requests of this block, by its planners and courier.
+// Plans the requests of this block. Its planners and courier call it.
 __device__ __forceinline__ void plan_requests(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, Block& b) {
     const u32 num_reqs = p.requests.num_reqs;
@@ -375,7 +377,7 @@ __device__ __forceinline__ void plan_requests(
         const u32 first_req = request_of(p, unit), req = first_req + turn * p.stride;
         if (unit == ABSENT || req >= num_reqs) break;
         const bool is_last = req + p.stride >= num_reqs;
-        if (turn > 0) {                  // the request before is done with shared memory
+        if (turn > 0) {                  // wait until the previous request no longer uses shared memory
             if (b.is_planner) EarlyDone::wait();
             Planning::wait();
         }
@@ -406,17 +408,17 @@ __device__ __forceinline__ void plan_requests(
             r.hot_slots = p.tables.hot_slots + row_start;
             r.capacity = min(p.tables.capacity[row], p.tables.max_capacity);
             r.now = __ldcg(p.tables.step + row) + 1;
-            // Before the look-ups, which wait for each other.
+            // Before the look-ups, which depend on each other.
             if (p.hot_slots_in_shared) prefetch_hot_slots(p, d, r, b.tid);
         }
         int flags = 0;
         const int* lookup_pages = p.tables.lookup_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
-        int page_id[POSITIONS_PER_THREAD];       // all asked for before one is used, the newest position's too
+        int page_id[POSITIONS_PER_THREAD];       // all loads are issued before one is used, the new positions' too
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
             const int position = mine.position[k];
             const bool is_valid = row != ABSENT && position >= 0 && position < r.seq_len;
-            // Drafts behind the context are selected for nothing.
+            // Selecting drafts beyond the context has no effect.
             const bool is_draft = MAX_NEW > 1 && position >= r.first_new && position < request.seq_len;
             if (row != ABSENT && position != ABSENT && !is_valid && !is_draft) flags = BAD_POSITION;
             if (!is_valid) mine.position[k] = ABSENT;
@@ -437,9 +439,9 @@ __device__ __forceinline__ void plan_requests(
         r.first_entry = ring_entry(r.first_new, r.capacity);
         if (r.capacity > 0 && b.slice == 0 && b.tid < num_new_of(r))
             r.former = __ldcg(r.hot_to_lookup + entry_of_new(r, b.tid));
-        // Behind the request's pages drafts are not there.
+        // Drafts beyond the request's pages do not exist.
         if (MAX_NEW > 1 && r.capacity > 0 && last_page_id == ABSENT) r.seq_len = page_of(r.seq_len - 1) * PAGE_SIZE;
-        if (r.capacity > 0 && first_page_id == ABSENT) {  // its token could not be backed up: as if it were padding
+        if (r.capacity > 0 && first_page_id == ABSENT) {  // treated as padding: its token could not be backed up
             if (b.slice == 0 && b.tid == 0) atomicOr(p.tables.error_flags + row, NO_HOST_SLOT);
             row = ABSENT;
             r.capacity = 0;
@@ -490,7 +492,7 @@ __device__ __forceinline__ void plan_requests(
     if (!b.has_arrived) arrive(p, round, b);
 }
 
-// The same requests, by a fetcher.
+// Fetches early items of the same requests. A fetcher's warp calls it.
 __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round, Mailbox& mail, const Block& b) {
     const u32 num_reqs = p.requests.num_reqs;
     const bool records = p.plan.src_host_slots != nullptr;
@@ -526,7 +528,7 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
                 copies[k].position = Mailbox::read(mail.positions[number], b.lane);
                 checks[k] = Expected::of(p.checks, p.layer, index_pages, copies[k].position);
             }
-            // Behind all of the pages, so that the check of one item does not wait for the page of another.
+            // After all pages are loaded, so that the check of one item does not wait for the page of another.
 #pragma unroll
             for (int k = 0; k < ITEMS_PER_FETCHER; ++k) expected[k] = checks[k].load();
         }
@@ -547,8 +549,9 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
     }
 }
 
-// grid: num_units blocks, or more that only help; all of them resident at once, and one a multiprocessor if units keep
-// their place. With more than one slice a block has one request at most. Dynamic shared memory: PlanDynamic.
+// grid: num_units blocks, or more, which only help; all must be resident at once, and one on each multiprocessor if
+// units keep their place. With more than one slice, a block has at most one request. Dynamic shared memory:
+// PlanDynamic.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __grid_constant__ SwapInParams p) {
     extern __shared__ __align__(16) u8 dynamic[];
     __shared__ PlanShared s;
@@ -576,16 +579,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
         for (int i = blockIdx.x * NUM_PLANNERS + b.tid; i < p.round_bytes / 16; i += gridDim.x * NUM_PLANNERS)
             next_round[i] = make_uint4(0, 0, 0, 0);
     }
-    if (!p.spreads && !b.has_missed) return;  // nothing is left, and nobody to help
-    if (p.pool.item_bytes == 0) return;   // somebody else copies what was planned
+    if (!p.spreads && !b.has_missed) return;  // this block has no copies and helps no other
+    if (p.pool.item_bytes == 0) return;   // another launch makes the planned copies
     if (!b.is_planner) {
-        u32 num_left = 0;                // of all blocks
+        u32 num_left = 0;                // remaining copies of all blocks
         if (b.lane == 0) {
             if (p.spreads) {
                 u64 arrived;
-                Patience patience;
+                SpinLimit spins;
                 do {
-                    patience.look();
+                    spins.count();
                     arrived = load_acquire(&round.arrived);
                 } while (arrived >> 32 != gridDim.x);
                 num_left = static_cast<u32>(arrived);
@@ -602,8 +605,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
     copy_left(p, schedule, b.lane);
 }
 
-// grid: any; one warp an item. Every block takes copies that follow each other, which are likely to be near each other
-// in host memory.
+// grid: any; one warp for each item. Every block takes consecutive copies, which are likely to be near each other in
+// host memory.
 extern "C" __global__ void copy_planned(const __grid_constant__ CopyParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
@@ -618,7 +621,7 @@ extern "C" __global__ void copy_planned(const __grid_constant__ CopyParams p) {
     }
 }
 
-// grid: [any, num_layers]; one warp an item.
+// grid: [any, num_layers]; one warp for each item.
 extern "C" __global__ void check_rows(const __grid_constant__ CheckRowsParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
@@ -635,7 +638,7 @@ extern "C" __global__ void check_rows(const __grid_constant__ CheckRowsParams p)
     }
 }
 
-// grid: any; one warp an item and layer. The row is empty, and its swap-ins come later: nothing here has to be in order.
+// grid: any; one warp for each item and layer. The row is empty and its swap-ins come later, so order does not matter.
 extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
@@ -675,12 +678,12 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
             p.tables.hot_to_lookup[of_row + entry] = lookup_slot;
             p.tables.stamps[of_row + entry] = 0;
         }
-        // The row's part of the table is only being written.
+        // index_pages are the staged ones, because the row's part of the table is being written.
         fetch_item(p.pool, p.checks, filled.layer, {host_slot, hot_slots[entry], position, p.row}, index_pages, lane);
     }
 }
 
-// grid: any; one warp a request's position and layer.
+// grid: any; one warp for each request, position and layer.
 extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
@@ -692,7 +695,7 @@ extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p)
 #pragma unroll 1
     for (int i = threadIdx.x / WARP * gridDim.x + blockIdx.x; i < num_items; i += num_warps) {
         const int layer = i % p.num_layers;
-        const int req = i / p.num_layers / num_each, number = i / p.num_layers % num_each;  // from the newest one back
+        const int req = i / p.num_layers / num_each, number = i / p.num_layers % num_each;  // 0 is the newest position
         const Request request = load_request(p.requests, t, req);
         if (request.row == ABSENT) continue;
         const int position = request.seq_len - 1 - number;
@@ -710,7 +713,7 @@ extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p)
     }
 }
 
-// grid * block >= num_reqs * num_new; one thread a position.
+// grid * block >= num_reqs * num_new; one thread for each position.
 extern "C" __global__ void newest_slots(const __grid_constant__ NewestSlotsParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();

@@ -1,9 +1,9 @@
-// Order between kernels, between blocks, and between the warps of a block; and what the lanes of a warp do together.
+// Synchronisation between kernels, between blocks and between the warps of a block, and helpers for a warp's lanes.
 #pragma once
 #include "params.cuh"
 
-// Programmatic dependent launch: the blocks of this kernel may be in place before the kernel in front of it is done,
-// and wait here for its end. Older architectures launch without it.
+// Programmatic dependent launch: the blocks of this kernel may be resident before the preceding kernel is done, and
+// wait here for its end. Older architectures launch without it.
 __device__ __forceinline__ void wait_for_kernel_in_front() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -44,7 +44,7 @@ __device__ __forceinline__ u64 add_relaxed(u64* to, u64 value) {
     return before;
 }
 
-// The sum of this lane's value and those of the lanes before it.
+// The sum of this lane's value and those of all lanes before it.
 template <typename T>
 __device__ __forceinline__ T sum_up_to_lane(T value, int lane) {
 #pragma unroll
@@ -55,16 +55,17 @@ __device__ __forceinline__ T sum_up_to_lane(T value, int lane) {
     return value;
 }
 
-// Called before every look at what another block is to write. All blocks of a launch are resident and none waits
-// for a later one, so that seconds mean a defect: end the kernel with an error instead of hanging the GPU.
-struct Patience {
-    u32 num_looks = 0;
-    __device__ __forceinline__ void look() {
-        if (++num_looks > 1u << 26) __trap();
+// Bounds a loop that waits for another block's write; count() is called in every iteration. All blocks of a launch are
+// resident and none waits for a later one, so a wait of seconds means a defect: the kernel then ends with an error
+// instead of hanging the GPU.
+struct SpinLimit {
+    u32 num_spins = 0;
+    __device__ __forceinline__ void count() {
+        if (++num_spins > 1u << 26) __trap();
     }
 };
 
-// Barriers of some of a block's warps.
+// A barrier of some of a block's warps.
 template <int ID, int NUM_THREADS_MEETING>
 struct Barrier {
     static __device__ __forceinline__ void wait() {
@@ -83,11 +84,11 @@ struct Barrier {
     }
 };
 
-// 16 or 4 bytes to shared memory, without a register.
+// Copies 16 or 4 bytes to shared memory without a register.
 __device__ __forceinline__ void copy_async(void* to_shared, const void* from, int num_bytes) {
     const u32 to = static_cast<u32>(__cvta_generic_to_shared(to_shared));
     if (num_bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
 }
-// Of this thread.
+// Waits for the asynchronous copies of this thread.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

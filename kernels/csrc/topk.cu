@@ -1,25 +1,25 @@
-// The best top_k of every query's logits: exact, of equal logits the lowest positions, in ascending order.
+// Selects the top_k largest logits of every query exactly, and writes their positions in ascending order. Among equal
+// logits the lowest positions are chosen.
 //
-// Radix select: up to three histograms of 11, 11 and 10 bits narrow down the key of the last logit that is chosen, and
-// the first two are enough when all that share its bin are chosen. A block has one query; where there are more
-// multiprocessors than queries, the blocks of a cluster share one, a slice of its positions each: they tell each other
-// sums of 32 bins, and read of each other's bins only those that decide. Logits are read once, as far as shared memory
-// holds them. Every warp has positions that follow each other, so that blocks and warps have to agree only once on where
-// each of them writes.
+// Radix select: up to three histograms of 11, 11 and 10 bits narrow down the key of the last chosen logit. Fewer are
+// enough when all logits in its bin are chosen. A block has one query. Where there are more multiprocessors than
+// queries, the blocks of a cluster share one, with a slice of its positions each: they exchange sums of 32 bins, and
+// read only those bins of each other that decide. Logits are read once, as far as shared memory holds them. Every warp
+// has adjacent positions, so that blocks and warps agree only once on where each of them writes.
 #include "sync.cuh"
 
 constexpr int NUM_THREADS = 1024;
 constexpr int NUM_WARPS = NUM_THREADS / WARP;
 constexpr int NUM_PASSES = 3;
 constexpr int NUM_BINS = 2048;
-constexpr int NUM_GROUPS = NUM_BINS / WARP;   // of 32 bins each: a lane looks after two, then after a bin
+constexpr int NUM_GROUPS = NUM_BINS / WARP;   // groups of 32 bins: a lane handles two groups, then one bin
 constexpr int MAX_RANKS = 8;                  // blocks of a cluster
 constexpr int VECTOR = 4;                     // logits of one load
-constexpr int STEP = VECTOR * WARP;           // positions that a warp looks at in one go
-constexpr int STEPS_AT_ONCE = 4;              // loads of a thread on their way together
-constexpr int MIN_SHARED_LEN = 8192;          // positions up to which one block of a cluster works alone
+constexpr int STEP = VECTOR * WARP;           // positions that a warp reads at a time
+constexpr int STEPS_AT_ONCE = 4;              // loads that a thread has in flight
+constexpr int MIN_SHARED_LEN = 8192;          // up to this many positions one block of a cluster works alone
 constexpr u32 MINUS_INFINITY_KEY = 0x007fffffu;
-static_assert(NUM_GROUPS == 2 * WARP && NUM_WARPS <= WARP, "one warp looks after what a block has counted");
+static_assert(NUM_GROUPS == 2 * WARP && NUM_WARPS <= WARP, "one warp handles the counts of a block");
 
 struct TopkParams {
     const float* logits;          // [grid / cluster_size][logits_stride], 16-byte aligned rows
@@ -27,26 +27,26 @@ struct TopkParams {
     const i64* query_positions;   // [num_tokens]
     const int* num_real;          // [1]
     int* out;                     // [num_tokens][top_k]
-    i64 logits_stride;            // a multiple of 4, max_len at least
-    int first_token;              // of the first row of logits
+    i64 logits_stride;            // a multiple of 4, at least max_len
+    int first_token;              // token of the first row of logits
     int num_rows;
-    int max_len;                  // positions from here on are not seen
+    int max_len;                  // positions from this one on are not seen
     int top_k;
     int cluster_size;
     int num_held;                 // keys that dynamic shared memory holds, a multiple of 4
 };
 
-// What is chosen is above the threshold, or equal to it and among the first of these.
+// Chosen keys are above the threshold, or equal to it and among the first num_equal of these.
 struct Threshold {
-    u32 key;                      // after a pass the bits known so far
-    u32 num_equal;                // that are chosen
-    u32 above_before, equal_before;  // of what lies in the slices before this one
+    u32 key;                      // after a pass: the bits known so far
+    u32 num_equal;                // chosen keys that equal the threshold
+    u32 above_before, equal_before;  // keys above and equal in the slices before this one
     bool is_final;
 };
 
 struct Shared {
-    u32 bins[NUM_PASSES][NUM_BINS];           // other blocks read them
-    u32 groups[NUM_PASSES][MAX_RANKS][NUM_GROUPS];  // sums of 32 bins; every block writes its own
+    u32 bins[NUM_PASSES][NUM_BINS];           // read by other blocks too
+    u32 groups[NUM_PASSES][MAX_RANKS][NUM_GROUPS];  // sums of 32 bins; every block writes its own to all blocks
     u32 warp_above[NUM_WARPS], warp_equal[NUM_WARPS];
     Threshold threshold;
 };
@@ -56,12 +56,12 @@ extern __shared__ uint4 held_keys[];
 struct Slice {
     const float* logits;
     int start, stop;              // positions; start is a multiple of STEP
-    int num_held;                 // from `start` on, in held_keys
+    int num_held;                 // keys from `start` on that are in held_keys
     int rank, num_ranks;
-    int first, num_steps;         // of this lane: its positions are 4 from each first + i * STEP on
+    int first, num_steps;         // this lane's positions: 4 from each first + i * STEP on
 };
 
-// What all blocks of the cluster have written to each other's memory before is there afterwards.
+// A barrier of the cluster: afterwards, earlier writes of its blocks to each other's memory are visible.
 __device__ __forceinline__ void meet_in_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -78,7 +78,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
-// The same word of another block of the cluster, or of this one.
+// Loads the same word of another block of the cluster, or of this one.
 __device__ __forceinline__ u32 load_of_block(const u32* word, int rank) {
 #if __CUDA_ARCH__ >= 900
     u32 value;
@@ -103,20 +103,20 @@ __device__ __forceinline__ void store_in_block(u32* word, int rank, u32 value) {
 #endif
 }
 
-// Unsigned keys in the order of the logits. -0.0 equals 0.0, and NaN -inf. 0 is no logit's.
+// Returns an unsigned key that orders as the logit. -0.0 equals 0.0, NaN equals -inf. No logit has the key 0.
 __device__ __forceinline__ u32 ordered_key(float logit) {
     if (logit != logit) return MINUS_INFINITY_KEY;
     const u32 bits = __float_as_uint(logit + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Four logits from `position` on. The last of a row may lie behind the slice, in the same 16 bytes.
+// Loads four logits from `position` on. The last ones may lie beyond the slice, in the same 16 bytes.
 __device__ __forceinline__ float4 load_logits(const Slice& slice, int position) {
     if (position >= slice.stop) return {0.0f, 0.0f, 0.0f, 0.0f};
     return __ldcg(reinterpret_cast<const float4*>(slice.logits + position));
 }
 
-// Their keys; 0 for what lies behind the slice.
+// Returns the keys of four logits; 0 for logits beyond the slice.
 __device__ __forceinline__ uint4 keys_of(const Slice& slice, const float4& some, int position) {
     const int num_left = slice.stop - position;
     return {num_left > 0 ? ordered_key(some.x) : 0, num_left > 1 ? ordered_key(some.y) : 0,
@@ -133,7 +133,7 @@ __device__ __forceinline__ u32 key_of(const uint4& keys, int i) {
     return i == 0 ? keys.x : i == 1 ? keys.y : i == 2 ? keys.z : keys.w;
 }
 
-// The first 11 bits of all keys, which are held from now on.
+// Counts the first 11 bits of all keys, and fills held_keys.
 __device__ __forceinline__ void fill_first_bins(u32* bins, const Slice& slice) {
 #pragma unroll 1
     for (int step = 0; step < slice.num_steps; step += STEPS_AT_ONCE) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void fill_first_bins(u32* bins, const Slice& slice) {
     }
 }
 
-// The next bits of the keys whose higher ones are `prefix`.
+// Counts the next bits of the keys whose higher bits are `prefix`.
 __device__ __forceinline__ void fill_bins(u32* bins, const Slice& slice, int pass, u32 prefix) {
     const int prefix_shift = pass == 1 ? 21 : 10, shift = pass == 1 ? 10 : 0;
     const u32 mask = pass == 1 ? 2047u : 1023u;
@@ -168,10 +168,11 @@ __device__ __forceinline__ void fill_bins(u32* bins, const Slice& slice, int pas
     }
 }
 
-// By one warp: the bin with the last of the greatest keys that are still needed, and how many of them lie in it.
+// Finds the bin with the last of the greatest keys that are still needed, and how many of them lie in it. One warp
+// calls it.
 __device__ __forceinline__ void choose_bin(
     const Shared& shared, const Slice& slice, int pass, Threshold& threshold, int lane) {
-    // The greatest groups first, two a lane.
+    // First the groups of bins, two in each lane, the greatest in lane 0.
     u32 num_high = 0, num_low = 0, high_before = 0, low_before = 0;
 #pragma unroll 2
     for (int rank = 0; rank < slice.num_ranks; rank++) {
@@ -209,7 +210,7 @@ __device__ __forceinline__ void choose_bin(
     threshold.equal_before = __shfl_sync(~0u, bin_before, chosen);
     threshold.is_final = pass == NUM_PASSES - 1;
     if (!threshold.is_final && num_in_bin == threshold.num_equal) {
-        // The whole bin is chosen: all its keys are above the one before it.
+        // The whole bin is chosen: all its keys are above the key just below the bin.
         threshold.key = (threshold.key << (pass == 0 ? 21 : 10)) - 1;
         threshold.num_equal = 0;
         threshold.above_before += threshold.equal_before;
@@ -217,7 +218,7 @@ __device__ __forceinline__ void choose_bin(
     }
 }
 
-// Block and cluster agree on the threshold.
+// Finds the threshold that all blocks of the query agree on.
 __device__ __forceinline__ Threshold find_threshold(Shared& shared, const Slice& slice, int top_k, int tid) {
     const int lane = tid % WARP, warp = tid / WARP;
     Threshold threshold = {0, static_cast<u32>(top_k), 0, 0, false};
@@ -278,7 +279,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkPara
     slice.num_held = p.num_held;
     __syncthreads();
     const Threshold threshold = find_threshold(shared, slice, p.top_k, tid);
-    if (slice.num_ranks > 1) arrive_in_cluster();  // this block reads no other's memory any more
+    if (slice.num_ranks > 1) arrive_in_cluster();  // this block no longer reads memory of other blocks
 
     u32 num_above = 0, num_equal = 0;
 #pragma unroll 1
@@ -309,7 +310,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkPara
             is_above |= static_cast<u32>(key_of(keys, k) > threshold.key) << k;
             is_equal |= static_cast<u32>(key_of(keys, k) == threshold.key) << k;
         }
-        // At most 128 of each: both fit in one word.
+        // There are at most 128 of each, so both counts fit into one word.
         const u32 own = __popc(is_above) << 16 | __popc(is_equal);
         const u32 up_to_lane = sum_up_to_lane(own, lane);
         u32 above = above_before + (up_to_lane - own >> 16), equal = equal_before + (up_to_lane - own & 0xffffu);
@@ -327,5 +328,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkPara
         above_before += total >> 16;
         equal_before += total & 0xffffu;
     }
-    if (slice.num_ranks > 1) wait_for_cluster();  // nor does another this one's
+    if (slice.num_ranks > 1) wait_for_cluster();  // other blocks no longer read memory of this one
 }

@@ -1,6 +1,5 @@
-"""Decode steps of one state, captured once a batch size and number of new positions and replayed with other
-inputs, each one checked.
-"""
+"""Decode steps of one state, captured once for each batch size and number of new positions, and replayed with
+other inputs; each replay is checked."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NUM_LAYERS = 2
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:
-    """``call`` as a graph, after one call that makes what a capture may not make."""
+    """Capture ``call`` in a graph, after one call that compiles and allocates. Returns the replay."""
     call()
     if DEVICE == "cpu":
         return call
@@ -35,9 +34,8 @@ def draw(generator: torch.Generator, values: tuple[int, ...]) -> int:
 
 
 class Decoder:
-    """One state with a request in every row, and a graph of a decode step for every batch size and
-    number of new positions.
-    """
+    """One state with a request in every row, and a graph of a decode step for every batch size and number of
+    new positions."""
 
     def __init__(
         self,
@@ -61,7 +59,8 @@ class Decoder:
         self.truth = torch.randint(
             0, 256, (NUM_LAYERS, num_host_slots, 48), dtype=torch.uint8, generator=self.generator
         )
-        """Of position p of a row at ``row * slots_each + p``, its host and its lookup slot too."""
+        """Position p of a row is at ``row * slots_each + p``, which is its host slot and its lookup slot
+        too."""
         self.host = torch.full_like(self.truth, POISON, pin_memory=DEVICE == "cuda")
         self.scratch = num_rows * capacity
         self.dev = torch.full((NUM_LAYERS, self.scratch + 1, 48), POISON, dtype=torch.uint8, device=DEVICE)
@@ -105,9 +104,8 @@ class Decoder:
         return StepRequests(self.state, self.seq_lens[:size], self.rows[:size], self.num_real, num_new)
 
     def prepare(self, size: int, num_new: int = 1) -> None:
-        """Other inputs: some rows, each some tokens longer, half of whose selection is what is hot. Any
-        number of the new positions is accepted; the others get other bytes in the next step.
-        """
+        """Draw new inputs: some rows, each some tokens longer, with selections of which half is hot. Any
+        number of the new positions is accepted; the others get other bytes in the next step."""
         self.num_new = num_new
         running = torch.nonzero(self.seq_len_of + num_new <= self.max_context).flatten()
         running = running[torch.randperm(len(running), generator=self.generator)]

@@ -1,8 +1,8 @@
-"""Seeded histories of one state, with every step checked against the CPU reference.
+"""Random histories of one state from a seed, with every step checked against the CPU reference.
 
-Admissions, warm-ups, steps and releases; compared are the tables (``support.check_step``), every byte that
-the model could read (I3) and every byte that is on the host (I4). Without a GPU the same code runs on tables
-of the CPU.
+A history has admissions, warm-ups, steps and releases. Checked are the tables (``support.check_step``), every
+byte that the model could read (I3) and every byte on the host (I4). Without a GPU the same code runs on
+tables of the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.gpu.support import (
 from tests.unit.kernels.table_rules import check_consistency
 
 GUARD = 64
-"""Ints around ``out`` that nobody may write."""
+"""Guard elements around ``out`` that must not be written."""
 UNTOUCHED = -7
 PAGE_SIZE = 16
 BOTH_GROUPS = ((0, 1), (2,))
@@ -52,32 +52,32 @@ ONE_LAYER = ((0,),)
 @dataclass
 class Request:
     seq_len: int
-    """Tokens that stand: those of the prompt, and what was accepted."""
+    """Tokens of the prompt, and accepted tokens."""
     capacity: int
-    """0: dense."""
+    """Capacity of the hot buffer; 0 for a dense request."""
     truth: Tensor
-    """uint8 [num_layers, max_context, item_bytes]; the last step's drafts too."""
+    """uint8 [num_layers, max_context, item_bytes]: the right bytes, of the last step's drafts too."""
     host_slots: Tensor
-    """Of all positions; the row has the pages of the first ``num_host_pages``."""
+    """Host slots of all positions; the row has only the first ``num_host_pages`` pages."""
     host_pages: Tensor
     lookup_pages: Tensor
     num_host_pages: int
     hot_slots: list[int]
-    """All that it may own; the first ``capacity`` are its hot buffer."""
+    """All device slots of the request; the first ``capacity`` are its hot buffer."""
     pages: list[int]
     lost_pages: set[int] = field(default_factory=set)
-    """Page numbers."""
+    """Numbers of pages without host and lookup page."""
     has_stepped: bool = False
     new: range = range(0)
     """New positions of the last step that have a page."""
     last: Tensor | None = None
-    """Last selection."""
+    """The last selection."""
     hints: list[np.ndarray] | None = None
-    """Of a warm start."""
+    """Hints of a warm start."""
 
 
 class History:
-    """Requests on one GPU whose every step is checked; all that is random comes from ``seed``."""
+    """Requests on one GPU whose every step is checked; ``seed`` determines all random choices."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class History:
         verifies: bool = True,
         wrong_rows: float = 0.0,
     ) -> None:
-        """``churns``: shares of a selection that change in a step, to choose from. ``has_faults``: selections
-        larger than the buffer, positions out of range, and positions without a host slot. ``copy_blocks``:
-        half of the swap-ins only plan, and leave the copies to so many blocks. ``max_new``: new positions of
-        a request in one step at most; how many there are and how many are accepted is drawn, and a position
-        gets other bytes whenever it is new again. ``verifies``: items are verified as they are copied.
-        ``wrong_rows``: share of the steps before which a bit of the host pool flips.
+        """``churns``: shares of a selection that may change in a step. ``has_faults``: selections larger than
+        the buffer, positions out of range, and positions without a host slot. ``copy_blocks``: half of the
+        swap-ins only plan, and leave the copies to this many blocks. ``max_new``: most new positions of a
+        request in one step. Their number and the number of accepted ones are random, and a position gets
+        other bytes whenever it is new again. ``verifies``: copied items are verified. ``wrong_rows``: share
+        of the steps before which a bit of the host pool flips.
         """
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -118,7 +118,7 @@ class History:
         self.max_new = max_new
         self.num_layers = sum(map(len, group_layers))
         self.span = max(max(capacities), max_context if has_dense else 0)
-        """Device slots that a request may own."""
+        """Most device slots of a request."""
         self.pages_each = -(-max_context // PAGE_SIZE)
         self.wrong_rows, self.num_found = wrong_rows, 0
         num_check_pages = num_rows * self.pages_each
@@ -144,7 +144,7 @@ class History:
         self.free_host = torch.randperm(num_host // PAGE_SIZE, generator=self.generator)
         self.free_lookup = torch.randperm(num_lookup // PAGE_SIZE, generator=self.generator)
         self.num_users = torch.zeros(num_host // PAGE_SIZE, dtype=torch.int64)
-        """Of each host page."""
+        """Number of users of each host page."""
         self.free_pages = list(range(num_pages))
         self.random.shuffle(self.free_pages)
         self.free_rows = list(range(num_rows))
@@ -168,7 +168,8 @@ class History:
         self.finish()
 
     def finish(self) -> None:
-        """Memory that no request owns is as it was, and the host holds exactly what it should."""
+        """Check that memory of no request is untouched, and that the host pool holds exactly the expected
+        bytes."""
         assert torch.equal(self.host, self.expected_host), "the host pool holds something else (I4)"
         assert (self.dev.cpu()[:, ~self.is_owned] == POISON).all(), "a device slot of nobody changed"
 
@@ -178,9 +179,9 @@ class History:
     def admit(
         self, *, capacity: int | None = None, prompt: int | None = None, is_warm: bool | None = None
     ) -> int | None:
-        """Start a request, as given or random; returns its row, or None when all rows are taken.
+        """Start a request, as given or random. Returns its row, or None when all rows are taken.
 
-        ``prompt``: its tokens whose items are there; 0: the first step's is the first.
+        ``prompt``: the number of prompt tokens with items; with 0, the first step's token is the first.
         """
         if not self.free_rows:
             return None
@@ -237,7 +238,7 @@ class History:
         return row
 
     def write_checks(self, row: int, request: Request, positions: range) -> None:
-        """What the model does beside each item that it writes."""
+        """Write the checks of new items, as the model does."""
         at = torch.tensor(positions, dtype=torch.int64)
         slots = self.index_pages[row, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
         for layer in range(self.num_layers):
@@ -245,7 +246,7 @@ class History:
             self.row_checks[layer, slots.to(DEVICE)] = checks.to(DEVICE)
 
     def flip_bits(self) -> None:
-        """At times one bit of an item in the host pool that a request may read."""
+        """Flip one bit, at times, of an item in the host pool that a request may read."""
         hisparse = [request for request in self.requests.values() if request.capacity]
         if not hisparse or self.random.random() >= self.wrong_rows:
             return
@@ -257,7 +258,7 @@ class History:
             host[layer, slot, byte] ^= bit
 
     def end_wrong(self) -> None:
-        """End the requests of which a row was found to be wrong, as it was."""
+        """End the requests with a wrong row, after checking that the record is right."""
         flags = self.state.error_flags.cpu()
         wrong = [row for row in self.requests if flags[row] & HotBufferError.WRONG_ROW]
         for row in wrong:
@@ -270,12 +271,13 @@ class History:
             checks = [int(reference_checks(item[None], layer, at)) & 0xFFFFFFFF for item in (truth, host)]
             assert [found.expected, found.actual] == checks
         self.num_found += len(wrong)
-        for row in wrong:  # not before: who is admitted writes the pages that it shares again
+        for row in wrong:  # only after all checks: a new request overwrites the pages that it shares
             self.release(row)
             self.admit()
 
     def share(self, prompt: int, truth: Tensor) -> tuple[int, Tensor]:
-        """Often some first pages of another request, whose bytes the new one has then."""
+        """Share, often, some first pages of another request. The new request then has the same bytes
+        there."""
         others = [other for other in self.requests.values() if other.capacity]
         if not others or self.random.random() < 0.5:
             return 0, torch.empty(0, dtype=torch.int64)
@@ -285,7 +287,7 @@ class History:
         return num_pages, other.host_pages[:num_pages]
 
     def start_warm(self, row: int, request: Request) -> None:
-        """On a side stream; the same on the CPU must fill the tables alike."""
+        """Start a warm row on a side stream, and check that the CPU fills the tables in the same way."""
         num_hints = self.random.choice((1, len(self.group_layers)))
         draw = self.random.choice((self.hint_with_duplicates, self.hint_as_usual))
         request.hints = [draw(request.seq_len) for _ in range(num_hints)]
@@ -322,7 +324,7 @@ class History:
         return torch.randperm(seq_len, generator=self.generator)[: self.top_k].int().numpy()
 
     def lose_host_pages(self, row: int, request: Request) -> None:
-        """Take a cold row some of its host pages, but those of its tail."""
+        """Remove some host pages of a cold row, but not its last one."""
         if bool((self.state.hot_to_lookup[:, row] >= 0).any()) or request.num_host_pages < 2:
             return
         lost = torch.randperm(request.num_host_pages - 1, generator=self.generator)
@@ -354,9 +356,8 @@ class History:
         self.dev[:, slots.to(DEVICE)] = POISON
 
     def grow(self, row: int, request: Request, num_new: int) -> None:
-        """The host page of its newest token, when that needs one more; at times some at once, and at times
-        none for its drafts.
-        """
+        """Add a host page if the newest token needs one; at times several, and at times none for its
+        drafts."""
         num_wanted = self.random.choice((1, num_new))
         if request.capacity and request.seq_len + num_wanted > request.num_host_pages * PAGE_SIZE:
             first = request.num_host_pages
@@ -375,9 +376,8 @@ class History:
         self.write_checks(row, request, request.new)
 
     def selection(self, request: Request, num_new: int) -> Tensor:
-        """[num_new, top_k]: some of the last one and some new positions, absent ones and duplicates between
-        them, and much that all have in common.
-        """
+        """Draw a selection, [num_new, top_k]: some of the last one and some other positions, mixed with
+        absent ones and duplicates. The new positions have much of it in common."""
         seq_len, top_k = request.new.start + 1, self.top_k
         is_bounded = request.capacity > 0 and not self.has_faults
         num_wanted = min(
@@ -393,7 +393,7 @@ class History:
         return torch.stack([self.selection_of_one(fresh, seq_len + i) for i in range(num_new)])
 
     def selection_of_one(self, fresh: Tensor, seq_len: int) -> Tensor:
-        """Of the row whose position is ``seq_len - 1``."""
+        """Draw the selection of the position ``seq_len - 1``."""
         top_k = self.top_k
         fresh = fresh[torch.randperm(len(fresh), generator=self.generator)[:top_k]]
         if self.random.random() < 0.5 and len(fresh):
@@ -414,8 +414,8 @@ class History:
         num_padding: int | None = None,
         num_new: int | None = None,
     ) -> Tensor:
-        """One decode step of the rows in ``selections``, by default of all or some, with random selections.
-        Given selections are those of ``num_new`` positions one after the other, ``top_k`` each.
+        """Run one decode step of the rows in ``selections``, by default of all or some with random
+        selections. Given selections are those of ``num_new`` positions one after the other, ``top_k`` each.
 
         Returns the device slots of the last group's swap-in, [num_reqs, num_new * top_k] on the CPU.
         """
@@ -461,7 +461,7 @@ class History:
         return out
 
     def accept(self, batch: list[tuple[int, Request]], requests: StepRequests, num_padding: int) -> None:
-        """Some of the new positions of each request, which are backed up."""
+        """Accept some of the new positions of each request, and back them up."""
         accepted = [self.random.randint(1, len(request.new)) for _, request in batch]
         for (_, request), num in zip(batch, accepted, strict=True):
             request.seq_len += num
@@ -480,7 +480,7 @@ class History:
             torch.cuda.synchronize()
 
     def write_newest(self, batch: list[tuple[int, Request]], requests: StepRequests) -> None:
-        """What a model does before its swap-ins."""
+        """Write the new items before the swap-ins, as the model does."""
         slots = newest_slots(requests).cpu()
         expected = torch.empty_like(slots)
         expected_newest_slots(requests_on_host(requests, on_host(self.state)), expected)
@@ -527,14 +527,14 @@ class History:
             flags = self.state.error_flags.cpu()
             for items, (row, request), read in zip(got, batch, positions, strict=True):
                 if flags[row] & HotBufferError.WRONG_ROW:
-                    continue  # nothing is made of what it read
+                    continue  # the model's result is not used
                 assert torch.equal(items, request.truth[layer, read]), f"I3: wrong bytes in row {row}"
         return out
 
 
 def live_from_nothing(item_bytes: int, max_new: int) -> None:
-    """Requests in whose first step the first token of all is new, as prompts of one token have it: dense, and
-    in buffers that are filled or only assigned, until they have outgrown those."""
+    """Let requests live whose first step has the very first token, as prompts of one token do: a dense one,
+    and ones with buffers that are warmed up or only assigned, until they have outgrown these."""
     small, large = (25 * max_new + more for more in (6, 65))
     history = History(item_bytes, item_bytes, max_new=max_new, capacities=(small, large), churns=(0.1, 0.5))
     for capacity, is_warm in ((0, False), (small, True), (small, False), (large, True)):

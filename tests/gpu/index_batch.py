@@ -1,4 +1,4 @@
-"""Queries and paged keys of the indexer's tests, in scattered pages and with poison behind every row."""
+"""Queries and paged keys for the indexer's tests, in scattered pages and with poison after every row."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hisparse_pd.kernels.paged_indexer import (
 )
 
 POISON = 0xFF
-"""NaN in every format."""
+"""Every byte that must not be read; NaN in every format."""
 
 
 def stored_keys(keys: Tensor, key_format: str) -> Tensor:
-    """uint8 [num, index_item_bytes] from float32 [num, dim]."""
+    """Return keys as stored, uint8 [num, index_item_bytes], from float32 [num, dim]."""
     if key_format == "fp8_e4m3":
         scales = keys.abs().amax(1, keepdim=True).clamp(min=1e-4) / 448
         values = (keys / scales).to(torch.float8_e4m3fn)
@@ -31,7 +31,7 @@ def stored_keys(keys: Tensor, key_format: str) -> Tensor:
 
 
 class Batch:
-    """One query for each of ``lens`` positions, each in a row of its own; all by one seed."""
+    """One query for each of ``lens`` positions, each in its own row; the seed determines all numbers."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Batch:
         num_pages = sum(used_pages) + 1
         keys = torch.randn(num_pages * page_size, head_dim, generator=generator, device=device)
         self.index_pool = stored_keys(keys, key_format)
-        # Behind a row's pages are ids of no page: whoever follows them reads what is not there.
+        # A row's pages are followed by ids of pages that do not exist, so that reading them would fail.
         self.page_table = torch.full((num_tokens, max_pages), 1 << 30, dtype=torch.int32, device=device)
         order = torch.randperm(num_pages, generator=generator, device=device).int()
         start = 0
@@ -79,7 +79,8 @@ class Batch:
         return list(self.req_rows.tolist())
 
     def with_queries(self, rows: list[int], positions: list[int]) -> Batch:
-        """The same keys; the first query's heads, turned a little for each of the new ones."""
+        """Return a batch with the same keys and other queries: the first query's heads, with a small change
+        for each."""
         device = self.q_index.device
         other = copy.copy(self)
         other.q_index = torch.stack(
@@ -111,7 +112,7 @@ class Batch:
         return paged_index_topk_reference(**self.arguments())
 
     def keys(self, row: int, seq_len: int) -> Tensor:
-        """float32 [seq_len, head_dim]"""
+        """Return a row's keys, float32 [seq_len, head_dim]."""
         return gather_keys(
             self.index_pool, self.page_table[row], self.page_size, seq_len, self.head_dim, self.key_format
         ).float()

@@ -1,8 +1,8 @@
-"""A decode node's memory in a process of its own: ``python -m tests.gpu.lane_peer NUM_BYTES DEVICE``.
+"""A decode node's memory in its own process: ``python -m tests.gpu.lane_peer NUM_BYTES DEVICE``.
 
-NUM_BYTES of main memory, registered with CUDA, and as many of the GPU, both offered over a lane. Prints the
-offer and both addresses; answers each line, ``host`` or ``gpu``, with the CRC-32 of that memory, and
-ends at the end of its input.
+It offers NUM_BYTES of main memory, registered with CUDA, and as many of the GPU over a lane. It prints the
+offer and both addresses, answers each line, ``host`` or ``gpu``, with the CRC-32 of that memory, and ends at
+the end of its input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.other_process import OtherProcess
 
 
 class LanePeer(OtherProcess):
-    """The other process, as a test sees it."""
+    """The process, as a test controls it."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
         super().__init__("tests.gpu.lane_peer", num_bytes, device)

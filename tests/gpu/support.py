@@ -1,4 +1,5 @@
-"""What the tests of the CUDA swap-in share: where they run, and how a step is compared with the reference."""
+"""Helpers of the CUDA swap-in's tests: the device that they run on, and the comparison of a step with the
+reference."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from hisparse_pd.kernels.reference import resolve as expected_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0xA5
-"""In every byte of a pool that nobody may read or write."""
+"""Every byte of a pool that must not be read or written."""
 
 needs_gpu = [
     pytest.mark.gpu,
@@ -27,10 +28,10 @@ needs_gpu = [
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the GPU raises, as far as torch knows of it."""
+    """Make operations that wait for the GPU raise, as far as torch detects them."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        # The mode is on when torch says so, and has to go off again.
+        # torch has already set the mode when it warns, so the mode must be reset too.
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
@@ -40,7 +41,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def on_host(state: HotBufferState) -> HotBufferState:
-    """A copy of the tables on the CPU."""
+    """Copy the tables to the CPU."""
     return HotBufferState(
         **{
             f.name: value.to("cpu", copy=True)
@@ -52,13 +53,13 @@ def on_host(state: HotBufferState) -> HotBufferState:
 
 
 def requests_on_host(requests: StepRequests, state: HotBufferState) -> StepRequests:
-    """The same of tables on the CPU."""
+    """Return the same requests on tables of the CPU."""
     tensors = (requests.seq_lens, requests.req_rows, requests.num_real_reqs)
     return StepRequests(state, *(tensor.cpu() for tensor in tensors), requests.num_new)
 
 
 def assert_same_tables(state: HotBufferState, expected: HotBufferState) -> None:
-    """All but which of several wrong rows came first."""
+    """Compare all tables but ``wrong_rows``, because which of several wrong rows came first may differ."""
     for f in dataclasses.fields(state):
         if f.name != "wrong_rows" and isinstance(value := getattr(state, f.name), Tensor):
             assert torch.equal(value.cpu(), getattr(expected, f.name)), f.name
@@ -73,20 +74,20 @@ def check_step(
     group: int = 0,
     miss_plan: MissPlan | None = None,
 ) -> None:
-    """Compare the tables, ``out`` and the plan after a swap-in of ``requests`` with the reference's; what was
-    ``before``, ``selected`` and ``out`` on the CPU.
+    """Compare the tables, ``out`` and the plan after a swap-in of ``requests`` with the reference's.
+    ``before``, ``selected`` and ``out`` are on the CPU.
 
-    Free is which of its misses takes which victim of a request and, where there are too few, which misses
-    are served. The victims themselves, all stamps and everything else have to be the same.
+    The kernel may choose which miss of a request takes which victim and, if there are too few victims, which
+    misses are served. The victims themselves, all stamps and everything else must be equal.
     """
     expected, expected_out = on_host(before), torch.empty_like(selected)
     expected_requests, num_new = requests_on_host(requests, expected), requests.num_new
     src_host_slots = expected_resolve(selected, expected_requests, group, expected_out).src_host_slots
-    # What a request's new positions select is one selection.
+    # The selections of a request's new positions count as one.
     shape = (requests.num_reqs, num_new * selected.shape[1])
     selected, out, expected_out = selected.view(shape), out.view(shape), expected_out.view(shape)
     after = on_host(requests.state)
-    for tables in (after, expected):  # nothing is copied, and so verified, by the reference's planning
+    for tables in (after, expected):  # the reference only plans here, so it verifies nothing
         tables.error_flags.bitwise_and_(~HotBufferError.WRONG_ROW)
     for name in ("counters", "error_flags", "step", "stamps",
                  "hot_slots", "capacity", "page_table", "host_pages", "lookup_pages",
@@ -104,7 +105,8 @@ def check_step(
     entries = torch.from_numpy(
         ring_entries(new.numpy(), capacity.clamp(min=before.max_new).numpy(), before.max_new)
     )
-    is_taken = torch.zeros((num_real, before.max_capacity + 1), dtype=torch.bool)  # the last is of no entry
+    # the last column stands for no entry
+    is_taken = torch.zeros((num_real, before.max_capacity + 1), dtype=torch.bool)
     is_taken[torch.nonzero(has_slot).unbind(1)[0], entries[has_slot]] = True
     is_valid = (positions >= 0) & (positions < end) & (capacity > 0)
     row_of = rows[:, None].expand_as(positions)
@@ -113,7 +115,7 @@ def check_step(
     lookup_slots = torch.where(
         is_valid & (page_ids >= 0), page_ids * before.page_size + known % before.page_size, ABSENT
     )
-    hot_index = before.lookup_to_hot[group, lookup_slots]  # the last one, of no slot, is empty
+    hot_index = before.lookup_to_hot[group, lookup_slots]  # ABSENT reads the last slot, which is empty
     is_hit = ((hot_index >= 0) & ~is_taken.gather(1, hot_index.long() % is_taken.shape[1])) | (
         (positions >= first_new) & (positions < end)
     )
@@ -123,7 +125,7 @@ def check_step(
     is_missing[lookup_slots[is_miss[:num_real]]] = True
 
     def got_a_miss(tables: HotBufferState) -> Tensor:
-        """Which entries hold what this step missed."""
+        """Return which entries hold a position that this step missed."""
         result = torch.zeros_like(tables.hot_to_lookup, dtype=torch.bool)
         result[group] = is_missing[tables.hot_to_lookup[group].long()]
         return result
@@ -157,7 +159,7 @@ def check_step(
 
 
 def padded(positions: Sequence[int], top_k: int) -> Tensor:
-    """int32 [top_k], ABSENT behind the ``positions``."""
+    """Return ``positions`` as int32 [top_k], padded with ABSENT."""
     row = torch.full((top_k,), ABSENT, dtype=torch.int32)
     row[: len(positions)] = torch.tensor(positions, dtype=torch.int32)
     return row

@@ -23,7 +23,7 @@ pytestmark = needs_gpu
 
 SCALE = 0.08
 POISON = 0xFF
-"""In every byte of a row that nobody selects: NaN in each format."""
+"""Every byte of a row that is never selected; NaN in each format."""
 DEEPSEEK = (512, 64)
 NAMES_OF_FORMAT = {
     FLOAT32: (TRITON, TORCH),
@@ -52,7 +52,7 @@ def backend_for(
 
 
 def filled_pool(kv_format: KvFormat, num_slots: int, generator: torch.Generator) -> Tensor:
-    """A pool on the CPU whose even slots are poisoned."""
+    """Return a pool on the CPU whose even slots are poisoned."""
     pool = torch.full((num_slots, kv_format.item_bytes), POISON, dtype=torch.uint8)
     slots = torch.arange(1, num_slots, 2)
     kv_format.store(pool, slots, torch.randn((len(slots), kv_format.item_dim), generator=generator))
@@ -60,7 +60,7 @@ def filled_pool(kv_format: KvFormat, num_slots: int, generator: torch.Generator)
 
 
 def some_slots(num_tokens: int, top_k: int, num_slots: int, generator: torch.Generator) -> Tensor:
-    """Odd slots and gaps, in every pattern: none absent, all absent, padded, scattered."""
+    """Return odd slots and gaps in every pattern: no gaps, only gaps, padded, scattered."""
     slots = 2 * torch.randint(0, num_slots // 2, (num_tokens, top_k), generator=generator) + 1
     for token in range(num_tokens):
         if token % 5 == 1:
@@ -75,7 +75,7 @@ def some_slots(num_tokens: int, top_k: int, num_slots: int, generator: torch.Gen
 
 
 def check(backend: AttentionBackend, kv_format: KvFormat, q: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
-    """Compare ``backend`` with the reference; all arguments on the CPU. Returns the result on the GPU."""
+    """Compare ``backend`` with the reference. All arguments are on the CPU, and the result is on the GPU."""
     expected = TorchAttention(kv_format).attend(q.float(), pool, slots, SCALE)
     actual = backend.attend(q.to(DEVICE), pool.to(DEVICE), slots.to(DEVICE), SCALE)
     assert actual.dtype == q.dtype
@@ -122,7 +122,7 @@ def test_queries_in_splits(format_name: str, name: str, num_tokens: int, generat
 def test_a_row_has_the_same_bits_among_any_others(
     format_name: str, name: str, split_slots: int | None, num_heads: int, generator: torch.Generator
 ) -> None:
-    """And where other kernels hold some multiprocessors."""
+    """The bits are also the same if other kernels hold some multiprocessors."""
     kv_format = KvFormat(format_name, *DEEPSEEK)
     backend = backend_for(name, kv_format, num_heads, 2048, split_slots=split_slots)
     if name == TORCH:
@@ -148,9 +148,9 @@ def test_a_row_has_the_same_bits_among_any_others(
         (BFLOAT16, torch.float32, 33, 7, 5, 70, 6),
         (BFLOAT16, torch.bfloat16, 128, 0, 16, 2048, 2),
         (BFLOAT16, torch.bfloat16, 300, 64, 40, 100, 5),
-        # Too long for the shared memory of the first tilings.
+        # This one is too long for the shared memory of the first tilings.
         (BFLOAT16, torch.bfloat16, 600, 64, 40, 77, 4),
-        # The longest, in every kind of product.
+        # These are the longest, for every kind of product.
         (BFLOAT16, torch.bfloat16, 1024, 64, 40, 77, 4),
         (FLOAT32, torch.float32, 1024, 64, 20, 77, 4),
         (FP8_E4M3, torch.bfloat16, 1024, 64, 40, 77, 4),
@@ -260,7 +260,7 @@ def test_a_graph_follows_its_inputs(format_name: str, name: str, generator: torc
 
 @pytest.mark.parametrize(("format_name", "name"), BACKENDS)
 def test_a_shape_first_seen_in_a_capture(format_name: str, name: str, generator: torch.Generator) -> None:
-    """What the capture computes is not there before the replay, and must not serve later calls."""
+    """Values computed in the capture do not exist before the replay, so other calls must not use them."""
     kv_format = KvFormat(format_name, *DEEPSEEK)
     backend = backend_for(name, kv_format, 64, 256)
     pool = filled_pool(kv_format, 1000, generator).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Products with matrices, in fp8 and in bfloat16: against float64, row by row, and in CUDA graphs."""
+"""Products with matrices in fp8 and in bfloat16: against float64, row by row, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 pytestmark = needs_gpu
 
 SHAPES = [(576, 7168), (1536, 7168), (128, 7168), (7168, 2048), (1024, 16384)]
-"""Rows and columns of DeepSeek-V3.2's matrices: blocks that are not whole, few rows, many columns."""
+"""Rows and columns of DeepSeek-V3.2's matrices: with incomplete blocks, few rows and many columns."""
 
 
 def draw(num_tokens: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def test_gated_rows_are_rounded_once(ue8m0: bool) -> None:
     found = found[:300]
     padded = torch.nn.functional.pad(expected, (0, -1096 % BLOCK)).unflatten(1, (-1, BLOCK))
     peaks = padded.abs().amax(dim=2).repeat_interleave(BLOCK, 1)[:, :1096]
-    # Half a step of 3 bits of mantissa, or of the smallest numbers.
+    # The bound is half a step of 3 bits of mantissa, or of the smallest numbers.
     assert torch.all((found - expected).abs() <= expected.abs() * 2**-4 * 1.001 + peaks * 2**-17)
 
 
@@ -71,12 +71,12 @@ def test_is_the_product_of_what_was_rounded(num_tokens: int, shape: tuple[int, i
     rounded = dequantize_rows(*(part.cpu() for part in quantize_rows(x.cpu()))).double().to(DEVICE)
     matrix = dequantize(values, scales, torch.float32).double()
     expected = rounded @ matrix.t()
-    # The result's own rounding, and 13 bits of what is added up: fp8 tensor cores keep no more.
+    # The bound is the result's own rounding, and 13 bits of the summands: fp8 tensor cores keep no more.
     bound = expected.abs() * 2**-8 + 2**-13 * (rounded.abs() @ matrix.abs().t())
     assert found.dtype == torch.bfloat16
     assert found.shape == expected.shape
     assert torch.all((found.double() - expected).abs() <= bound)
-    # What rounding the activations costs: 2.6% of a row's norm with normal numbers.
+    # Rounding the activations costs 2.6% of a row's norm with normal numbers.
     exact = x.double() @ matrix.t()
     assert torch.all((found.double() - exact).norm(dim=1) <= 0.05 * exact.norm(dim=1))
 
@@ -120,7 +120,8 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("shape", [(672, 2048), (5120, 768), (2048, 384), (2048, 512), (130, 72)])
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 64, 200])
 def test_a_product_in_bfloat16(num_tokens: int, shape: tuple[int, int]) -> None:
-    """A.X-K2-Light's shapes, of which some rows of ``x`` are a part of longer ones; and one of no blocks."""
+    """A.X-K2-Light's shapes with rows of ``x`` that are parts of longer rows, and a shape without whole
+    blocks."""
     rows, columns = shape
     x, matrix = draw(num_tokens, 1, 2 * columns)[0][:, :columns], draw(rows, 1, columns)[0]
     with no_waiting():

@@ -1,4 +1,4 @@
-"""The MTP layer on a GPU, in bfloat16 and fp8: as many of its guesses are right as it was made for."""
+"""The MTP layer on a GPU, in bfloat16 and fp8: its guesses are right as often as the layer was made for."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_a_chain_of_two_guesses(tmp_path: Path, in_fp8: bool, kv_dtype: str) -> 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("shares", [False, True])
 def test_steps_of_graphs_with_seven_drafts(tmp_path: Path, shares: bool) -> None:
-    """Of selections of their own, and of the first draft's: right as often as the layer was made for."""
+    """Drafts with their own selections, or with the first draft's, are right as often as the layer was made
+    for."""
     shape = SyntheticShape(2, 2, 256, 8192, 8192, index_topk=256, draft_agreement=0.8)
     checkpoint = tmp_path / "model"
     write_synthetic(checkpoint, shape, 0, DEVICE)
@@ -81,5 +82,5 @@ def test_steps_of_graphs_with_seven_drafts(tmp_path: Path, shares: bool) -> None
     assert [(row["mode"], row["batch"]) for row in rows] == [
         (mode, batch) for batch in (1, 8) for mode in ("dense", "hisparse")
     ]
-    # 4.2 tokens a step where each draft is right in 8 of 10 cases.
+    # 4.2 tokens a step are expected if each draft is right in 8 of 10 cases.
     assert all(2.5 < row["tokens_a_step"] < 6 for row in rows)

@@ -15,7 +15,7 @@ pytestmark = needs_gpu
 
 ROWS = [1, 3, 16, 17, 63, 200]
 CHOICES = [(256, 8, 8, 4), (32, 1, 1, 1), (160, 6, 1, 1), (14, 3, 2, 1), (16, 3, 4, 4)]
-"""Experts, how many of them a token has, groups and how many of them are open."""
+"""Experts, experts of a token, groups and open groups."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -45,7 +45,7 @@ def test_narrow_products_are_those_of_float32(
 def test_chooses_as_on_the_cpu(
     num_tokens: int, sizes: tuple[int, ...], normalizes: bool, outside: float, is_softmax: bool
 ) -> None:
-    """Also among equals: logits are rounded, and some are all the same."""
+    """The choice is the same for equal scores too: logits are rounded, and some rows have equal logits."""
     num_experts, top_k, *groups = sizes
     generator = torch.Generator().manual_seed(num_tokens)
     logits = torch.randn((3, num_tokens, num_experts), generator=generator).round()
@@ -57,7 +57,7 @@ def test_chooses_as_on_the_cpu(
     on_gpu, logits_on_gpu = replace(choice, bias=bias.to(DEVICE)), logits.to(DEVICE)
     with no_waiting():
         found, found_ids = on_gpu.choose(logits_on_gpu)
-    # A sigmoid's last bit may differ, so that what is equal here is not there.
+    # A sigmoid's last bit may differ, so scores that are equal on one side may differ on the other.
     is_same = (found_ids.cpu() == ids).all(dim=1)
     assert is_same[::3].all()
     assert is_same.float().mean() >= 0.9

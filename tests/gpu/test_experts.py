@@ -23,7 +23,7 @@ pytestmark = needs_gpu
 
 HOME = torch.device(DEVICE, 0)
 SHAPES = [(8, 2, 160, 136), (64, 8, 1024, 512), (7, 3, 128, 2048)]
-"""Experts, how many of them a token has, hidden size and size inside an expert."""
+"""Experts, experts of a token, hidden size and size inside an expert."""
 
 
 def draw_matrices(shape: tuple[int, int, int, int], *, is_fp8: bool) -> ExpertMatrices:
@@ -77,18 +77,19 @@ def test_is_as_on_the_cpu(
     assert is_rounded == (is_fp8 and dtype == torch.bfloat16)
     routing = Routing.plan(expert_ids, weights, num_experts, is_rounded=is_rounded)
     rounded = run_experts(hidden, routing, *of_dtype, 0).sum(dim=1).float()
-    # As far off as the same dtype is on the CPU, or twice that: other sums, rounded at the same places.
+    # The error may be that of the same dtype on the CPU or twice that: sums have another order, but are
+    # rounded at the same places.
     tolerance = 1e-4 + 2 * float((rounded - expected).abs().max())
     torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
-    # Rounded to fp8 in the same places: what is left are numbers on the border of two.
+    # Both are rounded to fp8 at the same places, so only numbers between two fp8 values differ.
     assert (found.cpu().float() - rounded).norm() <= 0.015 * rounded.norm()
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_does_the_same_in_graphs(is_fp8: bool) -> None:
-    """Two graphs over the same experts, replayed by turns with other tokens, as decode steps are.
+    """Two graphs over the same experts are replayed in turns with other tokens, as decode steps are.
 
-    Capturing the second returns unused memory to the driver; none of it may be the first one's.
+    Capturing the second graph returns unused memory to the driver, none of which may belong to the first one.
     """
     num_experts, top_k, hidden_size, inner_size = 16, 4, 512, 256
     gate_up = draw_matrices((num_experts, 2, inner_size, hidden_size), is_fp8=is_fp8)
@@ -117,7 +118,7 @@ def test_does_the_same_in_graphs(is_fp8: bool) -> None:
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
 def test_an_expert_that_every_token_has_is_one_of_them(num_tokens: int, is_fp8: bool) -> None:
-    """The same layer with room for it among the routed ones and without."""
+    """The same layer gives the same results with the shared expert among the routed ones and without."""
     num_experts, top_k, hidden_size, inner_size = 16, 4, 512, 512
     gate_up = draw_matrices((num_experts, 2, inner_size, hidden_size), is_fp8=is_fp8)
     down = draw_matrices((num_experts, 1, hidden_size, inner_size), is_fp8=is_fp8)

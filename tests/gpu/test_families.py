@@ -1,4 +1,5 @@
-"""What the families switch, on a GPU: the logits of a CPU, and steps of graphs over shared KV."""
+"""The parts that differ between families, on a GPU: the logits of a CPU, and steps of graphs over shared
+KV."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def write(path: Path, variant: str) -> None:
 
 
 def logits_on(checkpoint: Path, device: str) -> Tensor:
-    """Of every token of a prompt, in two chunks."""
+    """Return the logits of every token of a prompt, which is computed in two chunks."""
     spec = load_spec(checkpoint, "float32")
     model = load_model(checkpoint, spec, device)
     kernels = AttentionKernels.choose(model, "auto", scratch_tokens=NUM_TOKENS)
@@ -54,7 +55,7 @@ def logits_on(checkpoint: Path, device: str) -> Tensor:
 
 @pytest.mark.parametrize("variant", ["v32", "axk2", "mistral"])
 def test_logits_are_those_of_a_cpu(tmp_path: Path, variant: str) -> None:
-    """But where two scores at the end of a selection are as good as equal."""
+    """Logits may differ where two scores at the end of a selection are nearly equal."""
     write(tmp_path, variant)
     expected, found = logits_on(tmp_path, "cpu"), logits_on(tmp_path, DEVICE)
     off = (found - expected).abs().amax(dim=1)
@@ -64,7 +65,7 @@ def test_logits_are_those_of_a_cpu(tmp_path: Path, variant: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_steps_of_graphs_whose_index_groups_share_hot_buffers(tmp_path: Path) -> None:
-    """Each row that is brought is verified, so that one at a wrong place ends the step."""
+    """Each copied row is verified, so that a row at a wrong place would end the step."""
     checkpoint, out = tmp_path / "model", tmp_path / "report"
     write(checkpoint, "mistral")
     options = "--batch 1 8 --context 2048 --chunk 512 --steps 24 --buffer 160 --verify-rows"

@@ -1,4 +1,4 @@
-"""Masks on the GPU, and steps of the runner under them: every token that comes is one that may come."""
+"""Masks on the GPU, and steps of the runner under them: every token that is drawn is allowed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_what_is_drawn_under_masks_is_what_the_cpu_draws_and_nobody_waits() -> N
     expected, _ = sample(logits, params, [1] * 40, EOS, masks=masks)
     pinned = masks.pin_memory()
     logits_dev = logits.cuda()
-    enqueue_sample(logits_dev, params, [1] * 40, EOS, masks=pinned.cuda())  # what is allocated first may wait
+    # the first call may wait for allocations
+    enqueue_sample(logits_dev, params, [1] * 40, EOS, masks=pinned.cuda())
     with no_waiting():
         masks_dev = pinned.to("cuda", non_blocking=True)
         sampled = enqueue_sample(logits_dev, params, [1] * 40, EOS, masks=masks_dev)
@@ -66,7 +67,7 @@ def test_what_is_drawn_under_masks_is_what_the_cpu_draws_and_nobody_waits() -> N
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_steps_of_graphs_and_with_drafts_follow_the_grammar(tmp_path: Path) -> None:
-    """The benchmark's matchers raise for a token that may not come; a graph is replayed in each step."""
+    """The benchmark's matchers raise for a token that is not allowed; a graph is replayed in each step."""
     shape = SyntheticShape(2, 2, 256, 129280, 4096, draft_agreement=0.5)
     write_synthetic(tmp_path / "model", shape, 0, "cuda")
     options = (

@@ -1,4 +1,4 @@
-"""Main memory that CUDA has registered: a GPU reads and writes it in place, until it is closed."""
+"""Main memory that CUDA has registered: a GPU reads and writes it in place until it is closed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NUM_SLOTS, ITEM_BYTES = 96, 656
 
 
 def kind_of_memory(addr: int) -> int:
-    """0: pageable, 1: pinned host memory."""
+    """Return 0 for pageable and 1 for pinned host memory."""
     from cupy.cuda import runtime
 
     return int(runtime.pointerGetAttributes(addr).type)
 
 
 def run_step(pool: HostPool) -> None:
-    """A swap-in that reads random bytes from ``pool``, and a backup that writes to it."""
+    """Run a swap-in that reads random bytes from ``pool``, and a backup that writes to it."""
     host = pool.tensor[: 2 * NUM_SLOTS * ITEM_BYTES].view(2, NUM_SLOTS, ITEM_BYTES)
     host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
     before = host.clone()
@@ -59,7 +59,7 @@ def test_a_gpu_reads_and_writes_the_memory_in_place() -> None:
         assert pool.tensor.data_ptr() % PAGE_BYTES == 0
         assert kind_of_memory(pool.tensor.data_ptr()) == 1
         run_step(pool)
-        assert pool.tensor.is_pinned()  # torch can tell once it has a context
+        assert pool.tensor.is_pinned()  # torch detects this once it has a context
     finally:
         pool.close()
 
@@ -78,7 +78,7 @@ def test_closed_memory_is_no_longer_pinned_and_can_be_had_again() -> None:
 
 def test_memory_that_is_dropped_is_unregistered() -> None:
     addresses = set()
-    for _ in range(8):  # the kernel gives the same addresses again, which could not be registered twice
+    for _ in range(8):  # the kernel returns the same addresses again, and no address can be registered twice
         pool = allocate_host(1 << 20, pinned=True)
         addresses.add(pool.tensor.data_ptr())
         run_step(pool)
@@ -108,7 +108,7 @@ def test_a_second_registration_fails_with_the_drivers_reason() -> None:
 
     with pytest.raises(HostMemoryError, match="AlreadyRegistered"):
         allocate_host(PAGE_BYTES, pinned=True, pinning=Twice())
-    run_step(allocate_host(1 << 20, pinned=True))  # the error is not left behind for the next call
+    run_step(allocate_host(1 << 20, pinned=True))  # the error does not affect the next call
 
 
 def test_copies_from_the_gpu_land_without_staging() -> None:

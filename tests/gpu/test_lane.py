@@ -1,6 +1,6 @@
-"""A GPU's writes to another process: main memory that both have registered, and the other one's GPU memory.
+"""A GPU's writes to another process: to main memory that both have registered, and to the other's GPU memory.
 
-With two GPUs the other process has the second. What is measured is printed: ``pytest -m gpu -s``.
+With two GPUs the other process has the second. Measurements are printed with ``pytest -m gpu -s``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SESSION = "peer"
 
 
 class NoNetwork:
-    """All of it goes over the lane. Sources are not checked here."""
+    """A network that must not be used. It does not check sources."""
 
     fault = "there is none"
 
@@ -47,7 +47,7 @@ class NoNetwork:
 
 
 class Writer:
-    """This process: KV on the first GPU, an aux record in main memory, and a lane to the peer."""
+    """This process, with KV on the first GPU, an aux record in main memory, and a lane to the peer."""
 
     def __init__(self, peer: LanePeer) -> None:
         self.peer = peer
@@ -65,7 +65,7 @@ class Writer:
         self.open_secs = time.monotonic() - started
 
     def write(self, src: ArrayLike, dst: ArrayLike, lengths: ArrayLike, where: str) -> None:
-        """Offsets in the source and in the peer's memory."""
+        """Write; offsets count from the source and from the peer's memory."""
         base = self.peer.host_addr if where == "host" else self.peer.gpu_addr
         self.lanes.write(SESSION, (np.asarray(src) + self.source.data_ptr(), np.asarray(dst) + base, lengths))
 
@@ -81,7 +81,7 @@ def writer() -> Iterator[Writer]:
 
 @pytest.fixture
 def landed() -> dict[str, np.ndarray]:
-    """What the peer's memory must be. Tests of a module write one after the other."""
+    """The expected content of the peer's memory, to which the module's tests write one after the other."""
     return _LANDED
 
 
@@ -96,7 +96,7 @@ def test_rows_of_any_length_land_bitwise_and_nothing_else_changes(
     num_slots = min(5000, (NUM_BYTES - 5) // item_bytes)
     rng = np.random.default_rng(item_bytes)
     src, dst = (rng.permutation(num_slots)[: num_slots // 2] * item_bytes for _ in range(2))
-    src, dst = src + 5 % item_bytes, dst + 3 % item_bytes  # also where nothing is aligned
+    src, dst = src + 5 % item_bytes, dst + 3 % item_bytes  # with and without alignment
     keep = (src + item_bytes <= NUM_BYTES) & (dst + item_bytes <= NUM_BYTES)
     src, dst = src[keep], dst[keep]
     writer.write(src, dst, np.full(src.size, item_bytes), where)
@@ -167,7 +167,7 @@ def test_the_peers_death_lets_its_memory_go() -> None:
 def test_how_fast(
     writer: Writer, capsys: pytest.CaptureFixture[str], where: str, name: str, item_bytes: int
 ) -> None:
-    """Prints GB/s of slices as the sender makes them; nothing is asserted of it."""
+    """Print the GB/s of slices as the sender makes them, without any assertion."""
     slice_bytes = writer.lanes.slice_bytes(SESSION)
     most = (slice_bytes // DESCRIPTOR_COST_BYTES, slice_bytes // item_bytes, NUM_BYTES // 2 // item_bytes)
     num_items = min(most)

@@ -1,4 +1,4 @@
-"""What is between the projections and attention: against the reference on the CPU, row by row."""
+"""The steps between projections and attention: against the reference on the CPU, row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SIZES = [
     (2048, 512, 64, 128, 32, 192, 256),
     (384, 128, 32, 128, 16, 64, 64),
 ]
-"""Query latent, KV latent, rotary part, index key, index heads, of a head without rotary part, of a value."""
+"""Sizes of the query latent, KV latent, rotary part, index key, index heads, a head without its rotary part,
+and a value."""
 ROWS = [1, 3, 16, 17, 63, 200]
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -52,7 +53,7 @@ def to_gpu(rotation: Rotation, rows: slice = slice(None)) -> Rotation:
 
 
 def is_close(found: Tensor, expected: Tensor) -> None:
-    """Up to the rounding of the same numbers that were added up in another order."""
+    """Compare up to the rounding of sums in another order."""
     steps = 2**-7 if expected.dtype == torch.bfloat16 else 2**-18
     largest = float(expected.abs().max())
     torch.testing.assert_close(found.cpu(), expected, rtol=steps, atol=largest * steps / 4)

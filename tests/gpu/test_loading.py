@@ -1,4 +1,4 @@
-"""Weights on a GPU are those that a CPU gets: through pinned buffers, in pieces, converted on the way."""
+"""A GPU gets the same weights as a CPU: through pinned buffers, in pieces, converted on the way."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
 def weights(hf_model: Any) -> dict[str, Tensor]:
-    """Of transformers' modules and of ours, on the CPU."""
+    """Return the weights of transformers' modules and of ours, on the CPU."""
     found = dict(hf_model.state_dict())
     for number, layer in enumerate(hf_model.model.layers):
         experts = getattr(layer.mlp, "experts", None)
         if isinstance(experts, RoutedExperts):
             for name, matrices in (("gate_up", experts.gate_up), ("down", experts.down)):
-                num_routed = len(experts.experts)  # behind them there may be room for one more
+                num_routed = len(experts.experts)  # a place for the shared expert may follow
                 found[f"{number}.{name}"] = matrices.values[:num_routed]
                 if matrices.scales is not None:
                     found[f"{number}.{name}.scales"] = matrices.scales[:num_routed]
@@ -46,7 +46,8 @@ def test_a_gpu_gets_the_weights_that_a_cpu_gets(
     in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, "v32")
     path = in_fp8 if kind == "fp8" else in_float32
     spec = load_spec(path, dtype)
-    monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: True)  # which the tiny ones are not
+    # the tiny matrices do not fit otherwise
+    monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: True)
     kept = loader.keeps_fp8(spec, GPU)
     assert kept == (kind == "fp8" and dtype == "bfloat16")
     ranks = RankStandIn(1, num_ranks) if num_ranks > 1 else None

@@ -31,7 +31,7 @@ def test_adds_norms_and_rounds(num_rows: int, size: int, rounding: Rounding | No
         with no_waiting():
             sums, normed = add_norm(before, added, weight, 1e-6, rounding)
         expected = torch.zeros_like(hidden, dtype=torch.float64) if before is None else before.double()
-        for parts in added:  # those of a product are rounded as one part of it is
+        for parts in added:  # the sum of a product's parts is rounded as a product in one part is
             total = add_parts(parts).bfloat16() if parts is of_product else parts.double().sum(dim=0)
             expected = expected + total.double()
         torch.testing.assert_close(sums.double(), expected, rtol=2**-8, atol=2**-20)
@@ -58,7 +58,7 @@ def test_a_norm_that_opens_a_gate_for_itself(num_rows: int, size: int, rank: int
     wide = ungated.dense.double()
     inner = torch.nn.functional.silu((wide @ down.double().t()).bfloat16().double())
     opening = (inner.bfloat16().double() @ up.double().t()).bfloat16().double().sigmoid()
-    # A number on the border of two moves the opening by what the largest element of the gate is.
+    # A value between two bfloat16 numbers may move the opening by as much as the gate's largest element.
     torch.testing.assert_close(normed.dense.double(), wide * opening, rtol=2**-5, atol=2**-12)
     assert normed.rounded is not None
     values, scales = quantize_rows(normed.dense.cpu())

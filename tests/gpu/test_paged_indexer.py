@@ -1,8 +1,8 @@
 """The indexer's kernels: top-k against the reference on the same logits, logits against the reference, and
-both together, in CUDA graphs too.
+both together, also in CUDA graphs.
 
-A selection of equal scores is checked position by position, on logits that both sides share; where each side
-has computed its own, in another order of additions, the scores of what was chosen are.
+Selections with equal scores are compared position by position on logits that both sides share. Where each
+side computes its own logits, in another order of additions, the scores of the chosen positions are compared.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_topk(logits: Tensor, lens: Tensor, top_k: int, cluster_size: int | Non
     num_tokens, max_len = logits.shape
     buffer = IndexerScratch.create(num_tokens, max_len, DEVICE).logits.fill_(INFINITY)
     is_seen = torch.arange(max_len, device=DEVICE) < lens[:, None]
-    # What a query does not see is the best there is, so that reading it shows.
+    # Positions that a query does not see have the best logits, so that reading them would show.
     buffer[:, :max_len] = torch.where(is_seen, logits, INFINITY)
     out = torch.full((num_tokens, top_k), 1 << 30, dtype=torch.int32, device=DEVICE)
     num_real = torch.tensor([num_tokens], dtype=torch.int32, device=DEVICE)
@@ -131,7 +131,7 @@ TYPES = [
 
 
 def tolerance(batch: Batch, num_seen: int, token: int) -> float:
-    """Of a sum of float32 products, in any order: their magnitudes, some roundings of each."""
+    """Return the tolerance of a sum of float32 products in any order: some roundings of each magnitude."""
     one = slice(token, token + 1)
     keys = batch.keys(batch.rows[token], num_seen)
     magnitude = index_logits(batch.q_index[one].abs(), batch.weights[one].abs(), keys.abs()).max()
@@ -159,7 +159,7 @@ def test_logits(key_format: str, q_dtype: torch.dtype, shape: dict[str, int]) ->
 
 
 def test_queries_far_from_one_are_as_exact() -> None:
-    """fp8 keys are multiplied in float16, whose range the queries do not have to fit."""
+    """fp8 keys are multiplied in float16, but the queries need not fit its range."""
     from hisparse_pd.kernels.triton_indexer import write_logits
 
     batch = Batch(
@@ -180,7 +180,7 @@ def test_queries_far_from_one_are_as_exact() -> None:
 
 
 def check_selection(batch: Batch, selected: Tensor) -> None:
-    """As good as the reference's, in order, without repetition."""
+    """Check that the selection is as good as the reference's, in order, and without duplicates."""
     num_real = int(batch.num_real)
     assert (selected[num_real:] == ABSENT).all(), "padding chose something"
     for token in range(num_real):
@@ -212,7 +212,7 @@ def test_selection(key_format: str, q_dtype: torch.dtype, top_k: int) -> None:
 
 
 def test_a_chunk_in_blocks() -> None:
-    """More queries than the scratch holds, all of one row."""
+    """All queries of one row are more than the scratch holds."""
     batch = Batch(
         3, "bfloat16", num_heads=16, head_dim=64, page_size=64, lens=(3000,), top_k=512,
         q_dtype=torch.bfloat16, device=DEVICE,
@@ -226,7 +226,7 @@ def test_a_chunk_in_blocks() -> None:
 
 
 def test_exact_zeros_are_ties() -> None:
-    """Heads that all dislike a key give exactly 0 on both sides, so that positions have to be equal."""
+    """If all heads reject a key, both sides give exactly 0, so the chosen positions must be equal."""
     batch = Batch(
         4, "bfloat16", num_heads=16, head_dim=64, page_size=64, lens=(20000, 9000), top_k=2048,
         q_dtype=torch.bfloat16, device=DEVICE,

@@ -37,6 +37,6 @@ def test_values_are_the_cpus_and_memory_is_that_of_a_slice(num_top: int) -> None
     on_gpu, on_cpu = scored_on("cuda"), scored_on("cpu")
     for ours, theirs in zip(on_gpu[:2], on_cpu[:2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
-    # Where two tokens are about equally likely, rounding may exchange them.
+    # Rounding may exchange two tokens that are about equally likely.
     assert (on_gpu[2] - on_cpu[2]).abs().max() <= 8
     assert (on_gpu[3] != on_cpu[3]).sum() <= on_gpu[3].numel() // 20

@@ -1,5 +1,5 @@
-"""Ranks with a GPU each, in CUDA graphs: their routed experts are as one rank has them, over the GPUs' memory
-and by NCCL; what they exchange arrives, and sums have one order."""
+"""Ranks with one GPU each, in CUDA graphs, over the GPUs' memory and by NCCL: their routed experts give one
+rank's results, exchanges arrive, and sums have one order."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ group.leave()
 
 @pytest.mark.parametrize("way", ["memory", "nccl"])
 def test_experts_of_two_ranks_in_graphs_are_those_of_one(way: str, tmp_path: Path) -> None:
-    """The last forward is of one rank alone."""
+    """In the last forward only one rank has tokens."""
     codes, errors = run_ranks(PROGRAM, 2, tmp_path, way)
     assert codes == [0, 0], errors
 
@@ -245,7 +245,7 @@ def test_a_rank_that_waits_for_a_missing_one_ends_with_an_error(tmp_path: Path) 
 
 
 def run_ranks(program: str, size: int, directory: Path, word: str) -> tuple[list[int | None], list[str]]:
-    """Status and errors of each rank; where one fails, the others are ended."""
+    """Run the ranks. Returns each rank's status and errors; when one rank fails, the others are ended."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])}
     ranks = [
         subprocess.Popen(
@@ -259,7 +259,7 @@ def run_ranks(program: str, size: int, directory: Path, word: str) -> tuple[list
     deadline = time.monotonic() + 240
     while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
         if any(process.poll() for process in ranks):
-            break  # the others wait for it
+            break  # the others would wait for it
         time.sleep(0.2)
     for process in ranks:
         process.kill()

@@ -1,4 +1,4 @@
-"""A prefill node gives resumed tokens the bits that a decode node's steps gave them, on a GPU."""
+"""A prefill node gives resumed tokens the same bits as a decode node's steps, on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ pytestmark = [*needs_gpu, pytest.mark.I5]
 
 SHAPE = SyntheticShape(3, 8, 2048, vocab_size=16384, context_length=8192, expert_size=512, jitter=0.5)
 PROMPT, NUM_STEPS = 4096, 150
-"""A query selects from more than it can, in several splits; more is resumed than one call attends to."""
+"""A query sees more positions than it selects, in several splits; more tokens are resumed than one call
+attends to."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ PROMPT, NUM_STEPS = 4096, 150
 )
 @torch.inference_mode()
 def test_a_resumed_prompts_rows_are_those_of_steps(tmp_path: Path, kv_format: str, backend: str) -> None:
-    """Whether or not the prompt's own last tokens are computed in the same forward."""
+    """The bits do not depend on whether the prompt's own last tokens are computed in the same forward."""
     write_synthetic(tmp_path, SHAPE, 0, DEVICE, in_fp8=kv_format == "fp8_e4m3")
     parser = argparse.ArgumentParser()
     decode_step.add_node_options(parser)

@@ -18,7 +18,7 @@ SHAPES = [
     (4096, 1, 64, 64),
     (0, 3, 8, 8),
 ]
-"""Tokens, heads, elements of a head, and how many of these are rotated."""
+"""Tokens, heads, elements of a head, and rotated elements."""
 
 
 @pytest.mark.parametrize("is_interleaved", [True, False])

@@ -1,4 +1,4 @@
-"""Row checks on a GPU: the numbers of the CPU, and every wrong row is found."""
+"""Row checks on a GPU: the CPU's numbers, and every wrong row is found."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def test_rows_in_place_without_a_wait() -> None:
     ids=["plain", "drafts", "planned"],
 )
 def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
-    """And no others. Which of several is found first may differ from the CPU; what is said of it may not."""
+    """Right rows are not reported. Which of several wrong rows comes first may differ from the CPU, but its
+    record may not."""
     history = History(item_bytes, item_bytes, wrong_rows=1.0, has_dense=False, **options)
     history.run(80)
     assert history.num_found > 5
@@ -120,7 +121,8 @@ def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
     ("num_rows", "top_k", "num_steps"), [(1, 700, 30), (3, 200, 30), (40, 100, 10), (140, 300, 4)]
 )
 def test_wrong_rows_are_found_in_each_batch_size(num_rows: int, top_k: int, num_steps: int) -> None:
-    """Fetched early or late, by the block that missed them or by others."""
+    """Rows are verified whether they are fetched early or late, by the block that missed them or by
+    others."""
     history = History(
         num_rows, 656, num_rows=num_rows, top_k=top_k, max_context=3 * top_k, wrong_rows=1.0,
         has_dense=False, capacities=(top_k + 1, top_k + 40), group_layers=ONE_LAYER, churns=(0.5, 1.0),

@@ -1,4 +1,4 @@
-"""What a request's bits depend on, on a GPU: on the request alone, in steps and in a prompt's forwards."""
+"""On a GPU, a request's bits depend on the request alone, in steps and in a prompt's forwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = 2300
 
 
 class Node:
-    """A model in fp8, a prompt's KV, and the logits of steps over copies of it."""
+    """An fp8 model, a prompt's KV, and the logits of steps over copies of it."""
 
     def __init__(self, path: Path) -> None:
         write_synthetic(path, SHAPE, 0, DEVICE, in_fp8=True)
@@ -53,8 +53,8 @@ class Node:
         return decode_step.make_settings(self.arguments, batch, num_drafts)
 
     def first_logits(self, mode: Mode, batch: int, num_running: int = 0, num_drafts: int = 0) -> Tensor:
-        """float32 [num_running, vocab_size] behind the newest tokens of ``num_running`` of ``batch`` requests
-        in a graph of ``batch``; the last request's newest token is the first one's."""
+        """Return the logits of the newest tokens of ``num_running`` requests, float32 [num_running,
+        vocab_size], in a graph of ``batch``. The last request's newest token is the first one's."""
         settings = self.settings(batch, num_drafts)
         bench = decode_step.Bench(self.spec, self.model, settings, self.prompt, mode, 2, None)
         try:
@@ -75,13 +75,13 @@ class Node:
             bench.memory.close()
 
     def check(self, logits: Tensor) -> None:
-        """The first and the last request are the one whose step alone is known."""
+        """Check the first and the last request, which are the one whose step alone is known."""
         assert torch.equal(logits[0], self.alone[0])
         assert torch.equal(logits[-1], self.alone[0])
 
     def behind_prompt(self, num_tokens: int) -> Tensor:
-        """float32 [1, vocab_size] behind the first request's newest token, as the last of so many tokens of a
-        prompt's forward."""
+        """Return the logits of the first request's newest token, float32 [1, vocab_size], computed as the
+        last of ``num_tokens`` tokens in a prompt's forward."""
         memory = self.memory(CONTEXT // PAGE_SIZE + 1)
         memory.kv[:, :CONTEXT], memory.index[:, :CONTEXT] = self.prompt.kv, self.prompt.index
         tokens = decode_step.random_tokens(self.spec, CONTEXT)
@@ -102,8 +102,8 @@ class Node:
     def prefilled(
         self, forwards_of: Sequence[Sequence[tuple[int, int, int]]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """KV and index keys of prompt 0, [layers, PROMPT, bytes], and logits behind it. A forward has parts
-        of prompts: each a prompt's number, first position and end."""
+        """Return KV and index keys of prompt 0, [layers, PROMPT, bytes], and the logits of its last token. A
+        forward has parts of prompts: each has a prompt's number, first position and end."""
         pages = -(-PROMPT // PAGE_SIZE)
         memory = self.memory(4 * pages)
         kernels = self.prefill_kernels(memory)
@@ -123,7 +123,7 @@ class Node:
             of_parts = [tokens[100 * number + start : 100 * number + stop] for number, start, stop in parts]
             logits, _ = self.model.forward_with_hidden(torch.cat(of_parts), kv.positions, kv, kv.last_rows)
             row = [number for number, _, _ in parts].index(0)
-        layers = self.spec.num_layers  # those behind them are the draft layer's
+        layers = self.spec.num_layers  # without the draft layer's, which follow
         return memory.kv[:layers, :PROMPT], memory.index[:layers, :PROMPT], logits[row]
 
 

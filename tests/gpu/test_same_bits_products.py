@@ -1,5 +1,5 @@
-"""A row of a product has the same bits alone and among any others, wherever it stands: what a decode step, a
-verification or a prefill's forward of any length makes of a token depends on that token alone.
+"""A row of a product has the same bits alone and among any others, at any place: the result of a token in a
+decode step, a verification or a prefill's forward of any length depends on that token alone.
 
 Sizes are those of DeepSeek-V3.2, GLM-5 and A.X-K2-Light.
 """
@@ -45,7 +45,7 @@ def bits(values: Tensor) -> Tensor:
 
 
 def check(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """``product`` of any rows of ``x`` are those rows of the product of all."""
+    """Check that the ``product`` of any rows of ``x`` equals those rows of the product of all."""
     whole = product(x)
     assert whole.isfinite().all()
     different = [
@@ -80,7 +80,7 @@ def test_of_a_matrix_in_bfloat16(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize(("vocab_size", "hidden_size"), [(129280, 7168), (154880, 6144), (163840, 2048)])
 def test_of_an_lm_head(vocab_size: int, hidden_size: int) -> None:
-    """With the logprobs behind it."""
+    """The logprobs are compared too."""
     matrix = matrix_of(vocab_size, hidden_size)
 
     def logprobs(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_of_an_lm_head(vocab_size: int, hidden_size: int) -> None:
 
 
 def test_of_probabilities() -> None:
-    """As a token is drawn by them."""
+    """Probabilities are accumulated as in drawing a token."""
     check(lambda x: cumulate(torch.softmax(x.double(), dim=1)), draw(256, 129280))
 
 
@@ -165,7 +165,7 @@ def test_of_norms_and_roundings() -> None:
 
     check(inner, draw(MOST, 2 * size))
     check(lambda x: torch.nn.functional.layer_norm(x, (size,), weight, weight, 1e-6), draw(MOST, size))
-    check(lambda x: x.view(len(x), 8, size).sum(dim=1), draw(MOST, 8 * size))  # of ranks' experts
+    check(lambda x: x.view(len(x), 8, size).sum(dim=1), draw(MOST, 8 * size))  # the sum of ranks' experts
 
 
 def bits_of(x: Activations, num_tokens: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Sampling on the GPU: the tokens and logprobs of the CPU, penalties too, and no wait for the device."""
+"""Sampling on the GPU: the tokens and logprobs of the CPU, also with penalties, without waiting for the
+device."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_enqueueing_does_not_wait_for_the_device() -> None:
     logits = torch.randn((len(CHOICES), 1000), device="cuda")
     params = [SamplingParams(max_new_tokens=9, **choice) for choice in CHOICES]  # type: ignore[arg-type]
     indices = [0] * len(CHOICES)
-    enqueue_sample(logits, params, indices, EOS)  # what is allocated first may wait
+    enqueue_sample(logits, params, indices, EOS)  # the first call may wait for allocations
     with no_waiting():
         sampled = enqueue_sample(logits, params, indices, EOS)
     assert len(sampled.token_ids.tolist()) == len(CHOICES)
@@ -72,7 +73,8 @@ def test_enqueueing_does_not_wait_for_the_device() -> None:
 
 @pytest.mark.parametrize("vocab_size", [101, 129_280])
 def test_penalties_and_biases_are_those_of_the_cpu(vocab_size: int) -> None:
-    """More rows than are changed at a time, drafts with some, rows of the table in another order."""
+    """There are more rows than are changed at a time, some rows have drafts, and the table's rows have
+    another order."""
     num_rows = 150
     numbers = random.Random(vocab_size)
     logits = torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(1)) * 4
@@ -117,7 +119,7 @@ def test_counting_and_penalties_do_not_wait_for_the_device() -> None:
         counts = CountedRows(table, rows, [[1, 2]] * len(rows))
         return enqueue_sample(logits, params, rows, EOS, counts=counts)
 
-    draw()  # what is allocated first may wait
+    draw()  # the first call may wait for allocations
     with no_waiting():
         sampled = draw()
     assert len(sampled.token_ids.tolist()) == len(PENALTIES)

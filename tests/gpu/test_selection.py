@@ -1,4 +1,4 @@
-"""Of equal scores the lowest positions, on a GPU as on the CPU: the likeliest tokens."""
+"""Among equal scores the lowest positions are chosen, on a GPU as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows are started, grown and emptied without a wait for the GPU."""
+"""Rows are started, grown and emptied without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_GROUPS, NUM_HOST, CAPACITY = 61, 4096, 300
 
 
 def states() -> tuple[HotBufferState, HotBufferState]:
-    """The same on the GPU and on the CPU."""
+    """Return equal tables on the GPU and on the CPU."""
     sizes = (NUM_GROUPS, 3, 2000, CAPACITY, 64, NUM_HOST)
     return HotBufferState.create(*sizes, DEVICE), HotBufferState.create(*sizes)
 
@@ -99,7 +99,8 @@ def test_slices_fill_a_row_as_one_call_does_without_a_wait() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
 def test_admission_and_end_do_not_wait_for_steps_in_flight(mode: Mode) -> None:
-    """While a kernel of another stream keeps the GPU busy, a request is admitted and grows; another ends."""
+    """A request is admitted and grows, and another ends, while a kernel of another stream keeps the GPU
+    busy."""
     spec = make_spec(
         num_layers=3, index_group_of_layer=(0, 1, 1), context_length=2000, index_topk=64, has_row_checks=True
     )

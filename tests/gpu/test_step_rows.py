@@ -1,4 +1,4 @@
-"""Where the rows of a forward write, on a GPU: the same as by a plain loop."""
+"""The places where the rows of a forward write, on a GPU: the same as by a plain loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA swap-in in the cases that a random history seldom meets, every step checked as in a history."""
+"""The CUDA swap-in in cases that are rare in random histories; every step is checked as in a history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ pytestmark = [*needs_gpu, pytest.mark.I4]
 
 
 def wide(num_rows: int, capacity: int, *, top_k: int = 2048, max_context: int = 6000) -> History:
-    """Cold hisparse requests of 5000 positions and 16-byte items in rows [0, num_rows)."""
+    """Return a history with cold hisparse requests of 5000 positions and 16-byte items in rows [0,
+    num_rows)."""
     history = History(
         capacity, 16, top_k=top_k, num_rows=num_rows, max_context=max_context, capacities=(2, capacity),
         group_layers=ONE_LAYER, has_dense=False,
@@ -37,20 +38,20 @@ def test_one_missing_position_selected_everywhere(num_rows: int) -> None:
     for position in (17, 4000, 17):
         slots = history.step({row: [position] * 400 for row in range(num_rows)})
         assert (slots[:num_rows] == slots[:num_rows, :1]).all()
-    # The newest position of a step evicts that of the one before.
+    # The newest position of a step evicts that of the previous step.
     assert history.state.counters.tolist() == [[1, 2, 2]] * num_rows
     history.finish()
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
 def test_duplicates_of_missing_positions_in_every_block(num_rows: int) -> None:
-    """Each block sees some positions that others see too and some that only it sees, hot and not."""
+    """Each block has positions that other blocks have too and positions of its own, hot ones and not."""
     history = wide(num_rows, 2049)
     for step in range(4):
         common = [100 * step + i for i in range(10)]
         selections = {}
         for row in range(num_rows):
-            own = [1000 + 300 * step + row + i for i in range(600)]  # half of them hot from the last step
+            own = [1000 + 300 * step + row + i for i in range(600)]  # half of them are hot from the last step
             selections[row] = shuffled(history, common * 100 + own + [-1] * 448)
         history.step(selections)
     history.finish()
@@ -76,7 +77,7 @@ def test_one_request_misses_everything_and_the_others_nothing() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
 def test_newest_in_place_of_the_former_newest_that_is_selected(num_rows: int) -> None:
-    """The former newest position loses its entry in the very step in which many blocks ask for it."""
+    """The former newest position loses its entry in the same step in which many blocks look it up."""
     top_k = 2048 if num_rows < 10 else 300
     history = wide(num_rows, top_k + 1, top_k=top_k)
     for step in range(6):
@@ -86,7 +87,7 @@ def test_newest_in_place_of_the_former_newest_that_is_selected(num_rows: int) ->
             others = list(range(7 * step, 7 * step + top_k - 20))
             selections[row] = shuffled(history, others + [newest - 1] * 15 + [newest] * 5)
         history.step(selections)
-    # In each step but the first one miss is the former newest; the first has it too, from the prompt.
+    # In every step one miss is the former newest position; in the first step that is the prompt's last one.
     assert int(history.state.counters[0, MISSES]) == top_k - 20 + 1 + 5 * (7 + 1)
     history.finish()
 
@@ -98,7 +99,7 @@ def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
     assert ((slots[:num_rows] >= 0).sum(dim=1) == 999).all()
     assert history.state.error_flags.tolist() == [HotBufferError.TOO_MANY_MISSES] * num_rows
     assert history.state.counters.tolist() == [[0, 2048, 0]] * num_rows
-    # Entries that are hit may not go, whatever is missing.
+    # Entries that are hit must stay, whatever is missing.
     state = history.state
     kept = {}
     for row, request in history.requests.items():
@@ -111,7 +112,7 @@ def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
         {row: shuffled(history, kept[row] + list(range(3000, 4648))) for row in range(num_rows)}
     )
     assert ((slots[:num_rows] >= 0).sum(dim=1) == 999).all()
-    # After that a step of the usual kind is served in full.
+    # After that, a step that fits is served in full.
     slots = history.step({row: shuffled(history, list(range(4200, 4900))) for row in range(num_rows)})
     assert ((slots[:num_rows] >= 0).sum(dim=1) == 700).all()
     history.finish()
@@ -156,7 +157,7 @@ class Single:
 
 @pytest.mark.parametrize("top_k", [4, 600])
 def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int) -> None:
-    """Alone, over many blocks, and with its pages back."""
+    """The row is alone, spread over many blocks, and gets its pages back."""
     one = Single()
     one(20, [3, 4])
     page_ids = one.state.host_pages.clone()

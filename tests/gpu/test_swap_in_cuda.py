@@ -1,8 +1,8 @@
 """The CUDA swap-in over random histories: item sizes, dtypes, buffer sizes, batch sizes and drafts.
 
-A step has any number up to ``max_new`` of new positions of a request; any of them are rejected, and some have
-no page. A request is split over as many blocks as the batch leaves for it, and small batches split it the
-most: the batch sizes here take every way from many blocks a request to several requests a block.
+A step has any number of new positions of a request up to ``max_new``; any of them are rejected, and some have
+no page. A request is split over as many blocks as the batch leaves for it. The batch sizes cover all cases
+from many blocks for a request to several requests for a block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [*needs_gpu, pytest.mark.I3]
     ],
 )
 def test_history_of_each_item_size(item_bytes: int, max_new: int) -> None:
-    """Of requests that outgrow their buffers."""
+    """The requests outgrow their buffers."""
     capacities = tuple(25 * max_new + more for more in (0, 6, 23, 65))
     History(item_bytes + max_new, item_bytes, max_new=max_new, capacities=capacities).run(90)
 
@@ -50,7 +50,7 @@ def test_history_of_dtypes(lens_dtype: torch.dtype, rows_dtype: torch.dtype) -> 
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_history_with_faults(seed: int, max_new: int, capacities: tuple[int, ...]) -> None:
-    """Selections larger than the buffer, positions out of range, positions without a host slot."""
+    """Selections may be larger than the buffer, and positions may be out of range or without a host slot."""
     History(seed, 24, max_new=max_new, has_faults=True, capacities=capacities).run(90)
 
 
@@ -145,7 +145,7 @@ def test_history_of_each_batch_size(num_rows: int, top_k: int, max_new: int, num
 def test_history_of_misses_that_are_planned_first_and_copied_later(
     copy_blocks: int, num_rows: int, item_bytes: int, top_k: int, max_new: int, num_steps: int
 ) -> None:
-    """By few blocks, among swap-ins on the same state that do both."""
+    """Few blocks copy, among swap-ins on the same state that plan and copy at once."""
     num_selected = max_new * top_k
     History(
         num_rows, item_bytes, top_k=top_k, capacities=(num_selected + max_new, num_selected + 40),

@@ -1,6 +1,6 @@
-"""The CUDA swap-in of several new positions a request, in cases that random histories seldom meet.
+"""The CUDA swap-in of several new positions of a request, in cases that are rare in random histories.
 
-Those are in ``test_swap_in_cuda.py``.
+The random histories are in ``test_swap_in_cuda.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = [*needs_gpu, pytest.mark.I3, pytest.mark.I4]
 
 @pytest.mark.parametrize("context", [64, 71])
 def test_history_of_drafts_at_the_end_of_the_context(context: int) -> None:
-    """The end of a page, and its middle."""
+    """The context ends at the end of a page, or in the middle of one."""
     History(
         context, 24, max_new=4, max_context=context, capacities=(30, 40, 80), top_k=6, num_rows=4
     ).run(150)  # fmt: skip
@@ -40,7 +40,7 @@ def test_history_of_drafts_at_the_end_of_the_context(context: int) -> None:
     ],
 )
 def test_history_of_large_selections(num_rows: int, top_k: int, max_new: int, num_steps: int) -> None:
-    """Up to 16384 positions a request, and so many in one block."""
+    """There are up to 16384 positions of a request, all of them in one block if the batch is large."""
     capacity = max_new * top_k + max_new
     History(
         num_rows, 16, top_k=top_k, max_new=max_new, num_rows=num_rows, max_context=2 * capacity,
@@ -50,7 +50,7 @@ def test_history_of_large_selections(num_rows: int, top_k: int, max_new: int, nu
 
 @pytest.mark.parametrize(("num_rows", "top_k"), [(1, 2048), (1, 100), (5, 400), (90, 300), (140, 2048)])
 def test_what_all_new_positions_miss_is_fetched_once(num_rows: int, top_k: int) -> None:
-    """In every block of the request, or in one that has all of it."""
+    """The positions are in every block of the request, or in one block that has them all."""
     capacity = top_k + 4
     history = History(
         capacity, 16, top_k=top_k, num_rows=num_rows, max_context=6000, capacities=(4, capacity),
@@ -72,7 +72,7 @@ def test_what_all_new_positions_miss_is_fetched_once(num_rows: int, top_k: int) 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
 def test_new_positions_in_place_of_former_ones_that_are_selected(num_rows: int) -> None:
-    """What was accepted loses its entry in the very step in which many blocks ask for it."""
+    """Accepted positions lose their entries in the same step in which many blocks look them up."""
     top_k, max_new = (1024 if num_rows < 10 else 200), 3
     capacity = max_new * top_k + max_new
     history = History(

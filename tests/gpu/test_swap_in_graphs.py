@@ -1,4 +1,4 @@
-"""The CUDA swap-in in graphs: several batch sizes, several states, and what a capture may not do."""
+"""The CUDA swap-in in graphs: several batch sizes, several states, and captures that are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_graphs_of_two_states_in_turn() -> None:
 
 
 def test_graphs_of_two_states_at_the_same_time() -> None:
-    """Their blocks share the chip; neither may wait for the other's."""
+    """Blocks of both states share the GPU; neither may wait for the other's."""
     decoders = [Decoder(5, (40,), top_k=256, capacity=300), Decoder(6, (40,), top_k=256, capacity=300)]
     streams = [torch.cuda.Stream() if DEVICE == "cuda" else None for _ in decoders]
     for _ in range(30):
@@ -87,7 +87,7 @@ def test_capture_of_a_fresh_state_is_refused() -> None:
 
     def capture() -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            number.clone()  # an empty graph warns
+            number.clone()  # an empty graph would warn
             call(one)
 
     call(other)

@@ -1,4 +1,5 @@
-"""After a prefill node's warm-up no forward compiles anything: nobody waits for a compiler but the start."""
+"""After a prefill node's warm-up no forward compiles anything, so that only the start waits for a
+compiler."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PAGE_SIZE = 16
 
 
 def num_compiled() -> dict[str, int]:
-    """Kernels that Triton holds, by name."""
+    """Return the numbers of compiled Triton kernels by name."""
     found = {}
     for name in MODULES:
         module = importlib.import_module(f"hisparse_pd.kernels.triton_{name}")
@@ -44,7 +45,7 @@ def num_compiled() -> dict[str, int]:
 
 
 def part(room: int, start: int, stop: int, num_tokens: int, pages: range) -> tuple[RoomRecord, Chunk]:
-    """Positions of a prompt of which so many tokens are computed."""
+    """Return positions [start, stop) of a prompt, of which ``num_tokens`` tokens are computed."""
     tokens = np.arange(num_tokens + 1) % 90 + 32
     nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
     bootstrap = bootstrap_of(room, tokens.tolist(), scores=WantedScores(1, 2))
@@ -78,8 +79,8 @@ def test_forwards_behind_the_warm_up_compile_nothing(tmp_path: Path, kv_format: 
 
 
 def test_graphs_are_captured_behind_what_fills_their_padding(tmp_path: Path) -> None:
-    """Also where the device is still busy, and the memory that they get was another's: its numbers are no
-    tokens."""
+    """This holds even while the device is busy, and if the graphs get used memory, whose numbers are not
+    token ids."""
     runner = make_runner(tmp_path, "bfloat16")
     runner.warm_up(MOST_TOKENS)
     torch.full((1 << 22,), -1, device="cuda")

@@ -1,4 +1,4 @@
-"""Whole steps whose rows are verified, in CUDA graphs: plain ones, split ones, and with drafts."""
+"""Whole steps with verified rows, in CUDA graphs: plain ones, split ones, and with drafts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TOP_K, CONTEXT, CHUNK, NUM_REQS, NUM_STEPS = 256, 2048, 1024, 5, 16
 def test_wrong_rows_are_found_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, num_drafts: int, split: Split
 ) -> None:
-    """What steps wrote is what its checks vouch for; what changes later is found by the request's next steps,
-    and by no other's."""
+    """Rows that steps wrote match their checks. A later change is found by the next steps of its request, and
+    by no other request's."""
     shape = SyntheticShape(2, 2, 256, 8192, 8192, index_topk=TOP_K, draft_agreement=0.8)
     write_synthetic(tmp_path, shape, 0, DEVICE)
     has_drafts = int(num_drafts > 0)

@@ -303,7 +303,7 @@ def no_memfd(*_: object) -> int:
     ("name", "stand_in", "status", "words"),
     [
         ("os.memfd_create", no_memfd, FAIL, "no memfd"),
-        ("hisparse_pd.transfer.lane_host._why_stranger", lambda sock: "another user", WARN, "another user"),
+        ("hisparse_pd.transfer.lane_host._why_foreign", lambda sock: "another user", WARN, "another user"),
         ("hisparse_pd.transfer.lane_memory.Mapping.write", lambda *_: None, FAIL, "did not arrive"),
     ],
 )

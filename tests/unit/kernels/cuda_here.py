@@ -1,4 +1,4 @@
-"""CUDA code is compiled by what this machine has, nvcc or NVRTC, of which neither needs a GPU."""
+"""Compiles CUDA code with this machine's nvcc or NVRTC, neither of which needs a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ARCHITECTURES = (80, 90, 100, 120)
 def compile_cuda(
     source: str, arch: int, options: tuple[str, ...], directory: Path, entries: set[str]
 ) -> str | None:
-    """What nvcc's assembler says of the kernels, which are ``entries``; None where NVRTC compiled."""
+    """Compile ``source`` with the kernels ``entries``. Returns the output of nvcc's assembler; None for
+    NVRTC."""
     if shutil.which("nvcc"):
         path = directory / "unit.cu"
         path.write_text(source)
@@ -39,7 +40,7 @@ def compile_cuda(
 
 
 def layout_checks(parameters: dict[str, np.dtype[Any]]) -> str:
-    """Both sides have each parameter in the same place."""
+    """Return assertions that the device and the host have each parameter at the same offset."""
     lines = [""]
     for name, dtype in parameters.items():
         lines.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");')

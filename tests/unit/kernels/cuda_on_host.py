@@ -1,7 +1,7 @@
-"""``csrc/rank_exchange.cu`` compiled by the C++ compiler of this machine: each thread of a block is a thread.
+"""``csrc/rank_exchange.cu`` compiled by this machine's C++ compiler: each thread of a block is a thread.
 
-Everything runs as it is written but for PTX, each line of which is put in words of C++ here, and for the
-sizes of blocks and pieces.
+The code runs as it is written, except that each line of PTX is replaced by C++ here, and that blocks and
+pieces are small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hisparse_pd.kernels import rank_exchange
 
 NUM_THREADS = 4
 MAX_PIECE_BYTES = 96
-"""Several rounds already of short rows."""
+"""A small value, so that short rows already take several rounds."""
 MAX_BLOCKS = 3
 
 IN_CPP = {
@@ -97,7 +97,7 @@ def host_source(num_banks: int) -> str:
 
 
 class HostKernels:
-    """In the place of ``launch`` and of the kernels that it launches."""
+    """A stand-in for ``launch`` and for the kernels that it launches."""
 
     def __init__(self, directory: Path, num_banks: int) -> None:
         compiler = shutil.which("g++") or shutil.which("clang++")
@@ -116,7 +116,7 @@ class HostKernels:
 
 
 class HostRuntime:
-    """In the place of CUDA's runtime: a handle of memory is where it is."""
+    """A stand-in for CUDA's runtime, in which a handle of memory is its address."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []

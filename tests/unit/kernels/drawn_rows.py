@@ -1,4 +1,4 @@
-"""Rows of forwards that are drawn at random, and where they write by a plain loop."""
+"""Random rows of forwards, and the places where they write according to a plain loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hisparse_pd.kernels.step_rows import StepRows
 PAGE_SIZE, SCRATCH_DEVICE, SCRATCH_INDEX = 4, 1000, 2000
 NUM_REQS, NUM_REAL = 40, 37
 FORMS = [(1, 0, False), (1, 0, True), (3, 0, True), (3, 2, True), (4, 1, False)]
-"""Numbers of new positions, the first with a row, and whether positions have an end."""
+"""Number of new positions, number of the first position with a row, and whether positions have an end."""
 
 
 def drawn(num_new: int, first_row: int, has_ends: bool) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def drawn(num_new: int, first_row: int, has_ends: bool) -> dict[str, Any]:
 
 
 def by_loop(given: dict[str, Any]) -> list[list[int]]:
-    """The fields of ``StepRows``, a row after the other."""
+    """Return the fields of ``StepRows``, one row after the other."""
     rows = []
     for req in range(NUM_REQS):
         for number in range(given["first_row"], given["num_new"]):

@@ -60,7 +60,7 @@ class Buffer:
         return result
 
     def row_start(self, num_tokens: int, hint: list[int], num_pages: int = len(HOST_PAGES)) -> RowStart:
-        """Of the row, empty again, with the first of its pages."""
+        """Empty the row, and return a start of it with the first ``num_pages`` of its pages."""
         self.state.reset_row(ROW)
         return RowStart(
             self.state,
@@ -82,7 +82,7 @@ class Buffer:
         return num_warm
 
     def hot_positions(self, group: int = 0, row: int = ROW) -> list[int]:
-        """What is at each hot_index, -1 where nothing is."""
+        """Return the position at each hot_index, -1 where it is empty."""
         slots: list[int] = self.state.hot_to_lookup[group, row].tolist()
         return [LOOKUP_SLOTS.index(slot) if slot >= 0 else -1 for slot in slots]
 

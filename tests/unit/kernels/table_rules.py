@@ -1,4 +1,4 @@
-"""The rules that every writer of the hot buffers' tables keeps, checked."""
+"""Checks of the rules that every writer of the hot buffers' tables keeps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hisparse_pd.kernels.reference import Table
 def check_consistency(
     state: HotBufferState, seq_lens: dict[int, int] | None = None, num_new: dict[int, int] | None = None
 ) -> None:
-    """Verify the rules of ``kernels/hot_state.py`` for every row; with ``seq_lens`` (of a row's last step)
-    placement too.
-    ``num_new``: of that step, 1 for a row that is not there.
+    """Verify the rules of ``kernels/hot_state.py`` for every row. ``seq_lens`` (of rows in their last step)
+    adds checks of placement; ``num_new`` is the number of new positions in that step, 1 for rows that it
+    lacks.
 
     Synchronises with the device. Raises RuntimeError with group, row, hot_index and both values.
     """

@@ -1,4 +1,5 @@
-"""Attention backends: which one is chosen and why, the reference over formats, Triton's interpreter."""
+"""Attention backends: which one is chosen and why, the reference for all formats, and Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def generator() -> torch.Generator:
 
 @pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU machine with FlashMLA, as far as the choice of a backend looks at it."""
+    """Make the choice of a backend see a GPU machine with FlashMLA."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(flashmla, "_flash_mla", lambda: object())
 
@@ -194,8 +195,8 @@ TRITON_CASES = [
     (FP8_E4M3, 300, 16, 2, 40),
     (FP8_E4M3, 36, 6, 5, 40),
 ]
-"""Format, kv_lora_rank, rope_dim, num_heads, top_k. Queries are float32: the interpreter multiplies the bits
-of bfloat16 matrices as integers."""
+"""Format, kv_lora_rank, rope_dim, num_heads, top_k. Queries are float32, because the interpreter multiplies
+the bits of bfloat16 matrices as integers."""
 
 
 def compare(split_slots: int) -> None:
@@ -204,7 +205,7 @@ def compare(split_slots: int) -> None:
     generator = torch.Generator().manual_seed(split_slots)
     for name, rank, rope, num_heads, top_k in TRITON_CASES:
         kv_format = KvFormat(name, rank, rope)
-        # The bytes of slot 0, which nobody selects, are NaN in every format.
+        # The bytes of slot 0, which is never selected, are NaN in every format.
         pool = torch.full((NUM_POOL_SLOTS, kv_format.item_bytes), 0xFF, dtype=torch.uint8)
         items = torch.randn((NUM_POOL_SLOTS - 1, kv_format.item_dim), generator=generator)
         kv_format.store(pool, torch.arange(1, NUM_POOL_SLOTS), items)

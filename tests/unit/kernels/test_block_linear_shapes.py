@@ -1,4 +1,4 @@
-"""Which matrices stay in fp8 on a GPU; the products themselves are tested there."""
+"""Which matrices stay in fp8 on a GPU; tests/gpu has the tests of their products."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hisparse_pd.kernels.block_linear import takes_matrix
 @pytest.mark.parametrize(
     ("rows", "columns", "takes"),
     [
-        (7168, 18432, True),  # DeepSeek-V3.2's
+        (7168, 18432, True),  # of DeepSeek-V3.2
         (1536, 7168, True),
         (24576, 1536, True),
         (576, 7168, True),
         (1024, 512, True),
-        (1024, 128, False),  # one scale a row of blocks, of four that the library reads
+        (1024, 128, False),  # one scale in a row of blocks, but the library reads four
         (1024, 640, False),
         (1000, 512, False),
     ],

@@ -1,5 +1,5 @@
-"""The CUDA code of the swap-in and of the top-k compiles for every architecture that we support, on machines
-without a GPU too, and takes its parameters from where the host puts them."""
+"""The CUDA code of swap-in and top-k compiles for every supported architecture, also on machines without a
+GPU, and reads its parameters at the offsets at which the host writes them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ VARIANTS = [
     *((1, True, 64, 1), (2, True, 1, 1), (4, False, 48, 2), (2, True, 64, 8)),
     *((8, False, 48, 2), (32, True, 64, 8)),
 ]
-"""Positions of a thread, only wide items, page size, new positions at most."""
+"""Positions of a thread, only wide items, page size, most new positions."""
 SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))
-"""Of the default run: each architecture once, with another variant. The last two take the longest."""
+"""The default run: each architecture once, with different variants. The last two variants take the
+longest."""
 
 
 @pytest.mark.parametrize(

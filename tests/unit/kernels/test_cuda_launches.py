@@ -1,4 +1,4 @@
-"""How many copies and launches an admission is, without a GPU: the driver is a list of what it was asked."""
+"""The numbers of copies and launches of an admission, without a GPU: a list records the launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_GROUPS, PAGE_SIZE = 61, 64
 
 
 def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> tuple[list[Any], list[Any]]:
-    """The launches and the staged numbers of one slice that fills a row."""
+    """Start a row in one slice. Returns the launches and the staged numbers."""
     launches: list[Any] = []
     staged: list[Any] = []
     empty = torch.empty

@@ -1,4 +1,4 @@
-"""Routed experts: block-scaled fp8 weights, the routing tables, the reference, and the kernel interpreted."""
+"""Routed experts: block-scaled fp8 weights, the routing tables, the reference, and the interpreted kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_EXPERTS, TOP_K = 7, 3
 
 
 def draw(num_tokens: int, hidden: int = 160, inner: int = 136) -> tuple[Tensor, ...]:
-    """Tokens, expert ids, weights, and the two matrices of every expert as a rank holds them."""
+    """Return tokens, expert ids, weights, and the matrices of every expert as a rank holds them."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, hidden)
     expert_ids = torch.stack([torch.randperm(NUM_EXPERTS)[:TOP_K] for _ in range(num_tokens)])
@@ -55,7 +55,7 @@ def part(whole: ExpertMatrices, experts: slice) -> ExpertMatrices:
 def one_by_one(
     x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices
 ) -> Tensor:
-    """A token and an expert at a time, in float64."""
+    """Compute one token and one expert at a time, in float64."""
     total = torch.zeros_like(x, dtype=torch.float64)
     for token, ids in enumerate(expert_ids.tolist()):
         for choice, expert in enumerate(ids):
@@ -135,7 +135,7 @@ def test_the_experts_of_all_ranks_add_up(num_tokens: int, is_fp8: bool) -> None:
 
 
 def padded(x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Every other token is padding, which is no expert's."""
+    """Add a token of padding after every token; padding belongs to no expert."""
     mixed = torch.full((2 * len(x), x.shape[1]), torch.nan)
     ids = torch.full((2 * len(x), TOP_K), NUM_EXPERTS)
     of_ids = torch.full((2 * len(x), TOP_K), torch.nan)
@@ -155,7 +155,8 @@ def test_padding_gets_nothing_and_changes_nothing(num_tokens: int) -> None:
 
 
 def test_activations_are_rounded_where_the_routing_says_so() -> None:
-    """Twice by half a step of 3 bits of mantissa, which is far more than bfloat16's own rounding."""
+    """Activations are rounded twice, each time by up to half a step of 3 bits of mantissa, which is far more
+    than the rounding of bfloat16."""
     x, expert_ids, weights, *dense = draw(60)
     gate_up, down = (matrices(matrix, is_fp8=True) for matrix in dense)
     results = []
@@ -181,7 +182,7 @@ def test_what_is_rounded(device: str, dtype: torch.dtype, is_fp8: bool, expected
 
 
 def test_tiles_of_few_rows_have_one_size() -> None:
-    """Or a row would be added up in another order in a larger batch."""
+    """Otherwise a row would be added up in another order in a larger batch."""
     for num_tokens in (1, 60, 3000):
         _, expert_ids, weights, *_ = draw(num_tokens)
         rounded = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=True)

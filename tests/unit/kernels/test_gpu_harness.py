@@ -1,4 +1,4 @@
-"""The checks of ``tests/gpu`` on the CPU, where they pass, too."""
+"""The checks of ``tests/gpu`` on the CPU, where they pass too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What GPU kernels cannot take is refused before a model is loaded, in one line that says what to change."""
+"""Sizes that GPU kernels cannot take are refused before a model is loaded, in one line that says what to
+change."""
 
 from __future__ import annotations
 

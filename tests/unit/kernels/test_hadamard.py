@@ -1,4 +1,4 @@
-"""The matrix by which indexer queries and keys are rotated."""
+"""The matrix that rotates indexer queries and keys."""
 
 from __future__ import annotations
 

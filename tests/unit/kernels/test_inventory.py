@@ -1,4 +1,4 @@
-"""The line of the log that says which kernels serve."""
+"""The line of the log that names the kernels in use."""
 
 from __future__ import annotations
 

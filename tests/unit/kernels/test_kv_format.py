@@ -1,4 +1,4 @@
-"""KV formats: every byte of a row where the layout says, and what comes back."""
+"""KV formats: every byte of a row is where the layout says, and loads return what was stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = [(512, 64), (96, 16), (300, 6), (36, 2), (4, 0)]
 
 
 def stored(kv_format: KvFormat | IndexKeyFormat, values: Tensor) -> Tensor:
-    """The rows that ``values`` become."""
+    """Return the rows in which ``values`` are stored."""
     pool = torch.zeros((len(values), kv_format.item_bytes), dtype=torch.uint8)
     kv_format.store(pool, torch.arange(len(values)), values)
     return pool
@@ -101,7 +101,7 @@ def test_fp8_products_are_exact_in_bfloat16() -> None:
     items = torch.randn((64, 512), generator=torch.Generator().manual_seed(0))
     loaded = kv_format.load(stored(kv_format, items))
     assert torch.equal(loaded.bfloat16().float(), loaded)
-    # What was stored once is stored again without a change.
+    # Loaded values are stored again without a change.
     assert torch.equal(kv_format.load(stored(kv_format, loaded)), loaded)
 
 

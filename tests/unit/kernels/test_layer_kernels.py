@@ -1,7 +1,7 @@
 """A layer's Triton kernels on a machine without a GPU: every launch of their wrappers compiles for an H200,
-and interpreted they compute what torch does.
+and interpreted kernels compute what torch does.
 
-The interpreter multiplies no matrices of bfloat16 right, so kernels that do are given float32.
+The interpreter multiplies bfloat16 matrices wrongly, so kernels with matrix products are given float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def is_close(found: Tensor | None, expected: Tensor | None) -> None:
-    """Up to the rounding of the same numbers that were added up in another order."""
+    """Compare up to the rounding of sums in another order."""
     assert found is not None
     assert expected is not None
     steps = 2**-6 if expected.dtype == torch.bfloat16 else 2**-16
@@ -54,12 +54,12 @@ def is_close(found: Tensor | None, expected: Tensor | None) -> None:
 
 
 def nearly_all_equal(found: Tensor, expected: Tensor) -> None:
-    """Bytes of fp8: the interpreter rounds some halves the wrong way, and forgets what it carries."""
+    """Compare bytes of fp8. The interpreter rounds some halves the wrong way, and drops carries."""
     assert (found == expected).float().mean() > 0.85
 
 
 def is_rounded(found: Activations, dense: Tensor, rounding: Rounding | None) -> None:
-    """``dense`` in fp8, and rows of zeros behind it."""
+    """Check that ``found`` has ``dense`` in fp8, followed by rows of zeros."""
     if rounding is None:
         assert found.rounded is None
         return
@@ -98,7 +98,7 @@ def norms_and_roundings() -> None:
                 is_rounded(normed, normed.dense, rounding)
         gate = NormGate.of(draw(5, size) / size**0.5, draw(size, 5))
         inputs = hidden.float(), [of_product], weight.float(), EPS
-        for most_numbers in (1 << 15, 512):  # all ranks at once, or some
+        for most_numbers in (1 << 15, 512):  # all ranks of the gate at once, or some
             triton_norms.GATE_NUMBERS = most_numbers
             gated = add_norm_triton(*inputs, None, (gate.down, gate.up.t().contiguous()))[1]
             is_close(gated.dense, add_norm(*inputs, None, gate)[1].dense)
@@ -164,7 +164,7 @@ def values_of_heads() -> None:
 
     from hisparse_pd.kernels.triton_heads import lift_values_triton
 
-    libdevice.exp = lambda x: tl.exp(x)  # the interpreter's; in a process of its own
+    libdevice.exp = lambda x: tl.exp(x)  # the interpreter's exp; this runs in its own process
     num_tokens, heads, latent, value_dim = 3, 2, 72, 128
     attended, value_up = draw(num_tokens, heads, latent), draw(heads, latent, value_dim)
     for gate in (None, draw(2, num_tokens, heads, value_dim)):
@@ -221,7 +221,7 @@ def experts_are_chosen_and_planned() -> None:
             has_shared=is_softmax,
         )
         logits = draw(2, 5, num_experts)
-        logits[:, 1] = 0.0  # all alike: the lowest
+        logits[:, 1] = 0.0  # equal logits: the lowest ids are chosen
         weights, ids = choose_triton(
             logits, choice.bias, 3, num_groups=num_groups, num_chosen_groups=num_chosen,
             normalizes=choice.normalizes, scale=choice.scale, score_outside=choice.score_outside,
@@ -284,7 +284,7 @@ NUM_EXPERTS, HEADS, HIDDEN, Q_RANK, LATENT, ROPE, KEY_DIM, VALUE_DIM = 256, 128,
 
 
 def compile_a_layer() -> None:
-    """At DeepSeek-V3.2's sizes, by tensors that have no memory."""
+    """Launch all kernels of a layer at DeepSeek-V3.2's sizes, with tensors that have no memory."""
     from hisparse_pd.kernels import gluon_linear
     from hisparse_pd.kernels.triton_experts import run_experts_triton
     from hisparse_pd.kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton
@@ -339,7 +339,7 @@ def compile_a_layer() -> None:
             linear_parts(some(num_tokens, Q_RANK), num_tokens, some(32768, Q_RANK))
             narrow_parts(some(num_tokens, HIDDEN), wide(NUM_EXPERTS, HIDDEN))
         linear_parts(some(65, HIDDEN), 65, some(2240, HIDDEN))
-        gluon_linear.takes_groups = lambda x, values: True  # in a process of its own
+        gluon_linear.takes_groups = lambda x, values: True  # in its own process
         gluon_linear.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
         for num_tokens in (65, 4096):
             x, x_scales = some(num_tokens, HIDDEN, dtype=fp8), wide(HIDDEN // 128, num_tokens)

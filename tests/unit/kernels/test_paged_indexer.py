@@ -1,4 +1,5 @@
-"""The indexer over paged keys: the reference, and the logits kernel interpreted or compiled without a GPU."""
+"""The indexer over paged keys: the reference, and the logits kernel, interpreted or compiled without a
+GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_the_best_are_chosen_and_of_equal_ones_the_lowest(
 @pytest.mark.parametrize("key_format", ["float32", "bfloat16", "fp8_e4m3"])
 def test_paged_selection_is_that_of_contiguous_keys(key_format: str) -> None:
     batch = Batch(3, key_format, num_heads=8, head_dim=16, page_size=4, lens=(40, 3, 17, 40), top_k=8)
-    batch.weights.abs_()  # few zeros at the top, whose order is open on the other side
+    batch.weights.abs_()  # few zeros at the top, because the other side does not define their order
     selected = batch.call()
     for token, (row, position) in enumerate(zip(batch.rows, batch.query_positions.tolist(), strict=True)):
         keys = batch.keys(row, position + 1)
@@ -157,7 +158,7 @@ CASES = [
     {"key_format": "fp8_e4m3", "num_heads": 3, "head_dim": 12, "page_size": 64, "q_dtype": "float32"},
     {"key_format": "fp8_e4m3", "num_heads": 20, "head_dim": 128, "page_size": 64, "q_dtype": "bfloat16"},
 ]
-"""Not bfloat16 times bfloat16, which the interpreter computes wrongly."""
+"""No case multiplies bfloat16 by bfloat16, which the interpreter computes wrongly."""
 
 
 def interpret_cases() -> None:
@@ -168,7 +169,7 @@ def interpret_cases() -> None:
         options = {name: value for name, value in case.items() if name != "q_dtype"}
         lens = (3 * 64 + 11, 1, 64, 130)
         batch = Batch(2, lens=lens, top_k=1, q_dtype=getattr(torch, case["q_dtype"]), **options)
-        # A head whose queries are far from 1 goes through the powers of two.
+        # The queries of this head are far from 1, so that their powers of two matter.
         batch.q_index[:, 0] *= 2.0**60
         batch.weights[:, 0] *= 2.0**-60
         batch.num_real.fill_(3)
@@ -201,7 +202,7 @@ def test_interpreted_logits() -> None:
 
 
 def compile_logits_kernel() -> None:
-    """Print, as JSON by key type, what the kernel of 64 heads and 128 dimensions becomes on Hopper."""
+    """Print, as JSON by key type, the compiled kernel of 64 heads and 128 dimensions on Hopper."""
     from hisparse_pd.kernels.triton_indexer import TUNING, _logits_kernel
 
     result = {}
@@ -226,9 +227,8 @@ def compile_logits_kernel() -> None:
 
 @needs_triton
 def test_keys_reach_the_tensor_cores_without_detours(tmp_path: Path) -> None:
-    """Keys come by asynchronous copies as wide as their rows' alignment allows and are multiplied on the
-    tensor cores of Hopper; fp8 ones are converted two at a time on their way there.
-    """
+    """Keys are loaded by asynchronous copies as wide as their rows' alignment allows and multiplied on
+    Hopper's tensor cores; fp8 keys are converted two at a time on the way."""
     output = output_of(compile_logits_kernel, TRITON_CACHE_DIR=str(tmp_path))
     compiled = json.loads(output.splitlines()[-1])
     for key_format, width in (("fp8_e4m3", "0x4"), ("bfloat16", "0x10")):

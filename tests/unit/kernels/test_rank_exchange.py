@@ -1,4 +1,4 @@
-"""What ranks exchange over each other's memory, with the kernels' own code on this machine's CPU."""
+"""Exchanges of ranks through each other's memory, with the kernels' own code on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda, layout_che
 from tests.unit.kernels.cuda_on_host import MAX_BLOCKS, MAX_PIECE_BYTES, HostKernels, HostRuntime
 
 CPU = torch.device("cpu")
-PATIENCE_SECS = 20.0
+TIMEOUT_SECS = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,13 @@ def on_host(monkeypatch: pytest.MonkeyPatch, host_kernels: HostKernels) -> None:
 
 
 def as_ranks(num_ranks: int, run: Callable[[int], Any]) -> list[Any]:
-    """What each rank's thread returns."""
+    """Run one thread for each rank. Returns their results."""
     with ThreadPoolExecutor(num_ranks) as pool:
         return [found.result(timeout=120) for found in [pool.submit(run, rank) for rank in range(num_ranks)]]
 
 
 class Meeting:
-    """``RankGroup.meet`` of threads."""
+    """A ``RankGroup.meet`` for threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._barrier = threading.Barrier(num_ranks, timeout=120)
@@ -109,7 +109,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("num_ranks", "first"), [(2, 0), (3, 2**32 - 9), (4, 2**31 - 3)])
 def test_gathers_and_sums_are_exact_in_any_order_of_sizes(on_host: None, num_ranks: int, first: int) -> None:
-    """Counts of pieces wrap meanwhile, and ranks are late by turns."""
+    """Counts of pieces wrap meanwhile, and ranks are late in turns."""
     of_ranks = memories(num_ranks)
     for memory in of_ranks:
         memory.begin_at(first)
@@ -122,16 +122,14 @@ def test_gathers_and_sums_are_exact_in_any_order_of_sizes(on_host: None, num_ran
                 time.sleep(late.random() / 200)
             x = draw(rank, call, (rows, columns), dtype)
             out = torch.full((num_ranks * rows, columns), 77).to(dtype)
-            of_ranks[rank].gather(out, x, PATIENCE_SECS, only_notes_overdue=True)
+            of_ranks[rank].gather(out, x, TIMEOUT_SECS, only_notes_overdue=True)
             expected = [draw(other, call, (rows, columns), dtype) for other in range(num_ranks)]
             assert torch.equal(out, torch.cat(expected)), (call, rows, columns)
             if dtype == torch.uint8:
                 continue
             whole = (num_ranks * rows, columns)
             own = torch.full((rows, columns), 77).to(dtype)
-            of_ranks[rank].sum_own(
-                own, draw(rank, call, whole, dtype), PATIENCE_SECS, only_notes_overdue=True
-            )
+            of_ranks[rank].sum_own(own, draw(rank, call, whole, dtype), TIMEOUT_SECS, only_notes_overdue=True)
             parts = [
                 draw(other, call, whole, dtype)[rank * rows : (rank + 1) * rows] for other in range(num_ranks)
             ]
@@ -150,7 +148,7 @@ def test_a_rows_sum_has_the_same_bits_alone_and_among_others(on_host: None, dtyp
         def run(rank: int) -> torch.Tensor:
             x = rows[rank][:count].repeat(3, 1)
             out = x.new_empty((count, 16))
-            of_ranks[rank].sum_own(out, x, PATIENCE_SECS, only_notes_overdue=True)
+            of_ranks[rank].sum_own(out, x, TIMEOUT_SECS, only_notes_overdue=True)
             return out
 
         return as_ranks(3, run)
@@ -179,7 +177,7 @@ def test_ranks_connect_where_all_of_them_can(
     meeting = Meeting(2)
 
     def run(rank: int) -> RankExchange | None:
-        return connect(meeting.of_rank(rank), CPU, rank, 2, PATIENCE_SECS, is_wanted=True)
+        return connect(meeting.of_rank(rank), CPU, rank, 2, TIMEOUT_SECS, is_wanted=True)
 
     with caplog.at_level("INFO"):
         found = as_ranks(2, run)
@@ -201,7 +199,7 @@ def test_ranks_connect_where_all_of_them_can(
 def test_one_rank_that_cannot_makes_all_use_nccl(
     on_host: None, reason: str, word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All say why. Where sums are wrong on one rank, the others would not know."""
+    """All ranks log the reason, because with wrong sums on one rank the others would not know it."""
     monkeypatch.setattr(exchanges, "TRIAL_ROWS", (1,))
     monkeypatch.setattr(exchanges, "_TRIAL_COLUMNS", 24)
     monkeypatch.setattr(exchanges, "TRIAL_SECS", 0.2)
@@ -223,7 +221,7 @@ def test_one_rank_that_cannot_makes_all_use_nccl(
 
     def run(rank: int) -> RankExchange | None:
         is_wanted = reason != "switched off" or rank == 0
-        return connect(meeting.of_rank(rank), CPU, rank, 2, PATIENCE_SECS, is_wanted=is_wanted)
+        return connect(meeting.of_rank(rank), CPU, rank, 2, TIMEOUT_SECS, is_wanted=is_wanted)
 
     with caplog.at_level("INFO"):
         assert as_ranks(2, run) == [None, None]
@@ -262,7 +260,7 @@ def test_pieces_cover_a_part_and_fit_their_slots() -> None:
 def test_tensors_of_other_sizes_are_refused(on_host: None) -> None:
     memory = memories(2)[0]
     x = torch.ones((4, 8))
-    with pytest.raises(KernelArgumentError, match="all ranks make of"):
+    with pytest.raises(KernelArgumentError, match="does not match the x of all ranks"):
         memory.gather(torch.empty((7, 8)), x, 1.0, only_notes_overdue=True)
     with pytest.raises(KernelArgumentError, match="contiguous"):
         memory.sum_own(torch.empty((2, 8)), x.expand(3, 4, 8)[:, :, :1], 1.0, only_notes_overdue=True)

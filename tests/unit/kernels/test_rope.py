@@ -1,4 +1,4 @@
-"""Rotary embedding: against a product of complex numbers, over layouts; the kernel interpreted."""
+"""Rotary embedding: against a product of complex numbers, in all layouts, and with the interpreted kernel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hisparse_pd.kernels.rope import rotate
 from tests.unit.kernels.triton_here import interpreted, needs_triton
 
 SHAPES = [(3, 5, 8, 8), (1, 1, 12, 8), (4, 17, 19, 6), (2, 40, 130, 64), (0, 3, 8, 8), (2, 0, 8, 8)]
-"""Tokens, heads, elements of a head, and how many of these are rotated."""
+"""Tokens, heads, elements of a head, and rotated elements."""
 
 
 def draw(shape: tuple[int, int, int, int], is_wide: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """``x``, ``cos``, ``sin``; parts of wider tensors when ``is_wide``."""
+    """Return ``x``, ``cos`` and ``sin``, which are parts of wider tensors if ``is_wide``."""
     num_tokens, num_heads, dim, rope_dim = shape
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn((num_tokens, num_heads, dim + 7 * is_wide), generator=generator)[..., 7 * is_wide :]
@@ -25,7 +25,7 @@ def draw(shape: tuple[int, int, int, int], is_wide: bool = False) -> tuple[Tenso
 
 
 def by_complex_numbers(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
-    """float32, computed in float64."""
+    """Compute in float64, and return float32."""
     half = cos.shape[1]
     rope, rest = x.double().split([2 * half, x.shape[2] - 2 * half], dim=-1)
     pairs = rope.unflatten(-1, (half, 2)) if is_interleaved else rope.unflatten(-1, (2, half)).mT
@@ -86,7 +86,7 @@ def interpret_cases() -> None:
                 in_bf16 = torch.empty(x.shape, dtype=torch.bfloat16)
                 triton_rope.rotate(x.bfloat16(), cos, sin, is_interleaved, in_bf16)
                 exact = by_complex_numbers(x.bfloat16(), cos, sin, is_interleaved)
-                # The interpreter of some releases cuts float32 off where a GPU rounds it.
+                # The interpreter of some releases truncates float32 where a GPU rounds it.
                 cut = exact.view(torch.int32).bitwise_right_shift(16).short().view(torch.bfloat16)
                 assert torch.equal(in_bf16, exact.bfloat16()) or torch.equal(in_bf16, cut)
                 wide = torch.full((*x.shape[:2], x.shape[2] + 9), 77.0)

@@ -1,4 +1,4 @@
-"""The row check: its numbers, what it sees, and where checks are kept and compared."""
+"""The row check: its numbers, the errors that it detects, and where checks are kept and compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random_items(num_items: int, item_bytes: int) -> Tensor:
 
 
 def by_the_book(item: bytes, layer: int, position: int) -> int:
-    """As docs/kv-layout.md says it, word by word."""
+    """Compute the check as docs/kv-layout.md defines it, word by word."""
     total = (2 * ((layer << 22) + position) + 1) * 0x85EBCA6B
     for number, start in enumerate(range(0, len(item), 4), 1):
         mixed = number * 0x9E3779B1 % 2**32
@@ -76,7 +76,7 @@ def check_of(item: Tensor, layer: int, position: int) -> Tensor:
 
 
 def test_every_change_of_one_word_is_seen() -> None:
-    """Factors of words are odd, so that no product with a word but 0 is 0; and each is another one."""
+    """Factors of words are odd, so that no product with a word but 0 is 0, and distinct."""
     words = torch.eye(4096, dtype=torch.int32).view(torch.uint8)
     nothing = torch.zeros_like(words[:1])
     factors = reference_checks(words, 0, torch.zeros(4096, dtype=torch.int64)) - check_of(nothing, 0, 0)

@@ -1,4 +1,5 @@
-"""A row's result has the same bits alone and among others, at sizes that fill no vector register."""
+"""A row's result has the same bits alone and among other rows, at sizes that do not fill a vector
+register."""
 
 from __future__ import annotations
 
@@ -62,14 +63,14 @@ def test_a_row_is_the_same_alone_and_among_others(case: str) -> None:
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """torch's function, whose last call is undone."""
+    """Yield torch's function; the number of threads is restored at the end."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
 def products(dtype: torch.dtype, num_outputs: int, width: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Every kind, of rows [num_rows, width], as results [num_rows, ...]."""
+    """Return every kind of product, of rows [num_rows, width] with results [num_rows, ...]."""
     generator = torch.Generator().manual_seed(4)
     matrix = torch.randn((num_outputs, width), generator=generator).to(dtype)
     bias = torch.randn(num_outputs, generator=generator).to(dtype)
@@ -99,7 +100,8 @@ def products(dtype: torch.dtype, num_outputs: int, width: int) -> dict[str, Call
 def test_a_product_depends_on_its_row_alone(
     dtype: torch.dtype, width: int, set_threads: Callable[[int], None]
 ) -> None:
-    """With 1 to 64 outputs, 1 to 70 rows from any place on, rows that are not contiguous, and any threads."""
+    """This holds for 1 to 64 outputs, for 1 to 70 rows from any start, for rows that are not contiguous, and
+    for any number of threads."""
     rows = torch.randn((70, 2 * width), generator=torch.Generator().manual_seed(5)).to(dtype)[:, ::2]
     for num_outputs in range(1, 65):
         kinds = products(dtype, num_outputs, width)
@@ -144,7 +146,7 @@ def test_the_trial_passes_here_and_leaves_the_threads(set_threads: Callable[[int
 def test_a_machine_whose_products_differ_is_refused(
     fault: str, monkeypatch: pytest.MonkeyPatch, set_threads: Callable[[int], None]
 ) -> None:
-    """A library whose rounding depends on what it must not depend on."""
+    """The library's rounding depends on the rows, their places or the threads."""
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:
         result = linear(x, matrix)

@@ -1,4 +1,4 @@
-"""Who is chosen among equals: the lowest positions, whatever the row's length, and at no one's cost."""
+"""Ties in selections: the lowest positions win, whatever the row's length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_selection_has_the_one_rule(row: list[float], data: st.DataObject)
 
 @pytest.mark.parametrize("seq_len", [500, 512, 700, 4000])
 def test_a_selection_does_not_depend_on_what_comes_later(seq_len: int) -> None:
-    """Token 300's, of keys most of which score zero, in chunks that end elsewhere."""
+    """The selection of token 300 is the same in chunks of any end, with keys most of which score zero."""
     generator = torch.Generator().manual_seed(5)
     keys = torch.randn((4000, 24), generator=generator)
     q_index = torch.randn((1, 5, 24), generator=generator)

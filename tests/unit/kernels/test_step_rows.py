@@ -1,4 +1,5 @@
-"""Where the rows of a forward write: against a plain loop, in torch and by Triton's interpreter."""
+"""The places where the rows of a forward write: against a plain loop, in torch and by Triton's
+interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel wrappers: what a row cannot do, and precise errors. Histories are in ``tests/property``."""
+"""Kernel wrappers: single cases and precise errors. Random histories are in ``tests/property``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
 
 @pytest.mark.I4
 def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
-    """It could not be backed up. With the page that it lacked it goes on as if nothing had been."""
+    """Its token could not be backed up. Once it gets the missing page, the row goes on as if nothing had
+    happened."""
     buffer = Buffer()
     buffer.start(8, [7, 3, 1])
     buffer.state.set_host_pages(ROW, 2, *[torch.full((3,), -1)] * 2)
@@ -198,7 +199,7 @@ def test_index_topk_matches_a_plain_loop(seq_len: int, generator: torch.Generato
         row = selected[token].tolist()
         chosen = row[: len(best)]
         assert len(set(chosen)) == len(best)
-        # By score, because rectified scores tie at 0 and any of those may be taken.
+        # Compare by score, because rectified scores tie at 0 and any of those may be taken.
         torch.testing.assert_close(scores[chosen].sort(descending=True).values, best, rtol=1e-5, atol=1e-6)
         assert row[len(best) :] == [-1] * (top_k - len(best))
 

@@ -1,4 +1,4 @@
-"""Swap-in of several new positions a request: drafts that are not there, and errors."""
+"""Swap-in of several new positions of a request: drafts without slots, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NEW = 2
 
 
 class Drafting(Buffer):
-    """Capacity 4: two entries that others share, and the ring. Only the first pages are there."""
+    """A buffer of capacity 4: two shared entries, and the ring. Only the first ``num_pages`` pages exist."""
 
     def __init__(self, num_pages: int = 5) -> None:
         super().__init__(MAX_NEW)
@@ -62,7 +62,7 @@ def test_a_draft_without_a_page_has_no_slot_and_changes_nothing() -> None:
     assert out == [[HOT_SLOTS[3], HOT_SLOTS[0]], [-1, HOT_SLOTS[0]]]
     assert buffer.hot_positions()[:4] == [5, -1, -1, 11]
     assert not buffer.state.error_flags.any()
-    # Without a page for the first one there is no step.
+    # Without a page for the first new position there is no step.
     assert buffer.new_slots(12, 2) == [-1, -1]
     assert buffer.step(12, [[5, -1], [-1, -1]]) == [[-1, -1], [-1, -1]]
     assert buffer.state.error_flags[ROW] == HotBufferError.NO_HOST_SLOT

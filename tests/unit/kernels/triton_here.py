@@ -1,4 +1,4 @@
-"""What this machine's Triton, which comes with torch for CUDA, can be asked for without a GPU."""
+"""Uses of this machine's Triton, which comes with torch for CUDA, that need no GPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ interprets_loops = pytest.mark.skipif(
 
 
 def output_of(function: Callable[[], None], **environment: str) -> str:
-    """What ``function`` of a test module prints in a process of its own: Triton reads its environment when
-    it is imported. The test fails where it raises.
-    """
+    """Run ``function`` of a test module in its own process, because Triton reads its environment when it is
+    imported. Returns the output; the test fails if the function raises."""
     command = [sys.executable, "-c", f"import {function.__module__} as m; m.{function.__name__}()"]
     others = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -44,16 +43,17 @@ def output_of(function: Callable[[], None], **environment: str) -> str:
 
 
 def interpreted(function: Callable[[], None]) -> None:
-    """``function`` with kernels that Triton interprets."""
+    """Run ``function`` with kernels that Triton interprets."""
     output_of(function, TRITON_INTERPRET="1")
 
 
 def compiled_for_hopper(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: list[str], **options: int
 ) -> dict[str, Any]:
-    """The PTX of a Triton kernel on an H200, of which this machine needs none, and its shared memory.
+    """Compile a Triton kernel for an H200, which this machine need not have. Returns its PTX and shared
+    memory.
 
-    ``types``: of its arguments, i32 where none is given; ``aligned``: those that 16 divides.
+    ``types``: types of its arguments, i32 by default; ``aligned``: arguments that are multiples of 16.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -84,9 +84,8 @@ _TYPES = {
 
 @contextmanager
 def compiles_launches() -> Iterator[set[str]]:
-    """Launches of Triton kernels compile them, as they would be launched on an H200, and run nothing: tensors
-    need no memory. Gives the names of the kernels.
-    """
+    """Make launches of Triton kernels compile them for an H200 and run nothing, so that tensors need no
+    memory. Yields the names of the kernels."""
     from triton.runtime.jit import JITFunction
 
     from hisparse_pd.kernels import triton_launch

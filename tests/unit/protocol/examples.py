@@ -1,4 +1,4 @@
-"""One of every control message with its golden bytes, and the geometry that tests give their nodes."""
+"""One example of every control message with its golden bytes, and the geometry of the tests' nodes."""
 
 from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.protocol.messages import (

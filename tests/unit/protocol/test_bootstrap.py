@@ -1,4 +1,4 @@
-"""The bootstrap endpoint and the look-up: who is answered, and which answers are believed."""
+"""The bootstrap endpoint and the look-up: which callers are answered, and which answers are accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.protocol.examples import GEOMETRY
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
 CLIENT = httpx.Client(trust_env=False, verify=False)
-"""One for all: reading the system's certificates takes longer than a test."""
+"""One client for all tests: reading the system's certificates takes longer than a test."""
 
 INFO = BootstrapInfo(PROTOCOL_VERSION, "inst", "127.0.0.1", 7000, GEOMETRY, False)
 
@@ -82,7 +82,8 @@ def test_holders_of_one_key_understand_each_other_and_nobody_else_is_answered(tm
             assert not caught.value.refused
             assert info.instance_id not in str(caught.value)
         assert refusals(node, "wrong_key") == 2
-        # The other reason is there from the start, or the first refusal would be no growth.
+        # Both reasons have a counter from the start; otherwise an alert would not see the first refusal as
+        # growth.
         text = CLIENT.get(f"http://127.0.0.1:{node.port}/metrics").text
         assert 'hisparse_pd:bootstrap_refusals_total{reason="address_not_allowed"} 0.0' in text.splitlines()
 
@@ -147,7 +148,7 @@ def test_only_the_list_is_answered_and_a_header_does_not_change_an_address(tmp_p
 
 @contextmanager
 def answering(parts: Iterable[bytes], hangs: bool = False) -> Iterator[int]:
-    """A port at which every connection gets ``parts`` as its answer."""
+    """Yield a port at which every connection gets ``parts`` as its answer."""
     server = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
 
@@ -257,7 +258,7 @@ def test_an_answer_that_drips_ends_with_the_time(
 def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither from the look-up nor, through it, from ZMQ: it is given addresses only."""
+    """The look-up has a time limit, and ZMQ never resolves names, because it only gets addresses."""
     is_over, is_asked = threading.Event(), threading.Event()
 
     def never(*_: Any, **__: Any) -> Any:
@@ -286,7 +287,7 @@ def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
 def test_a_name_stands_for_that_address_of_it_which_answers_and_the_list_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the connection goes to that address: a second look-up of the name could give another."""
+    """The connection goes to that same address: a second look-up of the name could give another."""
     addresses: list[str] = []
     resolved: list[str] = []
 

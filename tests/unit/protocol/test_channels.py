@@ -31,7 +31,7 @@ from tests.waiting import WAIT_SECS, wait_until
 
 
 def receive_one(channel: ControlServer | ControlClient) -> Any:
-    """The next message that decodes; a server's with the identity of who sent it."""
+    """Return the next message that decodes; for a server with the sender's identity."""
     poller = Poller()
     poller.register(channel)
     while poller.wait(WAIT_SECS):
@@ -58,7 +58,7 @@ def make_client() -> Iterator[Callable[..., ControlClient]]:
     clients: list[ControlClient] = []
 
     def make(server: ControlServer, keys: ControlKeys | None = None, source: str = "") -> ControlClient:
-        """``source``: the address that it connects from."""
+        """Make a client that connects from the address ``source``."""
         port = f"127.0.0.1:{server.port}"
         clients.append(ControlClient(f"tcp://{source}:0;{port}" if source else f"tcp://{port}", keys))
         return clients[-1]
@@ -76,11 +76,11 @@ MakeClient = Callable[..., ControlClient]
 def test_malformed_frames_are_counted_and_the_next_message_arrives(
     make_server: Make, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also those at which a plain decoder trips. Of many the log has one."""
+    """Frames that make a plain decoder fail are counted too. Only one of many is logged."""
     server = make_server()
     client = make_client(server)
-    no_utf8 = b"\x93\x04\x03\xa2\xff\xfe"  # the reason of an AbortRoom
-    nested = b"\x93\x02\x09" + b"\x91" * 100_000 + b"\xc0"  # a further field of a Heartbeat
+    no_utf8 = b"\x93\x04\x03\xa2\xff\xfe"  # as the reason of an AbortRoom
+    nested = b"\x93\x02\x09" + b"\x91" * 100_000 + b"\xc0"  # as an unknown field of a Heartbeat
     for frames in ([b"\xc1garbage"], [b"two", b"frames"], [b""], [no_utf8], [nested]):
         client.socket.send_multipart(frames)
     client.send(Heartbeat(2))
@@ -138,7 +138,7 @@ def test_an_answer_to_a_peer_that_left_is_counted(make_server: Make, make_client
 
 
 class Relay:
-    """A network between a client and a server; once it ``is_cut`` nothing comes through, and nothing ends."""
+    """A network between a client and a server. Once it ``is_cut`` nothing passes, and no connection ends."""
 
     def __init__(self, port: int) -> None:
         self.is_cut, self._is_over = threading.Event(), threading.Event()
@@ -176,7 +176,7 @@ def test_both_ends_hear_of_silence_and_of_nobody_who_is_busy(keys: ControlKeys |
     ):
         client.send(Heartbeat(1))
         identity, _ = receive_one(server)
-        time.sleep(2.5)  # neither owner does anything
+        time.sleep(2.5)  # the owners of both sockets are busy
         assert not client.take_loss()
         assert server.send(identity, HeartbeatAck(1, "inst"))
         assert receive_one(client) == HeartbeatAck(1, "inst")
@@ -195,7 +195,7 @@ def test_with_keys_only_a_holder_of_the_key_gets_through(make_server: Make, make
     stranger.setsockopt(zmq.CURVE_PUBLICKEY, stranger_public)
     stranger.setsockopt(zmq.CURVE_SECRETKEY, stranger_secret)
     stranger.connect(f"tcp://127.0.0.1:{server.port}")
-    with suppress(zmq.Again):  # it may have been refused already, and has nobody to send to then
+    with suppress(zmq.Again):  # the server may have refused it already, and then there is no peer
         stranger.send(messages.encoder.encode(Heartbeat(666)), zmq.NOBLOCK)
     plain = make_client(server)
     plain.send(Heartbeat(667))
@@ -270,7 +270,7 @@ def test_a_key_survives_its_file(tmp_path: Path) -> None:
         (b"x" * 39 + b"~", "it holds 40 bytes"),
         (b"x" * 39 + b"\xa4", "it holds 40 bytes"),
         (b"x" * 20 + b"\0" * 20, "it holds 40 bytes"),
-        (b"x" * 5000, "it holds 4096 bytes"),  # no more of it is read
+        (b"x" * 5000, "it holds 4096 bytes"),  # only 4096 bytes are read
     ],
 )
 def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None, why: str) -> None:

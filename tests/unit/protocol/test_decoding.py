@@ -1,4 +1,4 @@
-"""JSON from outside has a bound to its nesting that is the same with every Python."""
+"""The nesting of JSON from outside has a bound that is the same with every Python."""
 
 from __future__ import annotations
 

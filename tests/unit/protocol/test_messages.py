@@ -1,4 +1,4 @@
-"""Golden bytes of every control message, and the evolution rule that array-like encoding gives."""
+"""Golden bytes of every control message, and the evolution rule of array-like encoding."""
 
 from typing import Any
 

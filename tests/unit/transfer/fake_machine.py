@@ -22,7 +22,7 @@ def ipv4_gid(address: str) -> str:
 
 @dataclass(frozen=True)
 class FakeDevice:
-    """A device with one port. ``gids``: by index, with their type as sysfs writes it."""
+    """A device with one port. ``gids``: its GIDs in order of index, each with its type as sysfs writes it."""
 
     name: str = "mlx5_0"
     state: str = "4: ACTIVE"
@@ -44,7 +44,8 @@ INFINIBAND = FakeDevice(link_layer="InfiniBand", gids=((IB_GID, "IB/RoCE v1"), (
 
 
 class FakeMachine:
-    """Files below ``root``. Root may do all and no limit is low: change ``status`` and the like for less."""
+    """Files below ``root``. By default the user is root and no limit is low; ``changes`` replace fields of
+    the Machine."""
 
     def __init__(self, root: Path, *devices: FakeDevice, **changes: Any) -> None:
         self.root = root
@@ -92,7 +93,7 @@ class FakeMachine:
     def add_numa_node(
         self, number: int, cpus: str, gib: float = 512, free_gib: float = 256, distances: str = ""
     ) -> None:
-        """A quarter of what is free is in use for files."""
+        """A quarter of ``free_gib`` is page cache."""
         base = f"sys/devices/system/node/node{number}"
         self.write(f"{base}/cpulist", f"{cpus}\n")
         sizes = {"MemTotal": gib, "MemFree": 0.75 * free_gib, "Active(file)": free_gib / 8}
@@ -102,7 +103,7 @@ class FakeMachine:
         self.write(f"{base}/distance", f"{distances}\n")
 
     def put_pci(self, bus_id: str, node: int, local_cpus: str = "") -> None:
-        """``bus_id`` as sysfs writes it."""
+        """Add a PCI device; ``bus_id`` is written as in sysfs."""
         self.write(f"sys/bus/pci/devices/{bus_id}/numa_node", f"{node}\n")
         self.write(f"sys/bus/pci/devices/{bus_id}/local_cpulist", f"{local_cpus}\n")
 

@@ -21,7 +21,8 @@ POOL_BYTES = (300_001, 4096)
 
 
 class Network:
-    """In place of a TransferEngine: remembers what it was to send. ``source`` is what is registered."""
+    """A stand-in for a TransferEngine that records what it was told to send. ``source`` is its registered
+    memory."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -42,7 +43,7 @@ class Network:
 
 
 class Pair:
-    """A decode node's memory, of which all or some is offered, and the lanes of a prefill node."""
+    """A decode node that offers all or some of its memory, and the lanes of a prefill node."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Pair:
         self.lanes = Lanes(self.network, "tcp", "run", why_off=why_off, directory=directory)
 
     def register(self, offer: LaneOffer | str | None = "own") -> Lane:
-        """The lane, once it is decided."""
+        """Register, and wait until the lane is chosen. Returns the lane."""
         lane = self.lanes.register(
             SESSION, self.host.offer if isinstance(offer, str) else offer, self.regions
         )
@@ -81,7 +82,7 @@ class Pair:
 
     @contextmanager
     def host_stands_still(self) -> Iterator[None]:
-        """It takes connections and does not answer."""
+        """Keep the decode node's host from answering; its socket still takes connections."""
         may_go_on = threading.Event()
         welcome = self.host._welcome
         self.host._welcome = lambda *args: may_go_on.wait(WAIT_SECS) and welcome(*args)  # type: ignore
@@ -91,7 +92,7 @@ class Pair:
             may_go_on.set()
 
     def write(self, src: list[int], dst: list[int], lengths: list[int]) -> None:
-        """Offsets in the source and in the first pool."""
+        """Write; offsets count from the source and from the first pool."""
         base = self.regions[0][0]
         self.lanes.write(
             SESSION, ([self.network.addr + at for at in src], [base + at for at in dst], lengths)

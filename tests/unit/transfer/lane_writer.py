@@ -1,7 +1,8 @@
 """A process that writes over a lane until it ends: ``python -m tests.unit.transfer.lane_writer``.
 
-Reads a line with a ``LaneOffer`` as hex and the directory of its socket, opens it as the run ``child``, and
-prints ``open``. From then on it writes one byte value after the other over all of the first window.
+It reads a line with a ``LaneOffer`` as hex and a line with the directory of the socket, opens the offer as
+the run ``child``, and prints ``open``. Then it fills the first window with one byte value after the other,
+without end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.other_process import OtherProcess
 
 
 class LaneWriter(OtherProcess):
-    """The other process, as a test sees it."""
+    """The process, as a test controls it."""
 
     def __init__(self, offer: LaneOffer, directory: str = "", wrapper: Sequence[str] = ()) -> None:
         super().__init__("tests.unit.transfer.lane_writer", wrapper=wrapper)

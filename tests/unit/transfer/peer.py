@@ -1,7 +1,7 @@
 """A process with registered memory for the transfer tests: ``python -m tests.unit.transfer.peer NUM_BYTES``.
 
-Prints its session and the address of its memory; then answers each line ``START STOP`` with those bytes as
-hex, and ends at the end of its input.
+It prints its session and the address of its memory, answers each line ``START STOP`` with those bytes as hex,
+and ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.other_process import OtherProcess
 
 
 class Peer(OtherProcess):
-    """The other process, as a test sees it."""
+    """The process, as a test controls it."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__("tests.unit.transfer.peer", num_bytes)
@@ -32,7 +32,7 @@ class Peer(OtherProcess):
 
 @dataclass(frozen=True)
 class ArrayMemory:
-    """An array as memory to register; as a tensor's its process would have to import torch, for a second."""
+    """An array as memory to register. A tensor would make the process import torch, which takes a second."""
 
     array: NDArray[np.uint8]
 
@@ -64,7 +64,7 @@ def main() -> None:
     for line in sys.stdin:
         start, stop = map(int, line.split())
         print(memory[start:stop].tobytes().hex(), flush=True)
-    os._exit(0)  # the test does not wait for Mooncake's own goodbye
+    os._exit(0)  # the test does not wait for Mooncake's own shutdown
 
 
 if __name__ == "__main__":

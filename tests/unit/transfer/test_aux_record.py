@@ -1,4 +1,4 @@
-"""The aux record: every value comes back, and nothing but the room's own whole record is accepted."""
+"""The aux record: every value comes back, and only the room's own whole record is accepted."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_one_flipped_bit_anywhere_is_found() -> None:
 
 
 def test_nothing_but_the_rooms_own_record_is_accepted() -> None:
-    """Not what is empty or cleared, the record of the previous room, nor one of another geometry."""
+    """An empty slot, a cleared slot, another room's record and a record of another geometry are refused."""
     cleared = packed()
     LAYOUT.clear(cleared)
     wider = AuxLayout(num_index_groups=3, index_topk=9)
@@ -63,7 +63,7 @@ def test_nothing_but_the_rooms_own_record_is_accepted() -> None:
     for slot, why in (
         (bytes(LAYOUT.slot_bytes), "no aux record of room 7"),
         (cleared, "no aux record of room 7"),
-        (packed(room=6), "room 6 where that of room 7 is due"),
+        (packed(room=6), "expected the aux record of room 7, found that of room 6"),
         (of_wider, "damaged"),
     ):
         with pytest.raises(AuxMismatch, match=why):

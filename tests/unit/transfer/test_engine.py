@@ -1,4 +1,4 @@
-"""The Mooncake wrapper, with the real Mooncake over TCP on loopback and a peer in a process of its own."""
+"""The Mooncake wrapper, with the real Mooncake over TCP on loopback and a peer in its own process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine() -> Iterator[TransferEngine]:
 
 @pytest.fixture
 def source(engine: TransferEngine) -> Iterator[torch.Tensor]:
-    """Registered random bytes."""
+    """Random bytes in registered memory."""
     memory = torch.randint(
         0, 256, (SOURCE_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
@@ -70,7 +70,7 @@ def test_bytes_land_in_the_other_process(engine: TransferEngine, peer: Peer, sou
 def test_a_long_range_and_many_short_ones_arrive_whole(
     engine: TransferEngine, peer: Peer, source: torch.Tensor
 ) -> None:
-    """More descriptors than one batch of Mooncake may have, among them one that has to be cut."""
+    """The write has more descriptors than one batch of Mooncake, and one descriptor that must be cut."""
     num_items, item_bytes = 3 * MAX_BATCH_DESCRIPTORS + 5, 64
     long_bytes = 2 * MAX_DESCRIPTOR_BYTES + 13
     starts = np.random.default_rng(0).permutation(num_items) * item_bytes
@@ -138,7 +138,7 @@ def test_a_peer_that_is_gone_fails_the_write_at_once(engine: TransferEngine, sou
 
 
 class Forwarder:
-    """A session whose process changes: a port that passes connections on to ``session``."""
+    """A session whose process can change: a port that forwards connections to ``behind``."""
 
     def __init__(self, session: str) -> None:
         self.behind = session
@@ -172,7 +172,7 @@ class Forwarder:
 def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
     engine: TransferEngine, peer: Peer, source: torch.Tensor
 ) -> None:
-    """Its memory and its data port are others than those of the process before it."""
+    """The second process has other memory and another data port than the first."""
     with Peer(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
         engine.renew(forwarder.session)  # before the first write there is nothing to forget
         engine.write(forwarder.session, ([source.data_ptr()], [first.base_addr], [64]))
@@ -242,7 +242,8 @@ def test_the_session_is_the_host_that_was_asked_for_and_answers() -> None:
 
 
 def test_an_ipv6_host_is_reached_at_its_session() -> None:
-    """In a process of its own, because Mooncake decides once a process whether it listens on IPv6."""
+    """The engine runs in its own process, because Mooncake decides once per process whether it listens on
+    IPv6."""
     code = (
         "import os; from hisparse_pd.transfer.engine import *; "
         "print(TransferEngine('::1').session, flush=True); os._exit(0)"
@@ -261,7 +262,7 @@ def test_an_engine_that_does_not_answer_at_its_session_is_refused(monkeypatch: p
 
 
 def test_a_foreign_address_may_be_advertised(caplog: pytest.LogCaptureFixture) -> None:
-    """Behind a NAT no interface here has it."""
+    """Behind a NAT, no interface of this machine has the advertised address."""
     started = TransferEngine("203.0.113.77")
     assert started.session.startswith("203.0.113.77:")
     assert "203.0.113.77 belongs to no network interface" in caplog.text
@@ -314,7 +315,7 @@ def test_a_node_on_loopback_starts_without_mooncake(monkeypatch: pytest.MonkeyPa
     memory = torch.zeros(8, dtype=torch.uint8)
     addr = one.register(memory)
     one.check_sources(as_descriptors(([addr], [1], [8])))
-    with pytest.raises(TransferError, match=r"machine alone.*install it; nothing was sent"):
+    with pytest.raises(TransferError, match=r"nodes of this machine.*install it; nothing was sent"):
         one.write(other.session, ([addr], [1], [8]))
     one.unregister(addr)
     for engine in (one, other):

@@ -1,4 +1,5 @@
-"""Lanes of shared memory: every byte where it belongs, who is let in, and when a writer is gone."""
+"""Lanes of shared memory: every byte lands where it belongs, callers are checked, and a writer's end is
+noticed."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_ranges_of_lengths_without_a_common_row_are_copied() -> None:
 
 
 def test_a_room_lands_over_the_sender_as_planned(pair: Pair) -> None:
-    """Slots in any order, several layers, in slices: as the prefill node writes."""
+    """Slots in any order and several layers are written in slices, as the prefill node does."""
     assert pair.register() == Lane("shm", "both see the same memory")
     item_bytes, num_layers = 132, 5
     num_slots = 200_000 // (item_bytes * num_layers)
@@ -109,7 +110,7 @@ def test_a_room_lands_over_the_sender_as_planned(pair: Pair) -> None:
 def test_a_wrong_plan_fails_and_writes_nothing(pair: Pair) -> None:
     pair.register()
     size = POOL_BYTES[0]
-    ends = mmap.PAGESIZE * -(-size // mmap.PAGESIZE)  # the next pool may begin behind the last page
+    ends = mmap.PAGESIZE * -(-size // mmap.PAGESIZE)  # the next pool may begin after the last page
     for dst, length in ((size, 1), (size - 3, 4), (-1, 1), (-5, 10), (0, size + 1), (ends + (1 << 40), 5)):
         with pytest.raises(TransferError, match=r"nothing was written|not in registered memory") as caught:
             pair.write([0, 0], [10, dst], [5, length])
@@ -167,7 +168,7 @@ def test_the_network_is_taken_for_a_node_of_another_machine_or_without_the_token
 
 @contextmanager
 def answering(name: str, packet: bytes | None, descriptors: list[int]) -> Iterator[None]:
-    """A socket that answers one connection so, or not at all."""
+    """Listen on a socket and answer one connection with ``packet``, or not at all."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
@@ -246,7 +247,7 @@ def test_a_flood_of_another_user_is_one_line_of_the_log(
 def test_a_pair_is_on_the_network_for_good_where_the_memory_was_not_open_in_time(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it sent over the network may still land when this process has ended."""
+    """Earlier writes over the network may still land when the prefill node's process has ended."""
     with pair.host_stands_still():
         assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
         monkeypatch.setattr(hisparse_pd.transfer.lane, "OPEN_SECS", 0.0)
@@ -262,7 +263,7 @@ def test_a_pair_is_on_the_network_for_good_where_the_memory_was_not_open_in_time
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A short path: that of a socket has 107 bytes at most."""
+    """A directory with a short path: the path of a socket has at most 107 bytes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         yield Path(path)
 
@@ -298,7 +299,7 @@ def test_sockets_of_nodes_that_were_killed_are_removed_and_no_others(directory: 
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root makes namespaces, with unshare"
 )
 def test_a_process_of_other_namespaces_writes_through_a_directory(directory: Path) -> None:
-    """As another container does, whose network and IPC are its own."""
+    """A process in another container has its own network and IPC namespaces."""
     with pair_of(str(directory)) as pair:
         with LaneWriter(pair.host.offer, str(directory), ("unshare", "--net", "--ipc")):
             wait_until(lambda: pair.memory[0].any(), "the first write")
@@ -318,7 +319,7 @@ def test_a_directory_that_is_not_there_ends_the_start_with_its_name(directory: P
 
 @pytest.mark.I1
 def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
-    """Its process writes all the time. What has landed when it is gone stays as it is."""
+    """The process writes without end. Memory no longer changes once its end is noticed."""
     with LaneWriter(pair.host.offer) as writer:
         wait_until(lambda: pair.memory[0].any(), "the first write")
         writer.pause()
@@ -378,7 +379,7 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
 
 @pytest.mark.I1
 def test_a_pair_keeps_its_lane_until_the_decode_node_has_ended(pair: Pair) -> None:
-    """Else the end of its process would not say that nothing lands any more."""
+    """Otherwise the end of the process would not tell that nothing lands any more."""
     pair.register()
     (connection,) = pair.host._connections
     assert pair.register().kind == "shm"
@@ -390,7 +391,7 @@ def test_a_pair_keeps_its_lane_until_the_decode_node_has_ended(pair: Pair) -> No
     with pytest.raises(TransferError, match="has ended"):
         pair.write([0], [0], [10])
     assert pair.lanes._pairs == {}, "of a node that is gone nothing is kept"
-    assert pair.register(None).kind == "tcp"  # another process, by its offer
+    assert pair.register(None).kind == "tcp"  # the offer shows that it is another process
     assert pair.network.sent == []
 
 
@@ -415,7 +416,7 @@ def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
 
 @pytest.mark.I1
 def test_memory_that_was_opened_and_not_written_to_says_nothing_when_it_is_let_go_of(pair: Pair) -> None:
-    """Its pair may be on the network: it could not be mapped, say."""
+    """The pair may be on the network, for example because the memory could not be mapped."""
     Mapping(pair.host.offer, "failed", "").close()
     wait_until(lambda: not pair.host._connections, "it ends")
     assert pair.host.take_ended() == []

@@ -1,4 +1,4 @@
-"""Lanes of a prefill node whose KV is on a GPU, with a stand-in for the GPU that copies with the CPU."""
+"""Lanes of a prefill node whose KV is on a GPU, with a stand-in for the GPU that copies on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 
 class FakeCopying:
-    """Copies when it is waited for."""
+    """A copy that is made when it is awaited."""
 
     def __init__(self, gpu: FakeGpu, *parts: Sequence[SlotArray]) -> None:
         self._gpu = gpu
@@ -39,7 +39,7 @@ class FakeCopying:
 
 
 class FakeGpu:
-    """In place of a GpuWriter, whose KV is the first half of the source; copies with the CPU."""
+    """A stand-in for a GpuWriter that copies on the CPU; its KV is the first half of the source."""
 
     def __init__(self, network: Network, calls: list[str]) -> None:
         self.calls = calls
@@ -47,7 +47,7 @@ class FakeGpu:
         self.may_register.set()
         self.error: Exception | None = None
         self.opened = np.zeros(9000, np.uint8)
-        """What a handle opens."""
+        """The memory that a handle opens."""
         self.num_runs = self.num_pieces = 0
         self.num_started = self.num_copied = 0
         self._first, self._stop = network.addr, network.addr + network.source.nbytes // 2
@@ -62,7 +62,7 @@ class FakeGpu:
         self.calls.append(f"register {num_bytes}")
 
     def unregister(self, addr: int) -> None:
-        np.ctypeslib.as_array((ctypes.c_uint8 * 1).from_address(addr))[0] += 0  # it is mapped yet
+        np.ctypeslib.as_array((ctypes.c_uint8 * 1).from_address(addr))[0] += 0  # it is still mapped
         self.calls.append("unregister")
 
     def open(self, handle: bytes) -> int:
@@ -85,7 +85,7 @@ class FakeGpu:
 
 @contextmanager
 def pair_with_gpu(handle: bytes = b"handle") -> Iterator[tuple[Pair, FakeGpu]]:
-    """The decode node's second region is in its GPU, at an address that is none here."""
+    """The decode node's second region is in its GPU, at an address that does not exist in this process."""
     with pair_of(covers_all=False) as pair:
         pair.regions[1] = (1 << 50, 4000)
         on_gpu = SharedMemory(*pair.regions[1], None, handle, 5000)
@@ -100,7 +100,7 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         assert pair.register().kind == "shm"
         assert pair.lanes.take_decided() == [SESSION]
         lengths = [RUN_BYTES + 1, 3 * PIECE_BYTES, 100]
-        src = [0, RUN_BYTES + 1, 50]  # the second goes on where the first ends, but not where it lands
+        src = [0, RUN_BYTES + 1, 50]  # the second source continues the first, but its destination does not
         dst = [0, RUN_BYTES + 7, RUN_BYTES + 4 * PIECE_BYTES]
         expected = pair.memory[0].copy()
         for start, to, length in zip(src, dst, lengths, strict=True):
@@ -110,12 +110,12 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         assert (gpu.num_runs, gpu.num_pieces) == (1, 4)
         pair.lanes.write(SESSION, ([pair.network.addr + 9], [(1 << 50) + 30], [60]))
         assert np.array_equal(gpu.opened[5030:5090], pair.network.source[9:69])
-        # What is in main memory here, as aux records are, is the CPU's to copy, and not to a GPU.
+        # The CPU copies sources in main memory, such as aux records, and never to a GPU.
         gpu.num_pieces = 0
         pair.write([pair.network.source.nbytes - 40], [0], [40])
         assert gpu.num_pieces == 0
         assert np.array_equal(pair.memory[0][:40], pair.network.source[-40:])
-        with pytest.raises(TransferError, match="not written to the decode node's GPU"):
+        with pytest.raises(TransferError, match="cannot be written to the decode node's GPU"):
             pair.lanes.write(SESSION, ([pair.network.addr + pair.network.source.nbytes - 9], [1 << 50], [9]))
         assert pair.network.sent == []
         pair.lanes.close()
@@ -138,7 +138,7 @@ def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(
             num_in_flight.append(gpu.num_started - gpu.num_copied)
             return "cancelled" if len(num_in_flight) - 1 == stops_after else ""
 
-        src, lengths = [0, 10, 20, 30, 3000], [10, 10, 10, 5, 4000]  # 3 ranges, 35 bytes and the rest by 1000
+        src, lengths = [0, 10, 20, 30, 3000], [10, 10, 10, 5, 4000]  # 3 ranges: 35 bytes, then pieces of 1000
         sources = [pair.network.addr + start for start in src]
         base = pair.regions[0][0]
         if stops_after is None:

@@ -1,4 +1,4 @@
-"""The filter before Mooncake's ports, on real sockets: this machine has more than one loopback address."""
+"""The filter on Mooncake's ports, with real sockets: this machine has more than one loopback address."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_takes(server: socket.socket, source: str, target: str = "127.0.0.1") 
 
 
 def assert_drops(server: socket.socket, source: str, target: str = "127.0.0.1") -> None:
-    """Nothing answers a dropped packet; a connection that is taken is made at once."""
+    """Nothing answers a dropped packet, whereas an accepted connection is made at once."""
     with pytest.raises(TimeoutError):
         connect(server, source, target, 0.1)
 
@@ -123,7 +123,8 @@ def test_a_kernel_that_cannot_filter_stops_only_who_asked_for_it(
         ("192.0.2.7", ["10.0.0.0/8"], True, "192.0.2.7", "192.0.2.8"),
         ("192.0.2.7", ["10.0.0.0/8"], True, "10.9.9.9", "127.0.0.1"),
         ("192.0.2.7", [], True, "198.51.100.1", None),
-        ("192.0.2.7", [], False, "192.0.2.7", "192.0.2.2"),  # it tries whether it can be reached
+        # the node itself checks whether it can be reached
+        ("192.0.2.7", [], False, "192.0.2.7", "192.0.2.2"),
         ("192.0.2.7", [], False, "127.0.0.2", "192.0.2.2"),
         ("192.0.2.7", ["192.0.2.2"], False, "192.0.2.2", "127.0.0.2"),
     ],
@@ -131,7 +132,7 @@ def test_a_kernel_that_cannot_filter_stops_only_who_asked_for_it(
 def test_who_reaches_the_kv_ports(
     host: str, entries: list[str], has_peers: bool, inside: str, outside: str | None
 ) -> None:
-    """Who only writes to others, and has no peers, is reached by its machine alone."""
+    """A node that only writes to others, and has no peers, is reachable from its own machine only."""
     peers = reachable_from(host, PeerList.parse(entries), has_peers)
     assert peers.allows(inside)
     assert outside is None or not peers.allows(outside)

@@ -1,4 +1,4 @@
-"""Both kinds of nodes and their transport: chosen before the model loads, registered, and shown."""
+"""The transport of both kinds of nodes: chosen before the model loads, registered, and shown."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def run(src_start: int, dst_start: int, length: int) -> RunPlan:
 
 
 def carry_out(writes: Descriptors, memory_src: np.ndarray, memory_dst: np.ndarray) -> None:
-    """What the transport would do with ``writes``."""
+    """Carry out ``writes`` as the transport would."""
     for src_addr, dst_addr, num_bytes in zip(*writes, strict=True):
         src, dst = src_addr - SRC_BASE, dst_addr - DST_BASE
         memory_dst[dst : dst + num_bytes] = memory_src[src : src + num_bytes]
@@ -170,7 +170,7 @@ def test_long_ranges_are_cut_in_order() -> None:
 @settings(derandomize=True, max_examples=150)
 @given(st.data())
 def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) -> None:
-    """Whatever the blocks are cut into, and however much longer than a slice a range is."""
+    """This holds for any blocks, and for ranges much longer than a slice."""
     slice_bytes = data.draw(st.sampled_from([1, 3, 40])) * DESCRIPTOR_COST_BYTES
     parts, expected = [], []
     for item_bytes in data.draw(st.lists(st.sampled_from([7, 1 << 14, 3 << 20]), max_size=3)):
@@ -201,7 +201,8 @@ def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) ->
 @pytest.mark.I1
 @pytest.mark.I8
 def test_of_a_long_prompt_only_one_slice_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 GB in the worst case for planning, rows that lie apart: the addresses of all would be 150 MB."""
+    """The prompt has 5 GB in the worst case, where no rows are adjacent: the addresses of all rows would take
+    150 MB."""
     num_tokens, num_layers, item_bytes = 104_000, 61, 656
     slots = 2 * np.arange(num_tokens)
     both = (

@@ -1,4 +1,4 @@
-"""RDMA devices of fake machines: what is read of them, and each reason why one cannot be used."""
+"""RDMA devices of fake machines: how they are read, and each reason why a device cannot be used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The sender: its threads, failures, deadlines and stuck peers. Order and turns are the queue's.
+"""The sender: its threads, failures, deadlines and stuck peers. The queue's tests cover order and turns.
 
-A scripted writer stands in for the transport where a failure has to happen at a given moment; the last
-tests run the real Mooncake.
+A scripted writer stands in for the transport where a failure must happen at a given moment; the last tests
+run the real Mooncake.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
 
 
 class ScriptedWriter:
-    """Records writes by their first source address; ``stuck`` sessions hold back, ``bad`` addresses fail,
-    those that are ``refused`` as well without anything being sent.
-    """
+    """A writer that records writes by their first source address. Sessions in ``stuck`` block, addresses in
+    ``bad`` fail, and addresses that are in ``refused`` too fail before anything is sent."""
 
     def __init__(self) -> None:
         self.written: list[tuple[str, int]] = []
@@ -121,7 +120,7 @@ def test_a_stuck_peer_does_not_delay_another(sender: Sender, writer: ScriptedWri
 def test_after_a_failed_batch_nothing_of_the_room_is_sent(
     sender: Sender, writer: ScriptedWriter, is_refused: bool
 ) -> None:
-    """Nor is the batch written again: what failed may have landed in part, unless it was refused."""
+    """The batch is not written again either: it may have landed in part, unless it was refused."""
     writer.bad.add(2)
     writer.refused |= {2} if is_refused else set()
     gate = writer.block(PEER)
@@ -145,7 +144,7 @@ def test_after_a_failed_batch_nothing_of_the_room_is_sent(
 def test_an_unexpected_exception_ends_the_batch_and_not_the_thread(
     sender: Sender, writer: ScriptedWriter
 ) -> None:
-    sender.submit(PEER, WriteBatch(Room(1), "bad", [ranges([], [])], 0))  # the writer wants an address
+    sender.submit(PEER, WriteBatch(Room(1), "bad", [ranges([], [])], 0))  # the writer needs an address
     (completion,) = collect(sender, 1)
     assert not completion.ok
     assert completion.may_still_land
@@ -274,7 +273,7 @@ def test_close_fails_what_waits_and_does_not_wait_for_ever(writer: ScriptedWrite
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferEngine]:
-    """An engine that gives a silent peer up after 2 seconds instead of 30."""
+    """An engine that gives up on a silent peer after 2 seconds instead of 30."""
     monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "2")

@@ -1,4 +1,4 @@
-"""The choice of the transport on fake machines: what is taken, what is refused, and what is said of it."""
+"""The choice of the transport on fake machines: what is chosen, what is refused, and the texts of both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose(machine: Machine, asked: AskedProtocol, ib_device: str = "", **change
     return choose_transport(TransportSettings(**node), 1 << 30, machine)
 
 
-# --- rdma, or not at all ----------------------------------------------------------------------------------
+# --- rdma: refused where something is missing --------------------------------------------------------------
 
 
 def test_devices_beside_the_memory_are_taken_alone_unless_others_are_named(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_auto_leaves_out_a_device_that_may_not_reach_the_peer(tmp_path: Path) ->
     assert choose(machine, "rdma").devices == ("mlx5_0", "mlx5_1")
 
 
-# --- a topology of the operator's own ---------------------------------------------------------------------
+# --- an operator's topology --------------------------------------------------------------------------------
 
 BOTH = '{"cpu:0": [["mlx5_1"], ["mlx5_0"]], "cuda:0": [["mlx5_1"], []]}'
 
