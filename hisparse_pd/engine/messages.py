@@ -78,7 +78,7 @@ class FlushCache(Struct, frozen=True, tag="flush_cache"):
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Leave the loop, release everything and exit with status 0, once every front has said so."""
 
-    front: int = 0
+    front_index: int = 0
 
 
 class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
@@ -94,13 +94,14 @@ class ReleasePage(Struct, frozen=True, tag="release_page"):
     start: int
 
 
-def request_prefix(front: int) -> str:
-    """How the ids of one HTTP request begin; they name the front, so that whatever is about one finds it."""
-    return f"{front:02x}{secrets.token_hex(8)}"
+def request_prefix(front_index: int) -> str:
+    """Return what the ids of one HTTP request begin with. It names the front that answers are sent to."""
+    return f"{front_index:02x}{secrets.token_hex(8)}"
 
 
-def front_of(request_id: str) -> int:
-    """Raises ValueError for an id that does not begin as ``request_prefix`` has it."""
+def front_index_of(request_id: str) -> int:
+    """Return the index of the request's front. Raises ValueError unless the id begins with a
+    ``request_prefix``."""
     return int(request_id[:2], 16)
 
 

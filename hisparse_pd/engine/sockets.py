@@ -29,7 +29,7 @@ from hisparse_pd.engine.messages import (
     GenerateGroup,
     Shutdown,
     ToEngine,
-    front_of,
+    front_index_of,
 )
 from hisparse_pd.protocol.channels import ControlKeys, Guard, Heartbeats, load_control_keys, prove_key
 from hisparse_pd.protocol.polling import BURST_MESSAGES, SEND_HWM, burst
@@ -128,50 +128,54 @@ class EngineSocket:
     """The engine's end of the channels to all of its fronts, in their order."""
 
     def __init__(self, endpoints: Sequence[str], crossing: Crossing | None = None) -> None:
-        """``endpoints``: ZMQ's, one a front; ``crossing``: when these are on another machine."""
-        self.fronts = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
+        """``endpoints``: ZMQ's, one a front. ``crossing``: None when the fronts are on this machine."""
+        self.channels = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
         self._leaving: set[int] = set()
+        """The indices of fronts that have said Shutdown."""
         self._num_turns = 0
 
     def receive(self) -> Iterator[ToEngine]:
-        """What has arrived, without waiting, at most a burst; a group counts with each of its samples.
+        """Yield what has arrived, without waiting, at most a burst; a group counts with each of its samples.
 
         ``Shutdown`` comes once all fronts have said it. Raises FrontGone when nothing has arrived, and
         nothing will.
         """
-        self._num_turns += 1  # who is first takes turns: a burst of one front must not be all that is heard
-        first = self._num_turns % len(self.fronts)
-        fronts = self.fronts[first:] + self.fronts[:first]
-        for front in fronts:
-            front.flush()
+        self._num_turns += 1  # the channels take turns: a burst of one front must not be all that is heard
+        first = self._num_turns % len(self.channels)
+        channels = self.channels[first:] + self.channels[:first]
+        for channel in channels:
+            channel.flush()
         num_samples = 0
-        for (frame,) in burst(*(front.socket for front in fronts)):
+        for (frame,) in burst(*(channel.socket for channel in channels)):
             message = engine_messages.to_engine_decoder.decode(frame)
             if isinstance(message, Shutdown):
-                self._leaving.add(message.front)
-                if len(self._leaving) < len(self.fronts):
+                self._leaving.add(message.front_index)
+                if len(self._leaving) < len(self.channels):
                     continue
             yield message
             num_samples += len(message.samples) if isinstance(message, GenerateGroup) else 1
             if num_samples >= BURST_MESSAGES:
                 return
-        if num_samples == 0 and (lost := [front.endpoint for front in fronts if front.is_lost]):
+        if num_samples == 0 and (lost := [channel.endpoint for channel in channels if channel.is_lost]):
             raise FrontGone(f"the front at {lost[0]} is gone")
 
     def send(self, message: FromEngine) -> None:
-        """Never waits. Statistics for which there is no room are dropped."""
+        """Send to all fronts what concerns the engine, and what concerns a request to the request's front.
+
+        Never waits. Statistics for which there is no room are dropped.
+        """
         frame = engine_messages.encoder.encode(message)
         if isinstance(message, EngineLoading | EngineReady | EngineStats):
-            for front in self.fronts:
-                front.send(frame, may_be_dropped=isinstance(message, EngineStats))
-        elif len(self.fronts) == 1:
-            self.fronts[0].send(frame)
+            for channel in self.channels:
+                channel.send(frame, may_be_dropped=isinstance(message, EngineStats))
+        elif len(self.channels) == 1:
+            self.channels[0].send(frame)
         else:
-            self.fronts[front_of(message.request_id)].send(frame)
+            self.channels[front_index_of(message.request_id)].send(frame)
 
     def close(self) -> None:
-        for front in self.fronts:
-            front.close()
+        for channel in self.channels:
+            channel.close()
 
 
 class _EngineWatch:

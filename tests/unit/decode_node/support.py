@@ -295,7 +295,7 @@ class EngineHarness:
             },
         )
         with (
-            kept_engines("hisparse_pd.decode_node.engine"),
+            kept_engines(),
             patch.object(sizing, "GROWTH_PAGES", growth_pages),
             patch("hisparse_pd.base.settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
             patch("hisparse_pd.base.settings.MAX_HEARTBEAT_FAILURES", 50),

@@ -180,7 +180,7 @@ class EngineThread(Listener):
     def _serve(self) -> None:
         front = EngineSocket([self._endpoint])
         try:
-            with kept_engines("hisparse_pd.prefill_node.engine"):
+            with kept_engines():
                 self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP, self.placement)
             run, submit = self.engine._runner.run, self.engine._sender.submit
 
