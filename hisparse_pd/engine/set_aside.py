@@ -23,7 +23,7 @@ WRONG_ROW_KINDS: Final = {
     "prefill": ("cached", "scrub"),
     "decode": ("landing", "page-in", "newest", "scrub"),
 }
-"""Labels of ``kv_rows_corrupt_total``: when a node finds a wrong row. cached: before a forward reads it again.
+"""Labels of ``kv_rows_corrupt_total``: when a wrong row is found. cached: before a forward reads it again.
 landing: when its request begins. page-in: when a step pages it in. newest: the same, of a row that this node
 wrote. scrub: while nobody needs it."""
 
