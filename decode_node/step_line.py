@@ -137,11 +137,9 @@ class StepLine:
         try:
             self._scrubber.before_step(batch)
             launched = self.runner.launch(batch, step)
-        except torch.AcceleratorError:
-            raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:
-            if self._lockstep.has_others:
-                raise  # they wait for this rank in the middle of the model
+            if self._lockstep.ends_engine(error):
+                raise
             self.settle()
             self._fail_step(batch, error)
             return None
@@ -154,10 +152,8 @@ class StepLine:
         come. What goes wrong ends the requests of this batch. Raises as ``take``."""
         try:
             launched.draw()
-        except torch.AcceleratorError:
-            raise
         except Exception as error:
-            if self._lockstep.has_others:
+            if self._lockstep.ends_engine(error):
                 raise
             launched.wait()
             self.in_flight = None

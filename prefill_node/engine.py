@@ -330,11 +330,9 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         pushes = [self._pusher.plan(record, chunk.start, chunk.stop) for record, chunk in batch]
         try:
             computed = self._runner.run(batch, partial(self._pusher.layer_written, pushes))
-        except torch.AcceleratorError:
-            raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
-            if self._lockstep.has_others:
-                raise  # they wait for this rank in the middle of the model
+            if self._lockstep.ends_engine(error):
+                raise
             self._fail_batch(batch, error)
             return True
         now_secs = time.monotonic()

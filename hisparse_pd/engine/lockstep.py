@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hisparse_pd.core.model.rank_group import RankGroup
 
 
@@ -34,10 +36,10 @@ class Lockstep:
         self.is_together = False
         """Whether the last agreement was a forward, after which the next is due without a ring."""
 
-    @property
-    def has_others(self) -> bool:
-        """Whether other ranks are in the model whenever this one is."""
-        return self._ranks is not None
+    def ends_engine(self, error: Exception) -> bool:
+        """Return whether an error in a step ends the engine, and not only the step's requests: the device is
+        lost, or other ranks wait for this one in the middle of the model."""
+        return self._ranks is not None or isinstance(error, torch.AcceleratorError)
 
     def hear(self) -> None:
         """Take in the rings of other ranks. Call it before ``is_due`` and ``agree``."""
