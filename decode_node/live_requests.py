@@ -34,7 +34,7 @@ class LiveRequests:
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
         self.held = PrefixTree(pools)
-        self.set_aside = SetAside(pools, self.held)
+        self.set_aside = SetAside(pools, self.held, "decode")
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queue_changes = 0
         """Requests that have come to be WAITING, and that were so no more."""

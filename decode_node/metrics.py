@@ -9,11 +9,6 @@ from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.request import RequestState, RunStage
 from hisparse_pd.engine.messages import EngineStats, PeerLane
-from hisparse_pd.protocol.messages import DROP_REASONS
-
-ROW_KINDS = ("landing", "page-in", "newest", "scrub")
-"""Kinds of wrong rows: found when a request began, found when it was paged in, written by this node, and
-found where it lay."""
 
 
 class Metrics:
@@ -31,10 +26,8 @@ class Metrics:
             *("aborted_requests", "failed_requests"),
         ):
             self.add(f"{name}_total", 0)
-        for kind in ROW_KINDS:
-            self.add("kv_rows_corrupt_total", 0, kind=kind)
-        for reason in DROP_REASONS:
-            self.add("control_messages_dropped_total", 0, reason=reason)
+        self.num_dropped: Counter[str] = Counter()
+        """Control messages that had no use here, by reason."""
         self._last_drafts = 0.0, 0.0
         self._num_tokens = 0
         self._last_num_tokens = 0
@@ -54,8 +47,8 @@ class Metrics:
         self.add("drafted_tokens_total", num_drafts)
 
     def drop(self, reason: str) -> None:
-        """Count a control message that was dropped."""
-        self.add("control_messages_dropped_total", reason=reason)
+        """Count a control message that had no use here."""
+        self.num_dropped[reason] += 1
 
     def stats(
         self,
@@ -63,21 +56,15 @@ class Metrics:
         *,
         swap_ins: tuple[int, int, int],
         bytes_per_miss: float,
-        num_dropped: Counter[str],
         num_peers: int,
-        transfer_info: str,
         lanes: tuple[PeerLane, ...] = (),
         step: int,
         now: float,
     ) -> EngineStats:
-        """Return counters and current gauges.
-
-        ``swap_ins``: hits, misses and evictions. ``num_dropped``: messages that connections dropped, by
-        reason. ``transfer_info``: name and labels of the gauge that describes the KV transport.
-        """
+        """Return the counters and the present gauges. ``swap_ins``: hits, misses, evictions."""
         pools = requests.pools
         used = pools.totals - requests.available
-        quarantined, set_aside = pools.used(Stage.QUARANTINED), pools.used(Stage.SET_ASIDE)
+        quarantined = pools.used(Stage.QUARANTINED)
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
         # A request that lacks slots only if drafts in flight are accepted is in a step, and in the next one.
@@ -96,15 +83,12 @@ class Metrics:
             "token_usage": max(used[kind] / pools.totals[kind] for kind in TOKEN_POOLS),
             "quarantined_tokens": quarantined.host + quarantined.device,
             "stuck_rooms": len(requests.quarantine.stuck(now)),
-            "set_aside_tokens": set_aside.host + set_aside.device,
             "aux_slots_used": used.aux,
             "aux_slots_total": pools.totals.aux,
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
             "spec_accept_length": self._accept_length(),
-            transfer_info: 1,
-            **{lane.info_metric: 1 for lane in lanes},
-            # A request that waits has no mode yet, only a flag.
+            # A request that waits has no mode yet, only what it asked for.
             **{_labelled("running_reqs", {"mode": mode}): running[mode] for mode in Mode},
             **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
             **_pool_gauges(requests),
@@ -114,9 +98,6 @@ class Metrics:
             counters[f"swap_in_{name}_total"] = float(total)
         counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
         counters["swap_in_bytes_total"] = swap_ins[1] * bytes_per_miss
-        for reason, count in num_dropped.items():
-            name = _labelled("control_messages_dropped_total", {"reason": reason})
-            counters[name] = counters.get(name, 0.0) + count
         return EngineStats(
             gauges={name: float(value) for name, value in gauges.items()},
             counters=counters,
@@ -126,7 +107,6 @@ class Metrics:
             step=step,
             trouble=requests.trouble(now),
             quarantine=requests.quarantined_runs(now),
-            set_aside=requests.set_aside.shown(),
             lanes=lanes,
             num_without_grammar=sum(request.run_stage is RunStage.AWAITS_GRAMMAR for request in all_running),
         )

@@ -48,7 +48,6 @@ from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
-from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
@@ -58,7 +57,7 @@ from hisparse_pd.engine.messages import (
     num_packed_tokens,
 )
 from hisparse_pd.kernels.hot_state import ReadAt
-from hisparse_pd.kernels.row_check import WrongItem, WrongRow
+from hisparse_pd.kernels.row_check import WrongRow
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     TOKEN_BYTES,
@@ -553,28 +552,11 @@ class RequestLife:
         wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_landing_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
-        error = self._wrong_item_found(kind, pool, wrong.item)
+        error = self.requests.set_aside.found_wrong(kind, pool, wrong.item)
         if request.state is RequestState.RUNNING:
             self.fail(request, 500, error, now, KV_ROW_CORRUPT)
         else:
             request.is_sound = False
-
-    def held_row_is_wrong(self, pool: PoolKind, item: WrongItem) -> None:
-        """The same of a row that no request reads."""
-        self._wrong_item_found("scrub", pool, item)
-
-    def _wrong_item_found(self, kind: str, pool: PoolKind, item: WrongItem) -> str:
-        """Count it, and keep its page and the prefixes that have it from everybody. Returns what is wrong."""
-        error = wrong_item_error(kind, pool, item, "decode")
-        log.error("%s", error)
-        self.metrics.add("kv_rows_corrupt_total", kind=kind)
-        self.requests.set_aside.add(pool, item.slot, error)
-        return error
-
-    def release_page(self, pool: PoolKind, start: int) -> None:
-        """The operator says that a page which was set aside is good."""
-        found = self.requests.set_aside.take_back(pool, start)
-        log.warning("page at slot %d of the %s pool is good, says an operator (%s)", start, pool, found)
 
     def grammar_failed(self, request: Request, error: GrammarError | str, now: float) -> None:
         """Its grammar says no more which tokens may come, as when it is too complex from here on."""

@@ -55,9 +55,10 @@ def apps(node: NodeFront) -> Iterator[tuple[Starlette, ...]]:
 
 def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
-    from hisparse_pd.decode_node.engine import run_engine
+    from hisparse_pd.decode_node.engine import DecodeEngine
+    from hisparse_pd.engine.start import run_engine_process
 
-    run_engine(settings, endpoints, place)
+    run_engine_process(DecodeEngine, settings, endpoints, place)
 
 
 def create_decode_app(front: Front) -> Starlette:

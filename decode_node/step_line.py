@@ -139,11 +139,9 @@ class StepLine:
         try:
             self._scrubber.before_step(batch)
             return self.runner.launch(batch, step)
-        except torch.AcceleratorError:
-            raise  # nothing works on this device any more; the engine ends, and so does the front
         except Exception as error:
-            if self._lockstep.has_others:
-                raise  # other ranks wait for this one in the middle of the model
+            if self._lockstep.ends_engine(error):
+                raise
             self.settle()
             self._fail_step(batch, error)
             return None
@@ -153,10 +151,8 @@ class StepLine:
         what may follow. An error ends the requests of the step. Raises what ``advance`` raises."""
         try:
             launched.draw()
-        except torch.AcceleratorError:
-            raise
         except Exception as error:
-            if self._lockstep.has_others:
+            if self._lockstep.ends_engine(error):
                 raise
             launched.wait()
             self.in_flight = None

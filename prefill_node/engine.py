@@ -1,9 +1,9 @@
-"""The engine process of the prefill node: the loop receive -> plan -> forward -> commit, and its wiring.
+"""The prefill node's engine: rooms whose prompts are computed in chunks and pushed to decode nodes.
 
-One thread does everything but the writes, which the sender's threads do while the next layers compute. So a
-forward of one chunk must take well under ``health_timeout_secs``, after which the front and the decode nodes
-give this run up. Silence of a peer is judged after its messages were read, and counts once ZMQ has closed its
-connection, so that neither a long forward here nor a long step there is taken for one.
+The thread of the loop does everything but the writes, which the sender's threads do while the next layers
+compute. So a forward of one chunk must take well under ``health_timeout_secs``, after which the front and
+the decode nodes give this run up. Silence of a peer is judged after its messages were read, and counts once
+ZMQ has closed its connection, so that neither a long forward here nor a long step there is taken for one.
 """
 
 from __future__ import annotations
@@ -11,41 +11,33 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
 from functools import partial
 from typing import assert_never
 
 import msgspec
 import torch
 
-from hisparse_pd.base import process
-from hisparse_pd.base.access import PeerList
 from hisparse_pd.base.seldom import Seldom
 from hisparse_pd.base.settings import PrefillSettings
-from hisparse_pd.base.vocabulary import RankPlace, StartError
+from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.pools import PoolKind, Stage
-from hisparse_pd.engine.held_rows import HeldRows
-from hisparse_pd.engine.lockstep import Lockstep
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
     EngineReady,
     EngineStats,
-    FlushCache,
     GenerateGroup,
     PeerLane,
-    ReleasePage,
     ReleaseQuarantine,
-    Shutdown,
-    ToEngine,
 )
 from hisparse_pd.engine.sockets import EngineSocket
-from hisparse_pd.engine.start import run_engine_process
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.push import Pusher, groups_of
@@ -54,9 +46,8 @@ from hisparse_pd.prefill_node.room_life import RoomLife
 from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
 from hisparse_pd.prefill_node.sizing import size_kv_pool
-from hisparse_pd.protocol.channels import ControlServer, Heartbeats, load_control_keys
+from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import (
-    DROP_REASONS,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     AbortRoom,
@@ -69,17 +60,12 @@ from hisparse_pd.protocol.messages import (
     ToDecode,
     ToPrefill,
 )
-from hisparse_pd.protocol.polling import Poller, Wakeup
-from hisparse_pd.transfer.engine import TransferEngine
 from hisparse_pd.transfer.lane import Lane, Lanes
-from hisparse_pd.transfer.listeners import guarded_listeners
 from hisparse_pd.transfer.sender import Sender
 from hisparse_pd.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_SECS = 0.05
-STATS_INTERVAL_SECS = 0.25
 CLOSE_TIMEOUT_SECS = 5.0
 SHORT_SHARE = 4
 """A longer prompt leaves a quarter of a step at most to prompts behind it that end in the step with them."""
@@ -88,38 +74,22 @@ AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
 
 
-def run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-    """The engine process: load everything, say EngineReady to the fronts, serve until they say Shutdown."""
-    run_engine_process(
-        settings,
-        endpoints,
-        place,
-        role="prefill",
-        num_host_bytes=partial(registered_host_bytes, settings),
-        make=partial(PrefillEngine, settings),
-    )
+class PrefillEngine(EngineLoop[PrefillSettings]):
+    """The parts of one prefill engine, and who hears what; what happens to a room is ``RoomLife``'s."""
 
-
-class PrefillEngine:
-    """Wires the parts together and turns the loop; what happens to a room is ``RoomLife``'s.
-
-    Raises TransferError, and StartError, also when the pools do not fit.
-    """
+    role = "prefill"
 
     def __init__(
         self,
         settings: PrefillSettings,
         spec: ModelSpec,
         model: DsaModel,
-        front: EngineSocket,
+        socket: EngineSocket,
         transport: Transport,
         placement: Placement = ANYWHERE,
     ) -> None:
-        self._settings = settings
-        self._placement = placement
-        self._spec = spec
+        super().__init__(settings, spec, model, socket, transport, placement)
         self._instance_id = secrets.token_hex(8)
-        self._geometry = spec.geometry(settings.page_size, settings.attention_split_tile_size)
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
@@ -131,20 +101,10 @@ class PrefillEngine:
             page_size=settings.page_size,
             num_pages=num_pages,
         )
-
-        allowed = PeerList.parse(settings.allowed_peers)
-        with guarded_listeners(settings.reachable_host, allowed):
-            self._transfer = TransferEngine(
-                settings.reachable_host, transport, needs_network=settings.same_host_lane == "off"
-            )
         self._memory = PrefillMemory(
-            spec,
-            num_slots=num_pages * settings.page_size,
-            num_aux_slots=num_aux_slots,
-            device=device,
+            spec, num_slots=num_pages * settings.page_size, num_aux_slots=num_aux_slots, device=device
         )
         self._memory.register(self._transfer)
-        self._wakeup = Wakeup()
         self._lanes = Lanes(
             self._transfer,
             self._transfer.transport.protocol,
@@ -163,26 +123,12 @@ class PrefillEngine:
             settings.chunked_prefill_size,
             settings.attention_split_tile_size,
         )
-
-        self._front = front
-        self._logged_refusals = Seldom()
-        keys = load_control_keys(settings.control_key_file)
         self._control = ControlServer(
-            settings.host,
-            settings.control_port,
-            keys,
-            allowed,
-            Heartbeats.within(settings.heartbeat_interval_secs, settings.heartbeat_timeout_secs),
+            settings.host, settings.control_port, self._control_keys, self._allowed, self._heartbeats
         )
-        self._poller = Poller()
-        for channel in front.fronts:
-            self._poller.register(channel)
         self._poller.register(self._control)
-        self._poller.register(self._wakeup)
-        if model.ranks is not None:
-            self._poller.register(model.ranks.bells)
-
-        self._peers = Registrations(self._geometry, self._transfer.transport.protocol, allowed)
+        self._logged_refusals = Seldom()
+        self._peers = Registrations(self._geometry, self._transfer.transport.protocol, self._allowed)
         self._pusher = Pusher(
             self._sender,
             self._memory.regions,
@@ -203,76 +149,55 @@ class PrefillEngine:
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
-        self._cached_rows: HeldRows | None = None
-        if (row_checks := self._memory.row_checks) is not None:
-            found = partial(self._life.row_is_wrong, "scrub")
-            kv = {PoolKind.DEVICE: self._memory.kv}
-            self._cached_rows = HeldRows(self._life.prefixes, settings.page_size, kv, row_checks, found)
+        kv = {PoolKind.DEVICE: self._memory.kv}
+        self._own(self._life, self._life.prefixes, kv, self._memory.row_checks)
         if device.type == "cuda":
-            started = time.monotonic()
-            most_tokens = min(
-                settings.chunked_prefill_size, num_pages * settings.page_size, spec.context_length
-            )
-            try:
-                self._runner.warm_up(
-                    most_tokens,
-                    lambda size: front.send(EngineLoading(f"kernels, with forwards of {size} tokens")),
-                )
-            except torch.OutOfMemoryError as error:
-                raise StartError(
-                    f"forwards of up to {most_tokens} tokens do not fit beside the KV pool on {device}; "
-                    f"lower --chunked-prefill-size or --kv-pool-tokens ({error})"
-                ) from error
-            log.info(
-                "forwards of up to %d tokens warmed up in %.1f s", most_tokens, time.monotonic() - started
-            )
-        self._lockstep = Lockstep(model.ranks)
-        self._is_stopping = self._has_stopped = False
+            self._warm_up(device)
         self._num_steps = 0
-        self._last_stats_secs = 0.0
-
-    def run(self) -> None:
-        """Turn the loop until Shutdown comes or the front is gone."""
-        self._front.send(
-            EngineReady(
-                context_length=self._spec.context_length,
-                # The prompt alone is kept here; a longer one than the pool is refused with the exact bound.
-                max_total_tokens_hisparse=self._spec.context_length,
-                max_total_tokens_dense=self._spec.context_length,
-                control_endpoint=f"{self._settings.reachable_host}:{self._control.port}",
-                instance_id=self._instance_id,
-                geometry=msgspec.msgpack.encode(self._geometry),
-                transfer_protocol=self._transfer.transport.protocol,
-                transfer_devices=self._transfer.transport.devices,
-                transfer_reason=self._transfer.transport.reason,
-                numa_node=self._placement.node,
-                numa_placement=str(self._placement),
-            )
-        )
         log.info(
-            "serving: session %s, control port %d, KV pool of %d pages of %d tokens",
-            self._transfer.session,
+            "control port %d, KV pool of %d pages of %d tokens",
             self._control.port,
-            self._limits.num_pages,
-            self._limits.page_size,
+            num_pages,
+            settings.page_size,
         )
-        did_work, was_idle = True, True
-        while not self._has_stopped and process.parent_is_alive():
-            self._poller.wait(0.0 if did_work or self._lockstep.is_due else IDLE_WAIT_SECS)
-            self._receive()
-            self._expire()
-            did_work = self._step()
-            is_idle = len(self._life.rooms) == 0
-            if is_idle and not did_work and self._cached_rows is not None:
-                self._cached_rows.verify_next()
-            if self._settings.debug_checks or (is_idle and not was_idle):
-                self._life.check_integrity()
-            was_idle = is_idle
-            self._num_steps += not is_idle
-            self._send_stats()
+
+    @staticmethod
+    def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
+        # A KV pool whose size is not known yet is on a GPU, and takes no main memory.
+        num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
+        num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
+        return num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
+
+    def _warm_up(self, device: torch.device) -> None:
+        started = time.monotonic()
+        num_pool_tokens = self._limits.num_pages * self._limits.page_size
+        most_tokens = min(self._limits.chunk_tokens, num_pool_tokens, self._spec.context_length)
+
+        def say_size(size: int) -> None:
+            self._socket.send(EngineLoading(f"kernels, with forwards of {size} tokens"))
+
+        try:
+            self._runner.warm_up(most_tokens, say_size)
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"forwards of up to {most_tokens} tokens do not fit beside the KV pool on {device}; "
+                f"lower --chunked-prefill-size or --kv-pool-tokens ({error})"
+            ) from error
+        log.info("forwards of up to %d tokens warmed up in %.1f s", most_tokens, time.monotonic() - started)
+
+    def _ready(self) -> EngineReady:
+        return EngineReady(
+            context_length=self._spec.context_length,
+            # The prompt alone is kept here; a longer one than the pool is refused with the exact bound.
+            max_total_tokens_hisparse=self._spec.context_length,
+            max_total_tokens_dense=self._spec.context_length,
+            control_endpoint=f"{self._settings.reachable_host}:{self._control.port}",
+            instance_id=self._instance_id,
+            geometry=msgspec.msgpack.encode(self._geometry),
+        )
 
     def close(self) -> None:
-        """End every room, wait a bounded time for what is in flight, and release sockets and memory."""
+        """End every room, wait a bounded time for writes in flight, and release sockets and memory."""
         now_secs = time.monotonic()
         for record in list(self._life.rooms):
             self._life.fail(record, 503, f"room {record.room}: the prefill node is shutting down", now_secs)
@@ -288,34 +213,22 @@ class PrefillEngine:
 
     # --- receive -------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        now_secs = time.monotonic()
-        self._wakeup.clear()
-        self._life.fail_overdue(self._sender.overdue(), now_secs)
+    def _receive(self, now: float) -> None:
+        self._life.fail_overdue(self._sender.overdue(), now)
         for completion in self._sender.poll():
-            self._life.completed(completion, now_secs)
+            self._life.completed(completion, now)
         for session in self._lanes.take_decided():
             peer, lane = self._peers.of_session(session), self._lanes.lane(session)
             if peer is not None and lane is not None:
                 self._answer(peer, lane)
         for identity, message in self._control.receive():
-            self._on_control(identity, message, now_secs)
-        for request in self._front.receive():
-            self._on_front(request)
-        self._lockstep.hear()
+            self._on_control(identity, message, now)
+        self._hear_fronts(now)
+        self._end_silent(now)
+        self._life.fail_expired(now)
 
-    def _on_front(self, message: ToEngine) -> None:
-        match message:
-            case FlushCache():
-                self._life.prefixes.flush()
-            case ReleasePage():
-                self._life.release_page(message.pool, message.start)
-            case GenerateGroup() | Abort() | ReleaseQuarantine():
-                pass  # Only a decode node has requests and landing zones.
-            case Shutdown():
-                self._is_stopping = True
-            case _:
-                assert_never(message)
+    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
+        """Ignore it: only a decode node has requests and landing zones."""
 
     def _on_control(self, identity: bytes, message: ToPrefill, now_secs: float) -> None:
         peer = self._peers.heard(identity, now_secs)
@@ -375,26 +288,29 @@ class PrefillEngine:
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
         return self._control.send(self._peers.current(peer).identity, message)
 
-    def _expire(self) -> None:
-        """Whatever has waited for too long for a peer ends now."""
-        now_secs = time.monotonic()
+    def _end_silent(self, now: float) -> None:
+        """End the rooms of decode nodes that were silent for too long."""
         limit_secs = self._settings.heartbeat_timeout_secs
-        for peer in self._peers.silent(now_secs, limit_secs):
+        for peer in self._peers.silent(now, limit_secs):
             if self._control.send(peer.identity, HeartbeatAck(0, self._instance_id)):
                 # It sends heartbeats between two steps; ZMQ, which answers at all times, has its connection.
                 peer.last_heard_secs += self._settings.heartbeat_interval_secs
                 continue
             self._peers.lose(peer)
             error = f"was silent for more than {limit_secs:g} s"
-            num_rooms = self._life.fail_rooms_of(peer, error, now_secs)
+            num_rooms = self._life.fail_rooms_of(peer, error, now)
             level = logging.WARNING if num_rooms else logging.INFO  # one without requests has gone by itself
             log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_rooms, error)
-        self._life.fail_expired(now_secs)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """One forward, of this rank's rooms or only of other ranks'; False when nobody has any to compute."""
+        did_work = self._forward()
+        self._num_steps += len(self._life) > 0
+        return did_work
+
+    def _forward(self) -> bool:
+        """Run one forward, of this rank's rooms or only of other ranks'. False: nobody has any to compute."""
         life = self._life
         chunks = self._plan()
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -414,11 +330,9 @@ class PrefillEngine:
         pushes = [self._pusher.plan(record, chunk.start, chunk.stop) for record, chunk in batch]
         try:
             computed = self._runner.run(batch, partial(self._pusher.layer_written, pushes))
-        except torch.AcceleratorError:
-            raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
-            if self._lockstep.has_others:
-                raise  # they wait for this rank in the middle of the model
+            if self._lockstep.ends_engine(error):
+                raise
             self._fail_batch(batch, error)
             return True
         now_secs = time.monotonic()
@@ -433,7 +347,8 @@ class PrefillEngine:
         return True
 
     def _plan(self) -> tuple[Chunk, ...]:
-        """The next forward's chunks. What they read again was verified: each new plan has fewer pages."""
+        """Return the next forward's chunks. Rows that they read again are verified; where one is wrong the
+        plan is made anew, with fewer pages each time."""
         life = self._life
         while True:
             life.fail_too_long(time.monotonic())
@@ -458,60 +373,42 @@ class PrefillEngine:
 
     # --- statistics ----------------------------------------------------------------------------------
 
-    def _send_stats(self) -> None:
-        now_secs = time.monotonic()
-        if now_secs - self._last_stats_secs < STATS_INTERVAL_SECS:
-            return
-        self._last_stats_secs = now_secs
+    @property
+    def _num_dropped(self) -> Counter[str]:
+        return self._life.dropped + self._control.dropped
+
+    def _stats(self, now: float) -> EngineStats:
         life, rooms = self._life, self._life.rooms
         num_running = rooms.count(RoomState.COMPUTING)
         num_sending = rooms.count(RoomState.SENDING, RoomState.DRAINING)
         num_waiting = rooms.count(RoomState.QUEUED)
         num_total_tokens = self._limits.num_pages * self._limits.page_size
         num_used_tokens = num_total_tokens - life.num_available_pages * self._limits.page_size
-        counters = dict(life.counters)
-        dropped = life.dropped + self._control.dropped
-        for reason in (*DROP_REASONS, *dropped):
-            counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = dropped[reason]
-        num_prompt_tokens = max(counters.get("prompt_tokens_total", 0.0), 1.0)
-        lanes = tuple(
-            PeerLane(peer.session, lane.kind, lane.reason)
-            for peer in self._peers
-            if (lane := self._lanes.lane(peer.session)) is not None
-        )
+        num_prompt_tokens = max(life.counters["prompt_tokens_total"], 1.0)
         gauges = {
             "num_running_reqs": float(num_running),
             "num_queue_reqs": float(num_waiting),
             "num_transfer_queue_reqs": float(num_sending),
             "token_usage": num_used_tokens / num_total_tokens,
-            "set_aside_tokens": float(life.pools.used(Stage.SET_ASIDE).device),
             'pool_used_tokens{pool="kv"}': float(num_used_tokens),
             'pool_total_tokens{pool="kv"}': float(num_total_tokens),
-            "cache_hit_rate": counters.get("cached_tokens_total", 0.0) / num_prompt_tokens,
+            "cache_hit_rate": life.counters["cached_tokens_total"] / num_prompt_tokens,
             "num_registered_peers": float(len(self._peers)),
-            self._transfer.transport.info_metric: 1.0,
-            **{lane.info_metric: 1.0 for lane in lanes},
         }
-        self._front.send(
-            EngineStats(
-                gauges,
-                counters,
-                num_running + num_sending,
-                num_waiting,
-                num_used_tokens,
-                self._num_steps,
-                set_aside=life.set_aside.shown(),
-                lanes=lanes,
-            )
+        lanes = tuple(
+            PeerLane(peer.session, lane.kind, lane.reason)
+            for peer in self._peers
+            if (lane := self._lanes.lane(peer.session)) is not None
         )
-
-
-def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
-    """Main memory that a rank of the node registers."""
-    # A KV pool whose size is not known yet is on a GPU, and takes no main memory.
-    num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
-    num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
-    return num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
+        return EngineStats(
+            gauges,
+            dict(life.counters),
+            num_running + num_sending,
+            num_waiting,
+            num_used_tokens,
+            self._num_steps,
+            lanes=lanes,
+        )
 
 
 def _num_aux_slots(settings: PrefillSettings) -> int:

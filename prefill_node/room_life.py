@@ -21,7 +21,6 @@ from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
-from hisparse_pd.engine.held_rows import wrong_item_error
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import WrongItem
@@ -63,8 +62,6 @@ _COUNTERS = (
     "kv_transfer_failures_total",
     "aborted_requests_total",
     "failed_requests_total",
-    'kv_rows_corrupt_total{kind="cached"}',
-    'kv_rows_corrupt_total{kind="scrub"}',
 )
 
 
@@ -100,7 +97,7 @@ class RoomLife:
         )
         self.prefixes = PrefixTree(self.pools)
         """What is cached of prompts that were computed."""
-        self.set_aside = SetAside(self.pools, self.prefixes)
+        self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         self._pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
@@ -110,6 +107,9 @@ class RoomLife:
         self._grace_secs = grace_secs
         self._tell_peer = tell_peer
         self._wrong_items = wrong_items
+
+    def __len__(self) -> int:
+        return len(self.rooms)
 
     # --- a room begins -------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class RoomLife:
             positions.append(its_positions)
             is_known[its_slots] = True
         errors = {
-            item.slot // self._limits.page_size: self.row_is_wrong("cached", PoolKind.DEVICE, item)
+            item.slot // self._limits.page_size: self.set_aside.found_wrong("cached", PoolKind.DEVICE, item)
             for item in self._wrong_items(np.concatenate(slots), np.concatenate(positions))
         }
         for record in list(self.rooms.in_state(RoomState.COMPUTING)) if errors else ():
@@ -256,20 +256,6 @@ class RoomLife:
                 [] if found is None else extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
             )
         return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
-
-    def row_is_wrong(self, kind: str, pool: PoolKind, item: WrongItem) -> str:
-        """A row is not what was written: nobody else uses its page, nor a prefix that has it. Returns what is
-        wrong. ``kind``: where it was found, see ``_COUNTERS``."""
-        error = wrong_item_error(kind, pool, item, "prefill")
-        log.error("%s", error)
-        self.counters[f'kv_rows_corrupt_total{{kind="{kind}"}}'] += 1
-        self.set_aside.add(pool, item.slot, error)
-        return error
-
-    def release_page(self, pool: PoolKind, start: int) -> None:
-        """The operator says that a page which was set aside is good."""
-        found = self.set_aside.take_back(pool, start)
-        log.warning("page at slot %d of the %s pool is good, says an operator (%s)", start, pool, found)
 
     def fail_too_long(self, now_secs: float) -> None:
         """End waiting rooms whose prompts do not fit beside the pages that are set aside."""

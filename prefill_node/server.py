@@ -73,9 +73,10 @@ def apps(front: NodeFront) -> Iterator[tuple[Starlette, ...]]:
 
 def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
-    from hisparse_pd.prefill_node.engine import run_engine
+    from hisparse_pd.engine.start import run_engine_process
+    from hisparse_pd.prefill_node.engine import PrefillEngine
 
-    run_engine(settings, endpoints, place)
+    run_engine_process(PrefillEngine, settings, endpoints, place)
 
 
 def create_prefill_app(front: NodeFront) -> Starlette:

@@ -1,61 +1,64 @@
 """When the ranks of a node make a forward together, and how large it is.
 
 While any rank has work, all agree before every forward, so that none is missing in it. When none has, each
-waits for its own messages. The first that gets work rings for the others, and waits for them in the
-agreement, whose number the ring carries: one that comes late is for nothing.
+waits for its own messages. The first that gets work rings for the others and waits for them in the agreement.
+The ring carries the agreement's number: one that arrives after it is ignored.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hisparse_pd.core.model.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
 class NodeStep:
-    """What all ranks do next. ``num_tokens``: of the rank that has most; 0: no forward."""
+    """The forward that all ranks make next. ``num_tokens``: the most of any rank; 0: there is no forward."""
 
     num_tokens: int
     is_split: bool = False
     is_last: bool = False
-    """A rank was told to stop: all do, and none waits for another any more."""
+    """Whether a rank was told to stop. All stop, and none waits for another any more."""
     num_new: int = 1
-    """Positions of each request: its newest token, and the drafts behind it that are verified."""
+    """Positions of each request: its newest token and the drafts that are verified behind it."""
 
 
 class Lockstep:
-    """One rank's part in it. A node of one rank agrees with itself."""
+    """One rank's part in the agreements. A node of one rank agrees with itself."""
 
     def __init__(self, ranks: RankGroup | None) -> None:
         self._ranks = ranks
         self._number = 0
         self._is_rung = False
         self.is_together = False
-        """The last agreement was a forward: the next one is due without a ring."""
+        """Whether the last agreement was a forward, after which the next is due without a ring."""
 
-    @property
-    def has_others(self) -> bool:
-        """Other ranks are in the middle of the model wherever this one is."""
-        return self._ranks is not None
+    def ends_engine(self, error: Exception) -> bool:
+        """Return whether an error in a step ends the engine, and not only the step's requests: the device is
+        lost, or other ranks wait for this one in the middle of the model."""
+        return self._ranks is not None or isinstance(error, torch.AcceleratorError)
 
     def hear(self) -> None:
-        """Take in what other ranks have rung. Before ``is_due`` and ``agree``."""
+        """Take in the rings of other ranks. Call it before ``is_due`` and ``agree``."""
         if self._ranks is not None:
             self._is_rung |= self._number in self._ranks.bells.heard()
 
     @property
     def is_due(self) -> bool:
-        """Others wait for this rank, or soon will."""
+        """Whether other ranks wait for this one, or soon will."""
         return self.is_together or self._is_rung
 
     def agree(
         self, num_tokens: int, *, is_split: bool = False, is_stopping: bool = False, num_new: int = 1
     ) -> NodeStep:
-        """``num_tokens``: requests of this rank, or the tokens that it computes. ``is_split``: it would like
-        the step split. ``num_new``: positions of a request that it would like; all ranks take the most.
+        """Agree with the other ranks on the next step; waits for them, unless nobody has work.
 
-        Waits for the other ranks, unless nobody has work. Raises RankGroupError.
+        ``num_tokens``: requests of this rank, or the tokens that it computes. ``is_split``: whether this rank
+        wants the step split. ``num_new``: the positions of a request that it wants; all ranks take the most.
+        Raises RankGroupError.
         """
         if self._ranks is None:
             return NodeStep(num_tokens, is_split, is_stopping, num_new)

@@ -35,8 +35,8 @@ from hisparse_pd.protocol.prompt_scores import WantedScores
 class Generate(Struct, frozen=True, omit_defaults=True):
     """One sample of one prompt, for a decode engine. ``room`` is the request's id on the prefill node, too.
 
-    ``request_id`` begins as of ``request_prefix``. ``bootstrap_host`` and ``bootstrap_port`` name the prefill
-    node. ``hisparse`` is None when the request did not say.
+    ``request_id`` begins with a ``request_prefix``. ``bootstrap_host`` and ``bootstrap_port`` name the
+    prefill node. ``hisparse`` is None when the request did not say.
     """
 
     request_id: str
@@ -47,15 +47,15 @@ class Generate(Struct, frozen=True, omit_defaults=True):
     bootstrap_port: int
     hisparse: HisparseFlag | None = None
     is_speculative: bool = True
-    """False: its steps verify no drafts."""
+    """Whether the request's steps may verify drafts."""
     scores: WantedScores | None = None
-    """The logprobs of the prompt's own tokens that are wanted."""
+    """The prompt tokens whose logprobs are wanted."""
 
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
-    """All samples of one prompt, which goes with them once, and of which as many tokens are resumed.
+    """All samples of one prompt, which is sent once. They resume equally many of its tokens.
 
-    ``root``: the key of the request's isolation. ``prompt``: all token ids, as of ``pack_token_ids``.
+    ``root``: the key of the request's isolation. ``prompt``: all token ids, packed by ``pack_token_ids``.
     """
 
     samples: tuple[Generate, ...]
@@ -68,17 +68,17 @@ class Abort(Struct, frozen=True, tag="abort"):
 
     request_id: str
     has_finished: bool = False
-    """A stop string was met: the client has its answer."""
+    """Whether a stop string was met, so that the client has its answer."""
 
 
 class FlushCache(Struct, frozen=True, tag="flush_cache"):
-    """Drop every prefix-cache entry, or held prefix, that no running request uses."""
+    """Drop every cached or held prefix that no request uses."""
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Leave the loop, release everything and exit with status 0, once every front has said so."""
 
-    front: int = 0
+    front_index: int = 0
 
 
 class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
@@ -94,13 +94,14 @@ class ReleasePage(Struct, frozen=True, tag="release_page"):
     start: int
 
 
-def request_prefix(front: int) -> str:
-    """How the ids of one HTTP request begin; they name the front, so that whatever is about one finds it."""
-    return f"{front:02x}{secrets.token_hex(8)}"
+def request_prefix(front_index: int) -> str:
+    """Return what the ids of one HTTP request begin with. It names the front that answers are sent to."""
+    return f"{front_index:02x}{secrets.token_hex(8)}"
 
 
-def front_of(request_id: str) -> int:
-    """Raises ValueError for an id that does not begin as ``request_prefix`` has it."""
+def front_index_of(request_id: str) -> int:
+    """Return the index of the request's front. Raises ValueError unless the id begins with a
+    ``request_prefix``."""
     return int(request_id[:2], 16)
 
 
@@ -108,12 +109,12 @@ ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | ReleasePage 
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """A prompt as it is kept and sent: int32, little endian. A list of msgpack has an object for each id."""
+    """Return a prompt as int32, little endian. A msgpack list would have an object for each id."""
     return np.asarray(token_ids, "<i4").tobytes()
 
 
 def unpack_token_ids(prompt: bytes) -> npt.NDArray[np.int32]:
-    """The ids ``[num_tokens]`` of a packed prompt, without a copy; read-only."""
+    """Return the ids ``[num_tokens]`` of a packed prompt, read-only, without a copy."""
     return np.frombuffer(prompt, "<i4")
 
 
@@ -127,7 +128,7 @@ def num_packed_tokens(prompt: bytes) -> int:
 class EngineLoading(Struct, frozen=True, tag="loading"):
     """The engine is not ready yet. Sent twice a second while weights are read, and when a stage begins.
 
-    ``num_done`` of ``num_bytes`` of the stage are done; 0 of 0 in a stage that does not count.
+    ``num_done`` of the stage's ``num_bytes`` are done; both are 0 in a stage that is not measured in bytes.
     """
 
     stage: str
@@ -141,7 +142,7 @@ class EngineLoading(Struct, frozen=True, tag="loading"):
 
 
 class EngineReady(Struct, frozen=True, tag="ready"):
-    """The engine serves. The front refuses prompts and lives longer than these bounds.
+    """The engine serves. The front refuses requests that exceed these bounds.
 
     ``control_endpoint``, ``instance_id`` and ``geometry`` (msgpack of ``messages.Geometry``) go to the
     bootstrap endpoint of a prefill node and are empty for a decode node.
@@ -149,17 +150,17 @@ class EngineReady(Struct, frozen=True, tag="ready"):
 
     context_length: int
     max_total_tokens_hisparse: int
-    """Longest prompt plus output that a hisparse request can ever hold, in tokens."""
+    """Most tokens of prompt and output together that fit the pools as a hisparse request."""
     max_total_tokens_dense: int
     control_endpoint: str = ""
     instance_id: str = ""
     geometry: bytes = b""
     transfer_protocol: str = ""
-    """What the KV transport runs on, with its RDMA devices, and why."""
+    """The KV transport's protocol; its RDMA devices and the reason of the choice follow."""
     transfer_devices: tuple[str, ...] = ()
     transfer_reason: str = ""
     numa_node: int | None = None
-    """Where engine, threads and pools are, and why; None: wherever the kernel put them."""
+    """The NUMA node of the engine's threads and pools, with the reason; None: the kernel decides."""
     numa_placement: str = ""
 
 
@@ -167,8 +168,8 @@ class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
     Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
-    ``phases``: those that have ended since the message before. ``prefill``: with the first token, what the
-    prefill node said of its own; None where no prefill node took part.
+    ``phases``: those that have ended since the message before. ``prefill``: the prefill node's times, with
+    the first token; None where no prefill node took part.
     """
 
     request_id: str
@@ -187,7 +188,7 @@ class RequestStats(Struct, frozen=True):
     mode: Mode
     num_cached_tokens: int = 0
     num_held_tokens: int = 0
-    """Of the prompt, that the decode node held and the prefill node did not send."""
+    """Prompt tokens whose KV the decode node held, so that no prefill node sent it."""
     hits: int = 0
     misses: int = 0
     evictions: int = 0
@@ -195,14 +196,15 @@ class RequestStats(Struct, frozen=True):
     transfer_secs: float = 0.0
     num_retractions: int = 0
     num_drafted: int = 0
+    """Drafts that steps have verified."""
     num_accepted: int = 0
-    """Of the drafts that steps verified for it."""
+    """Drafts of ``num_drafted`` that the model drew as well."""
 
 
 class PromptScores(Struct, frozen=True, tag="prompt_scores"):
     """Logprobs of a prompt's tokens, in order and in pieces, before the request's first token.
 
-    ``rows``: one of ``prompt_scores.score_dtype(num_top)`` a position, beginning with ``WantedScores.first``.
+    ``rows``: one row of ``prompt_scores.score_dtype(num_top)`` a position, from ``WantedScores.first`` on.
     """
 
     request_id: str
@@ -213,8 +215,8 @@ class PromptScores(Struct, frozen=True, tag="prompt_scores"):
 class RequestFailed(Struct, frozen=True, tag="request_failed"):
     """The request ended in an error with this HTTP ``status``; no further message follows.
 
-    ``code``: which node failed, one of those of ``http_errors``; empty when the status says all.
-    ``phases``: those that the front has not heard of; the last one is that in which it failed.
+    ``code``: one of ``http_errors``'s, which names what failed; empty when the status says all. ``phases``:
+    those that the front has not heard of; the request failed in the last one.
     """
 
     request_id: str
@@ -225,14 +227,14 @@ class RequestFailed(Struct, frozen=True, tag="request_failed"):
 
 
 class QuarantinedRun(Struct, frozen=True):
-    """What a decode node keeps from everybody because one run of a prefill node may still write there."""
+    """Slots that a decode node gives to nobody because one run of a prefill node may still write there."""
 
     prefill_node: str
     """Its bootstrap endpoint, ``host:port``."""
     instance_id: str
     num_rooms: int
     num_unacknowledged: int
-    """Those of which the run has not said that they are quiet. The others are free after a known time."""
+    """Rooms that the run has not called quiet yet. The slots of the others are free after a known time."""
     longest_secs: float
     host_slots: int
     device_slots: int
@@ -241,7 +243,7 @@ class QuarantinedRun(Struct, frozen=True):
 
 
 class SetAsidePage(Struct, frozen=True):
-    """A page that a node gives to nobody, because a row in it was not what was written."""
+    """A page that a node gives to nobody because a row in it was not what was written."""
 
     pool: PoolKind
     """"host" or "device"."""
@@ -249,15 +251,15 @@ class SetAsidePage(Struct, frozen=True):
     """Its first slot."""
     num_slots: int
     is_in_use: bool
-    """Until whoever has it has ended."""
+    """Whether a request that had the page before still has it."""
     error: str
-    """The row, and its check."""
+    """The wrong row, with its check and the expected one."""
     at: float
     """Seconds since the epoch."""
 
 
 class PeerLane(Struct, frozen=True):
-    """What a pair of nodes is on: ``lane`` is shm, tcp or rdma."""
+    """How KV goes between this rank and a peer: ``lane`` is shm, tcp or rdma."""
 
     peer: str
     """A prefill node's bootstrap endpoint, or a decode node's session."""
@@ -282,15 +284,15 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     num_waiting: int
     num_used_tokens: int
     step: int
-    """Loop iterations that did work; a front whose engine has running requests, more than
-    ``num_without_grammar``, expects it to advance."""
+    """Turns of the loop that did work. It has to advance while more requests run than
+    ``num_without_grammar``; otherwise the front calls the engine stalled."""
     trouble: str = ""
-    """Why no request can be admitted until an operator does something; empty while one can."""
+    """Why no request can be admitted until an operator acts; empty while one can."""
     quarantine: tuple[QuarantinedRun, ...] = ()
     set_aside: tuple[SetAsidePage, ...] = ()
     lanes: tuple[PeerLane, ...] = ()
     num_without_grammar: int = 0
-    """Of those that run; they wait for their grammars to be compiled, for a known time."""
+    """Running requests that wait, for a bounded time, until their grammars are compiled."""
 
 
 FromEngine = EngineLoading | EngineReady | Tokens | PromptScores | RequestFailed | EngineStats

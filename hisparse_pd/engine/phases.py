@@ -1,4 +1,4 @@
-"""How a request passes through an engine: its phases, which follow one another without a gap.
+"""The phases of a request in an engine, which follow one another without a gap.
 
 Engines keep them on their monotonic clock and tell their fronts of those that have ended, on the wall clock,
 which processes and machines share. Fronts make histograms and spans of them.
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 PREFILL_PHASES = ("queue", "prefill", "transfer")
-"""On a prefill node: until the first of the KV is computed; until all is; and what is left then of sending
-it."""
+"""Phases on a prefill node. queue ends when the room is admitted, prefill when all its KV is computed,
+transfer when all of it is sent."""
 
 DECODE_PHASES = ("queue", "landing", "first_step")
-"""On a decode node: until the landing zone is reserved; until all KV is in it; until the answer's first
-token."""
+"""Phases on a decode node. queue ends when the landing zone is reserved, landing when all KV is in it,
+first_step with the answer's first token."""
 
 
 class Phase(Struct, frozen=True, array_like=True):
-    """One that has ended. Times are Unix time, in seconds."""
+    """A phase that has ended. Times are Unix time, in seconds."""
 
     name: str
     started_at: float
@@ -43,18 +43,18 @@ class PhaseLog:
         self._num_taken = 0
 
     def end(self, now: float) -> None:
-        """The present phase is over, and the next one begins. Behind the last one nothing happens."""
+        """End the present phase and begin the next one. Does nothing behind the last."""
         if len(self._ends) <= len(self._names):
             self._ends.append(now)
 
     def secs(self, name: str) -> float:
-        """That a phase took; 0 while it has not ended."""
+        """Return the seconds that a phase took; 0 while it has not ended."""
         number = self._names.index(name)
         ends = self._ends[number : number + 2]
         return max(0.0, ends[1] - ends[0]) if len(ends) == 2 else 0.0
 
     def take(self) -> tuple[Phase, ...]:
-        """Those that have ended since the last call."""
+        """Return the phases that have ended since the last call."""
         first, last = self._num_taken, len(self._ends) - 1
         if first == last:
             return ()
@@ -67,12 +67,12 @@ class PhaseLog:
 
 
 def wall_clock_ahead() -> float:
-    """What Unix time is ahead of ``time.monotonic``, in seconds.
+    """Return how far Unix time is ahead of ``time.monotonic``, in seconds.
 
-    To be asked each time: clocks are set, and machines suspended.
+    The difference changes when a clock is set or a machine suspended, so nobody keeps it.
     """
     readings = []
-    for _ in range(3):  # between two readings the thread may have to wait; the closest ones count
+    for _ in range(3):  # the thread may have to wait between two readings; the closest pair counts
         before = time.monotonic()
         wall = time.time()
         after = time.monotonic()

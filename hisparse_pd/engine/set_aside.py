@@ -1,49 +1,85 @@
-"""Owns which pages are kept from everybody because a row in them was not what was written, and why. Pure.
+"""Owns which pages nobody gets because a row in them was not what was written, and why.
 
-Of either node. Nothing but a test of the memory says that such a page is good: an operator gives it back.
+Nothing but a test of the memory shows that such a page is good again: an operator gives it back.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from itertools import islice
 from typing import Final
 
 from msgspec.structs import replace
 
-from hisparse_pd.core.paging.pools import PoolKind, Pools
+from hisparse_pd.core.paging.pools import PoolKind, Pools, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.engine.messages import SetAsidePage
+from hisparse_pd.kernels.row_check import WrongItem
+
+log = logging.getLogger(__name__)
+
+WRONG_ROW_KINDS: Final = {
+    "prefill": ("cached", "scrub"),
+    "decode": ("landing", "page-in", "newest", "scrub"),
+}
+"""Labels of ``kv_rows_corrupt_total``: when a wrong row is found. cached: before a forward reads it again.
+landing: when its request begins. page-in: when a step pages it in. newest: the same, of a row that this node
+wrote. scrub: while nobody needs it."""
 
 MAX_PAGES_SHOWN: Final = 256
-"""Of those that are set aside: they are told twice a second."""
+"""Most pages that are listed in statistics, which are sent twice a second."""
 
 
 class SetAside:
-    """Pages of ``pools``, which no prefix of ``prefixes`` has from then on that anybody can find."""
+    """Pages of ``pools`` that are set aside; no prefix of ``prefixes`` with one of them is found again.
 
-    def __init__(self, pools: Pools, prefixes: PrefixTree) -> None:
+    ``role``: the node's, "prefill" or "decode".
+    """
+
+    def __init__(self, pools: Pools, prefixes: PrefixTree, role: str) -> None:
         self._pools = pools
         self._prefixes = prefixes
+        self._role = role
         self._pages: dict[tuple[PoolKind, int], SetAsidePage] = {}
+        self.num_found = dict.fromkeys(WRONG_ROW_KINDS[role], 0)
+        """Wrong rows since the start, by kind."""
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def add(self, kind: PoolKind, slot: int, error: str) -> None:
-        """A row at ``slot`` is wrong: nobody else is to use its page, nor a prefix that has it."""
-        start = self._pools.set_aside(kind, slot)
-        self._prefixes.drop(kind, slot)
-        page = SetAsidePage(kind, start, self._pools.page_size, True, error, time.time())
-        self._pages.setdefault((kind, start), page)
+    @property
+    def num_tokens(self) -> int:
+        """Token slots of the host pool and the device pool that are set aside."""
+        used = self._pools.used(Stage.SET_ASIDE)
+        return used.host + used.device
 
-    def take_back(self, kind: PoolKind, start: int) -> bool:
-        """The page is as good as any, says an operator. False when it was not set aside."""
-        self._pages.pop((kind, start), None)
-        return self._pools.take_back(kind, start)
+    def found_wrong(self, kind: str, pool: PoolKind, item: WrongItem) -> str:
+        """Count a wrong row and set its page aside, with every prefix that has it. Returns the error.
+
+        ``kind``: one of ``WRONG_ROW_KINDS``.
+        """
+        error = (
+            f"the KV of layer {item.layer}, position {item.position}, in slot {item.slot} of the {pool} pool "
+            f"is not what was written ({kind}): its check is {item.actual:#010x}, expected "
+            f"{item.expected:#010x}; its page is set aside, see /quarantine of the {self._role} node"
+        )
+        log.error("%s", error)
+        self.num_found[kind] += 1
+        start = self._pools.set_aside(pool, item.slot)
+        self._prefixes.drop(pool, item.slot)
+        page = SetAsidePage(pool, start, self._pools.page_size, True, error, time.time())
+        self._pages.setdefault((pool, start), page)
+        return error
+
+    def give_back(self, pool: PoolKind, start: int) -> None:
+        """Let others have the page again: an operator says that it is good."""
+        self._pages.pop((pool, start), None)
+        found = self._pools.take_back(pool, start)
+        log.warning("page at slot %d of the %s pool is good, says an operator (%s)", start, pool, found)
 
     def shown(self) -> tuple[SetAsidePage, ...]:
-        """The first MAX_PAGES_SHOWN: an operator who gives these back sees others."""
+        """Return the first MAX_PAGES_SHOWN pages; an operator who gives these back sees others."""
         return tuple(
             replace(page, is_in_use=self._pools.is_condemned(*key))
             for key, page in islice(self._pages.items(), MAX_PAGES_SHOWN)

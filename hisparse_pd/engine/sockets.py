@@ -1,9 +1,9 @@
-"""The channels between a node's HTTP fronts and its engine processes: both ends of one.
+"""Both ends of the channels between a node's fronts, which are processes that speak HTTP, and its engines.
 
-An engine connects to a socket of each front. What is about a request goes to the front that its id names;
-what an engine says of itself goes to all of them. On one machine these are ZMQ's ipc sockets. An engine on
-another machine of the node connects by tcp, encrypted and authenticated as the control channel between nodes
-is, and each end notices when the other is gone.
+An engine connects to a socket of each front. A message about a request goes to the front that the request's
+id names; a message about the engine goes to all. On one machine the sockets are ZMQ's ipc sockets. An engine
+on another machine of the node connects by tcp, encrypted and authenticated as the control channel between
+nodes is, and each end notices when the other is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hisparse_pd.engine.messages import (
     GenerateGroup,
     Shutdown,
     ToEngine,
-    front_of,
+    front_index_of,
 )
 from hisparse_pd.protocol.channels import ControlKeys, Guard, Heartbeats, load_control_keys, prove_key
 from hisparse_pd.protocol.polling import BURST_MESSAGES, SEND_HWM, burst
@@ -37,14 +37,13 @@ from hisparse_pd.protocol.polling import BURST_MESSAGES, SEND_HWM, burst
 log = logging.getLogger(__name__)
 
 _HWM = 64
-"""Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB.
+"""Messages from a front to an engine that ZMQ keeps on each side; a prompt of a million tokens has 4 MB.
 
-For an engine on another machine it is SEND_HWM, more than a front has in flight: at its limit ZMQ reads no
-sign of life either, and would take an engine for lost that is only busy."""
+An engine on another machine takes SEND_HWM, more than a front has in flight: at its limit ZMQ reads no sign
+of life either, and would take an engine for lost that is only busy."""
 
 _RECEIVED_A_TURN = 64
-"""Messages that a front takes in between two turns of its loop: a task of a millisecond or two, with what
-they make others do."""
+"""Messages that a front takes in at a time: one or two milliseconds of its loop, with the work they cause."""
 
 
 class FrontGone(Exception):
@@ -53,7 +52,7 @@ class FrontGone(Exception):
 
 @dataclass(frozen=True)
 class Crossing:
-    """What the channels between two machines of a node need to know."""
+    """Settings of the channels between two machines of a node."""
 
     keys: ControlKeys | None
     allowed: PeerList
@@ -61,7 +60,7 @@ class Crossing:
 
     @classmethod
     def of(cls, settings: NodeSettings) -> Crossing | None:
-        """None for a node of one machine. Raises ControlKeyError."""
+        """Return the settings, or None for a node of one machine. Raises ControlKeyError."""
         if settings.nnodes == 1:
             return None
         return cls(
@@ -71,7 +70,7 @@ class Crossing:
         )
 
     def watch(self, sock: zmq.Socket[bytes], events: int = zmq.EVENT_DISCONNECTED) -> zmq.Socket[bytes]:
-        """A socket that tells of ``events`` of ``sock``, among them the loss of a connection."""
+        """Return a socket that reports ``events`` of ``sock``. Keeps heartbeats on its connections."""
         sock.setsockopt(zmq.IPV6, 1)
         self.heartbeats.apply_to(sock)
         return sock.get_monitor_socket(events)
@@ -80,8 +79,8 @@ class Crossing:
 class FrontChannel:
     """The engine's end of the channel to one front.
 
-    What the front is too slow to take waits in ``backlog``, in order: no more than the requests in flight
-    may still bring forth, for the engine's statistics do not wait, newer ones follow.
+    Messages that the front is too slow to take wait in ``backlog``, in order. The requests in flight bound
+    them: statistics do not wait, because newer ones follow.
     """
 
     def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
@@ -102,7 +101,7 @@ class FrontChannel:
         return self._losses is not None and bool(self._losses.poll(0))
 
     def send(self, frame: bytes, *, may_be_dropped: bool = False) -> None:
-        """Never waits."""
+        """Send now, or once the front takes more; never waits. ``may_be_dropped``: drop it instead."""
         self.flush()
         if not (self.backlog and may_be_dropped):
             self.backlog.append(frame)
@@ -128,61 +127,65 @@ class EngineSocket:
     """The engine's end of the channels to all of its fronts, in their order."""
 
     def __init__(self, endpoints: Sequence[str], crossing: Crossing | None = None) -> None:
-        """``endpoints``: ZMQ's, one a front; ``crossing``: when these are on another machine."""
-        self.fronts = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
+        """``endpoints``: ZMQ's, one a front. ``crossing``: None when the fronts are on this machine."""
+        self.channels = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
         self._leaving: set[int] = set()
+        """The indices of fronts that have said Shutdown."""
         self._num_turns = 0
 
     def receive(self) -> Iterator[ToEngine]:
-        """What has arrived, without waiting, at most a burst; a group counts with each of its samples.
+        """Yield what has arrived, without waiting, at most a burst; a group counts with each of its samples.
 
         ``Shutdown`` comes once all fronts have said it. Raises FrontGone when nothing has arrived, and
         nothing will.
         """
-        self._num_turns += 1  # who is first takes turns: a burst of one front must not be all that is heard
-        first = self._num_turns % len(self.fronts)
-        fronts = self.fronts[first:] + self.fronts[:first]
-        for front in fronts:
-            front.flush()
+        self._num_turns += 1  # the channels take turns: a burst of one front must not be all that is heard
+        first = self._num_turns % len(self.channels)
+        channels = self.channels[first:] + self.channels[:first]
+        for channel in channels:
+            channel.flush()
         num_samples = 0
-        for (frame,) in burst(*(front.socket for front in fronts)):
+        for (frame,) in burst(*(channel.socket for channel in channels)):
             message = engine_messages.to_engine_decoder.decode(frame)
             if isinstance(message, Shutdown):
-                self._leaving.add(message.front)
-                if len(self._leaving) < len(self.fronts):
+                self._leaving.add(message.front_index)
+                if len(self._leaving) < len(self.channels):
                     continue
             yield message
             num_samples += len(message.samples) if isinstance(message, GenerateGroup) else 1
             if num_samples >= BURST_MESSAGES:
                 return
-        if num_samples == 0 and (lost := [front.endpoint for front in fronts if front.is_lost]):
+        if num_samples == 0 and (lost := [channel.endpoint for channel in channels if channel.is_lost]):
             raise FrontGone(f"the front at {lost[0]} is gone")
 
     def send(self, message: FromEngine) -> None:
-        """Never waits. Statistics for which there is no room are dropped."""
+        """Send to all fronts what concerns the engine, and what concerns a request to the request's front.
+
+        Never waits. Statistics for which there is no room are dropped.
+        """
         frame = engine_messages.encoder.encode(message)
         if isinstance(message, EngineLoading | EngineReady | EngineStats):
-            for front in self.fronts:
-                front.send(frame, may_be_dropped=isinstance(message, EngineStats))
-        elif len(self.fronts) == 1:
-            self.fronts[0].send(frame)
+            for channel in self.channels:
+                channel.send(frame, may_be_dropped=isinstance(message, EngineStats))
+        elif len(self.channels) == 1:
+            self.channels[0].send(frame)
         else:
-            self.fronts[front_of(message.request_id)].send(frame)
+            self.channels[front_index_of(message.request_id)].send(frame)
 
     def close(self) -> None:
-        for front in self.fronts:
-            front.close()
+        for channel in self.channels:
+            channel.close()
 
 
 class _EngineWatch:
-    """Whether the engine that a bound socket talks to is lost, whoever else connects there and leaves.
+    """Notices the loss of the engine that a bound socket talks to, whoever else connects there and leaves.
 
-    ZMQ's monitor reports every connection by its descriptor, those of a port scan as well, which never shake
-    hands. The engine's is the one that its first message came by.
+    ZMQ's monitor reports every connection by its descriptor, also those of a port scan, which never shake
+    hands. The engine's connection is the one that its first message came by.
     """
 
     def __init__(self, monitor: zmq.Socket[bytes]) -> None:
-        """``monitor``: of what is accepted and disconnected. The owner of the socket closes it."""
+        """``monitor`` reports accepted and lost connections. The owner of the socket closes it."""
         self.monitor = monitor
         self._connected: set[int] = set()
         self._engine: int | None = None
@@ -193,13 +196,13 @@ class _EngineWatch:
         return self._engine is not None
 
     def note_engine(self, descriptor: int) -> None:
-        """A message of the engine has come by this connection."""
+        """Note that a message of the engine has come by this connection."""
         self._follow()
         self._engine = descriptor
         self._is_lost = descriptor not in self._connected
 
     def take_loss(self) -> bool:
-        """Whether the engine has gone since the last call."""
+        """Return whether the engine has gone since the last call."""
         self._follow()
         is_lost, self._is_lost = self._is_lost, False
         return is_lost
@@ -217,12 +220,12 @@ class _EngineWatch:
 class FrontSocket:
     """A front's end of the channel to one engine. Nothing here waits; its loop watches ``fileno``.
 
-    The descriptor becomes readable when something *changes*, and receiving and sending may use that up. So
-    whoever was called because of it goes on until ``is_ready`` is false.
+    The descriptor becomes readable when something *changes*, and receiving or sending may use that up. A
+    caller that was woken by it goes on until ``is_ready`` is false.
     """
 
     def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
-        """``crossing``: for an engine on another machine. Raises OSError when it cannot be bound."""
+        """``crossing``: None when the engine is on this machine. Raises OSError when it cannot be bound."""
         self._context = zmq.Context.instance() if crossing is None else zmq.Context()  # a Guard has its own
         self._guard: Guard | None = None
         self._watch: _EngineWatch | None = None
@@ -247,15 +250,15 @@ class FrontSocket:
 
     @property
     def loss_fileno(self) -> int | None:
-        """Of another descriptor, by which to ask ``take_loss``; None for an engine on this machine."""
+        """Descriptor that is readable when ``take_loss`` has news; None for an engine on this machine."""
         return None if self._watch is None else int(self._watch.monitor.getsockopt(zmq.FD))
 
     def take_loss(self) -> bool:
-        """Whether the engine has gone since the last call."""
+        """Return whether the engine has gone since the last call."""
         return self._watch is not None and self._watch.take_loss()
 
     def receive(self) -> Iterator[FromEngine]:
-        """What has arrived, as much as a turn takes in."""
+        """Yield what has arrived, at most ``_RECEIVED_A_TURN`` messages."""
         for _ in range(_RECEIVED_A_TURN):
             try:
                 if self._watch is None:  # a frame with what is known of its sender takes twice as long
@@ -267,7 +270,7 @@ class FrontSocket:
             try:
                 message = engine_messages.from_engine_decoder.decode(frame.bytes)
             except msgspec.MsgspecError as error:
-                # Where there is no key anybody may have come before the engine, which tries again.
+                # Without a key anybody may connect before the engine, which tries again.
                 log.warning("dropped what no engine says, from %s: %s", frame.get("Peer-Address"), error)
                 continue
             if not self._watch.knows_engine:
@@ -275,7 +278,7 @@ class FrontSocket:
             yield message
 
     def send(self, message: ToEngine) -> bool:
-        """False: there is no room for it now."""
+        """Send without waiting. Returns False when there is no room for the message now."""
         try:
             self.socket.send(engine_messages.encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -283,7 +286,7 @@ class FrontSocket:
         return True
 
     def is_ready(self, *, to_send: bool) -> bool:
-        """Whether something can be received or, if there is something ``to_send``, sent."""
+        """Return whether something can be received or, when there is something ``to_send``, sent."""
         events = int(self.socket.getsockopt(zmq.EVENTS))
         return bool(events & (zmq.POLLIN | (zmq.POLLOUT if to_send else 0)))
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
@@ -19,13 +18,13 @@ from hisparse_pd.base.vocabulary import VERSION, RankPlace
 from hisparse_pd.core.memory.device import check_devices, use_device
 from hisparse_pd.core.memory.free import check_host_memory
 from hisparse_pd.core.memory.machine import Machine
-from hisparse_pd.core.memory.numa import Placement, place_ranks, with_pools
+from hisparse_pd.core.memory.numa import place_ranks, with_pools
 from hisparse_pd.core.memory.numa_binding import bind_threads, with_allowed_policy
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
-from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
-from hisparse_pd.core.model.spec import ModelSpec, load_spec
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.engine.loop import EngineLoop, SettingsT
 from hisparse_pd.engine.messages import EngineLoading
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
 from hisparse_pd.kernels.row_math import fix_arithmetic
@@ -36,30 +35,19 @@ from hisparse_pd.transfer.transport import Transport, choose_transport
 log = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    def run(self) -> None:
-        """Serve until the fronts say Shutdown or are gone."""
-
-    def close(self) -> None: ...
-
-
 def run_engine_process(
-    settings: NodeSettings,
+    engine_class: type[EngineLoop[SettingsT]],
+    settings: SettingsT,
     endpoints: Sequence[str],
     place: RankPlace,
-    *,
-    role: str,
-    num_host_bytes: Callable[[ModelSpec], int],
-    make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport, Placement], Engine],
 ) -> None:
-    """Load everything, telling the fronts at ``endpoints`` of it, and serve.
+    """Load everything, telling the fronts at ``endpoints`` of it, and serve until they say Shutdown.
 
-    ``settings.device`` is this rank's. ``num_host_bytes``: the main memory that a rank registers. Raises
-    StartError, as ``num_host_bytes`` may.
+    ``settings.device`` is this rank's. Raises StartError, as the engine may.
     """
     die_with_parent()
     rank = f" rank {place.rank}" if place.size > 1 else ""
-    setup_logging(settings.log_level, f"{role}-engine:{settings.port}{rank}")
+    setup_logging(settings.log_level, f"{engine_class.role}-engine:{settings.port}{rank}")
     quiet_mooncake_logs()
     machine = Machine()
     placements = place_ranks(settings.numa, settings.devices_here(place.rank), machine)
@@ -71,7 +59,7 @@ def run_engine_process(
         torch.set_num_threads(min(torch.get_num_threads(), len(placement.cpus)))
     if settings.device == "cpu":
         fix_arithmetic()
-    front = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
+    socket = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
     ranks: RankGroup | None = None
     try:
         if settings.device == "cpu":
@@ -92,8 +80,9 @@ def run_engine_process(
         gc.freeze()
         gc.enable()
         AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
-        transport = transport_of(settings, num_host_bytes(spec), placement.nics)
-        placement = with_allowed_policy(with_pools(placement, num_host_bytes(spec), machine))
+        num_host_bytes = engine_class.registered_host_bytes(settings, spec)
+        transport = transport_of(settings, num_host_bytes, placement.nics)
+        placement = with_allowed_policy(with_pools(placement, num_host_bytes, machine))
         log.log(logging.WARNING if placement.remedy else logging.INFO, "NUMA: %s", placement)
         if place.size > 1:
             ranks = RankGroup(
@@ -110,12 +99,12 @@ def run_engine_process(
             spec,
             settings.device,
             ranks,
-            lambda done, total: front.send(EngineLoading("weights", done, total)),
+            lambda done, total: socket.send(EngineLoading("weights", done, total)),
         )
-        front.send(EngineLoading("pools and kernels"))
+        socket.send(EngineLoading("pools and kernels"))
         if ranks is not None:
             ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
-        engine = make(spec, model, front, transport, placement)
+        engine = engine_class(settings, spec, model, socket, transport, placement)
         gc.freeze()  # else each full collection looks at all of torch and transformers: 0.2 s without a step
         try:
             engine.run()
@@ -125,14 +114,17 @@ def run_engine_process(
         finally:
             engine.close()
     finally:
-        front.close()
+        socket.close()
     if ranks is not None:
         ranks.leave()
 
 
 def transport_of(settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = ()) -> Transport:
-    """What the KV of a rank that registers ``num_host_bytes`` of main memory takes, with RDMA devices
-    ``near`` it rather than others. Raises StartError, also when the pools of all ranks here do not fit in
-    what is free: none has its own before all have asked."""
+    """Return the transport of a rank that registers ``num_host_bytes`` of main memory; RDMA devices ``near``
+    it are preferred.
+
+    Raises StartError, also when the pools of all ranks here do not fit in what is free: no rank has its own
+    before all have asked.
+    """
     check_host_memory(num_host_bytes * len(settings.ranks_here))
     return choose_transport(settings, num_host_bytes, near=near)

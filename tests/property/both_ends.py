@@ -170,29 +170,28 @@ class World:
                 "ThreadPoolExecutor": lambda *_, **__: self._lookups,
                 "look_up": look_up,
             },
+            "hisparse_pd.engine.loop": {
+                "time": clock,
+                "Poller": NoPoller,
+                "TransferEngine": self._new_transfer,
+                "guarded_listeners": lambda *_: nullcontext(),
+                "Wakeup": NoWakeup,
+            },
             "hisparse_pd.decode_node.engine": {
                 "time": clock,
                 "MAX_TURN_SECS": float("inf"),  # the turns in the time that passes at once are left out
-                "Poller": NoPoller,
                 "RequestTables": lambda spec, memory, **_: SimRequestTables(
                     spec, memory, self.prompts, self.roots
                 ),
                 "make_runner": lambda settings, model, tables: SimDecodeRunner(tables),
-                "TransferEngine": self._new_transfer,
-                "guarded_listeners": lambda *_: nullcontext(),
                 "LaneHost": self._new_lane_host,
-                "Wakeup": NoWakeup,
             },
             "hisparse_pd.decode_node.step_line": {"time": clock},
             "hisparse_pd.prefill_node.engine": {
                 "time": clock,
-                "Poller": NoPoller,
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(
                     memory, lambda: self.forward_fails_at
                 ),
-                "TransferEngine": self._new_transfer,
-                "guarded_listeners": lambda *_: nullcontext(),
-                "Wakeup": NoWakeup,
                 "Sender": lambda *_: SimSender(lambda: self.now),
                 "Lanes": self._new_lanes,
                 "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
@@ -224,7 +223,7 @@ class World:
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(
-            engine, parts._front, address, parts._sender, parts._control, parts._instance_id, parts._lanes
+            engine, parts._socket, address, parts._sender, parts._control, parts._instance_id, parts._lanes
         )
 
     def kill_prefill(self, address: PeerAddress) -> PrefillNode:
@@ -265,11 +264,8 @@ class World:
     def turn_prefill(self, node: PrefillNode) -> None:
         if node.is_stopped:
             return
-        engine = node.engine
-        engine._receive()
-        engine._expire()
-        engine._step()
-        engine._life.check_integrity()
+        node.engine.turn()
+        node.engine._life.check_integrity()
         node.sender.start()
 
     def turn_decode(self, *, answers_lookups: bool = True) -> None:

@@ -39,6 +39,7 @@ from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.step_line import StepLine
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import FromEngine, Generate, pack_token_ids
+from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.protocol.messages import Bootstrap, RoomDone, RoomQuiet
 from tests.books import PEER
@@ -236,7 +237,10 @@ class Node:
             min_split_reqs=0,
             is_behind=is_behind,
         )
-        self.scrubber = Scrubber(self.tables, self.requests.held, self.life.held_row_is_wrong)
+        kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
+        self.prefix_scrub = PrefixScrub(
+            self.requests.held, self.requests.set_aside, PAGE_SIZE, kv, self.memory.row_checks
+        )
         self.steps = StepLine(
             runner,
             Lockstep(None),
@@ -244,7 +248,7 @@ class Node:
             self.tables,
             self.life,
             most_drafts=max_drafts,
-            scrubber=self.scrubber,
+            scrubber=Scrubber(self.tables),
         )
         by_turns = count()
         self.steps._draft_choice.choose = lambda num_reqs, most: min(next(by_turns) % 3, most)  # type: ignore[method-assign]
@@ -273,7 +277,7 @@ class Node:
         self.steps.carry_out_plan(now)
         self.steps.advance(is_stopping=False)
         if not self.requests:
-            self.scrubber.when_idle()
+            self.prefix_scrub.verify_next()
         self.requests.check_integrity()
 
     def tokens_of(self, request: Request) -> list[int]:

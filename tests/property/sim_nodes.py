@@ -75,7 +75,7 @@ def _tags(contents: Sequence[tuple[Any, ...]], layer: int) -> np.ndarray[Any, np
 class SimFront:
     """The front's end and the engine's end of the ipc channel in one."""
 
-    fronts = ()
+    channels = ()
 
     def __init__(self) -> None:
         self.inbox: deque[ToEngine] = deque()

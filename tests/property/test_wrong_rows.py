@@ -326,7 +326,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
     @rule()
     def release_page(self) -> None:
         page = self.random.choice(self.requests.set_aside.shown())
-        self.node.life.release_page(page.pool, page.start)
+        self.requests.set_aside.give_back(page.pool, page.start)
         del self.owners[page.pool, page.start]
 
     # --- what holds -------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         try:
             self.run_to_the_end()
             for page in self.requests.set_aside.shown():
-                self.node.life.release_page(page.pool, page.start)
+                self.requests.set_aside.give_back(page.pool, page.start)
             self.requests.held.flush()
             assert self.requests.pools.free == self.requests.pools.totals
             self.no_token_is_made_of_a_wrong_row()

@@ -38,7 +38,7 @@ def kept_engine(host: str, transport: Transport = TCP, *, needs_network: bool = 
 
 
 @contextmanager
-def kept_engines(module: str) -> Iterator[None]:
-    """What ``module`` makes of transfer engines meanwhile are such ones."""
-    with patch(f"{module}.TransferEngine", kept_engine):
+def kept_engines() -> Iterator[None]:
+    """Nodes that are made meanwhile have such engines."""
+    with patch("hisparse_pd.engine.loop.TransferEngine", kept_engine):
         yield

@@ -63,7 +63,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("hisparse_pd/core/model/rank_group.py",),
     "torch": (
         *("kernels/", "hisparse_pd/core/model/", "hisparse_pd/core/memory/"),
-        *("hisparse_pd/engine/start.py", "hisparse_pd/engine/held_rows.py"),
+        *(f"hisparse_pd/engine/{name}.py" for name in ("start", "loop", "lockstep", "prefix_scrub")),
         *("prefill_node/", "decode_node/", "hisparse_pd/commands/", "tools/"),
     ),
 }

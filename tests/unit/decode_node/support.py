@@ -25,7 +25,6 @@ from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogpr
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
-from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
@@ -67,6 +66,7 @@ from hisparse_pd.transfer.transport import TCP
 from tests.unit.decode_node.peers_support import PrefillNode
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.kernels.table_rules import check_consistency
+from tests.unit.prefilled import Pools, prefilled
 from tests.waiting import NEVER_SECS, WAIT_SECS
 
 Prompt = tuple[int, ...]
@@ -100,16 +100,6 @@ def raising(error: Exception) -> Callable[..., Any]:
     return broken
 
 
-@dataclass(frozen=True)
-class Prefilled:
-    """All tokens of a prompt but the last, computed, at the start of their own pools."""
-
-    kv: torch.Tensor
-    index: torch.Tensor
-    row_checks: torch.Tensor
-    hint: np.ndarray[Any, Any]
-
-
 @lru_cache
 def _prefill_model(path: Path, num_draft_layers: int) -> DsaModel:
     """The prefill side's own: a test may break the decode engine's before the first prompt is computed."""
@@ -117,24 +107,12 @@ def _prefill_model(path: Path, num_draft_layers: int) -> DsaModel:
 
 
 @lru_cache(maxsize=256)
-def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) -> Prefilled:
-    spec, model = load_checkpoint(path, num_draft_layers).spec, _prefill_model(path, num_draft_layers)
-    num_pages = -(-len(prompt) // page_size)
-    num_slots = num_pages * page_size
-    kv = torch.zeros((spec.num_kv_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
-    index = torch.zeros((spec.num_index_groups, num_slots, spec.index_item_bytes), dtype=torch.uint8)
-    row_checks = torch.zeros((spec.num_kv_layers, num_slots), dtype=torch.int32)
-    request = PagedRequest(torch.arange(num_pages), 0, len(prompt) - 1)
-    access = PagedKv(spec, kv, index, page_size, [request], row_checks=row_checks)
-    _, hidden = model.forward_with_hidden(
-        torch.tensor(prompt[:-1]), access.positions, access, access.last_rows
-    )
-    if num_draft_layers:
-        model.draft(torch.tensor(prompt[1:]), hidden, access.positions, access, access.last_rows)
-    return Prefilled(kv, index, row_checks, access.hints[0].numpy())
+def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) -> Pools:
+    spec = load_checkpoint(path, num_draft_layers).spec
+    return prefilled(spec, _prefill_model(path, num_draft_layers), prompt, page_size)
 
 
-def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefilled:
+def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Pools:
     """What a prefill node has of ``prompt``."""
     return _prefill(checkpoint.path, checkpoint.spec.num_draft_layers, prompt, page_size)
 
@@ -203,7 +181,7 @@ class PrefillDouble(PrefillNode):
         for source, item_bytes, region, extents in parts:
             self._write_pool(register.session, source[:, first:].contiguous(), item_bytes, region, extents)
         record = torch.zeros(self._layout.slot_bytes, dtype=torch.uint8)
-        self._layout.pack_into(record.numpy(), bootstrap.room, ready.hint)
+        self._layout.pack_into(record.numpy(), bootstrap.room, ready.hint.numpy())
         aux = regions[RegionKind.AUX]
         dst_addr = aux.base_addr + bootstrap.aux_slot * self._layout.slot_bytes
         self._send(register.session, record, [record.data_ptr()], [dst_addr], [record.nbytes])
@@ -295,7 +273,7 @@ class EngineHarness:
             },
         )
         with (
-            kept_engines("hisparse_pd.decode_node.engine"),
+            kept_engines(),
             patch.object(sizing, "GROWTH_PAGES", growth_pages),
             patch("hisparse_pd.base.settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
             patch("hisparse_pd.base.settings.MAX_HEARTBEAT_FAILURES", 50),

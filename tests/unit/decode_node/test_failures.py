@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hisparse_pd.decode_node.engine
+import hisparse_pd.engine.loop
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts, Stage
 from hisparse_pd.decode_node.prefill_peers import RoomMessage
@@ -421,7 +422,8 @@ def test_a_pause_of_this_node_ends_no_quarantine(
     )
     with closing(harness):
         double = harness.double
-        monkeypatch.setattr(hisparse_pd.decode_node.engine, "time", clock)
+        for module in (hisparse_pd.engine.loop, hisparse_pd.decode_node.engine):
+            monkeypatch.setattr(module, "time", clock)
         answer = harness.entrust(PROMPT, 8)
         stands_at = time.monotonic()
         double.say(RoomFailed(double.bootstraps[0].room, 502, "reset", quiet=True, batch_failed=True))

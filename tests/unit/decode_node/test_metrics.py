@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -23,9 +21,7 @@ def _stats(rooms: LiveRequests, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> E
         rooms,
         swap_ins=swap_ins,
         bytes_per_miss=BYTES_PER_MISS,
-        num_dropped=Counter(),
         num_peers=1,
-        transfer_info="transfer_info",
         step=3,
         now=1.0,
     )

@@ -19,7 +19,7 @@ from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix_tree import Prefix
 from hisparse_pd.decode_node import scrub
-from hisparse_pd.engine import held_rows
+from hisparse_pd.engine import prefix_scrub
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
 from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.decode_node.support import (
@@ -81,13 +81,9 @@ def first_held(node: EngineHarness) -> Prefix:
     return next(prefix for prefix in node.engine.requests.held if prefix.parent is None)
 
 
-def num_found(node: EngineHarness) -> dict[str, float]:
+def num_found(node: EngineHarness) -> dict[str, int]:
     """Wrong rows by kind, since the node began."""
-    totals = node.engine._metrics._totals
-    return {
-        kind: totals[f'kv_rows_corrupt_total{{kind="{kind}"}}']
-        for kind in ("landing", "page-in", "newest", "scrub")
-    }
+    return dict(node.engine.requests.set_aside.num_found)
 
 
 class Corruption:
@@ -218,7 +214,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
     kind, _ = prefix.kinds
     slot = prefix.extents(kind)[0].start + 20
     corruption = Corruption(node, "landing")
-    with patch.object(scrub.Scrubber, "when_idle"):  # which would find it first
+    with patch.object(prefix_scrub.PrefixScrub, "verify_next"):  # which would find it first
         flip(node, kind, 2, slot)
         failure = node.failure_of(node.generate(prompt, 30, flag), status=500)
     corruption.was_found(failure, kind, 2, 20, slot)
@@ -234,7 +230,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
 @pytest.mark.I9
 @IN_EACH_MODE
 def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: HisparseFlag) -> None:
-    with patch.object(held_rows, "STRETCH_BYTES", 1 << 14):
+    with patch.object(prefix_scrub, "STRETCH_BYTES", 1 << 14):
         prompt = random_prompt(8, 90)
         node.ask(prompt, 30, flag)
         (prefix,) = node.engine.requests.held

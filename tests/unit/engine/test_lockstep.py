@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from hisparse_pd.core.model.rank_bells import RankBells
 from hisparse_pd.core.model.rank_group import RankGroup
@@ -170,6 +171,13 @@ def test_a_node_of_one_rank_asks_nobody() -> None:
     lockstep.hear()
     assert lockstep.agree(5, is_split=True) == NodeStep(5, is_split=True)
     assert lockstep.agree(0, is_stopping=True).is_last
+
+
+def test_an_error_in_a_step_ends_the_engine_where_others_wait_or_the_device_is_lost() -> None:
+    alone, beside_others = Lockstep(None), Lockstep(Group(0, Meeting()))
+    failed, lost = ValueError("too long"), torch.AcceleratorError("the device is lost")
+    assert [alone.ends_engine(error) for error in (failed, lost)] == [False, True]
+    assert [beside_others.ends_engine(error) for error in (failed, lost)] == [True, True]
 
 
 def test_all_ranks_take_the_most_positions_that_one_wants() -> None:

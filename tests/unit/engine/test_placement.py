@@ -53,19 +53,24 @@ class Started:
         """The placement that the engine is made with."""
         made: list[Placement] = []
 
-        def make(spec: Any, model: Any, front: Any, transport: Any, placement: Placement) -> Any:
-            made.append(placement)
-            return SimpleNamespace(run=lambda: None, close=lambda: None)
+        class Engine:
+            role = "decode"
+
+            def __init__(self, *parts: Any) -> None:
+                made.append(parts[-1])
+
+            @staticmethod
+            def registered_host_bytes(*_: Any) -> int:
+                return num_host_bytes
+
+            def run(self) -> None: ...
+
+            def close(self) -> None: ...
 
         settings = DecodeSettings(model_path=self._model_path, **options).of_rank(rank)
-        start.run_engine_process(
-            settings,
-            ["ipc://nobody"],
-            RankPlace(rank, settings.dp_size),
-            role="decode",
-            num_host_bytes=lambda _: num_host_bytes,
-            make=make,
-        )
+        engine_class: Any = Engine
+        place = RankPlace(rank, settings.dp_size)
+        start.run_engine_process(engine_class, settings, ["ipc://nobody"], place)
         return made[0]
 
 

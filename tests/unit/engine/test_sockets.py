@@ -28,7 +28,7 @@ from hisparse_pd.engine.messages import (
     Tokens,
     encoder,
     from_engine_decoder,
-    front_of,
+    front_index_of,
     request_prefix,
 )
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone, FrontSocket
@@ -65,7 +65,7 @@ def on_one_machine(directory: Path, num_fronts: int) -> Iterator[tuple[EngineSoc
 
 
 def test_a_request_id_names_its_front() -> None:
-    assert [front_of(request_prefix(front)) for front in (0, 1, 63, 255)] == [0, 1, 63, 255]
+    assert [front_index_of(request_prefix(front)) for front in (0, 1, 63, 255)] == [0, 1, 63, 255]
     assert request_prefix(1) != request_prefix(1)
 
 
@@ -83,7 +83,7 @@ def test_what_is_about_a_request_goes_to_its_front_and_the_rest_to_all(tmp_path:
 def test_an_engine_hears_all_fronts_and_leaves_when_all_have_said_so(tmp_path: Path) -> None:
     with on_one_machine(tmp_path, 2) as (engine, fronts):
         poller = Poller()
-        for channel in engine.fronts:
+        for channel in engine.channels:
             poller.register(channel)
         received: list[ToEngine] = []
 
@@ -124,8 +124,8 @@ def test_an_engine_takes_in_a_burst_of_its_fronts_messages_between_two_turns(
 ) -> None:
     """Of two that flood it, one after the other: neither is all that it hears."""
     with on_one_machine(tmp_path, 2) as (engine, _), monkeypatch.context() as patch:
-        floods = [Endless(encoder.encode(message)) for _ in engine.fronts]
-        for channel, flood in zip(engine.fronts, floods, strict=True):
+        floods = [Endless(encoder.encode(message)) for _ in engine.channels]
+        for channel, flood in zip(engine.channels, floods, strict=True):
             patch.setattr(channel, "socket", flood)
         for _ in range(4):
             assert len(list(engine.receive())) == most
@@ -156,15 +156,15 @@ def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
     failures = [RequestFailed(f"r{i}", 503, "full") for i in range(10)]
     with on_one_machine(tmp_path, 1) as (engine, _), monkeypatch.context() as patch:
         full = Full()
-        patch.setattr(engine.fronts[0], "socket", full)
+        patch.setattr(engine.channels[0], "socket", full)
         for failure in failures:
             engine.send(failure)
             engine.send(STATS)
         assert len(full.sent) == 2
-        assert len(engine.fronts[0].backlog) == 9, "statistics do not pile up"
+        assert len(engine.channels[0].backlog) == 9, "statistics do not pile up"
         full.num_free = 100
         assert not list(engine.receive())
-        assert not engine.fronts[0].backlog
+        assert not engine.channels[0].backlog
         decoded = [from_engine_decoder.decode(frame) for frame in full.sent]
         assert [message for message in decoded if message != STATS] == failures
 
@@ -198,7 +198,7 @@ def test_an_engine_on_another_machine_notices_the_end_of_its_front(keys: Control
         with of_front as front:
             assert front.socket.poll(WAIT_SECS * 1000, zmq.POLLOUT)
             assert front.send(Abort("r1"))
-            assert engine.fronts[0].socket.poll(WAIT_SECS * 1000)
+            assert engine.channels[0].socket.poll(WAIT_SECS * 1000)
         assert list(engine.receive()) == [Abort("r1")]
 
         def listen() -> None:
@@ -216,7 +216,7 @@ def test_a_front_notices_the_end_of_its_engine_and_of_nobody_else(keys: ControlK
     of_front, of_engine = across(keys, keys)
     with of_front as front:
         with of_engine as engine:
-            address = ("127.0.0.1", int(engine.fronts[0].endpoint.rsplit(":", 1)[1]))
+            address = ("127.0.0.1", int(engine.channels[0].endpoint.rsplit(":", 1)[1]))
             for data in VISITS:
                 visit(address, data, reset=False)
                 assert list(front.receive()) == []
@@ -243,7 +243,7 @@ def test_an_engine_that_is_busy_is_not_lost_however_much_it_has_to_read() -> Non
             wait_until(lambda abort=abort: front.send(abort))
         time.sleep(3.0)  # three times what would end a connection without signs of life
         assert not front.take_loss()
-        assert not engine.fronts[0].is_lost
+        assert not engine.channels[0].is_lost
         received: list[object] = []
         wait_until(lambda: received.extend(engine.receive()) or len(received) == len(aborts))
         assert received == aborts

@@ -9,6 +9,7 @@ import pytest
 
 from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import RankPlace
+from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.engine import start
 from hisparse_pd.kernels.row_trial import RowBitsError
 
@@ -30,8 +31,5 @@ def test_a_cpu_whose_products_differ_ends_the_start(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(start, "check_devices", unexpected)
     settings = DecodeSettings(model_path="nowhere", device="cpu", host="127.0.0.1")
     with pytest.raises(RowBitsError, match="other bits"):
-        start.run_engine_process(
-            settings, ["ipc://nowhere"], RankPlace(0, 1, ""), role="decode", num_host_bytes=unexpected,
-            make=unexpected,
-        )  # fmt: skip
+        start.run_engine_process(DecodeEngine, settings, ["ipc://nowhere"], RankPlace(0, 1, ""))
     assert closed

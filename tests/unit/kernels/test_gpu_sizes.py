@@ -14,12 +14,12 @@ from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, RankPlace, StartError
 from hisparse_pd.core.memory.device import use_device
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
-from hisparse_pd.decode_node import engine as decode_engine
+from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.decode_node.sizing import check_swap_in
 from hisparse_pd.engine import start as engine_process
 from hisparse_pd.kernels.attention import AttentionBackendError
 from hisparse_pd.kernels.gpu_sizes import check_indexer_sizes, check_swap_in_sizes
-from hisparse_pd.prefill_node import engine as prefill_engine
+from hisparse_pd.prefill_node.engine import PrefillEngine
 from tests.unit.model.model_specs import make_spec
 
 INDEXER = {"num_heads": 64, "head_dim": 128, "top_k": 2048, "context_length": 163840}
@@ -107,7 +107,7 @@ def test_the_device_of_the_node_becomes_the_current_one(
 
 
 @pytest.mark.parametrize(
-    ("engine", "settings_class"), [(decode_engine, DecodeSettings), (prefill_engine, PrefillSettings)]
+    ("engine", "settings_class"), [(DecodeEngine, DecodeSettings), (PrefillEngine, PrefillSettings)]
 )
 def test_a_size_is_refused_before_the_model_is_loaded(
     engine: Any,
@@ -128,7 +128,7 @@ def test_a_size_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(engine_process, "load_model", load)
     settings = settings_class(model_path=tmp_path, device="cuda:1", attention_backend="torch")
     with pytest.raises(StartError, match="index_head_dim 300: the GPU's indexer takes 256 at most"):
-        engine.run_engine(settings, ["ipc://nobody"], RankPlace())
+        engine_process.run_engine_process(engine, settings, ["ipc://nobody"], RankPlace())
     assert calls == [("cuda:1",), 1]
 
 

@@ -28,7 +28,6 @@ from hisparse_pd.core.memory.host import HostPool, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
-from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
@@ -71,6 +70,7 @@ from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
 from hisparse_pd.transfer.sender import Ready, WriteBatch
 from hisparse_pd.transfer.transport import TCP
 from tests.unit.kept_engines import kept_engine, kept_engines
+from tests.unit.prefilled import Pools, prefilled
 
 T = TypeVar("T")
 TIMEOUT_SECS = 60.0
@@ -180,7 +180,7 @@ class EngineThread(Listener):
     def _serve(self) -> None:
         front = EngineSocket([self._endpoint])
         try:
-            with kept_engines("hisparse_pd.prefill_node.engine"):
+            with kept_engines():
                 self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP, self.placement)
             run, submit = self.engine._runner.run, self.engine._sender.submit
 
@@ -537,37 +537,8 @@ def without_drafts(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_draft_layers=0, index_group_of_layer=groups)
 
 
-def own_pools(
-    spec: ModelSpec, num_tokens: int, page_size: int = 16
-) -> tuple[PagedKv, torch.Tensor, torch.Tensor]:
-    """For one forward of a whole prompt: the access, and KV and indexer keys that it will have written, by
-    layer and by group, then by position."""
-    num_pages = -(-num_tokens // page_size)
-    num_slots = num_pages * page_size
-    kv = torch.zeros(spec.num_kv_layers, num_slots, spec.item_bytes, dtype=torch.uint8)
-    index = torch.zeros(spec.num_index_groups, num_slots, spec.index_item_bytes, dtype=torch.uint8)
-    request = PagedRequest(torch.arange(num_pages), 0, num_tokens)
-    return PagedKv(spec, kv, index, page_size, [request]), kv[:, :num_tokens], index[:, :num_tokens]
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What one forward makes of all tokens of a prompt but the last. ``kv`` and ``index`` as of
-    ``own_pools``; ``hint``: int32 [num_index_groups, index_topk]."""
-
-    kv: torch.Tensor
-    index: torch.Tensor
-    hint: torch.Tensor
-
-
-def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Computed:
-    """One forward over pools of its own, and then the MTP layer where there is one."""
-    kv, kv_bytes, index_bytes = own_pools(engine.spec, len(tokens) - 1)
-    ids = torch.tensor(tokens)
-    _, hidden = engine.model.forward_with_hidden(ids[:-1], kv.positions, kv, kv.last_rows)
-    if engine.spec.num_draft_layers:
-        engine.model.draft(ids[1:], hidden, kv.positions, kv, kv.last_rows)
-    return Computed(kv_bytes, index_bytes, kv.hints[0])
+def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Pools:
+    return prefilled(engine.spec, engine.model, tokens)
 
 
 def all_delivered(peer: DecodePeer, num_rooms: int = 1) -> dict[int, RoomDone]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hisparse_pd.core.memory.numa import Placement
 from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
@@ -22,7 +20,6 @@ from tests.unit.prefill_node.support import (
     all_delivered,
     assert_hint,
     deliver,
-    engine_thread,
     next_room,
     prompt,
     wait_for,
@@ -242,10 +239,3 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
     failed = peer.expect(RoomFailed)
     assert failed.status == 400
     assert "served before" in failed.error
-
-
-def test_the_front_hears_where_the_engine_is(engine: EngineThread, tiny: Path, tmp_path: Path) -> None:
-    assert (engine.ready.numa_node, engine.ready.numa_placement) == (None, "anywhere, nothing is placed")
-    placement = Placement("a test's", 1, (2, 3))
-    with engine_thread(tiny, tmp_path / "front", placement=placement) as placed:
-        assert (placed.ready.numa_node, placed.ready.numa_placement) == (1, str(placement))

@@ -23,9 +23,9 @@ from tests.unit.prefill_node.support import (
     deliver,
     engine_thread,
     next_room,
-    own_pools,
     prompt,
 )
+from tests.unit.prefilled import own_pools
 from tools.checkpoints.make_tiny import write_checkpoint
 
 CHUNK, PAGE_SIZE = 48, 16
@@ -88,7 +88,7 @@ def receive(peer: DecodePeer, bootstrap: Bootstrap) -> Scored:
 
 def logprobs_of(engine: EngineThread, tokens: Sequence[int]) -> torch.Tensor:
     """[num_tokens, vocab]: one forward of the whole prompt over pools of its own, with all logits."""
-    kv, _, _ = own_pools(engine.spec, len(tokens), PAGE_SIZE)
+    kv = own_pools(engine.spec, len(tokens), PAGE_SIZE).access
     ids = torch.tensor(tokens)
     return torch.log_softmax(engine.model.forward(ids, kv.positions, kv, torch.arange(len(tokens))), dim=-1)
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
-from hisparse_pd.engine import held_rows
-from hisparse_pd.engine.held_rows import HeldRows
+from hisparse_pd.engine import prefix_scrub
 from hisparse_pd.engine.messages import ReleasePage
+from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.protocol.messages import Extent, RoomDone, RoomFailed
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -47,8 +47,8 @@ def flip(engine: EngineThread, room: int, position: int, layer: int = 1) -> int:
     return slot
 
 
-def num_found(engine: EngineThread, kind: str) -> float:
-    return engine.life.counters[f'kv_rows_corrupt_total{{kind="{kind}"}}']
+def num_found(engine: EngineThread, kind: str) -> int:
+    return engine.life.set_aside.num_found[kind]
 
 
 @pytest.mark.I9
@@ -60,7 +60,7 @@ def test_a_prompt_whose_cached_prefix_is_damaged_is_computed_anew(
     tokens = prompt(1, 100)
     others = [prompt(2, 60), tokens[:64] + prompt(3, 48 * num_chunks)]
     rooms = [next_room() for _ in range(6)]
-    with patch.object(HeldRows, "verify_next"):  # which would find it first
+    with patch.object(PrefixScrub, "verify_next"):  # which would find it first
         deliver(engine, peer, rooms[0], tokens)
         deliver(engine, peer, rooms[1], others[0])
         before = num_found(engine, "cached")
@@ -108,7 +108,7 @@ def test_rooms_that_have_begun_with_a_prefix_end_when_it_is_damaged(
     begins = prompt(6, 64)
     tokens, other = begins + prompt(7, 100), begins + prompt(8, 20)
     first, room, other_room = (next_room() for _ in range(3))
-    with patch.object(HeldRows, "verify_next"):
+    with patch.object(PrefixScrub, "verify_next"):
         deliver(engine, peer, first, [*begins, 9, 9])
 
         def damage(layer: int) -> None:
@@ -129,7 +129,7 @@ def test_rooms_that_have_begun_with_a_prefix_end_when_it_is_damaged(
 @pytest.mark.I9
 def test_idle_time_goes_through_what_is_cached(engine: EngineThread, peer: DecodePeer) -> None:
     tokens, room = prompt(9, 100), next_room()
-    with patch.object(held_rows, "STRETCH_BYTES", 1 << 14):
+    with patch.object(prefix_scrub, "STRETCH_BYTES", 1 << 14):
         deliver(engine, peer, room, tokens)
         before = num_found(engine, "scrub")
         slot = flip(engine, room, 70)
@@ -148,7 +148,7 @@ def test_a_prompt_that_does_not_fit_beside_pages_that_are_set_aside(
     with (
         engine_thread(tiny_checkpoint("glm"), tmp_path / "front", kv_pool_tokens=8 * PAGE) as engine,
         decode_peer(engine) as peer,
-        patch.object(HeldRows, "verify_next"),
+        patch.object(PrefixScrub, "verify_next"),
     ):
         peer.register()
         tokens = prompt(10, 60)

@@ -12,11 +12,11 @@ import torch
 
 from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node import engine as decode_engine
 from hisparse_pd.decode_node import memory as decode_memory
+from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.engine import start
-from hisparse_pd.prefill_node import engine as prefill_engine
 from hisparse_pd.prefill_node import memory as prefill_memory
+from hisparse_pd.prefill_node.engine import PrefillEngine
 from hisparse_pd.transfer.errors import TransferSetupError
 from hisparse_pd.transfer.transport import choose_transport
 from tests.unit.decode_node.support import (
@@ -63,7 +63,7 @@ def test_a_node_asks_for_the_memory_that_it_registers(
 ) -> None:
     def transport(**settings: Any) -> Any:
         node = {"model_path": checkpoint.path, "advertise_host": "192.0.2.7", **settings}
-        engine: Any = prefill_engine if kind == "prefill" else decode_engine
+        engine: Any = PrefillEngine if kind == "prefill" else DecodeEngine
         of_node = (PrefillSettings if kind == "prefill" else DecodeSettings)(**node)
         return choose_transport(of_node, engine.registered_host_bytes(of_node, checkpoint.spec))
 
@@ -78,7 +78,7 @@ def test_a_node_asks_for_the_memory_that_it_registers(
 
 
 @pytest.mark.parametrize(
-    ("engine", "settings_type"), [(prefill_engine, PrefillSettings), (decode_engine, DecodeSettings)]
+    ("engine", "settings_type"), [(PrefillEngine, PrefillSettings), (DecodeEngine, DecodeSettings)]
 )
 def test_the_memory_of_all_ranks_has_to_be_free(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, engine: Any, settings_type: Any

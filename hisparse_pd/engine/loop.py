@@ -1,0 +1,222 @@
+"""The loop of an engine's process, and the parts of it that both nodes have.
+
+One turn is receive -> step -> report, all in one thread. A node's engine adds what it receives beside the
+fronts' messages, its step and its statistics. Before a step all ranks of the node agree (``lockstep.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.process import parent_is_alive
+from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.engine.lockstep import Lockstep
+from hisparse_pd.engine.messages import (
+    Abort,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    GenerateGroup,
+    ReleasePage,
+    ReleaseQuarantine,
+    Shutdown,
+)
+from hisparse_pd.engine.prefix_scrub import PrefixScrub
+from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.engine.sockets import EngineSocket
+from hisparse_pd.protocol.channels import Heartbeats, load_control_keys
+from hisparse_pd.protocol.messages import DROP_REASONS
+from hisparse_pd.protocol.polling import Poller, Wakeup
+from hisparse_pd.transfer.engine import TransferEngine
+from hisparse_pd.transfer.listeners import guarded_listeners
+from hisparse_pd.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_SECS = 0.05
+STATS_INTERVAL_SECS = 0.4
+IDLE_CHECK_INTERVAL_SECS = 5.0
+
+SettingsT = TypeVar("SettingsT", bound=NodeSettings)
+
+
+class Books(Protocol):
+    """Who has which slots of a node's pools; as long as there are requests or rooms."""
+
+    set_aside: SetAside
+
+    def __len__(self) -> int: ...
+
+    def check_integrity(self) -> None:
+        """Raise PoolIntegrityError unless every slot is free or has its owner."""
+
+
+class EngineLoop(ABC, Generic[SettingsT]):
+    """Base of both nodes' engines.
+
+    A node's engine registers its pools with ``_transfer`` and names who has what in them by ``_own``. Raises
+    TransferError and ControlKeyError; an engine also raises StartError, as when its pools do not fit.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        settings: SettingsT,
+        spec: ModelSpec,
+        model: DsaModel,
+        socket: EngineSocket,
+        transport: Transport,
+        placement: Placement = ANYWHERE,
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._socket = socket
+        self._placement = placement
+        self._geometry = spec.geometry(settings.page_size, settings.attention_split_tile_size)
+        self._allowed = PeerList.parse(settings.allowed_peers)
+        self._control_keys = load_control_keys(settings.control_key_file)
+        self._heartbeats = Heartbeats.within(
+            settings.heartbeat_interval_secs, settings.heartbeat_timeout_secs
+        )
+        with guarded_listeners(settings.reachable_host, self._allowed):
+            self._transfer = TransferEngine(
+                settings.reachable_host, transport, needs_network=settings.same_host_lane == "off"
+            )
+        self._lockstep = Lockstep(model.ranks)
+        self._wakeup = Wakeup()
+        self._poller = Poller()
+        for channel in socket.channels:
+            self._poller.register(channel)
+        self._poller.register(self._wakeup)
+        if model.ranks is not None:
+            self._poller.register(model.ranks.bells)
+        self._is_stopping = self._has_stopped = self._has_work = False
+        self._next_stats_at = self._next_check_at = 0.0
+
+    def _own(
+        self, books: Books, prefixes: PrefixTree, kv: Mapping[PoolKind, Tensor], row_checks: Tensor | None
+    ) -> None:
+        """Name what is in the pools; the loop flushes and verifies ``prefixes``. See ``PrefixScrub``."""
+        self._books = books
+        self._prefixes = prefixes
+        self._scrub = PrefixScrub(prefixes, books.set_aside, self._settings.page_size, kv, row_checks)
+
+    def run(self) -> None:
+        """Serve until Shutdown, or until the front is gone."""
+        transport = self._transfer.transport
+        self._socket.send(
+            replace(
+                self._ready(),
+                transfer_protocol=transport.protocol,
+                transfer_devices=transport.devices,
+                transfer_reason=transport.reason,
+                numa_node=self._placement.node,
+                numa_placement=str(self._placement),
+            )
+        )
+        log.info("serving: session %s", self._transfer.session)
+        while not self._has_stopped:
+            self.turn()
+
+    def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
+        """Make one turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
+        self._poller.wait(0.0 if self._has_work or self._lockstep.is_due else max_wait_secs)
+        self._wakeup.clear()
+        self._receive(time.monotonic())
+        self._has_work = self._step()
+        if self._has_stopped:
+            return
+        is_idle = not self._books
+        if is_idle and not self._has_work:
+            self._scrub.verify_next()
+        now = time.monotonic()
+        if self._settings.debug_checks or (is_idle and now >= self._next_check_at):
+            self._next_check_at = now + IDLE_CHECK_INTERVAL_SECS
+            self._books.check_integrity()
+        if now >= self._next_stats_at:
+            self._next_stats_at = now + STATS_INTERVAL_SECS
+            self._report(now)
+
+    def _hear_fronts(self, now: float) -> None:
+        """Take in what the fronts and other ranks have sent."""
+        for message in self._socket.receive():
+            match message:
+                case FlushCache():
+                    self._prefixes.flush()
+                case ReleasePage():
+                    self._books.set_aside.give_back(message.pool, message.start)
+                case Shutdown():
+                    self._is_stopping = True
+                case _:
+                    self._take(message, now)
+        self._lockstep.hear()
+
+    def _report(self, now: float) -> None:
+        stats = self._stats(now)
+        stats.gauges["set_aside_tokens"] = float(self._books.set_aside.num_tokens)
+        stats.gauges[self._transfer.transport.info_metric] = 1.0
+        for lane in stats.lanes:
+            stats.gauges[lane.info_metric] = 1.0
+        for kind, count in self._books.set_aside.num_found.items():
+            stats.counters[f'kv_rows_corrupt_total{{kind="{kind}"}}'] = float(count)
+        dropped = self._num_dropped
+        for reason in {*DROP_REASONS, *dropped}:
+            stats.counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = float(dropped[reason])
+        self._socket.send(replace(stats, set_aside=self._books.set_aside.shown()))
+        if not parent_is_alive():
+            log.error("the front process is gone, leaving")
+            self._has_stopped = True  # and the other ranks, whose front it is too
+
+    # --- what differs between nodes ---------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def registered_host_bytes(settings: SettingsT, spec: ModelSpec) -> int:
+        """Return the main memory that a rank registers. Raises StartError for sizes that cannot work."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is still live, say so, and release sockets and memory."""
+
+    @abstractmethod
+    def _ready(self) -> EngineReady:
+        """Return what the node's fronts and peers need to know, without transport and placement."""
+
+    @abstractmethod
+    def _receive(self, now: float) -> None:
+        """Take in what has arrived, ``_hear_fronts`` included, and end what has waited for too long."""
+
+    @abstractmethod
+    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
+        """Take in a message of a front about requests."""
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Plan and make one step; set ``_has_stopped`` when all ranks are stopping.
+
+        Returns whether the next turn has something to do even if no message comes.
+        """
+
+    @abstractmethod
+    def _stats(self, now: float) -> EngineStats:
+        """Return the node's own gauges and counters; ``_report`` adds those that both nodes have."""
+
+    @property
+    @abstractmethod
+    def _num_dropped(self) -> Counter[str]:
+        """Control messages of peers that had no effect, by reason."""
