@@ -43,8 +43,7 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fp8 values of ``matrix`` [rows, columns] and their scales. A block's largest magnitude
-    becomes 448."""
+    """Return the fp8 values of ``matrix`` [rows, columns] and their scales. A block's peak becomes 448."""
     rows, columns = matrix.shape
     down, across = scales_shape(rows, columns)
     padded = matrix.new_zeros((down * BLOCK, across * BLOCK), dtype=torch.float32)

@@ -427,7 +427,7 @@ class _Split:
 
 @dataclass
 class _Workspace:
-    """Memory that the launches of one state share. It is not freed while the state lives: graphs hold its
+    """Memory that the launches of one state share. It lives as long as the state: graphs hold its
     addresses."""
 
     num_launches: Tensor

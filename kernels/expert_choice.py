@@ -44,8 +44,7 @@ class ExpertChoice:
     score_outside: float = float("-inf")
     is_softmax: bool = False
     has_shared: bool = False
-    """Whether there is a shared expert, with the id after all others, which every token has last with weight
-    1."""
+    """Whether there is a shared expert, with the highest id, which every token has last with weight 1."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and ids, int64, each [num_tokens, top_k (+ 1)], in one launch on a GPU.

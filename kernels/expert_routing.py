@@ -86,8 +86,8 @@ class Routing:
         is_rounded: bool = False,
         in_bfloat16: bool = False,
     ) -> Routing:
-        """Return the plan for ``expert_ids``, int [num_tokens, top_k], and their ``weights``. This never
-        waits for a device.
+        """Return the plan for ``expert_ids``, int [num_tokens, top_k], and ``weights``. Never waits for a
+        device.
 
         ``is_rounded``: the result of ``rounds`` for the tokens and the experts' matrices. ``in_bfloat16``:
         both are bfloat16. Padding has the id ``num_experts``: its rows come after those of all experts.

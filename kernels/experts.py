@@ -58,8 +58,7 @@ def _run_reference(
 
 
 def _products(x: Tensor, sizes: list[int], matrices: ExpertMatrices, is_rounded: bool) -> Tensor:
-    """Multiply the next ``sizes[i]`` rows of ``x`` with the matrices of expert i, whose results are
-    adjacent."""
+    """Multiply the next ``sizes[i]`` rows of ``x`` with expert i's matrices, whose results are adjacent."""
     values, scales = matrices.values, matrices.scales
     products = [x.new_empty((0, values.shape[1] * values.shape[2]))]
     for expert, rows in enumerate(torch.split(x, sizes)):

@@ -1,5 +1,5 @@
-"""Constants of fp8_e4m3, a format of KV, indexer keys, weights and activations, and the rule for its
-scales."""
+"""Constants of fp8_e4m3, which KV, indexer keys, weights and activations may have, and its scales'
+rounding."""
 
 from __future__ import annotations
 

@@ -122,7 +122,6 @@ def gated_rows(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
-    """Return ``values``, float8_e4m3fn [rows, columns], times ``scales``, [blocks across, rows], in
-    float32."""
+    """Return ``values``, fp8 [rows, columns], times ``scales``, [blocks across, rows], in float32."""
     spread = scales.t().repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
     return values.float() * spread

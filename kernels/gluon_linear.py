@@ -45,8 +45,7 @@ LOADER_REGISTERS: Final = 24
 
 
 def takes_groups(x: Tensor, values: Tensor) -> bool:
-    """Return whether the kernel takes these operands: on Hopper, with rows that start at multiples of 16
-    bytes."""
+    """Return whether the kernel takes these operands: on Hopper, with rows aligned to 16 bytes."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) != HOPPER:
         return False
     strides = x.stride(0), values.stride(0)

@@ -57,8 +57,7 @@ HITS, MISSES, EVICTIONS = range(3)
 """Columns of ``counters``."""
 
 MAX_LOOKUP_SLOTS = 2**31 - 2
-"""Most lookup slots, and most host slots: both are int32 on the device, and the tables have one lookup slot
-more."""
+"""Most lookup slots, of which the tables have one more, and most host slots: both are int32 on the device."""
 
 
 class HotBufferError(IntFlag):
@@ -127,8 +126,7 @@ class HotBufferState:
     index_pages: Tensor
     """[num_rows, max_pages] page_id of each page of a row's indexer keys; 0 where there is none."""
     counters: Tensor
-    """[num_rows, 3] int64: distinct selected positions that were hot, distinct ones that were not, evicted
-    entries."""
+    """[num_rows, 3] int64: distinct selected positions that were hot or were missing, and evicted entries."""
     error_flags: Tensor
     """[num_rows] HotBufferError bits."""
     wrong_rows: Tensor
@@ -330,8 +328,7 @@ class StepRequests:
     num_real_reqs: Tensor
     """int32 [1]; requests from this index on are padding and are ignored."""
     num_new: int = 1
-    """New positions of each request, 1 to ``state.max_new``: the newest token's and its drafts'. It may
-    differ from step to step."""
+    """New positions of each request, 1 to ``state.max_new``: the newest token's and its drafts'."""
 
     def __post_init__(self) -> None:
         device, num_reqs = self.state.device, self.seq_lens.shape[0]
@@ -354,8 +351,7 @@ def ring_entries(
 
 
 def _write(to: Tensor, values: Tensor) -> None:
-    """Write ``values`` to a part of a table without waiting for a GPU: from pinned memory, in stream
-    order."""
+    """Write to a part of a table without waiting for a GPU: from pinned memory, in stream order."""
     values = values.to(to.dtype)
     if to.device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()

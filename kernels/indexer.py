@@ -79,8 +79,7 @@ def index_products(q_index: Tensor, keys: Tensor) -> Tensor:
 
 
 def weigh(products: Tensor, weights: Tensor, head_dim: int) -> Tensor:
-    """Return scores [..., num_tokens, n] from ``products``, float32 [..., num_tokens, heads, n], which are
-    overwritten."""
+    """Return scores [..., num_tokens, n]; overwrites ``products``, float32 [..., num_tokens, heads, n]."""
     return sum_heads(weights, products.mul_(head_dim**-0.5).relu_())
 
 

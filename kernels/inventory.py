@@ -1,5 +1,4 @@
-"""Names the kernels in use and their releases in one line of a node's log, since measurements depend on
-them."""
+"""Names the kernels in use and their releases, on which measurements depend, in one line of a node's log."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class KvFormat:
 
 @dataclass(frozen=True)
 class IndexKeyFormat:
-    """The bytes of an indexer key: ``index_head_dim`` numbers, in ``fp8_e4m3`` followed by a float32
+    """The bytes of an indexer key: ``index_head_dim`` numbers, followed in ``fp8_e4m3`` by a float32
     scale."""
 
     name: str
@@ -146,8 +146,7 @@ class IndexKeyFormat:
         _store(self.name, layer_pool, slots, keys, self.index_head_dim, self.index_head_dim)
 
     def load(self, rows: Tensor) -> Tensor:
-        """Return the keys in ``rows``, uint8 [..., item_bytes], as [..., index_head_dim] of
-        ``self.dtype``."""
+        """Return the keys in uint8 ``rows`` [..., item_bytes], as [..., index_head_dim] of ``self.dtype``."""
         _check_loaded(rows, self.item_bytes)
         if self.name != FP8_E4M3:
             return rows.view(self.dtype)
@@ -180,8 +179,7 @@ def _check_loaded(rows: Tensor, item_bytes: int) -> None:
 def _store(
     name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int
 ) -> None:
-    """Store ``values`` in a format. In fp8, the first ``num_quantised`` columns are fp8, the rest
-    bfloat16."""
+    """Store ``values`` in a format; in fp8, columns from ``num_quantised`` on are bfloat16."""
     on_gpu = layer_pool.device.type == "cuda" and name != FLOAT32
     if on_gpu and (kernel := _store_kernel(layer_pool.device)) is not None:
         kernel(layer_pool, slots, values, num_quantised if name == FP8_E4M3 else 0, tile)

@@ -17,8 +17,7 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LatentNorms:
-    """RMS norms of a layer's two latents. ``dtype``: the model's. A weight is None if there is no such
-    latent."""
+    """RMS norms of a layer's two latents; a weight is None without such a latent. ``dtype``: the model's."""
 
     q_weight: Tensor | None
     q_eps: float
@@ -47,8 +46,8 @@ class IndexVectors:
         return self.turn(wide.to(keys.dtype)[:, None], rotation)[:, 0]
 
     def turn(self, vectors: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate ``vectors`` [num_tokens, heads, dim] by their positions, and by the Hadamard matrix if there
-        is one."""
+        """Rotate ``vectors`` [num_tokens, heads, dim] by their positions, and by the Hadamard matrix, if
+        any."""
         rotated = rotate(vectors, *rotation, is_interleaved=self.is_interleaved)
         return rotated if self.hadamard is None else linear(rotated, self.hadamard)
 

@@ -85,7 +85,7 @@ def latent_queries(q: Tensor, key_up: Tensor, rotation: Rotation) -> Tensor:
 
 
 def index_queries(queries: Tensor, vectors: IndexVectors, rotation: Rotation, dtype: torch.dtype) -> Tensor:
-    """Return rotated index queries [num_tokens, heads, dim] for ``queries`` [parts, num_tokens, heads *
+    """Return rotated index queries [num_tokens, heads, dim]; ``queries``: [parts, num_tokens, heads *
     dim]."""
     dim = len(vectors.key_weight)
     if queries.device.type == "cuda":

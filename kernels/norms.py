@@ -30,8 +30,7 @@ class NormGate:
         return cls(down, up.t().contiguous().t() if up.is_cuda else up)
 
     def apply(self, y: Tensor) -> Tensor:
-        """Return ``y`` [num_tokens, size] through the gate, in torch, rounded to its dtype after each
-        product."""
+        """Return ``y`` [num_tokens, size] through the gate, in torch, rounded after each product."""
         opening = sigmoid(linear(silu(linear(y, self.down)), self.up).float())
         return (y * opening).to(y.dtype)
 

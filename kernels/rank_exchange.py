@@ -30,8 +30,7 @@ HEADER_BYTES = 8192
 """The constants from MAX_RANKS to here are the same as in csrc/rank_exchange.cu. A header begins with the
 counts of pieces."""
 MIN_PIECE_BYTES = 4096
-"""Fewest bytes of a piece, unless the whole part is smaller; smaller pieces would occupy more blocks for
-nothing."""
+"""Fewest bytes of a piece, unless the whole part is smaller: smaller pieces would only occupy more blocks."""
 ALIGNMENT = 16
 GATHER_WORDS = (16, 4, 1)
 SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
@@ -92,11 +91,11 @@ def word_bytes(widths: Sequence[int], *values: int) -> int:
 
 
 class RankMemory:
-    """One rank's memory, to which other ranks write, and the addresses of theirs. It lives as long as the
-    process."""
+    """One rank's memory, to which other ranks write, and the addresses of theirs, for the process's
+    lifetime."""
 
     def __init__(self, device: torch.device, rank: int, num_ranks: int) -> None:
-        """Allocate the memory. Raises RuntimeError, or any error of the driver or of an import, if that
+        """Allocate the memory. Raises RuntimeError, or any error of the driver or of an import, if it
         fails."""
         if num_ranks > MAX_RANKS:
             raise RuntimeError(f"{num_ranks} ranks, but a kernel takes at most {MAX_RANKS}")

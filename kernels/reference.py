@@ -39,14 +39,13 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_EXACT_AGES = 16
 FREE_CLASS = 31
-"""The last age class. There are as many classes as lanes in a warp, so that one pass over the entries counts
-all."""
+"""The last age class. A warp has as many lanes as there are classes, so that it counts all in one pass."""
 
 _NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
 
 
 class Copies(NamedTuple):
-    """Items to copy from the host to the device pool, all int64 [num_copies]: their slots, rows and
+    """Copies from the host to the device pool, all int64 [num_copies]: slots, and the items' rows and
     positions."""
 
     src_host_slots: Ints

@@ -45,8 +45,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Te
 
 
 def _fits(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> bool:
-    """Return whether ``_refuse`` would find nothing, in less time: a small batch on a CPU pays it four times
-    a layer."""
+    """Return whether ``_refuse`` would find nothing. It is faster: small batches on a CPU pay it 4 times a
+    layer."""
     num_pairs = cos.shape[-1]
     return (
         x.dim() == 3

@@ -66,8 +66,8 @@ def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
 
 
 def _lowest_of_equals(scores: Tensor, threshold: Tensor, top_k: int) -> Tensor:
-    """Return int32 [num_rows, top_k]: positions above ``threshold`` [num_rows, 1] and the lowest ones equal
-    to it."""
+    """Return int32 [num_rows, top_k]: positions above ``threshold`` [num_rows, 1], and the lowest equal
+    ones."""
     is_above, is_equal = scores > threshold, scores == threshold
     num_equal_chosen = top_k - is_above.sum(1, keepdim=True)
     is_chosen = is_above | (is_equal & (is_equal.cumsum(1) <= num_equal_chosen))

@@ -76,8 +76,7 @@ def place_rows(
 
 
 def slots_of(page_table: Tensor, page_size: int, table_rows: Tensor, positions: Tensor) -> Tensor:
-    """Return the token slots, int32 [num_rows, n], of ``positions``, int32 [num_rows, n]; ABSENT where they
-    are ABSENT.
+    """Return token slots, int32 [num_rows, n], of ``positions``, int32 [num_rows, n]; ABSENT stays ABSENT.
 
     ``page_table``: int32 [rows of the table, max_pages]; ``table_rows``: int64 [num_rows], the page table's
     row for each row of positions. All are contiguous, on one device, and not changed; nothing synchronises.

@@ -320,8 +320,7 @@ def newest_slots(requests: StepRequests) -> Tensor:
 
 
 def _cuda_kernels(name: str, device: torch.device) -> ModuleType | None:
-    """Return ``kernels.cuda`` for a CUDA device and None for the CPU; raises KernelUnavailableError for
-    others."""
+    """Return ``kernels.cuda`` for CUDA and None for the CPU; raises KernelUnavailableError for others."""
     if device.type == "cpu":
         return None
     if device.type == "cuda":

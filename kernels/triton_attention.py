@@ -56,16 +56,15 @@ BFLOAT16_TILINGS: Final = (
 )
 """Tilings from the one that moves the fewest bytes to the one that needs the least shared memory."""
 SHORT_TILING: Final = Tiling(32, 128, 4, 2)
-"""Tiling for latents of up to SHORT_RANK numbers, tried before the others: a block spends most of its time on
-the softmax."""
+"""Tiling for latents of up to SHORT_RANK numbers, tried first: a block's time is mostly its softmax."""
 SHORT_RANK: Final = 128
 FLOAT32_TILINGS: Final = (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1))
 """Tilings for float32 products, which do not use tensor cores."""
 
 
 MAX_DIM: Final = 1024
-"""Most numbers of a latent, which is padded to a power of two: a tile's results for twice as many do not fit
-into registers."""
+"""Most numbers of a latent, padded to a power of two: a tile's results for twice as many exceed the
+registers."""
 
 
 def obstacle(device: torch.device, kv_format: KvFormat) -> str | None:
@@ -348,8 +347,7 @@ def combine_kernel(
     BLOCK_DIMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Combine some elements of the result of one token and head; the strides are those of ``log_sums``. See
-    ``combine``."""
+    """Combine some elements of one token and head; the strides are those of ``log_sums``. See ``combine``."""
     begin(OVERLAPS)
     program = tl.program_id(0)
     token = (program // num_heads).to(tl.int64)

@@ -1,7 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.bit_masks.allowed_logits`` on a GPU, in one pass over the logits and without expanding the
-masks."""
+"""``kernels.bit_masks.allowed_logits`` on a GPU, in one pass over the logits, with masks that stay bits."""
 
 from __future__ import annotations
 

@@ -155,8 +155,7 @@ def lift_values_triton(
     num_warps: int = 4,
     num_stages: int = 5,
 ) -> Activations:
-    """See ``kernels.latents.lift_values``. With ``rounding``, value_dim must be whole blocks. Rows are not
-    padded."""
+    """See ``kernels.latents.lift_values``. Rounded values must be whole blocks. Rows are not padded."""
     num_tokens = attended.shape[0]
     heads, latent, value_dim = value_up.shape
     columns, device = heads * value_dim, attended.device

@@ -1,7 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Stores rows of 8- and 16-bit numbers on a GPU in one launch; ``kernels.kv_format`` has the formats and the
-code in torch."""
+"""Stores rows of 8- and 16-bit numbers on a GPU in one launch, in the formats of ``kernels.kv_format``."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def store_kernel(
     BLOCK_REST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Store one row. ``float32_ptr`` and ``bfloat16_ptr`` point to the pool too, as numbers of those
-    types."""
+    """Store one row. ``float32_ptr`` and ``bfloat16_ptr`` are the pool too, as numbers of those types."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     byte_row = tl.load(slots_ptr + row) * row_stride

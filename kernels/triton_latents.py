@@ -203,8 +203,7 @@ def finish_latents_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Finish one token. The four programs of a token make its query latent, KV item, index key and head
-    weights."""
+    """Finish one token, whose four programs make the query latent, KV item, index key and head weights."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)

@@ -1,7 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.rope`` on a GPU, and the angles of positions: one launch each, instead of ten that cannot fill
-it."""
+"""``kernels.rope`` on a GPU, and angles of positions: one launch each instead of ten that cannot fill it."""
 
 from __future__ import annotations
 

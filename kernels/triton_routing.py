@@ -15,12 +15,10 @@ from hisparse_pd.kernels.triton_fp8 import sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
 PART_BYTES: Final = 1024
-"""Bytes of a matrix's row in one part of ``narrow_parts``; half as many for rows of at most FEW_PARTS
-parts."""
+"""Bytes of a matrix's row in one part of ``narrow_parts``; half of it for rows of at most FEW_PARTS parts."""
 FEW_PARTS: Final = 8
 FEW_TOKENS: Final = 2048
-"""Up to this many tokens, each part has its own program; for more, the parts' results would need too much
-memory."""
+"""Up to this many tokens, each part has its own program; the parts of more would need too much memory."""
 STEP_BYTES: Final = 256
 LINE_BYTES: Final = 128
 TILES: Final = ((16, 32), (32, 32), (64, 32), (128, 64))

@@ -178,7 +178,7 @@ class Guard:
         allowed: PeerList | None,
         refused: Counter[str],
     ) -> None:
-        """Create the guard before a socket of the context binds. ``refused`` counts refused connections, by
+        """Create the guard before a socket of the context binds. ``refused`` counts connections, by
         reason."""
         self._keys = keys
         self._zap: ZapHandler | None = None

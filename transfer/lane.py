@@ -107,8 +107,7 @@ class Lanes:
             return pair.lane
 
     def lane(self, session: str) -> Lane | None:
-        """Return the lane of a session; None while it is being chosen, or if nobody registered the
-        session."""
+        """Return the lane of a session; None while it is being chosen, and for an unknown session."""
         with self._lock:
             pair = self._pairs.get(session)
             return None if pair is None else pair.lane

@@ -252,8 +252,8 @@ def _gpu_failure() -> Iterator[None]:
 
 
 def _wait(copying: GpuCopy | None) -> None:
-    """Block until all bytes have landed, without the interpreter lock. After a TransferError bytes may still
-    land."""
+    """Block until all bytes have landed, without the interpreter lock. Raises TransferError; bytes may follow
+    it."""
     if copying is not None:
         with _gpu_failure():
             copying.wait()

@@ -29,8 +29,7 @@ class Ready(Protocol):
         """Return at once whether the bytes are ready."""
 
     def synchronize(self) -> None:
-        """Block until the bytes are ready, without the interpreter lock. The peer's other rooms wait
-        meanwhile."""
+        """Block until the bytes are ready, without the interpreter lock. The peer's other rooms wait too."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,8 @@ class _Progress:
     total: Outcome = field(default_factory=Outcome)
 
     def is_ready(self) -> bool:
-        """Return whether the batch can be written without waiting. If ``query`` fails, ``synchronize`` will
-        report it."""
+        """Return whether the batch can be written without waiting. ``synchronize`` reports a failing
+        ``query``."""
         if self.is_started or self.batch.ready is None:
             return True
         try:
@@ -136,8 +135,8 @@ class _RoomQueue:
 
 @dataclass(eq=False)
 class _Peer:
-    """A peer's rooms. ``line``: rooms with waiting batches and none in flight. ``num_bytes``: not yet
-    written."""
+    """A peer's rooms. ``line``: rooms with waiting batches and none in flight. ``num_bytes``: not written
+    yet."""
 
     line: deque[Room] = field(default_factory=deque)
     num_bytes: int = 0
@@ -290,7 +289,7 @@ class SendQueue:
         return peer.line[0]
 
     def _cut(self, room: _RoomQueue) -> bool:
-        """Cut the next slice of ``room``, and complete the batches that have no more; False if none is
+        """Cut the next slice of ``room``, and complete batches without further slices. False if no slice is
         left."""
         while room.waiting:
             progress = room.waiting[0]

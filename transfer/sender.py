@@ -68,8 +68,7 @@ class Sender:
             return self._queue.take_completions(time.monotonic())
 
     def overdue(self) -> list[Room]:
-        """Return the rooms that have a slice in flight past its deadline, without waiting. See
-        ``SendQueue.overdue``."""
+        """Return the rooms that ``SendQueue.overdue`` returns, without waiting."""
         with self._lock:
             return self._queue.overdue(time.monotonic())
 

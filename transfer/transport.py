@@ -204,8 +204,7 @@ def addresses_of(host: str) -> frozenset[IpAddress]:
 
 
 def address_fault(host: str) -> Fault | None:
-    """Return why peers may not reach ``host``: no interface of this machine has its address, as behind a
-    NAT."""
+    """Return why peers may not reach ``host``: no interface of this machine has its address (a NAT may)."""
     addresses = addresses_of(host)
     if not addresses:
         return Fault(

@@ -4,8 +4,8 @@
 // A rank's part for another rank is cut into pieces, which the blocks send in turn. A block is a channel: it
 // communicates only with the block of the same number on every other GPU. The pieces of a channel are numbered across
 // launches, with 32 bits that wrap. For each piece, a block writes the piece to its slot in every peer, then releases
-// the piece's number to that peer, and only then waits for the peers' pieces. A peer's write therefore never depends on
-// what this rank waits for, and blocks need not run at the same time.
+// the piece's number to that peer, and only then waits for the peers' pieces. A rank's write of a piece therefore never
+// waits for the same piece of another rank, and blocks need not run at the same time.
 //
 // A slot is reused NUM_BANKS pieces later. Before a block writes piece n + 4, it has received piece n + 2 of every
 // peer, because it receives each piece before it writes the next but one. For the same reason that peer had received

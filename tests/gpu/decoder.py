@@ -59,8 +59,7 @@ class Decoder:
         self.truth = torch.randint(
             0, 256, (NUM_LAYERS, num_host_slots, 48), dtype=torch.uint8, generator=self.generator
         )
-        """Position p of a row is at ``row * slots_each + p``, which is its host slot and its lookup slot
-        too."""
+        """Position p of a row is at ``row * slots_each + p``, its host slot and its lookup slot."""
         self.host = torch.full_like(self.truth, POISON, pin_memory=DEVICE == "cuda")
         self.scratch = num_rows * capacity
         self.dev = torch.full((NUM_LAYERS, self.scratch + 1, 48), POISON, dtype=torch.uint8, device=DEVICE)

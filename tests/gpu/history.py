@@ -168,8 +168,7 @@ class History:
         self.finish()
 
     def finish(self) -> None:
-        """Check that memory of no request is untouched, and that the host pool holds exactly the expected
-        bytes."""
+        """Check that memory of no request is untouched, and that the host pool holds the expected bytes."""
         assert torch.equal(self.host, self.expected_host), "the host pool holds something else (I4)"
         assert (self.dev.cpu()[:, ~self.is_owned] == POISON).all(), "a device slot of nobody changed"
 
@@ -276,8 +275,7 @@ class History:
             self.admit()
 
     def share(self, prompt: int, truth: Tensor) -> tuple[int, Tensor]:
-        """Share, often, some first pages of another request. The new request then has the same bytes
-        there."""
+        """Share, often, some first pages of another request, whose bytes the new request then has."""
         others = [other for other in self.requests.values() if other.capacity]
         if not others or self.random.random() < 0.5:
             return 0, torch.empty(0, dtype=torch.int64)
@@ -356,7 +354,7 @@ class History:
         self.dev[:, slots.to(DEVICE)] = POISON
 
     def grow(self, row: int, request: Request, num_new: int) -> None:
-        """Add a host page if the newest token needs one; at times several, and at times none for its
+        """Add a host page if the newest token needs one; sometimes several, and sometimes none for its
         drafts."""
         num_wanted = self.random.choice((1, num_new))
         if request.capacity and request.seq_len + num_wanted > request.num_host_pages * PAGE_SIZE:

@@ -79,8 +79,8 @@ class Batch:
         return list(self.req_rows.tolist())
 
     def with_queries(self, rows: list[int], positions: list[int]) -> Batch:
-        """Return a batch with the same keys and other queries: the first query's heads, with a small change
-        for each."""
+        """Return a batch with the same keys, whose queries differ slightly from the first query of this
+        one."""
         device = self.q_index.device
         other = copy.copy(self)
         other.q_index = torch.stack(

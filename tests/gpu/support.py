@@ -1,5 +1,4 @@
-"""Helpers of the CUDA swap-in's tests: the device that they run on, and the comparison of a step with the
-reference."""
+"""Helpers of the CUDA swap-in's tests: the device, and the comparison of a step with the reference."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("shape", [(672, 2048), (5120, 768), (2048, 384), (2048, 512), (130, 72)])
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 64, 200])
 def test_a_product_in_bfloat16(num_tokens: int, shape: tuple[int, int]) -> None:
-    """A.X-K2-Light's shapes with rows of ``x`` that are parts of longer rows, and a shape without whole
+    """A.X-K2-Light's shapes with rows of ``x`` that are parts of longer rows, and one without whole
     blocks."""
     rows, columns = shape
     x, matrix = draw(num_tokens, 1, 2 * columns)[0][:, :columns], draw(rows, 1, columns)[0]

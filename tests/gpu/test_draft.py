@@ -68,7 +68,7 @@ def test_a_chain_of_two_guesses(tmp_path: Path, in_fp8: bool, kv_dtype: str) -> 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("shares", [False, True])
 def test_steps_of_graphs_with_seven_drafts(tmp_path: Path, shares: bool) -> None:
-    """Drafts with their own selections, or with the first draft's, are right as often as the layer was made
+    """Drafts with their own selections, or the first draft's, are right as often as the layer was made
     for."""
     shape = SyntheticShape(2, 2, 256, 8192, 8192, index_topk=256, draft_agreement=0.8)
     checkpoint = tmp_path / "model"

@@ -1,5 +1,4 @@
-"""The parts that differ between families, on a GPU: the logits of a CPU, and steps of graphs over shared
-KV."""
+"""Parts that differ between families, on a GPU: the logits of a CPU, and steps of graphs over shared KV."""
 
 from __future__ import annotations
 

@@ -121,8 +121,7 @@ def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
     ("num_rows", "top_k", "num_steps"), [(1, 700, 30), (3, 200, 30), (40, 100, 10), (140, 300, 4)]
 )
 def test_wrong_rows_are_found_in_each_batch_size(num_rows: int, top_k: int, num_steps: int) -> None:
-    """Rows are verified whether they are fetched early or late, by the block that missed them or by
-    others."""
+    """Rows are verified whether fetched early or late, by the block that missed them or by others."""
     history = History(
         num_rows, 656, num_rows=num_rows, top_k=top_k, max_context=3 * top_k, wrong_rows=1.0,
         has_dense=False, capacities=(top_k + 1, top_k + 40), group_layers=ONE_LAYER, churns=(0.5, 1.0),

@@ -1,5 +1,4 @@
-"""Sampling on the GPU: the tokens and logprobs of the CPU, also with penalties, without waiting for the
-device."""
+"""Sampling on the GPU: the CPU's tokens and logprobs, also with penalties, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -99,8 +99,7 @@ def test_slices_fill_a_row_as_one_call_does_without_a_wait() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
 def test_admission_and_end_do_not_wait_for_steps_in_flight(mode: Mode) -> None:
-    """A request is admitted and grows, and another ends, while a kernel of another stream keeps the GPU
-    busy."""
+    """One request is admitted and grows, and another ends, while another stream keeps the GPU busy."""
     spec = make_spec(
         num_layers=3, index_group_of_layer=(0, 1, 1), context_length=2000, index_topk=64, has_row_checks=True
     )

@@ -16,8 +16,8 @@ pytestmark = [*needs_gpu, pytest.mark.I4]
 
 
 def wide(num_rows: int, capacity: int, *, top_k: int = 2048, max_context: int = 6000) -> History:
-    """Return a history with cold hisparse requests of 5000 positions and 16-byte items in rows [0,
-    num_rows)."""
+    """Return a history with cold hisparse requests of 5000 positions and 16-byte items in ``num_rows``
+    rows."""
     history = History(
         capacity, 16, top_k=top_k, num_rows=num_rows, max_context=max_context, capacities=(2, capacity),
         group_layers=ONE_LAYER, has_dense=False,

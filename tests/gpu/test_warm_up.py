@@ -1,5 +1,4 @@
-"""After a prefill node's warm-up no forward compiles anything, so that only the start waits for a
-compiler."""
+"""After a prefill node's warm-up no forward compiles anything: only the start waits for a compiler."""
 
 from __future__ import annotations
 

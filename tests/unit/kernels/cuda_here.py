@@ -18,7 +18,7 @@ ARCHITECTURES = (80, 90, 100, 120)
 def compile_cuda(
     source: str, arch: int, options: tuple[str, ...], directory: Path, entries: set[str]
 ) -> str | None:
-    """Compile ``source`` with the kernels ``entries``. Returns the output of nvcc's assembler; None for
+    """Compile ``source`` with the kernels ``entries``. Returns what nvcc's assembler reports; None for
     NVRTC."""
     if shutil.which("nvcc"):
         path = directory / "unit.cu"

@@ -1,5 +1,4 @@
-"""Attention backends: which one is chosen and why, the reference for all formats, and Triton's
-interpreter."""
+"""Attention backends: the choice and its reason, the reference for all formats, and Triton's interpreter."""
 
 from __future__ import annotations
 

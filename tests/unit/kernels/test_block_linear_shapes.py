@@ -1,4 +1,4 @@
-"""Which matrices stay in fp8 on a GPU; tests/gpu has the tests of their products."""
+"""The shapes of matrices that stay in fp8 on a GPU; tests/gpu has the tests of their products."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ VARIANTS = [
 ]
 """Positions of a thread, only wide items, page size, most new positions."""
 SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))
-"""The default run: each architecture once, with different variants. The last two variants take the
-longest."""
+"""The default run: each architecture once, with different variants. The last two take the longest."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Sizes that GPU kernels cannot take are refused before a model is loaded, in one line that says what to
-change."""
+"""Sizes that GPU kernels cannot take are refused before a model is loaded, with the remedy in one line."""
 
 from __future__ import annotations
 

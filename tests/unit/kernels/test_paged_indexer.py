@@ -1,5 +1,4 @@
-"""The indexer over paged keys: the reference, and the logits kernel, interpreted or compiled without a
-GPU."""
+"""The indexer over paged keys: the reference, and the logits kernel, interpreted or compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A row's result has the same bits alone and among other rows, at sizes that do not fill a vector
-register."""
+"""A row's result has the same bits alone and among others, at sizes that fill no vector register."""
 
 from __future__ import annotations
 

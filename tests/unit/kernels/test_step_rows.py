@@ -1,5 +1,4 @@
-"""The places where the rows of a forward write: against a plain loop, in torch and by Triton's
-interpreter."""
+"""Places where the rows of a forward write: against a plain loop, in torch and by Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
 
 @pytest.mark.I4
 def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
-    """Its token could not be backed up. Once it gets the missing page, the row goes on as if nothing had
-    happened."""
+    """Its token could not be backed up. Once it gets the page, the row goes on as if nothing had happened."""
     buffer = Buffer()
     buffer.start(8, [7, 3, 1])
     buffer.state.set_host_pages(ROW, 2, *[torch.full((3,), -1)] * 2)

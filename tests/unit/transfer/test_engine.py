@@ -242,7 +242,7 @@ def test_the_session_is_the_host_that_was_asked_for_and_answers() -> None:
 
 
 def test_an_ipv6_host_is_reached_at_its_session() -> None:
-    """The engine runs in its own process, because Mooncake decides once per process whether it listens on
+    """The engine has its own process, because Mooncake decides once per process whether it listens on
     IPv6."""
     code = (
         "import os; from hisparse_pd.transfer.engine import *; "

@@ -1,5 +1,4 @@
-"""Lanes of shared memory: every byte lands where it belongs, callers are checked, and a writer's end is
-noticed."""
+"""Lanes of shared memory: bytes land where they belong, callers are checked, a writer's end is noticed."""
 
 from __future__ import annotations
 

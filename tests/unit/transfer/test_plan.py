@@ -201,8 +201,7 @@ def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) ->
 @pytest.mark.I1
 @pytest.mark.I8
 def test_of_a_long_prompt_only_one_slice_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt has 5 GB in the worst case, where no rows are adjacent: the addresses of all rows would take
-    150 MB."""
+    """The prompt has 5 GB, and no rows are adjacent: the addresses of all rows would take 150 MB."""
     num_tokens, num_layers, item_bytes = 104_000, 61, 656
     slots = 2 * np.arange(num_tokens)
     both = (
