@@ -140,8 +140,7 @@ class DeviceRunner:
         return launched
 
     def _make_entries(self, batch: Sequence[Request], num_new: int) -> list[StepEntry]:
-        """Take the drafts of each request that its step verifies, or leave those to it that are on the
-        device."""
+        """Take the drafts that the step verifies from the requests; the device has those that are unread."""
         entries = []
         for request in batch:
             is_unread = request.num_in_flight > 0 and self._has_verified

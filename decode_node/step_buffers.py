@@ -140,10 +140,10 @@ class StepBuffers:
         if self.end is not None:
             self.end.record()
 
-    def read(self, num_reqs: int, num_columns: int) -> list[list[int]]:
+    def read(self, num_reqs: int, columns: int) -> list[list[int]]:
         """Wait, and return what ``receive`` was given."""
         self.wait()
-        rows: list[list[int]] = self.results[: num_reqs * num_columns].view(num_reqs, num_columns).tolist()
+        rows: list[list[int]] = self.results[: num_reqs * columns].view(num_reqs, columns).tolist()
         return rows
 
     def wait(self) -> None:
