@@ -104,7 +104,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             max_new=settings.speculative_num_steps + 1,
         )
         kv = {PoolKind.HOST: self._memory.k_host, PoolKind.DEVICE: self._memory.k_dev}
-        self._own(self.requests, self.requests.held, kv, self._memory.row_checks)
+        self._set_books(self.requests, self.requests.held, kv, self._memory.row_checks)
         shared = self._memory.shared_memory()  # with prefill nodes of this machine
         self._lane_host = (
             LaneHost(shared, directory=settings.same_host_dir, wakeup=self._wakeup.set) if shared else None

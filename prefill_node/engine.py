@@ -28,15 +28,7 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.loop import EngineLoop
-from hisparse_pd.engine.messages import (
-    Abort,
-    EngineLoading,
-    EngineReady,
-    EngineStats,
-    GenerateGroup,
-    PeerLane,
-    ReleaseQuarantine,
-)
+from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
@@ -68,7 +60,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_SECS = 5.0
 SHORT_SHARE = 4
-"""A longer prompt leaves a quarter of a step at most to prompts behind it that end in the step with them."""
+"""A longer prompt leaves up to 1 / SHORT_SHARE of a step to prompts behind it that end in the same step."""
 
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
@@ -146,11 +138,11 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             tell_peer=self._tell_peer,
             wrong_items=self._memory.wrong_items,
             room_timeout_secs=settings.room_timeout_secs,
-            # By then a decode node that has not said a word is lost anyway.
+            # A decode node that has said nothing for so long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
         kv = {PoolKind.DEVICE: self._memory.kv}
-        self._own(self._life, self._life.prefixes, kv, self._memory.row_checks)
+        self._set_books(self._life, self._life.prefixes, kv, self._memory.row_checks)
         if device.type == "cuda":
             self._warm_up(device)
         self._num_steps = 0
@@ -227,9 +219,6 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self._end_silent(now)
         self._life.fail_expired(now)
 
-    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
-        """Ignore it: only a decode node has requests and landing zones."""
-
     def _on_control(self, identity: bytes, message: ToPrefill, now_secs: float) -> None:
         peer = self._peers.heard(identity, now_secs)
         if isinstance(message, Register):
@@ -266,7 +255,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         regions = [(region.base_addr, region.num_bytes) for region in message.regions]
         if (lane := self._lanes.register(peer.session, message.lane, regions)) is not None:
             self._answer(peer, lane)
-        else:  # a sign of life, for which the decode node waits on
+        else:  # a sign of life: the decode node waits while its memory is opened
             self._control.send(identity, HeartbeatAck(0, self._instance_id))
 
     def _refuse(self, identity: bytes, node_id: str, error: str) -> None:
@@ -299,7 +288,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             self._peers.lose(peer)
             error = f"was silent for more than {limit_secs:g} s"
             num_rooms = self._life.fail_rooms_of(peer, error, now)
-            level = logging.WARNING if num_rooms else logging.INFO  # one without requests has gone by itself
+            level = logging.WARNING if num_rooms else logging.INFO  # without rooms it has left by itself
             log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_rooms, error)
 
     # --- plan, forward, commit -----------------------------------------------------------------------

@@ -55,7 +55,7 @@ SettingsT = TypeVar("SettingsT", bound=NodeSettings)
 
 
 class Books(Protocol):
-    """Who has which slots of a node's pools; as long as there are requests or rooms."""
+    """A node's record of who has which slots. It is empty when no request or room is live."""
 
     set_aside: SetAside
 
@@ -68,8 +68,8 @@ class Books(Protocol):
 class EngineLoop(ABC, Generic[SettingsT]):
     """Base of both nodes' engines.
 
-    A node's engine registers its pools with ``_transfer`` and names who has what in them by ``_own``. Raises
-    TransferError and ControlKeyError; an engine also raises StartError, as when its pools do not fit.
+    A node's engine registers its pools with ``_transfer`` and says by ``_set_books`` who has which slots.
+    Raises TransferError and ControlKeyError; an engine also raises StartError, as when its pools do not fit.
     """
 
     role: ClassVar[str]
@@ -108,10 +108,10 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._is_stopping = self._has_stopped = self._has_work = False
         self._next_stats_at = self._next_check_at = 0.0
 
-    def _own(
+    def _set_books(
         self, books: Books, prefixes: PrefixTree, kv: Mapping[PoolKind, Tensor], row_checks: Tensor | None
     ) -> None:
-        """Name what is in the pools; the loop flushes and verifies ``prefixes``. See ``PrefixScrub``."""
+        """Set whose pools the loop looks after; it flushes and verifies ``prefixes``. See ``PrefixScrub``."""
         self._books = books
         self._prefixes = prefixes
         self._scrub = PrefixScrub(prefixes, books.set_aside, self._settings.page_size, kv, row_checks)
@@ -182,6 +182,9 @@ class EngineLoop(ABC, Generic[SettingsT]):
             log.error("the front process is gone, leaving")
             self._has_stopped = True  # and the other ranks, whose front it is too
 
+    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
+        """Take in a message about requests or their landing zones, which only a decode node has."""
+
     # --- what differs between nodes ---------------------------------------------------------------
 
     @staticmethod
@@ -200,10 +203,6 @@ class EngineLoop(ABC, Generic[SettingsT]):
     @abstractmethod
     def _receive(self, now: float) -> None:
         """Take in what has arrived, ``_hear_fronts`` included, and end what has waited for too long."""
-
-    @abstractmethod
-    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
-        """Take in a message of a front about requests."""
 
     @abstractmethod
     def _step(self) -> bool:

@@ -193,6 +193,8 @@ class PrefillDouble(PrefillNode):
     def _write_pool(
         self, session: str, source: torch.Tensor, item_bytes: int, region: Region, extents: tuple[Any, ...]
     ) -> None:
+        if not extents:
+            return  # all of it is held
         src_addrs, dst_addrs, lengths = [], [], []
         num_layers = source.shape[0]
         position = 0

@@ -71,22 +71,15 @@ from hisparse_pd.transfer.sender import Ready, WriteBatch
 from hisparse_pd.transfer.transport import TCP
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.prefilled import Pools, prefilled
+from tests.waiting import WAIT_SECS, wait_until
 
 T = TypeVar("T")
-TIMEOUT_SECS = 60.0
 
 
 @lru_cache
 def checkpoint(path: Path, num_draft_layers: int | None) -> tuple[ModelSpec, DsaModel]:
     spec = load_spec(path, num_draft_layers=num_draft_layers)
     return spec, load_model(path, spec)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {TIMEOUT_SECS} s for {what}"
-        time.sleep(0.01)
 
 
 @dataclass(frozen=True)
@@ -121,14 +114,14 @@ class Listener:
 
     def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
         """The first message of a kind; others stay for later."""
-        deadline = time.monotonic() + TIMEOUT_SECS
+        deadline = time.monotonic() + WAIT_SECS
         while True:
             for position, message in enumerate(self._inbox):
                 if isinstance(message, kind) and which(message):
                     del self._inbox[position]
                     return message
             remaining = deadline - time.monotonic()
-            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
+            assert remaining > 0, f"no {kind.__name__} in {WAIT_SECS} s, only {self._inbox}"
             self.hear(min(remaining, 0.2))
 
     def forget(self) -> None:
@@ -225,7 +218,7 @@ class EngineThread(Listener):
         return self.life.rooms.get(Room(room)) is not None
 
     def wait_until_idle(self) -> None:
-        wait_for(lambda: len(self.life.rooms) == 0, "the rooms to end")
+        wait_until(lambda: len(self.life.rooms) == 0, "the rooms to end")
 
     def pause_until_message(self, chunk_start: int) -> threading.Event:
         """Pause before the forward of a chunk until there is a message to take in. Set: it paused."""
@@ -240,7 +233,7 @@ class EngineThread(Listener):
         return has_paused
 
     def wait_for_message(self) -> None:
-        assert self.engine._control.socket.poll(TIMEOUT_SECS * 1000)
+        assert self.engine._control.socket.poll(WAIT_SECS * 1000)
 
     @contextmanager
     def queue_stands(self) -> Iterator[None]:
@@ -258,7 +251,7 @@ class EngineThread(Listener):
     def flush(self) -> None:
         """Empty the cache of an idle engine, and wait: Bootstraps come another way than the front's word."""
         self.send(FlushCache())
-        wait_for(lambda: self.num_cached_pages == 0, "the cache to be empty")
+        wait_until(lambda: self.num_cached_pages == 0, "the cache to be empty")
 
     def hear(self, timeout_secs: float) -> None:
         """All messages that there are, once one has come. Statistics are kept aside."""
@@ -275,7 +268,7 @@ class EngineThread(Listener):
         """Statistics from after this call: of two in a row, the second."""
         for _ in range(2):
             self.stats = None
-            deadline = time.monotonic() + TIMEOUT_SECS
+            deadline = time.monotonic() + WAIT_SECS
             while self.stats is None:
                 assert time.monotonic() < deadline, "the engine sends no statistics"
                 self.hear(0.2)
@@ -308,7 +301,7 @@ class EngineThread(Listener):
         if self._thread.is_alive():
             with suppress(zmq.Again):  # it may be on its way out and have closed its socket
                 self._front.send(engine_messages.encoder.encode(Shutdown()), zmq.NOBLOCK)
-        self._thread.join(TIMEOUT_SECS)
+        self._thread.join(WAIT_SECS)
         self._front.close()
         assert not self._thread.is_alive(), "the engine did not stop"
         assert self._error is None, f"the engine died: {self._error!r}"
@@ -327,7 +320,7 @@ class StuckTransport:
     def write(self, *args: Any, **options: Any) -> None:
         self.num_started += 1
         self.started.set()
-        assert self.release.wait(4 * TIMEOUT_SECS)  # longer than anything that the test waits for
+        assert self.release.wait(4 * WAIT_SECS)  # longer than anything that the test waits for
         self._write(*args, **options)
 
 

@@ -13,7 +13,6 @@ from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
 from tests.unit.prefill_node.support import (
-    TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
     StuckTransport,
@@ -22,8 +21,8 @@ from tests.unit.prefill_node.support import (
     deliver,
     next_room,
     prompt,
-    wait_for,
 )
+from tests.waiting import WAIT_SECS, wait_until
 
 # --- delivery -------------------------------------------------------------------------------------------
 
@@ -113,7 +112,7 @@ def test_equal_prompts_at_once_are_computed_once(engine: EngineThread, peer: Dec
     tokens = prompt(6, 41)
     rooms = [next_room() for _ in range(3)]
     is_complete = threading.Event()
-    engine.before_run = lambda batch: None if is_complete.wait(TIMEOUT_SECS) else pytest.fail("not released")
+    engine.before_run = lambda batch: None if is_complete.wait(WAIT_SECS) else pytest.fail("not released")
     for number, room in enumerate(rooms):
         peer.bootstrap(room, tokens, kv=(Extent(100 * number, 40),), aux_slot=number)
     is_complete.set()
@@ -153,7 +152,7 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
     has_paused = engine.pause_until_message(48)
     before = dict(engine.life.counters)
     peer.bootstrap(room, prompt(8, 200))
-    assert has_paused.wait(TIMEOUT_SECS)
+    assert has_paused.wait(WAIT_SECS)
     peer.client.send(AbortRoom(room, "client gone"))
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
     counters = engine.next_stats().counters
@@ -209,7 +208,7 @@ def test_pages_stay_until_a_stuck_write_returns(
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet) == (room, 504, False)
     engine.send(FlushCache())
-    wait_for(lambda: engine.next_stats().gauges["num_transfer_queue_reqs"] == 1, "the room to drain")
+    wait_until(lambda: engine.next_stats().gauges["num_transfer_queue_reqs"] == 1, "the room to drain")
     assert engine.num_used_pages == 3, "cached pages in the transport were evicted"
     peer.assert_nothing_more()
     transport.release.set()

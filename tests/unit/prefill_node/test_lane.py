@@ -17,8 +17,8 @@ from tests.unit.prefill_node.support import (
     deliver,
     engine_thread,
     prompt,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 SAME = "both see the same memory"
 
@@ -56,7 +56,7 @@ def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: Eng
         mapping = engine.engine._lanes._pairs[ending.transfer.session].mapping
         assert mapping is not None
         ending.lane_host.close()
-        wait_for(lambda: all(mapped.closed for mapped in mapping._maps), "the memory to be unmapped")
+        wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "the memory to be unmapped")
         ending.bootstrap(4, prompt(4, 20))
         failed = ending.expect(RoomFailed)
         assert "has ended" in failed.error
@@ -72,9 +72,9 @@ def test_a_silent_node_that_comes_back_has_the_lane_that_it_had(tiny: Path, tmp_
     ):
         lanes = engine.engine._lanes
         peer.client.send(peer.registration(lane=peer.lane_host.offer))
-        wait_for(lambda: lanes.lane(peer.transfer.session) is not None, "the lane to be open")
+        wait_until(lambda: lanes.lane(peer.transfer.session) is not None, "the lane to be open")
         peer.reconnect()
-        wait_for(lambda: len(engine.engine._peers) == 0, "the node to be lost")
+        wait_until(lambda: len(engine.engine._peers) == 0, "the node to be lost")
         assert peer.register(lane=peer.lane_host.offer).lane == "shm"
         assert len(peer.lane_host._connections) == 1
         assert peer.lane_host.take_ended() == []

@@ -13,7 +13,6 @@ import torch
 from hisparse_pd.prefill_node.compute import layer_hook
 from hisparse_pd.protocol.messages import RoomFailed, RoomQuiet
 from tests.unit.prefill_node.support import (
-    TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
     StuckTransport,
@@ -23,6 +22,7 @@ from tests.unit.prefill_node.support import (
     next_room,
     prompt,
 )
+from tests.waiting import WAIT_SECS
 
 AUX = "aux record"
 WHOLE = 1 << 40
@@ -114,7 +114,7 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
 
     def fail(layer: int) -> None:
         if layer == 2:
-            assert not sends_layers(engine) or transport.started.wait(TIMEOUT_SECS)
+            assert not sends_layers(engine) or transport.started.wait(WAIT_SECS)
             raise RuntimeError("a bad kernel")
 
     engine.after_layer = fail

@@ -40,8 +40,8 @@ from tests.unit.prefill_node.support import (
     engine_thread,
     next_room,
     prompt,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 TOKENS = tuple(range(5, 26))
 """Twenty are computed."""
@@ -424,12 +424,12 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
             other.client.send(Heartbeat(1))
             return len(impatient.life.rooms) == 0
 
-        wait_for(has_ended, "the room to be given up while the decode node is alive")
+        wait_until(has_ended, "the room to be given up while the decode node is alive")
         told = other.expect(RoomFailed)
         assert (told.room, told.status, told.quiet) == (room, 504, True)
         assert "not begun within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode" in told.error
         other.reconnect()
-        wait_for(lambda: len(impatient.engine._peers) == 0, "the peer that left to be lost")
+        wait_until(lambda: len(impatient.engine._peers) == 0, "the peer that left to be lost")
         assert "lost decode node" not in caplog.text, "it had no rooms"
         other.client.send(Heartbeat(2))
         assert not other.expect(Refused).permanent
@@ -460,7 +460,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(
         assert ended is not None
         assert ended.status == 502
         assert "silent for more than 1 s" in ended.error
-        wait_for(lambda: "and 1 rooms of it: it was silent" in caplog.text, "the loss to be logged")
+        wait_until(lambda: "and 1 rooms of it: it was silent" in caplog.text, "the loss to be logged")
 
 
 @pytest.mark.I7
