@@ -64,8 +64,10 @@ class GpuWriter:
         return addrs < self._ends[np.searchsorted(self._starts, addrs, side="right") - 1]
 
     def register(self, addr: int, num_bytes: int) -> None:
-        """Let the GPU write to main memory. 1.5 GB of 4 KiB pages take some second. Raises the driver's
-        error."""
+        """Let the GPU write to main memory. Some 1.5 GB of 4 KiB pages are registered a second.
+
+        Raises the driver's error.
+        """
         with torch.cuda.device(self._device):
             self._pinning.register(addr, num_bytes)
 

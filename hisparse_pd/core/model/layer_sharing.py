@@ -1,4 +1,4 @@
-"""Which layers of a model share an indexer's selection, KV, and hot buffers.
+"""Computes which layers of a model share an indexer's selection, KV, and hot buffers.
 
 All functions take and return numbers. Three kinds of groups are told apart:
 
