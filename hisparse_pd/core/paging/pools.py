@@ -4,7 +4,7 @@ This is bookkeeping for either node: the memory of the slots is in the node's ``
 runs a kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing. At any time,
 for every pool,
 
-free + landing + running + ending + quarantined + held + set aside = total
+    free + landing + running + ending + quarantined + held + set aside = total
 
 and ``check_integrity`` verifies it slot by slot, printing every term when it does not hold.
 """
