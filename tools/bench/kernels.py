@@ -10,8 +10,8 @@ Calls with different inputs, so that no call finds its own in the L2 cache, are 
 that is replayed between two events: us = time / calls, the median of the replays.
 
 - attention: sparse attention of each backend, slots scattered over a pool of a million.
-- indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is the time to read
-  the keys once, at the highest rate in this run of a copy of 1 GiB or of a sum over it.
+- indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is the time to
+  read the keys once, at the highest rate in this run of a copy of 1 GiB or of a sum over it.
 - experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights.
 - swap-in: see ``tools/bench/swap_in.py``.
 - row-checks: the pass over a dense request's items in scattered pages, and the checks of new items.

@@ -245,7 +245,7 @@ def main() -> None:
         "--device",
         nargs="+",
         default=["cpu"],
-        help="devices of the prefill node, the decode node that ends, and the one that stays; the last repeats",
+        help="devices of the prefill node, the decode node that ends, the one that stays; the last repeats",
     )
     parser.add_argument(
         "--streams", type=int, default=16, help="number of streams, half of them at each decode node"
