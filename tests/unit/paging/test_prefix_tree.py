@@ -151,7 +151,7 @@ def test_integrity_notices_a_user_that_was_lost() -> None:
 
 @pytest.mark.I9
 def test_what_is_dropped_is_found_by_nobody_and_free_when_its_users_have_ended(node: Node) -> None:
-    """With what is behind it, and without what is before it or beside it."""
+    """Descendants are dropped with a prefix; ancestors and siblings are not."""
     kind = node.kinds[0]
     start, middle, end, beside = pages(1, 2), pages(1, 2, 3), pages(1, 2, 3, 4), pages(1, 2, 5)
     node.hold(start)
