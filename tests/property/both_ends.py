@@ -300,7 +300,7 @@ class World:
                     return
 
     def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
-        """Of a write that fails, descriptors that have not landed may land late, but not in shared memory."""
+        """Descriptors of a failed write may land late, but not in shared memory."""
         pieces = node.sender.pieces(room)
         is_shared = node.lanes.is_shared
         if pieces[0].session != self.decode.session and fate is not WriteFate.FAILED_MIDWAY:
