@@ -1,1 +1,1 @@
-"""In the checkout, not in the wheel: benchmarks of parts, making checkpoints."""
+"""Benchmarks, and commands that make checkpoints; they are in the checkout, not in the wheel."""

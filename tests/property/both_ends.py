@@ -110,7 +110,7 @@ class PrefillNode:
     instance_id: str
     lanes: SimLanes
     is_stopped: bool = False
-    """By SIGSTOP: neither answers nor ends, and goes on where it was."""
+    """Whether it is stopped as by SIGSTOP: it neither answers nor ends, and later goes on where it was."""
     stopped_secs: float = 0.0
 
 
@@ -133,7 +133,7 @@ class World:
         self.network = Network()
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.roots: dict[str, PageKey] = {}
-        """By request id, as are the prompts."""
+        """The root of each request's keys, by request id, as are the prompts."""
         self.forward_fails_at: int | None = None
         self.late: list[Piece] = []
         """Bytes of failed writes, and of writers that died, which sit in the transport."""
@@ -144,7 +144,7 @@ class World:
         self.addresses = [PeerAddress("prefill", 1 + number) for number in range(num_prefill)]
         self._shared = self.addresses[num_prefill - num_shared :]
         self.lane_host = SimLaneHost()
-        """Of the decode node."""
+        """The decode node's lane host."""
         self.prefill: dict[PeerAddress, PrefillNode] = {}
         for address in self.addresses:
             self.start_prefill(address)
@@ -298,7 +298,7 @@ class World:
                     return
 
     def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
-        """Of a write that fails, descriptors that have not landed may land late, but not in shared memory."""
+        """Descriptors of a failed write may land late, but not in shared memory."""
         pieces = node.sender.pieces(room)
         is_shared = node.lanes.is_shared
         if pieces[0].session != self.decode.session and fate is not WriteFate.FAILED_MIDWAY:

@@ -23,7 +23,7 @@ _MOST_DEPTH = 8
 
 
 def schema_of(path: str) -> dict[str, Any]:
-    """Of the body that ``path`` takes."""
+    """Return the schema of the body that ``path`` takes."""
     content = _DOCUMENT["paths"][path]["post"]["requestBody"]["content"]
     return _resolved(content["application/json"]["schema"])
 

@@ -97,7 +97,7 @@ class RowReader:
         if spec.num_draft_layers:  # whose rows are of two tokens, as they are known when they are made
             self.truth[-1] = self.truth[-1, :, :1]
         self.tokens = torch.zeros((TOTALS.req_row, CONTEXT), dtype=torch.int64)
-        """Of each row of the tables by position, those of drafts too."""
+        """The tokens of each row of the tables by position, with those of drafts."""
         self._new: tuple[Tensor, Tensor] | None = None
         self._req_rows = torch.empty(0, dtype=torch.int64)
 
@@ -317,7 +317,7 @@ class Node:
         self.life.peer_event(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
 
     def is_right(self, pool: Tensor, slots: Tensor, token_ids: Sequence[int]) -> Tensor:
-        """Of each layer and position: bool [num_layers, num_tokens]."""
+        """Return for each layer and position whether its row is right: bool [num_layers, num_tokens]."""
         positions, tokens = torch.arange(len(token_ids)), torch.tensor(token_ids)
         wanted = torch.stack(
             [self.model.items(layer, positions, tokens) for layer in range(self.spec.num_kv_layers)]

@@ -187,7 +187,7 @@ class SimSender:
                     raise SafetyViolation(f"room {started.batch.room}: a slice starts behind its end")
 
     def pieces(self, room: Room) -> list[Piece]:
-        """Of the slice in flight."""
+        """Return the pieces of the slice in flight."""
         taken = self.in_flight[room]
         (session,) = (session for session, other in self._by_session.items() if other is taken)
         pieces = []

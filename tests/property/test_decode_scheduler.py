@@ -59,14 +59,14 @@ SlotsByKind = dict[PoolKind, tuple[Extent, ...]]
 
 
 def remote_slots(request: Request) -> SlotsByKind:
-    """Behind what is held of its prompt."""
+    """Return the slots behind the held beginning of the request's prompt."""
     start, stop = request.held_prefix_tokens, request.num_prompt_tokens
     behind = {kind: slice_extents(request.extents(kind), start, stop) for kind in request.kv_pools}
     return {**behind, PoolKind.AUX: request.owned[PoolKind.AUX]}
 
 
 def slots_of(request: Request) -> dict[PoolKind, list[int]]:
-    """Of every position, in the pools that its KV and its indexer keys are in."""
+    """Return the slots of every position, in the pools of its KV and its indexer keys."""
     return {kind: extents_to_slots(request.extents(kind)).tolist() for kind in request.kv_pools}
 
 

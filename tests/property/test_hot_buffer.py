@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may give misses o
 
 NUM_HISTORIES = 10
 NUM_STEPS = 15
-"""So many ages of entries are told apart."""
+"""Number of ages of entries that are told apart."""
 
 
 class NaiveGroup:

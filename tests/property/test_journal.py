@@ -20,11 +20,11 @@ EVENTS = [
     b'data: {"text": ":journal over\\n\\n"}\n\n',
     b"data: [DONE]\n\n",
 ]
-"""Of an undisturbed stream, by unit; text that looks like a line is none."""
+"""The events of an undisturbed stream, by unit; their text may look like a line of the journal."""
 
 
 def said(first: int) -> bytes:
-    """By a node that goes on behind the ``first`` records."""
+    """Return what a node writes that goes on behind the ``first`` records."""
     last = len(EVENTS) - 1
     return b"".join(
         event + journal_line(OVER if number == last else msgspec.json.encode([0, [number]]))

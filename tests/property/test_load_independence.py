@@ -57,7 +57,7 @@ class Pool(PagedModel):
         return torch.tensor([self._free.pop() for _ in range(num_pages)])
 
     def pages(self, prompt: Prompt, shared: Tensor | None = None) -> Tensor:
-        """For ``prompt`` and its output, behind the ``shared`` pages of its prefix."""
+        """Return pages for ``prompt`` and its output, beginning with the ``shared`` pages of its prefix."""
         count = -(-(len(prompt) + NUM_NEW) // self.page_size) - (0 if shared is None else len(shared))
         own = self.take(count)
         return own if shared is None else torch.cat((shared, own))
@@ -76,7 +76,7 @@ def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> dict[Prompt, Expected]:
-    """Of each prompt alone."""
+    """Return the answer to each prompt alone."""
     answers = {}
     for prompt in PROMPTS:
         pool = Pool(checkpoint, 64)

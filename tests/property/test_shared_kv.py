@@ -42,8 +42,8 @@ def specs(draw: st.DrawFn) -> ModelSpec:
 
 @given(spec=specs())
 def test_every_layer_finds_what_its_group_selected(spec: ModelSpec) -> None:
-    """By the end of an index group each KV layer of its entries has had the misses once, and so has the one
-    that a layer attends to when it does."""
+    """Each KV layer of an index group's entries gets the misses once by the group's end, and before a layer
+    attends to it."""
     for group, layers in enumerate(spec.layers_of_group):
         filled: list[int] = []
         for layer in layers:
@@ -74,7 +74,7 @@ def test_layers_that_share_nothing_have_hot_groups_of_their_own(spec: ModelSpec)
 
 @st.composite
 def patterns(draw: st.DrawFn) -> dict[str, Any]:
-    """Of a configuration: which layers have rope, an indexer and KV of their own."""
+    """Draw which layers of a configuration have rope, an indexer and KV of their own."""
     with_rope: list[int] = draw(st.lists(st.integers(0, 1), min_size=NUM_LAYERS, max_size=NUM_LAYERS))
     kinds: list[str] = draw(
         st.lists(st.sampled_from(("full", "shared")), min_size=NUM_LAYERS - 1, max_size=NUM_LAYERS - 1)

@@ -37,7 +37,7 @@ PLACE = re.compile(r"layer (\d+), position (\d+), in slot (\d+) of the (host|dev
 LAYER = st.integers(0, 2)
 HOW = st.sampled_from(["bit", "zeros", "stale", "swapped", "half", "layer"])
 MAX_TURNS = 300
-"""In which everybody ends, once all pages are good."""
+"""Most turns until all requests have ended, once all pages are good."""
 
 
 class WrongRowsMachine(RuleBasedStateMachine):
@@ -56,7 +56,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         self.may_be_wrong: set[str] = set()
         """Requests that have read what is not verified whenever it is read."""
         self.owners: dict[tuple[PoolKind, int], set[Request]] = {}
-        """Of each page that is set aside, who had it when its row was found."""
+        """The requests that had each page that is set aside, when its wrong row was found."""
         self.node.set_aside = self.note_owners
 
     def note_owners(self, kind: PoolKind, start: int) -> None:
@@ -141,7 +141,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
             self.turn()
 
     def run_to_the_end(self) -> None:
-        """Of all, with pages given back where somebody would wait for them."""
+        """Run all requests to their end, and give pages back where somebody would wait for them."""
         for num_turns in range(MAX_TURNS):
             if not self.requests:
                 return
@@ -226,7 +226,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         self.damaged.add((kind, layer, slot))
 
     def slots_in_use(self, kind: PoolKind) -> Tensor:
-        """Of requests that run, and of what is held."""
+        """Return the slots of running requests and held prefixes."""
         of: list[Any] = [*self.of(RequestState.RUNNING), *self.requests.held]
         parts = [slots_tensor(each.extents(kind)) for each in of if kind in getattr(each, "kinds", (kind,))]
         return torch.cat([*parts, torch.empty(0, dtype=torch.int64)]).unique()
@@ -242,8 +242,10 @@ class WrongRowsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.slots_in_use(PoolKind.DEVICE).numel())
     @rule(layer=LAYER, how=HOW, is_in_use=st.sampled_from([False, False, True]))
     def damage_device_rows(self, layer: int, how: str, is_in_use: bool) -> None:
-        """Of a prefix that nobody uses: whoever comes sees it. In use, dense rows are not looked at again,
-        and hot ones by turns."""
+        """Damage rows of an unused prefix, which the next request finds, or of rows in use.
+
+        Dense rows in use are not verified again, hot ones are in turn.
+        """
         slots = self.slots_in_use(PoolKind.DEVICE)
         used_by = {
             request: slots_tensor(request.extents(PoolKind.DEVICE))

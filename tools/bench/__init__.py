@@ -1,1 +1,1 @@
-"""Benchmarks of parts and the demo: each prints a table, and a benchmark writes JSON to ``out``."""
+"""The demo and the benchmarks of parts; each prints a table, and benchmarks write JSON to ``out``."""

@@ -1,16 +1,16 @@
-"""Exact match of long-context retrieval: through the pair in all modes beside transformers.
+"""Measures exact match of long-context retrieval, through the pair in all modes and by transformers.
 
     python -m tools.bench.accuracy                                  # the retrieval model, 400 prompts
     python -m tools.bench.accuracy --dtype bfloat16                 # the pair in bfloat16
-    python -m tools.bench.accuracy --speculative-num-steps 0 1 2 3  # one pair after the other, by drafts
-    python -m tools.bench.accuracy --no-oracle --speculative-num-steps 0 3  # tokens beside those without
+    python -m tools.bench.accuracy --speculative-num-steps 0 1 2 3  # a pair for each number of drafts
+    python -m tools.bench.accuracy --no-oracle --speculative-num-steps 0 3  # compare tokens with no drafts
     python -m tools.bench.accuracy --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from out/accuracy.json
 
-Held-out prompts of each length go to a running pair by HTTP, in modes dense, hisparse and auto, and, without
-drafts, to one with the smallest hot buffer that is legal. Beside them stand transformers' own answers
-(float32). The status is 1 when an answer of the pair differs from transformers' in a token while both compute
-in float32, and when a request fails. Tokens a step are those of all decode steps, whatever number of drafts
-the node chose.
+Held-out prompts of each length go to a running pair by HTTP in the modes dense, hisparse and auto, and,
+without drafts, to a pair with the smallest legal hot buffer. They are compared with transformers' own answers
+(float32). The status is 1 when a token of the pair differs from transformers' while both compute in float32,
+and when a request fails. Tokens a step are those of all decode steps, whatever number of drafts the node
+chose.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tools.bench.retrieval import LENGTHS, Retrieval, judge, retrievals
 from tools.bench.served import served
 
 PROMPTS = (100, 100, 100, 60, 40)
-"""Of each of ``LENGTHS``."""
+"""Number of prompts of each of ``LENGTHS``."""
 MAX_NEW_TOKENS = 2 + QUESTIONS * ANSWER_WIDTH + 1
-"""Of the retrieval model: "Answer:", the answers, the end."""
+"""Longest answer of the retrieval model: "Answer:", the answers, the end."""
 REQUEST_TIMEOUT_SECS = 600.0
 ORACLE = "transformers"
 
@@ -49,10 +49,10 @@ PAIR_OPTIONS = (
     "--page-size 64 --chunked-prefill-size 1024 --kv-pool-tokens 65536 --host-pool-tokens 65536 "
     "--device-pool-tokens 24576 --num-threads 1"
 )
-"""The device pool has room for two or three long dense requests, so that auto has a choice to make."""
+"""Options of the pair. The device pool fits two or three long dense requests, so that auto has a choice."""
 NUM_CLIENTS = 4
 BUFFER_FACTOR = 3
-"""Hot buffer of the ordinary runs, in selections; with drafts it is what they need, if that is more."""
+"""Hot buffer of the ordinary runs, in selections; larger where drafts need more."""
 MODES: tuple[tuple[str, bool | str], ...] = (("dense", False), ("hisparse", True), ("auto", "auto"))
 
 
@@ -68,7 +68,7 @@ def judged(system: str, prompt: Retrieval, text: str, **more: Any) -> Response:
 
 
 def make_prompts(arguments: argparse.Namespace) -> list[Retrieval]:
-    """Raises ValueError where the numbers of prompts do not fit the lengths."""
+    """Return the prompts. Raises ValueError where the numbers of prompts do not match the lengths."""
     lengths: Sequence[int] = arguments.lengths or LENGTHS
     counts: Sequence[int] = arguments.prompts or (PROMPTS if not arguments.lengths else PROMPTS[:1])
     counts = list(counts) * len(lengths) if len(counts) == 1 else counts
@@ -123,7 +123,7 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
 def pair_runs(
     top_k: int, nums_drafts: Sequence[int]
 ) -> Iterator[tuple[int, int, tuple[tuple[str, bool | str], ...]]]:
-    """Drafts, entries of a hot buffer, and modes by name, of each pair to start."""
+    """Yield the drafts, the entries of a hot buffer, and the modes by name, of each pair to start."""
     for num_drafts in nums_drafts:
         drafts = ("", ", 1 draft", f", {num_drafts} drafts")[min(num_drafts, 2)]
         yield (
@@ -138,7 +138,7 @@ def pair_runs(
 def ask_oracle(
     model_path: Path, prompts: Sequence[Retrieval], step: Callable[[str, int | None], Callable[[], None]]
 ) -> Iterator[Response]:
-    """transformers' answers."""
+    """Yield transformers' answers."""
     from tools.checkpoints import oracle
 
     advance = step(ORACLE, len(prompts))
@@ -150,9 +150,9 @@ def ask_oracle(
 
 
 def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
-    """transformers' answers to ``prompts`` from the JSON of an earlier run over the same checkpoint.
+    """Return transformers' answers to ``prompts`` from the JSON of an earlier run over the same checkpoint.
 
-    Raises ValueError when one is not in it.
+    Raises ValueError when one is missing.
     """
     found: dict[tuple[int, tuple[float, ...]], Response] = {}
     for entry in json.loads(path.read_text())["responses"]:
@@ -173,7 +173,8 @@ def ask_pair(
     advance: Callable[[], None],
     num_clients: int,
 ) -> list[Response]:
-    """Answers of the pair, some prompts at a time; a prompt's modes one after the other share its prefix."""
+    """Return the pair's answers. ``num_clients`` prompts run at a time; a prompt's modes follow each other
+    and share its prefix."""
 
     def ask(prompt: Retrieval) -> list[Response]:
         found = [generate(client, router_url, prompt, system, flag) for system, flag in modes]
@@ -190,7 +191,7 @@ def ask_pair(
 def generate(
     client: httpx.Client, router_url: str, prompt: Retrieval, system: str, flag: bool | str
 ) -> Response:
-    """One request to the native endpoint, whose answer has token ids."""
+    """Send one request to the native endpoint, whose answer has token ids."""
     body = {
         "input_ids": list(prompt.token_ids),
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
@@ -210,7 +211,7 @@ def generate(
 
 
 def problems(measured: dict[str, Any]) -> list[str]:
-    """What makes the run fail: requests without an answer, and tokens that differ in float32."""
+    """Return what makes the run fail: requests without an answer, and tokens that differ in float32."""
     found = [f"{r.system}, {r.length} tokens: {r.error}" for r in measured["responses"] if r.error]
     if measured["dtype"] == "float32" and measured["kv_cache_dtype"] in ("auto", "float32"):
         found += [
@@ -224,29 +225,38 @@ def problems(measured: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", help=f"of prompts, in tokens; default {LENGTHS}")
     parser.add_argument(
-        "--prompts", type=int, nargs="+", help=f"of all lengths, or of each; default {PROMPTS}"
+        "--lengths", type=int, nargs="+", help=f"lengths of prompts in tokens; default {LENGTHS}"
     )
-    parser.add_argument("--out", type=Path, default=OUT / "accuracy", help="JSON, without suffix")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="+",
+        help=f"number of prompts, for all lengths or for each; default {PROMPTS}",
+    )
+    parser.add_argument("--out", type=Path, default=OUT / "accuracy", help="JSON file, without its suffix")
     parser.add_argument("--model-path", type=Path, default=RETRIEVAL_MODEL, help="a retrieval checkpoint")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the pair")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="of the pair; default: --dtype")
-    parser.add_argument("--device", default="cpu", help="of the pair")
-    parser.add_argument("--attention-backend", default="auto", help="of the pair")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the pair"
+    )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="KV dtype of the pair; default: --dtype")
+    parser.add_argument("--device", default="cpu", help="device of the pair")
+    parser.add_argument("--attention-backend", default="auto", help="attention backend of the pair")
     parser.add_argument(
         "--speculative-num-steps",
         type=int,
         nargs="+",
         default=[0],
         choices=range(MAX_DRAFTS + 1),
-        help="drafts a step of the decode node, of one pair after the other",
+        help="drafts of a decode step; a pair is started for each number",
     )
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at a time")
     oracle = parser.add_mutually_exclusive_group()
     oracle.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
     oracle.add_argument(
-        "--no-oracle", action="store_true", help="compare tokens with the first system's, not transformers'"
+        "--no-oracle",
+        action="store_true",
+        help="compare tokens with the first system's instead of transformers'",
     )
     arguments = parser.parse_args()
     console = make_console()

@@ -1,4 +1,4 @@
-"""What ``tools.bench.accuracy`` measured: counts by system, length and depth, as tables."""
+"""Counts what ``tools.bench.accuracy`` measured, by system, length and depth, and prints tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.bench.served import Served, tokens_per_step
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Served):
-    """What one system answered to one task. ``secs``: the whole request's."""
+    """One system's answer to one task. ``secs``: the time of the whole request."""
 
     system: str
     length: int
@@ -29,13 +29,13 @@ class Response(Served):
 
 
 def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
-    """Counts of each system, JSON-able.
+    """Return the counts of each system, JSON-able.
 
-    ``lengths``: of each prompt length [right answers, answers, prompts with all answers right, prompts].
-    ``depths``: of each fifth of the prompt [right answers, answers].
-    ``tokens_per_step``: of all decode steps, those that verified no drafts among them; None without steps.
-    ``num_identical``: answers that are the first system's to the same prompt token for token, of
-    ``num_compared``. The first are transformers, unless they were left out.
+    ``lengths``: for each prompt length [right answers, answers, prompts with all answers right, prompts].
+    ``depths``: for each fifth of the prompt [right answers, answers]. ``tokens_per_step``: over all decode
+    steps, with and without drafts; None without steps. ``num_identical``: how many of ``num_compared``
+    answers are the first system's to the same prompt, token for token. The first system is transformers,
+    unless it was left out.
     """
     found: dict[str, dict[str, Any]] = {}
     first = responses[0].system if responses else ""
@@ -54,7 +54,7 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
                 counts = depths[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
                 counts[0] += is_right
                 counts[1] += 1
-        # Systems that answer all prompts do so in the order of the first.
+        # Systems that answer all prompts have them in the same order as the first.
         has_tokens = len(answers) == len(expected) and system != first
         found[system] = {
             "lengths": lengths,

@@ -1,21 +1,22 @@
-"""Where a decode step's time goes: the node's own steps on a GPU, without servers around them.
+"""Measures where a decode step's time goes: the node's own steps on a GPU, without servers around them.
 
     python -m tools.bench.decode_step --model-path DIR [--batch 1 8 32 128] [--context 32768] [--out STEM]
         [--speculative-num-steps 0 1 2 3] [--grammar]
 
-One prompt of ``--context`` random tokens is prefilled by the prefill node's code; every request of a batch
-gets a copy of that KV, in host slots of its own or in dense pages, and a first token of its own. Then the
-decode node's runner takes ``--steps`` steps after some that are not timed: by the clock around all of them,
-and, in as many steps again, by kernel with torch's profiler. Kernels overlap: to each counts by how much it
-makes the step longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays.
-"tokens" are what a request gets of a step, "misses" those of a token; the other columns are of a step.
-With ``--choose-drafts`` a line is taken once more with as many drafts as a node chooses, up to the most.
+One prompt of ``--context`` random tokens is prefilled by the prefill node's code. Every request of a batch
+gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. Then, after
+some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
+timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
+longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens" are
+those of a request in a step, "misses" those of a token; the other columns are of a step. With
+``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses.
 
-``--grammar`` binds all requests to JSON that does not end: what masks cost is the difference. It means most
-with a vocabulary of a real model's size (``tools/checkpoints/make_synthetic.py --vocab 129280``).
+``--grammar`` measures each line once more with all requests bound to endless JSON: the difference is the cost
+of masks. It is realistic with a vocabulary of a real model's size (``tools/checkpoints/make_synthetic.py
+--vocab 129280``).
 
-On a GPU a line a row says what each part takes of its memory in GB, and in brackets what a decode node plans
-for it. Steps that several ranks take together are measured by ``tools.bench.whole_node``.
+On a GPU, a line below each row says how much GPU memory each part takes in GB, and in brackets what a decode
+node plans for it. ``tools.bench.whole_node`` measures steps that several ranks take together.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from tools.bench.step_memory import MemoryByPart, planned_pools, planned_weights
 
 PAGE_SIZE = 64
 STEPS_TO_CHOOSE = 64
-"""Before the clock, of a line that chooses its number of drafts: each number is tried in some."""
+"""Untimed steps before a line that chooses its number of drafts, in which each number is tried."""
 GRAMMAR = "start: %json " + json.dumps(
     {
         "type": "array",
@@ -93,32 +94,32 @@ KINDS = {
     "experts": "^_product_kernel|choose_kernel|narrow_kernel|plan_kernel",
     "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",
 }
-"""What kernels' names match."""
+"""The kinds of kernels, with a pattern of their names."""
 REST = "the rest"
-"""What matches none: norms, rounding, sampling."""
+"""The kind of kernels that match no pattern: norms, rounding, sampling."""
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """One prompt's KV: uint8 [num_layers, context, item_bytes], and so its indexer keys; on the device."""
+    """One prompt's KV and indexer keys on the device, each uint8 [num_layers, context, item_bytes]."""
 
     kv: Tensor
     kv_host: Tensor
-    """The same in main memory."""
+    """The KV in main memory."""
     index: Tensor
     row_checks: Tensor | None
-    """int32 [num_layers, context], on the device, where rows are verified."""
+    """Row checks on the device where rows are verified: int32 [num_layers, context]."""
     hints: Tensor
     hints_at: Mapping[int, Tensor]
-    """Those of prompts that are the beginning of this one, by their tokens."""
+    """Hints of prompts that are a beginning of this one, by their number of tokens."""
     tokens_a_second: float
 
     def up_to(self, context: int) -> Prefilled:
-        """Of the prompt's beginning; for one of the ``cuts`` of ``prefill``, or the whole."""
+        """Return the prompt's first ``context`` tokens, one of the ``cuts`` of ``prefill`` or all of them."""
         return self._with_rows(lambda rows: rows[:, :context], hints=self.hints_at[context])
 
     def repeated(self, num_times: int) -> Prefilled:
-        """A prompt of so many times its tokens, with the hint of its beginning."""
+        """Return a prompt that repeats this one's tokens, with this one's hint."""
         cuts = range(self.kv.shape[1], num_times * self.kv.shape[1] + 1, self.kv.shape[1])
         hints_at = {**self.hints_at, **dict.fromkeys(cuts, self.hints)}
         return self._with_rows(lambda rows: torch.cat([rows] * num_times, dim=1), hints_at=hints_at)
@@ -137,9 +138,10 @@ def prefill(
     context: int,
     cuts: Collection[int] = (),
 ) -> Prefilled:
-    """Chunk by chunk, as the prefill node does; the rate is of the second pass, for which all is compiled.
+    """Prefill a random prompt chunk by chunk, as the prefill node does.
 
-    ``cuts``: where else a prompt may end, multiples of ``chunk``.
+    The rate is that of the second pass, when everything is compiled. ``cuts``: further lengths at which the
+    prompt can end, multiples of ``chunk``.
     """
     device = model.device
     memory = PrefillMemory(spec, num_slots=round_up(context, PAGE_SIZE), num_aux_slots=1, device=device)
@@ -181,13 +183,13 @@ def prefill(
 
 
 def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
-    """int64 [num_tokens] of the middle of the vocabulary, where no special tokens are."""
+    """Return random tokens, int64 [num_tokens], from the middle of the vocabulary, without special tokens."""
     quarter = spec.vocab_size // 4
     return torch.randint(quarter, 3 * quarter, (num_tokens,), generator=torch.Generator().manual_seed(1))
 
 
 class _Settings(DecodeSettings):
-    """Those of a decode node that captures the graph of one batch, the measured one."""
+    """Settings of a decode node that captures only the graph of the measured batch."""
 
     @property
     def graph_batches(self) -> list[int]:
@@ -197,7 +199,7 @@ class _Settings(DecodeSettings):
 def slots_of_one(
     spec: ModelSpec, settings: DecodeSettings, mode: Mode, context: int, num_steps: int
 ) -> SlotCounts:
-    """What a request takes for its prompt and four times ``num_steps`` steps. Raises StartError."""
+    """Return the slots of a request for its prompt and four times ``num_steps`` steps. Raises StartError."""
     num_new = settings.speculative_num_steps + 1
     life = context + 4 * num_steps * num_new + 1 + num_new
     is_hisparse = mode is Mode.HISPARSE
@@ -218,7 +220,7 @@ def slots_of_one(
 
 
 def slots_of_all(need: SlotCounts, batch: int) -> SlotCounts:
-    """Of the pools for ``batch`` requests that take ``need`` each, in whole pages."""
+    """Return the slots of pools for ``batch`` requests that take ``need`` each, in whole pages."""
     host = max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch)
     return SlotCounts(
         host=host,
@@ -273,10 +275,11 @@ class Bench:
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = (0, 0, 0)
         self.num_tokens = 0
-        """That the requests have got."""
+        """Tokens of all requests so far."""
 
     def run(self, num_steps: int) -> float:
-        """Seconds of so many steps, each launched before the tokens of the one before are read."""
+        """Return the seconds of ``num_steps`` steps, each launched before the previous one's tokens are
+        read."""
         synchronize(self.tables.device)
         started = time.perf_counter()
         previous = None
@@ -295,7 +298,7 @@ class Bench:
                 self._commit(launched)
             if self._choice is not None:
                 self._choice.turn(len(self.requests), num_new - 1, time.monotonic())
-        if self._choice is not None:  # what comes before the next step is no part of it
+        if self._choice is not None:  # the time until the next step is not part of it
             self._choice.turn(0, 0, time.monotonic())
         if previous is not None:
             self._commit(previous)
@@ -352,7 +355,7 @@ class Bench:
         )
         if self._grammar is not None:
             request.matcher = self._grammar.matcher(ignore_eos=True)
-        # Of their own on every rank, too, so that all ranks' tokens choose their experts.
+        # Tokens differ by rank, too, so that experts are chosen by different tokens on all ranks.
         newest = random_tokens(self._spec, self._first_number + number + 1)[-1]
         request.output_token_ids.append(int(newest))
         holding, prompt = request.owned, self._prompt
@@ -427,19 +430,19 @@ def measure(
 
 @dataclass
 class Kernel:
-    """All launches of a kernel in a step."""
+    """One kernel's launches in a step."""
 
     name: str
     kind: str
     number: float = 0.0
     ms: float = 0.0
     added_ms: float = 0.0
-    """By which they made the step longer: what lies between the latest end of those that began before, and
-    their own. So nothing is counted twice where kernels overlap, and gaps count for the kernel behind."""
+    """Time by which the launches made the step longer: from the latest end of earlier launches to each one's
+    own end. Overlaps are not counted twice, and a gap counts for the kernel behind it."""
 
 
 def kernels_of(bench: Bench, num_steps: int) -> list[Kernel]:
-    """In steps of their own; those first that add most."""
+    """Return the kernels of ``num_steps`` further steps, those that add most first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -455,7 +458,8 @@ def kernels_of(bench: Bench, num_steps: int) -> list[Kernel]:
 
 
 def kernels_from(launches: Sequence[tuple[str, float, float]], num_steps: int) -> list[Kernel]:
-    """``launches``: names, and microseconds at which they began and ended."""
+    """Return the kernels of ``launches``, which are names with the microseconds of their beginning and
+    end."""
     found: dict[str, Kernel] = {}
     in_order = sorted(launches, key=lambda launch: launch[1])
     latest_end = in_order[0][1] if in_order else 0.0
@@ -483,19 +487,21 @@ def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Those that say how a node runs, whatever its model and prompts."""
+    """Add the options of how a node runs, whatever its model and prompts."""
     parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
-    parser.add_argument("--micro-batch-min-bs", type=int, help="as the decode node's; 0: never")
+    parser.add_argument(
+        "--micro-batch-min-bs", type=int, help="the decode node's option; 0: never split steps"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--indexer-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--attention-split-tile-size", type=int, help="as the decode node's")
+    parser.add_argument("--attention-split-tile-size", type=int, help="the decode node's option")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
-    parser.add_argument("--verify-rows", action="store_true", help="as nodes do by default")
+    parser.add_argument("--verify-rows", action="store_true", help="verify rows, as nodes do by default")
 
 
 def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpec:
@@ -512,7 +518,7 @@ def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpe
 
 
 def shared_report(arguments: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
-    """What figures of steps depend on, whoever takes them."""
+    """Return the settings that figures of steps depend on."""
     return {
         "facts": run_facts(),
         "model": arguments.model_path.name,
@@ -532,7 +538,8 @@ def synchronize(device: torch.device) -> None:
 def print_steps(
     title: str, rows: Sequence[Mapping[str, Any]], console: Console, names: Sequence[str]
 ) -> None:
-    """A line a row of ``names`` and the parts of a step, and what each takes of a GPU's memory."""
+    """Print a line for each row, with the columns ``names`` and a step's parts, and a line of its GPU
+    memory."""
     kinds = (*KINDS, REST) if any(row["gpu_ms"] for row in rows) else ()
     lines = [
         {name: row[name] for name in names} | {kind: row["gpu_ms"].get(kind) for kind in kinds}
@@ -576,10 +583,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(MAX_DRAFTS + 1)
     )
-    parser.add_argument("--choose-drafts", action="store_true", help="each line once more, as a node does")
-    parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
+    parser.add_argument(
+        "--choose-drafts",
+        action="store_true",
+        help="measure each line once more with the drafts that a node chooses",
+    )
+    parser.add_argument("--grammar", action="store_true", help="measure each line once more under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
+    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON file, without its suffix")
     arguments = parser.parse_args(argv)
     console = Console(width=190)
     use_device(arguments.device)

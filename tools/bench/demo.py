@@ -2,10 +2,10 @@
 
     python -m tools.bench.demo --model-path tools/checkpoints/retrieval
 
-Each prompt is a document of notes with questions about some of them. Exits with status 1 when a request
-fails or is served in another mode than it should be, when two modes disagree on the text of one prompt, and
-when the retrieval model gives a wrong answer or, in one of the modes, no request of it has a draft accepted.
-A checkpoint without an MTP layer is served without drafts.
+Each prompt is a document of notes with questions about some of them. The status is 1 when a request fails or
+is served in the wrong mode, when two modes disagree on the text of one prompt, when the retrieval model gives
+a wrong answer, and when in one of the modes none of its drafts is accepted. A checkpoint without an MTP layer
+is served without drafts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tools.bench.served import Served, served, tokens_per_step
 REQUEST_TIMEOUT_SECS = 300.0
 MAX_TOKENS = 64
 NUM_DRAFTS = 3
-"""Of a step, that the retrieval model's MTP layer was trained to make."""
+"""Drafts of a step; the retrieval model's MTP layer was trained for as many."""
 
 # Small enough that the retrieval model (index_topk 64, context 8192) shows everything: a long prompt does not
 # fit its hot buffer, and fills so much of the device pool that "auto" prefers hisparse. The hot buffer is the
-# smallest in which a step verifies three drafts: four positions, each with its own selection, and themselves.
+# smallest in which a step can verify three drafts: four selections, and their four positions.
 PAIR_OPTIONS = (
     "--page-size 64 --chunked-prefill-size 512 --kv-pool-tokens 16384 --device-pool-tokens 6656 "
     f"--host-pool-tokens 32768 --num-threads 1 --device-buffer-size {full_buffer(NUM_DRAFTS, 64)}"
@@ -88,7 +88,7 @@ def make_cases() -> list[Case]:
 
 @dataclass
 class Outcome:
-    """What one request gave. Times are in seconds, ``None`` stands for one that is not known."""
+    """The outcome of one request. Times are in seconds; None is an unknown one."""
 
     case: Case
     text: str = ""
@@ -104,7 +104,7 @@ class Outcome:
         return judge(self.text, self.case.retrieval.answers)
 
     def check(self, knows_the_task: bool) -> None:
-        """Fills ``problems``."""
+        """Fill ``problems``."""
         case, found = self.case, self.served
         is_dense = case.expected_mode == "dense"
         expectations = {
@@ -123,7 +123,8 @@ class Outcome:
 
 
 def stream(router_url: str, model: str, case: Case) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """New text of a streamed answer, and the numbers that close it. Raises httpx.HTTPError, RuntimeError."""
+    """Yield new text of a streamed answer, and at its end its numbers. Raises httpx.HTTPError,
+    RuntimeError."""
     body = {"model": model, **case.body} if case.path.startswith("/v1") else case.body
     url, so_far = f"{router_url}{case.path}", ""
     with httpx.stream("POST", url, json=body, timeout=REQUEST_TIMEOUT_SECS, trust_env=False) as response:
@@ -135,7 +136,7 @@ def stream(router_url: str, model: str, case: Case) -> Iterator[tuple[str, dict[
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 raise RuntimeError(event["error"]["message"])
-            if case.path == "/generate":  # whose events repeat the whole text so far
+            if case.path == "/generate":  # its events repeat the whole text so far
                 yield event["text"].removeprefix(so_far), event["meta_info"]
                 so_far = event["text"]
                 continue
@@ -145,14 +146,14 @@ def stream(router_url: str, model: str, case: Case) -> Iterator[tuple[str, dict[
 
 
 def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: Console) -> Outcome:
-    """Send one request, show its text as it comes, and collect its numbers."""
+    """Send one request and show its text as it comes. Returns its outcome."""
     outcome = Outcome(case)
     notes, _, question = case.retrieval.content.rpartition("\n")
     about = f"  {notes[:60]}… ({len(notes):,} characters) {question}"
     console.print(Text.assemble((case.title, "bold"), (about, "dim")), soft_wrap=True)
 
     def counters() -> tuple[int, int, int]:
-        # Hits first: what is read once they are complete is complete too.
+        # Hits are read first: once they are complete, the counters read after them are complete, too.
         hits = pair.counter(pair.decode_url, "swap_in_hits_total")
         moved_bytes = pair.counter(pair.prefill_url, "kv_transfer_bytes_total")
         return hits, moved_bytes, pair.counter(pair.decode_url, "swap_in_evictions_total")
@@ -189,7 +190,7 @@ def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: 
 
 
 def compare_modes(outcomes: list[Outcome]) -> None:
-    """Greedy tokens must not depend on the mode: every other answer to a prompt must equal the first one."""
+    """Record a problem where an answer differs from the first one to the same prompt, in whatever mode."""
     first: dict[tuple[str, bool], Outcome] = {}
     for outcome in outcomes:
         key = outcome.case.retrieval.content, outcome.case.path == "/v1/completions"
@@ -198,7 +199,10 @@ def compare_modes(outcomes: list[Outcome]) -> None:
 
 
 def expect_drafts(outcomes: list[Outcome]) -> None:
-    """Which steps verify drafts is the node's choice, by its clock: each mode has some, not each request."""
+    """Record a problem for each mode in which no draft was accepted.
+
+    The node chooses by its clock which steps verify drafts, so that a single request may have none.
+    """
     for mode in sorted({outcome.served.mode for outcome in outcomes if outcome.served.mode}):
         of_mode = [outcome for outcome in outcomes if outcome.served.mode == mode]
         if not any(outcome.served.num_accepted for outcome in of_mode):

@@ -4,8 +4,8 @@
     Question: amber falcon, calm otter?
 
 A key is an adjective and an animal that occur together once in the document; its number has 4 to 6 digits.
-No training saw these documents: they have pairs of adjective and animal that it left out, one in eight, and
-random numbers of their own. Equal lengths give equal documents on every machine.
+Training has not seen these documents: it left out one in eight of the pairs, which are used here, with other
+random numbers. Equal lengths give equal documents on every machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUMBER_OFFSET = 5
 """Tokens of a fact before its number: " The badge of amber falcon"."""
 _MIN_SENTENCE_TOKENS = 5
 _NOT_SENTENCES = 32
-"""Tokens of a prompt that its sentences leave for everything else."""
+"""Tokens of a prompt that are reserved for everything but its sentences."""
 
 
 def _listed(words: str) -> tuple[str, ...]:
@@ -76,12 +76,12 @@ QUALITIES = _listed("old new narrow broken heavy small large wooden empty clean 
 PLACES = _listed("harbor orchard station mill church school tower valley village forest square")
 TIMES = _listed("noon dawn dusk winter summer supper midnight breakfast")
 NAMES = _listed("Marlow Quentin Brisby Oakham Tolland Vesper Yarrow Zimbel")
-"""Names that filler text spells in bytes: they are no tokens."""
+"""Names in filler text that are not tokens and are spelled in bytes."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact that is asked for. ``number_at``: the token of the prompt with which its number begins."""
+    """A fact that is asked for. ``number_at``: the token of the prompt at which its number begins."""
 
     key: str
     number: str
@@ -90,7 +90,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """A prompt, as a message and in tokens, chat template included, and what is asked, in order."""
+    """A prompt, as a message and as tokens with the chat template, and the facts asked for, in order."""
 
     content: str
     token_ids: tuple[int, ...]
@@ -103,7 +103,7 @@ def tokenizer() -> Tokenizer:
 
 
 def documents(length: int, count: int) -> Iterator[Document]:
-    """``count`` documents with prompts of about ``length`` tokens."""
+    """Yield ``count`` documents with prompts of about ``length`` tokens."""
     drawn = torch.Generator().manual_seed(SEED + length)
 
     def rand(*shape: int) -> Tensor:
@@ -115,7 +115,9 @@ def documents(length: int, count: int) -> Iterator[Document]:
     most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1  # with "Answer:", the answers and the end
     num_sentences = most_tokens // _MIN_SENTENCE_TOKENS
     is_fact = rand(count, num_sentences) < _FACT_SHARE
-    sure = (rand(count, 1) * max(1, most_tokens // 64)).long()  # one fact where the document surely reaches
+    sure = (
+        rand(count, 1) * max(1, most_tokens // 64)
+    ).long()  # one fact where the document certainly reaches
     is_fact.scatter_(1, sure, True)
     pairs = rand(count, len(ADJECTIVES) * len(ANIMALS)).topk(num_sentences, dim=1).indices.tolist()
     digits = zip(below(90), below(100), below(100), below(3), strict=True)
@@ -152,7 +154,8 @@ def documents(length: int, count: int) -> Iterator[Document]:
 
 @cache
 def _fillers() -> list[tuple[str, int]]:
-    """Sentences, each with how many tokens it has; in some an adjective or an animal of keys occurs alone."""
+    """Return filler sentences, each with its number of tokens; some have an adjective or animal of keys
+    alone."""
     pick = random.Random(1234)
     found: list[tuple[str, int]] = []
     while len(found) < _NUM_FILLERS:

@@ -1,8 +1,8 @@
-"""Dummy weights whose selections have locality, so that hits in a hot buffer are a setting.
+"""Dummy weights whose selections have locality, so that the hit rate of hot buffers is a setting.
 
-Selections of weights drawn at random have next to none. As in ``tools.checkpoints.make_synthetic``, a
-constant channel of the hidden state gives every indexer query a part that all tokens share, and the other
-part is jitter. The shared part's size is a norm's weight, which can be set between two measurements.
+Selections by random weights have next to no locality. As in ``tools.checkpoints.make_synthetic``, a constant
+channel of the hidden state gives every indexer query a part that all tokens share, and the other part is
+jitter. The shared part's size is a norm's weight, which can be set between two measurements.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from tools.checkpoints.make_synthetic import CONSTANT, SHARED_QUERY, shared_query
 
 LAYER_GAIN = 0.02
-"""Of what layers add to the hidden state, so that 61 of them leave the constant's share as it is."""
+"""Gain of what layers add to the hidden state, small enough that 61 layers hardly change the constant's
+share."""
 
 
 class DummyLocality:
-    """Of one model."""
+    """Draws the weights of one model and sets their locality."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self.num_bytes = 0
-        """Of all weights drawn, by their shapes."""
+        """Bytes of all drawn weights, by their shapes."""
         self._query_norms: list[tuple[Tensor, float]] = []
-        """Weights of norms in front of indexer queries, and what element 0 is in front of these."""
+        """Weights of the norms before indexer queries, each with the value of element 0 before the norm."""
 
     def set_jitter(self, jitter: float) -> None:
-        """``jitter``: what the newest token alone decides of the variance of indexer scores, a share above 0
-        and below 1. 1 - jitter is the correlation of consecutive scores.
+        """Set the share of the variance of indexer scores that depends on the newest token alone.
+
+        ``jitter`` is above 0 and below 1; 1 - jitter is the correlation of consecutive scores.
         """
         num_pairs = self._spec.index_num_heads // 2
         own = self._spec.index_head_dim / num_pairs  # squared norm of the own part of the pairs' mean
@@ -43,7 +45,7 @@ class DummyLocality:
             weight[0] = math.sqrt(own * (1 - jitter) / jitter) / constant
 
     def draw_weight(self, name: str, target: Tensor) -> None:
-        """For ``load_model``: dummy weights with what locality needs."""
+        """Draw a dummy weight for ``load_model``, changed as locality needs it."""
         draw(name, target)
         self.num_bytes += target.nbytes
         is_scale = name.endswith(SCALES)
@@ -71,7 +73,7 @@ class DummyLocality:
                 self._put(target[:, 0], signs / CONSTANT)
 
     def _put_shared_queries(self, name: str, target: Tensor) -> None:
-        """Heads come in pairs of opposite sign, as in ``make_synthetic``."""
+        """Give all heads the shared query; heads come in pairs of opposite sign, as in ``make_synthetic``."""
         spec, generator = self._spec, torch.Generator().manual_seed(zlib.crc32(name.encode()))
         shared = shared_query(
             lambda size: torch.randn(size, generator=generator),
@@ -89,7 +91,7 @@ class DummyLocality:
 
     @staticmethod
     def _in_units(target: Tensor, values: Tensor) -> Tensor:
-        """What is stored for ``values``: matrices in fp8 have scales of that size."""
+        """Return ``values`` as they are stored: fp8 matrices are divided by the size of their scales."""
         return values * math.sqrt(target.shape[1]) if target.dtype == FP8 else values
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""What a layer's exchange between ranks takes, by tokens and by way: part of ``tools.bench.whole_node``."""
+"""Measures a layer's exchange between ranks, by number of tokens and by transport, for
+``tools.bench.whole_node``."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from tools.bench.facts import spread
 from tools.bench.gpu_timing import graph_us
 
 LAYERS = 20
-"""Exchanges that are timed together."""
+"""Number of exchanges that are timed together."""
 TOP_K = 8
-"""Of what travels with a token: as many experts and weights, of 4 bytes each."""
+"""Experts, and weights, that are sent with a token, 4 bytes each."""
 
 
 def measure_collectives(
     ranks: RankGroup, device: torch.device, hidden_size: int, by_tokens: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """us of a layer's exchange: ``num_tokens`` rows of every rank to all, the sums back, and both.
+    """Yield the us of a layer's exchange: ``num_tokens`` rows of every rank to all, the sums back, and both.
 
-    By NCCL (gloo on a CPU) and, where there is one, by the ranks' own exchange, whatever the size. Whether
-    rows arrive as they were, and sums have the bits of a sum in the order of ranks, is said of the last of
-    those that were timed, on all ranks.
+    It goes by NCCL (gloo on a CPU) and, where there is one, by the ranks' own exchange, whatever the size.
+    The last timed exchange is checked on all ranks: rows must arrive unchanged, and sums must have the bits
+    of a sum in the order of ranks.
     """
     own = ranks.exchange
     ways = {"nccl" if device.type == "cuda" else "gloo": None, **({} if own is None else {"memory": own})}
@@ -75,7 +76,7 @@ def _measured(ranks: RankGroup, device: torch.device, hidden_size: int, num_toke
     for name, call in (("gather_us", gather), ("sum_us", sum_own), ("gather_and_sum_us", both)):
         calls = [call] * LAYERS
         if device.type == "cuda":
-            # All ranks begin with the end of an exchange, and so none waits for another within the time.
+            # All ranks begin behind an exchange, so that none waits for another within the measured time.
             us[name] = graph_us(calls, before=lambda: ranks.gather(packed[:1]))
         else:
             us[name] = host_us(calls)
@@ -92,7 +93,7 @@ def _measured(ranks: RankGroup, device: torch.device, hidden_size: int, num_toke
 
 
 def host_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
-    """us of each of ``calls`` by the host's clock."""
+    """Return the us of each of ``calls`` by the host's clock."""
     found = []
     for call in calls:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a benchmark's numbers depend on: commit, machine, versions, date and command."""
+"""The facts that a benchmark's numbers depend on: commit, machine, versions, date and command."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ OUT = ROOT / "out"
 
 
 def run_facts() -> dict[str, Any]:
-    """JSON-able; ``mooncake_env`` are the variables that change how Mooncake works.
+    """Return the facts, JSON-able; ``mooncake_env`` has the variables that change how Mooncake works.
 
-    The environment variable SOURCE_COMMIT says which commit the files are where git cannot, as on a machine
-    that was sent the files alone; whether they were changed is then not known.
+    The environment variable SOURCE_COMMIT names the commit where git cannot, as on a machine that has the
+    files alone; whether they were changed is then unknown.
     """
     commit = _git("rev-parse", "HEAD")
     return {
@@ -43,7 +43,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median with the smallest, the largest and all values."""
+    """Return the median with the smallest, the largest and all values."""
     return {
         "median": statistics.median(values),
         "min": min(values),

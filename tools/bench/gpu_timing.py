@@ -1,4 +1,4 @@
-"""How long something takes on a GPU, by events around it."""
+"""Measures how long work takes on a GPU, by events around it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tools.bench.facts import spread
 
 NUM_REPLAYS: Final = 11
 _LAUNCHING_CYCLES: Final = 1_000_000
-"""What the GPU waits, so that all is launched when it begins."""
+"""Cycles that the GPU waits, so that everything is launched when it begins."""
 
 
 def timed_us(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """us of what ``run`` launches, behind what ``before`` launches."""
+    """Return the us of what ``run`` launches, after what ``before`` launches."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(_LAUNCHING_CYCLES)
@@ -31,7 +31,7 @@ def timed_us(run: Callable[[], object], before: Callable[[], object] | None = No
 def graph_us(
     calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None
 ) -> dict[str, Any]:
-    """us of one of ``calls``, captured in one graph that is replayed; each is made once before."""
+    """Return the us of one of ``calls``, captured in one graph that is replayed; each is made once before."""
     for call in calls:
         call()
     torch.cuda.synchronize()

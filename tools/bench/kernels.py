@@ -1,4 +1,4 @@
-"""One layer's kernels on one GPU, at DeepSeek-V3.2's sizes: us a call.
+"""Measures one layer's kernels on one GPU, at DeepSeek-V3.2's sizes, in us a call.
 
     python -m tools.bench.kernels attention [--batch 1 8 32 64 128 256] [--kv-format bfloat16 fp8_e4m3]
     python -m tools.bench.kernels indexer [--batch 1 8 64 128] [--context 4096 32768 131072]
@@ -6,15 +6,15 @@
     python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
-Calls with other inputs each, so that no call finds its own in the L2 cache, are captured in one CUDA graph
+Calls with different inputs, so that no call finds its own in the L2 cache, are captured in one CUDA graph
 that is replayed between two events: us = time / calls, the median of the replays.
 
 - attention: sparse attention of each backend, slots scattered over a pool of a million.
-- indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is one reading of
-  the keys at the highest rate seen in this run, of a copy of 1 GiB or of a sum over it.
-- experts: routed experts, tokens choose at random; TB/s of the chosen experts' weights.
-- swap-in: as ``tools/bench/swap_in.py`` says.
-- row-checks: the pass over a dense request's items, in pages at random places, and the checks of new items.
+- indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is the time to
+  read the keys once, at the highest rate in this run of a copy of 1 GiB or of a sum over it.
+- experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights.
+- swap-in: see ``tools/bench/swap_in.py``.
+- row-checks: the pass over a dense request's items in scattered pages, and the checks of new items.
 
 Writes out/kernels_NAME.json.
 """
@@ -50,7 +50,7 @@ INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
 NUM_SLOTS: Final = 1 << 20
 NUM_CALLS: Final = 8
 COLD_BYTES: Final = 256 << 20
-"""What the calls of a graph read before one reads the first's again: several times an L2 cache."""
+"""Bytes that a graph's calls read before inputs repeat: several times an L2 cache."""
 COPY_BYTES: Final = 1 << 30
 Cells = Iterator[dict[str, Any]]
 
@@ -95,7 +95,7 @@ def indexer(options: argparse.Namespace) -> Cells:
 
 
 def memory_gb_s() -> float:
-    """Highest rate of the GPU's memory: of a copy, read and written bytes counted, or of a sum."""
+    """Return the highest rate of the GPU's memory, by a copy (read and written bytes counted) or by a sum."""
     src = torch.zeros(COPY_BYTES // 4, device=HOME)
     dst = torch.empty_like(src)
     copies = [timed_us(lambda: dst.copy_(src)) for _ in range(6)][1:]
@@ -104,14 +104,14 @@ def memory_gb_s() -> float:
 
 
 def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, Any]:
-    """One cell; raises RuntimeError where the selection is another than torch's."""
+    """Measure one cell. Raises RuntimeError where the selection differs from torch's."""
     from hisparse_pd.kernels.topk import select
     from hisparse_pd.kernels.triton_indexer import write_logits
 
     key_format = IndexKeyFormat(keys, INDEX_DIM)
     key_bytes = batch * context * key_format.item_bytes
     num_calls, num_pages = max(2, -(-COLD_BYTES // key_bytes)), context // PAGE_SIZE
-    # A few different keys over and over; small batches take other pages in each call.
+    # A few different keys repeat; small batches use other pages in each call.
     items = torch.zeros((4096, key_format.item_bytes), dtype=torch.uint8, device=HOME)
     key_format.store(items, torch.arange(4096, device=HOME), torch.randn(4096, INDEX_DIM, device=HOME))
     pool = items.repeat(-(-num_calls * batch * context // 4096), 1)
@@ -160,7 +160,7 @@ def experts(options: argparse.Namespace) -> Cells:
         dtype = FP8 if weights == "fp8" else torch.bfloat16
         routed = RoutedExperts(options.experts, options.hidden, options.inner, dtype, torch.device(HOME))
         for of_kind in (routed.gate_up, routed.down):
-            for values in of_kind.values:  # at random: how long a product takes does not depend on them
+            for values in of_kind.values:  # random bytes: a product's time does not depend on them
                 values.copy_(torch.randn(values.shape, device=HOME) / 64)
             if of_kind.scales is not None:
                 of_kind.scales.fill_(1.0)
@@ -181,7 +181,7 @@ def experts(options: argparse.Namespace) -> Cells:
 
 
 def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their experts and the experts' weights."""
+    """Return tokens, their experts and the experts' weights."""
     generator = torch.Generator(HOME).manual_seed(seed)
     hidden = torch.randn((num_tokens, options.hidden), device=HOME, generator=generator).bfloat16()
     scores = torch.rand((num_tokens, options.experts), device=HOME, generator=generator)
@@ -253,11 +253,11 @@ def main() -> None:
     own.set_defaults(measure=swap_ins)
     own = names.add_parser("row-checks")
     own.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072])
-    own.add_argument("--item", type=int, nargs="+", default=[1152, 656], help="bytes")
+    own.add_argument("--item", type=int, nargs="+", default=[1152, 656], help="bytes of an item")
     own.add_argument("--layers", type=int, default=61)
     own.set_defaults(measure=row_checks)
     for own in names.choices.values():
-        own.add_argument("--out", type=Path, help="default: out/kernels_NAME.json")
+        own.add_argument("--out", type=Path, help="JSON file; default: out/kernels_NAME.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: these kernels run on NVIDIA GPUs only")

@@ -1,10 +1,10 @@
-"""How long the kernel takes to end a process that has registered a large host pool with CUDA.
+"""Measures how long the kernel takes to end a process that has registered a large host pool with CUDA.
 
     python -m tools.bench.killed_pool [--gib 60] [--repeats 3] [--out STEM]
 
 A child allocates the pool as a decode node does (a memfd, touched by all cores, registered with CUDA), lets
 the GPU read and write it all the time, and is killed with SIGKILL, or ends by itself after ``close``. The
-time counts from the signal, or from the word to close, until the process is gone and its memory free again.
+time runs from the signal, or from the order to close, until the process is gone and its memory free again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ pool.close()
 
 
 def end_secs(gib: float, *, kill: bool) -> tuple[float, float]:
-    """Seconds until the pool is ready, and from the end of the process until it is gone."""
+    """Return the seconds until the pool is ready, and from the signal or order until the process is gone."""
     started = time.perf_counter()
     command = [sys.executable, "-c", CHILD, str(gib)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

@@ -1,4 +1,5 @@
-"""A process of ``tools.bench.links``: blocks of main memory on a NUMA node, copies to a device and back."""
+"""A process of ``tools.bench.links``: it makes blocks of main memory on a NUMA node and copies to a
+device."""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ from hisparse_pd.core.memory.numa import ANYWHERE, Placement, PoolPolicy, place_
 from hisparse_pd.core.memory.numa_binding import bind_threads, place_memory, with_allowed_policy
 
 PIECE_BYTES = 64 << 20
-"""Length of one copy, of which a stream has two at a time."""
+"""Length of one copy; a stream has two copies at a time."""
 MAX_THREADS = 32
-"""Threads that read or copy main memory together; the memory of a socket is busy with fewer."""
+"""Most threads that read or copy main memory together; fewer are enough to saturate a socket's memory."""
 _MAP_HUGETLB = 0x40000
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 @dataclass(frozen=True)
 class Block:
-    """Main memory to copy from or to. ``node`` None: wherever threads touch it that run on any CPU.
+    """Main memory to copy from or to. ``node``: None leaves it wherever threads on any CPU touch it.
 
-    ``pages``: ``shared`` and ``private`` are what pools are made of, both with huge pages where the kernel
-    gives them; ``small`` has pages of 4 KiB, ``hugetlb`` those of 2 MiB that were reserved.
+    ``pages``: ``shared`` and ``private`` are the kinds that pools have, both with huge pages where the kernel
+    gives them; ``small`` has pages of 4 KiB, ``hugetlb`` reserved pages of 2 MiB.
     """
 
     node: int | None
@@ -50,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copies for ``secs`` from ``start_at`` of the monotonic clock on, which all processes share."""
+    """An order to copy for ``secs`` from ``start_at`` on the monotonic clock, which all processes share."""
 
     direction: str
     start_at: float
@@ -61,7 +62,8 @@ class Copy:
 
 
 def placement_on(node: int | None, machine: Machine) -> Placement:
-    """Memory of the node alone, or, where that cannot be asked for, touched by its CPUs."""
+    """Return a placement on the node alone, or where the kernel refuses that, on the CPUs that touch the
+    memory."""
     if node is None:
         return ANYWHERE
     (placement,) = place_ranks(str(node), ["cpu"], machine)
@@ -69,13 +71,13 @@ def placement_on(node: int | None, machine: Machine) -> Placement:
 
 
 def stay_on(cpus: Sequence[int]) -> None:
-    """All threads of this process, from now on."""
+    """Keep all threads of this process on these CPUs from now on."""
     bind_threads(Placement("of the benchmark", 0, tuple(cpus)))
 
 
 @contextmanager
 def made(block: Block, all_cpus: Sequence[int], *, pinned: bool) -> Iterator[Tensor]:
-    """The block as a tensor, touched by CPUs of its node, and registered with CUDA if ``pinned``."""
+    """Yield the block as a tensor, touched by CPUs of its node, and registered with CUDA if ``pinned``."""
     placement = placement_on(block.node, Machine())
     stay_on(placement.cpus or all_cpus)
     if block.pages in ("shared", "private"):
@@ -90,7 +92,7 @@ def made(block: Block, all_cpus: Sequence[int], *, pinned: bool) -> Iterator[Ten
     flags = _PRIVATE | (_MAP_HUGETLB if block.pages == "hugetlb" else 0)
     mapping = mmap.mmap(-1, block.num_bytes, flags=flags)
     if block.pages == "small":
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # the kernel may have no huge pages
             mapping.madvise(mmap.MADV_NOHUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     addr = tensor.data_ptr()
@@ -106,7 +108,7 @@ def made(block: Block, all_cpus: Sequence[int], *, pinned: bool) -> Iterator[Ten
 
 
 def where_it_is(addr: int) -> dict[str, Any]:
-    """The share of a mapping's pages on each node, by number, and how much of it huge pages hold."""
+    """Return the share of a mapping's pages on each node, by number, and the share in huge pages."""
     lines = _text("/proc/self/numa_maps").splitlines()
     starts = [int(line.split()[0], 16) for line in lines]
     line = next((line for start, line in zip(starts, lines, strict=True) if start == addr), "")
@@ -130,7 +132,7 @@ def _text(path: str) -> str:
 
 
 class Copier:
-    """What one process has of its link: a block, and as much memory of its device."""
+    """One process's side of its link: a block, and as much memory of its device."""
 
     def __init__(self, device: str, home: Sequence[int]) -> None:
         """``home``: the CPUs that its threads copy from, those of the GPU's node."""
@@ -142,7 +144,7 @@ class Copier:
         self._made = ExitStack()
 
     def make(self, block: Block) -> dict[str, Any]:
-        """Take the block in the place of the one before, and say where it is."""
+        """Replace the previous block. Returns where the new one lies."""
         self.close()
         if self._dev.numel() != block.num_bytes:
             self._dev = torch.empty(block.num_bytes, dtype=torch.uint8, device=self._device)
@@ -150,12 +152,12 @@ class Copier:
         self._host = self._made.enter_context(made(block, self._all_cpus, pinned=is_gpu))
         stay_on(self._all_cpus if block.node is None else self._home)
         for target, source in ((self._dev, self._host), (self._host, self._dev)):
-            target.copy_(source)  # what the first copy costs once
+            target.copy_(source)  # pays the one-time cost of the first copy
         self._synchronize()
         return where_it_is(self._host.data_ptr())
 
     def copy(self, order: Copy) -> dict[str, float]:
-        """GB/s by direction. Raises RuntimeError without a block."""
+        """Copy as ordered. Returns GB/s by direction. Raises RuntimeError without a block."""
         if not self._host.numel():
             raise RuntimeError("its block could not be made")
         half = self._host.numel() // 2 if order.direction == "both" else self._host.numel()
@@ -204,7 +206,7 @@ class Copier:
 
 
 def serve_copies(orders: Connection, device: str, home: Sequence[int]) -> None:
-    """Do what comes through ``orders`` until it ends; each is answered by what came of it, or an error."""
+    """Carry out the orders from ``orders`` until it ends, and answer each with its result or an error."""
     die_with_parent()
     use_device(device)
     copier = Copier(device, home)
@@ -221,8 +223,8 @@ def serve_copies(orders: Connection, device: str, home: Sequence[int]) -> None:
 
 
 def serve_host_rates(answers: Connection, nodes: Sequence[int | None], num_bytes: int, secs: float) -> None:
-    """Answer with a row for each pair of nodes, GB/s at which CPUs of the first read and copy memory of the
-    second, and with None behind the last."""
+    """Send a row for each pair of nodes, with the GB/s at which CPUs of the first read and copy memory of the
+    second, and then None."""
     die_with_parent()
     for cpus_of in nodes:
         for memory_of in nodes:
@@ -246,7 +248,7 @@ def _host_rates(cpus_of: int | None, memory_of: int | None, num_bytes: int, secs
             libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
             parts = touch_slices(num_bytes, min(MAX_THREADS, len(cpus)))
 
-            def compare(part: tuple[int, int]) -> None:  # of equal bytes: it reads both to their ends
+            def compare(part: tuple[int, int]) -> None:  # equal bytes, so that both are read to their ends
                 libc.memcmp(first + part[0], second + part[0], part[1] - part[0])
 
             def copy(part: tuple[int, int]) -> None:
@@ -262,7 +264,8 @@ def _host_rates(cpus_of: int | None, memory_of: int | None, num_bytes: int, secs
 
 
 def _rate(work: Callable[[tuple[int, int]], None], parts: Sequence[tuple[int, int]], secs: float) -> float:
-    """GB/s over ``parts``, each in a thread of its own that goes on until the time is up."""
+    """Return the GB/s of ``work`` over ``parts``, each repeated in a thread of its own until the time is
+    up."""
     barrier = threading.Barrier(len(parts) + 1)
     counts = [0] * len(parts)
     times = [0.0] * len(parts)

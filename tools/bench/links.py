@@ -1,21 +1,21 @@
-"""The links between main memory and the GPUs of a machine, alone and together: what is memory, NUMA, PCIe.
+"""Measures the links between main memory and the GPUs of a machine, alone and together.
 
     python -m tools.bench.links [--devices cuda:0 cuda:1 …] [--seconds 170] [--out STEM]
 
-A process a GPU copies large pinned blocks to its device, back, and both at once, beside as many others as
-the cell says, from one start on. Blocks lie on the GPU's own NUMA node (``own``), on the one farthest from it
-(``remote``), or wherever threads touch them that nobody has bound (``unbound``). Their pages are those of
-pools: of a memfd (``shared``, what prefill nodes map) or ``private``, both with huge pages where the kernel
-gives them; of 4 KiB (``small``); or reserved ones, where enough are free (``hugetlb``). Where the kernel does
-not say a GPU's node, each node is measured by its number; ``--numa`` names the GPUs' nodes.
+Each GPU has a process that copies large pinned blocks to it, back, and both at once; the processes of a cell
+start at the same time. Blocks lie on the GPU's own NUMA node (``own``), on the one farthest from it
+(``remote``), or wherever unbound threads touch them (``unbound``). Their pages are those of pools, in a memfd
+(``shared``, what prefill nodes map) or ``private``, both with huge pages where the kernel gives them; pages
+of 4 KiB (``small``); or reserved huge pages, where enough are free (``hugetlb``). Where the kernel does not
+name a GPU's node, each node is measured by its number; ``--numa`` names the GPUs' nodes.
 
-GPUs come in the order given, the first 1, 2, 3, 4 … of them at once. On shared pages of their own node each
-is measured alone as well, and every pair: two that are slower together than others share a PCIe switch or a
-socket. What main memory gives without a link, by node, comes first. The JSON has the tree: ``nvidia-smi topo
--m``, and of each GPU its node, its link and the bridges above it.
+The first 1, 2, 3, 4 … GPUs of the order given are measured at once. On shared pages of their own node, each
+GPU is also measured alone, and so is every pair: two that are slower together than others share a PCIe switch
+or a socket. The rates of main memory alone, by node, come first. The JSON has the topology: ``nvidia-smi topo
+-m``, and for each GPU its node, its link and the bridges above it.
 
-A cell that fails is a row with its error, and one for which there is no time is left out; the JSON is written
-after each kind of block. ``--devices cpu cpu`` tries the command without a GPU.
+A cell that fails is a row with its error, and one without time left is skipped; the JSON is written after
+each kind of block. ``--devices cpu cpu`` tries the command without a GPU.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from tools.bench.report import make_console, table_of, write_report
 DIRECTIONS = ("to_device", "to_host", "both")
 AT_ONCE = (1, 2, 3, 4, 6, 8)
 START_SECS = 0.03
-"""From an order to the start that it names: longer than it takes to reach all processes."""
+"""Time from an order to the start that it names; longer than the order takes to reach all processes."""
 ANSWER_SECS = 60.0
-"""For a block to be made and registered, or copies to end; a process that takes longer is given up."""
+"""Time limit for making and registering a block, and for copies; a process that takes longer is ended."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Cell:
-    """``gpus``: which of them copy, by their places in ``--devices``."""
+    """One measurement. ``gpus``: the GPUs that copy, by their places in ``--devices``."""
 
     place: str
     pages: str
@@ -72,7 +72,7 @@ class Cell:
 
 
 def plan(num_gpus: int, places: Sequence[str], pages: Sequence[str]) -> list[Cell]:
-    """All there is to measure: cells of one kind of block together, and the kinds in the order given."""
+    """Return all cells to measure, those of one kind of block together, and the kinds in the order given."""
     first_ones = [tuple(range(count)) for count in AT_ONCE if count < num_gpus] + [tuple(range(num_gpus))]
     each = [(gpu,) for gpu in range(num_gpus)]
     cells = []
@@ -88,7 +88,7 @@ def plan(num_gpus: int, places: Sequence[str], pages: Sequence[str]) -> list[Cel
 def blocks_by_place(
     placements: Sequence[Placement], nodes: Mapping[int, NumaNode], machine: Machine
 ) -> dict[str, list[int | None]]:
-    """The node of each GPU's block, by the name of the place; the most telling places first."""
+    """Return the node of each GPU's block, by the name of the place; the most telling places come first."""
     usable = [number for number, node in nodes.items() if node.cpus and node.total_bytes]
     unbound: dict[str, list[int | None]] = {"unbound": [None] * len(placements)}
     if len(usable) < 2:
@@ -105,7 +105,8 @@ def blocks_by_place(
 
 
 def kinds_of_pages(num_bytes: int, machine: Machine) -> list[str]:
-    """``num_bytes``: of all blocks together, of which reserved pages have to be free."""
+    """Return the kinds of pages that can be measured. ``num_bytes``: the bytes of all blocks together, for
+    which enough reserved pages must be free."""
     reserved = machine.sys / "kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
     free = int(read_text(reserved) or 0) * _HUGE_PAGE_BYTES
     return ["shared", "private", "small", *(["hugetlb"] if free >= num_bytes else [])]
@@ -117,7 +118,7 @@ def topology(
     nodes: Mapping[int, NumaNode],
     machine: Machine,
 ) -> dict[str, Any]:
-    """What the links hang on, as nvidia-smi and sysfs show it."""
+    """Return how the GPUs are attached, as nvidia-smi and sysfs show it."""
     bus_ids = machine.gpu_bus_ids() if any(map(is_gpu, devices)) else ()
     transparent = machine.sys / "kernel/mm/transparent_hugepage"
     gpus = []
@@ -149,7 +150,7 @@ def topology(
 
 
 def said_by(*command: str) -> str:
-    """Output of a command; empty where it is not there."""
+    """Return the output of a command, empty if the command is missing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -161,7 +162,7 @@ def said_by(*command: str) -> str:
 
 
 class Worker:
-    """The process of one link. One that does not answer in time is ended, and says why from then on."""
+    """The process of one link. A process that does not answer in time is ended; later answers say why."""
 
     def __init__(self, device: str, home: Sequence[int]) -> None:
         context = get_context("spawn")
@@ -181,7 +182,7 @@ class Worker:
                 self._give_up(f"its process has ended: {error}")
 
     def answer(self) -> dict[str, Any]:
-        """To the order before; with ``error`` where it came to nothing."""
+        """Return the answer to the last order; it has ``error`` if the order failed."""
         if not self._why_gone:
             try:
                 return received(self._orders, ANSWER_SECS)
@@ -203,14 +204,15 @@ class Worker:
 
 
 def received(connection: Connection, timeout_secs: float) -> Any:
-    """Raises TimeoutError, and EOFError when the other end is gone."""
+    """Receive an object. Raises TimeoutError, and EOFError when the other end is gone."""
     if not connection.poll(timeout_secs):
         raise TimeoutError(f"no answer within {timeout_secs:g} s")
     return connection.recv()
 
 
 def measure_host(nodes: Sequence[int | None], num_bytes: int, secs: float) -> Iterator[dict[str, Any]]:
-    """Rows of ``serve_host_rates``, measured in a process of its own, whose threads move between nodes."""
+    """Yield the rows of ``serve_host_rates``, measured in a separate process, whose threads move between
+    nodes."""
     context = get_context("spawn")
     answers, theirs = context.Pipe()
     process = context.Process(target=serve_host_rates, args=(theirs, nodes, num_bytes, secs))
@@ -227,7 +229,7 @@ def measure_host(nodes: Sequence[int | None], num_bytes: int, secs: float) -> It
 
 
 def measure_cell(cell: Cell, workers: Sequence[Worker], secs: float) -> dict[str, Any]:
-    """GB/s of each GPU of the cell, and of all together, by direction."""
+    """Return the GB/s of each GPU of the cell, and of all together, by direction."""
     order = Copy(cell.direction, time.monotonic() + START_SECS, secs)
     active = [workers[gpu] for gpu in cell.gpus]
     for worker in active:
@@ -256,7 +258,7 @@ def measure_cells(
     arguments: argparse.Namespace,
     ends_at: float,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """For each kind of block for which there is time, where it came to lie, and its rows."""
+    """Yield for each kind of block, as long as there is time, where the blocks lie and their rows."""
     kinds = dict.fromkeys((cell.place, cell.pages) for cell in cells)
     for place, pages in kinds:
         if time.monotonic() > ends_at:
@@ -275,7 +277,7 @@ def measure_cells(
 
 
 def line_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """A row for people."""
+    """Return a row as text for people."""
 
     def shown(rates: Sequence[float]) -> str:
         return " ".join(f"{rate:.1f}" for rate in rates)
@@ -309,16 +311,17 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--devices", nargs="+", help="cuda:0 cuda:1 …; default: all GPUs")
-    parser.add_argument("--numa", default="auto", help="the GPUs' nodes, as the services take them")
+    parser.add_argument("--devices", nargs="+", help="devices such as cuda:0 cuda:1; default: all GPUs")
+    parser.add_argument("--numa", default="auto", help="the GPUs' NUMA nodes, as for the services")
     parser.add_argument(
-        "--block-bytes", type=int, default=512 << 20, help="of each GPU's memory and main memory"
+        "--block-bytes",
+        type=int,
+        default=512 << 20,
+        help="bytes of each block, in GPU memory and in main memory",
     )
-    parser.add_argument("--cell-seconds", type=float, default=0.3, help="of one measurement")
-    parser.add_argument("--seconds", type=float, default=170.0, help="after which no cell begins")
-    parser.add_argument(
-        "--out", type=Path, default=OUT / "links", help="name of the JSON file, without suffix"
-    )
+    parser.add_argument("--cell-seconds", type=float, default=0.3, help="seconds of one measurement")
+    parser.add_argument("--seconds", type=float, default=170.0, help="time after which no cell begins")
+    parser.add_argument("--out", type=Path, default=OUT / "links", help="JSON file, without its suffix")
     arguments = parser.parse_args(argv)
     machine = Machine()
     devices = arguments.devices or [f"cuda:{number}" for number in range(len(machine.gpu_bus_ids()))]

@@ -1,4 +1,4 @@
-"""A pair and its router on loopback, started through the command line, for what is measured by HTTP."""
+"""A pair and its router on loopback, started by the command line, for measurements over HTTP."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Pair:
     decode_url: str
 
     def counter(self, url: str, name: str) -> int:
-        """The sum of a counter of a node over its labels."""
+        """Return the sum of a node's counter over its labels."""
         text = httpx.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_SECS, trust_env=False).text
         return int(counters_in(text, (name,))[name])
 
 
 def counters_in(text: str, names: Iterable[str]) -> dict[str, float]:
-    """Counters of a page of metrics, each the sum over its labels, 0 where it is not there."""
+    """Return counters of a page of metrics, each the sum over its labels, 0 for a missing one."""
     totals = dict.fromkeys(names, 0.0)
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         if (name := sample.name.removeprefix("hisparse_pd:")) in totals:
@@ -50,7 +50,7 @@ class PairError(Exception):
 
 @contextmanager
 def running_pair(model_path: Path, options: Sequence[str], console: Console) -> Iterator[Pair]:
-    """Starts prefill node, decode node and router with these options of ``hisparse-pd pair``.
+    """Start prefill node, decode node and router with these options of ``hisparse-pd pair``.
 
     Raises PairError.
     """
@@ -82,7 +82,7 @@ def running_pair(model_path: Path, options: Sequence[str], console: Console) -> 
 
 
 def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console) -> None:
-    """As long as the pair has patience: it ends when nothing gets further."""
+    """Wait until the pair is healthy. It ends by itself when its start gets stuck."""
     waiting = {"prefill node": pair.prefill_url, "decode node": pair.decode_url, "router": pair.router_url}
     with console.status("") as status:
         while waiting:
@@ -101,7 +101,7 @@ def is_healthy(url: str) -> bool:
 
 
 def wait_healthy(url: str, timeout_secs: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Whether the service gets healthy in time, and before ``is_over``."""
+    """Wait for a service. Returns whether it got healthy in time, and before ``is_over``."""
     deadline = time.monotonic() + timeout_secs
     while not is_healthy(url):
         if is_over() or time.monotonic() > deadline:

@@ -1,11 +1,11 @@
-"""How long the ranks of a machine take to agree: through shared memory, and by gloo over loopback.
+"""Measures how long the ranks of a machine take to agree, through shared memory and by gloo over loopback.
 
     python -m tools.bench.rank_agreement [--ranks 1 2 4 8] [--calls 1000] [--rest-ms 0 5] [--out STEM]
 
-Every rank is a process, as in a node; no GPU is needed. Without rest, agreements follow each other; with it,
-all ranks begin one together every so many milliseconds, as in steps, and sleep in between. The times are the
-first rank's, by its clock, from saying its four numbers to having all. Where ranks are more than cores, they
-wait for cores above all.
+Every rank is a process, as in a node; no GPU is needed. Without rest, agreements follow each other. With it,
+all ranks begin an agreement together every so many milliseconds, as in steps, and sleep in between. Times are
+the first rank's, by its clock, from giving its four numbers to having those of all. Where there are more
+ranks than cores, they mostly wait for cores.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tools.bench.report import make_console, table_of, write_report
 
 NUM_WARM_CALLS = 50
 AWAKE_SECS = 0.0005
-"""A rank is awake so long before an agreement: sleep ends when the kernel likes."""
+"""How long a rank is awake before an agreement, because a sleep may end late."""
 LIMIT_SECS = 300.0
-"""For ranks of one number, their start included."""
+"""Time limit for the measurement of one number of ranks, their start included."""
 GRACE_SECS = 5.0
-"""That ranks have to end by themselves, before they are ended."""
+"""How long ranks have to end by themselves before they are killed."""
 
 
 def agreement_us(ranks: RankGroup, num_calls: int, *, by_network: bool = False, rest_secs: float = 0) -> Any:
-    """Median, p99 and maximum of this rank's agreements. All ranks call it alike."""
+    """Return median, p99 and maximum of this rank's agreements. All ranks make the same call."""
     agree = ranks.agree_over_network if by_network else ranks.agree
     for _ in range(NUM_WARM_CALLS):
         agree(1, 0, 0, 1)
@@ -66,7 +66,7 @@ def _sleep_until(tick: float) -> None:
 
 
 def run(place: RankPlace, arguments: argparse.Namespace, sender: Connection) -> None:
-    """One rank; the first one sends the rows."""
+    """Run one rank; the first one sends the rows."""
     torch.set_num_threads(1)
     ranks = RankGroup(place, torch.device("cpu"), agree_secs=60.0, forward_secs=60.0)
     rows = []
@@ -109,10 +109,16 @@ def rows_of(size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="one row each")
-    parser.add_argument("--calls", type=int, default=1000, help="agreements that are timed")
-    parser.add_argument("--rest-ms", type=float, nargs="+", default=[0, 5], help="from one to the next")
-    parser.add_argument("--out", type=Path, default=OUT / "rank_agreement", help="JSON, without suffix")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks, with a row for each"
+    )
+    parser.add_argument("--calls", type=int, default=1000, help="number of timed agreements")
+    parser.add_argument(
+        "--rest-ms", type=float, nargs="+", default=[0, 5], help="milliseconds from one agreement to the next"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=OUT / "rank_agreement", help="JSON file, without its suffix"
+    )
     arguments = parser.parse_args(argv)
     rows = [row for size in arguments.ranks for row in rows_of(size, arguments)]
     write_report(arguments.out, {"calls": arguments.calls, "rows": rows})

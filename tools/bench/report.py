@@ -1,4 +1,4 @@
-"""How a benchmark shows and keeps what it measured: tables of one kind, and JSON of one form."""
+"""Shows and stores what a benchmark measured, as tables and JSON of one form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from tools.bench.facts import run_facts
 
 REPORT_WIDTH: Final = 190
-"""Columns of a table that goes into a file or a pipe."""
+"""Width in characters of a table that goes into a file or a pipe."""
 _LINE_WIDTH: Final = 1000
 
 
@@ -27,7 +27,7 @@ def make_console() -> Console:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str, int | None], Callable[[], None]]]:
-    """Gives a function that starts a bar of so many steps and gives a function that takes one."""
+    """Yield a function that starts a bar of a number of steps; it returns a function that takes one step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
 
@@ -39,7 +39,7 @@ def progress(console: Console) -> Iterator[Callable[[str, int | None], Callable[
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> Table:
-    """``num_left``: how many columns, the first ones, are words; the others are numbers."""
+    """Return a table. ``num_left``: how many of the first columns are words; the others are numbers."""
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         found.add_column(column, justify="left" if number < num_left else "right", no_wrap=number < num_left)
@@ -49,13 +49,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def table_of(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:
-    """Table with a line for each of ``cells``, which have the same keys: these are the columns."""
+    """Return a table with a line for each of ``cells`` and a column for each of their keys, which are the
+    same."""
     columns = [key.replace("_", " ") for key in cells[0]] if cells else []
     return table(title, columns, ([shown(value) for value in cell.values()] for cell in cells))
 
 
 def shown(value: Any) -> str:
-    """Text of a figure: of a spread the median, of a number as many digits as mean something."""
+    """Return the text of a figure: the median of a spread, a number with its significant digits."""
     match value:
         case None:
             return ""
@@ -70,13 +71,14 @@ def shown(value: Any) -> str:
 
 
 def write_json(path: Path, report: Any) -> None:
-    """Write ``report`` so that two runs can be compared line by line: what is short stands in one line."""
+    """Write ``report`` as JSON with short values on one line, so that two runs can be compared line by
+    line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_lines(report) + "\n")
 
 
 def write_report(out: Path, report: Mapping[str, Any]) -> None:
-    """``write_json`` of ``report`` to ``out``, with the suffix .json, behind what its figures depend on."""
+    """Write ``report`` to ``out`` with the suffix .json, after the facts that its figures depend on."""
     write_json(out.with_suffix(".json"), {"facts": run_facts(), **report})
 
 

@@ -1,13 +1,13 @@
-"""How long streams stand still when their decode node is lost, or leaves.
+"""Measures how long streams stand still when their decode node is killed or drained.
 
     python -m tools.bench.resume_gap --model-path DIR [--device cuda:0 cuda:0 cuda:1] [--streams 16]
         [--prompt-tokens 32768] [--rounds 3] [--prefill-options="..."] [--decode-options="..."]
 
-One prefill node, two decode nodes and a router on this machine; nodes may share a device. The streams
-first go on undisturbed, three times. In each round after that the same ones are asked for again, and once
-all are in the middle one decode node gets SIGKILL, or SIGTERM, by turns, and is started again for the next
-round. A gap is the longest time between two pieces of a stream, of which the second came after the signal;
-the streams of the other node say how much of it is the load's. Each answer is the undisturbed one.
+One prefill node, two decode nodes and a router run on this machine; nodes may share a device. The streams
+first run undisturbed, three times. In each further round the same ones are asked for again, and once all are
+under way, one decode node gets SIGKILL or SIGTERM, in turn, and is started again for the next round. A gap is
+the longest time between two pieces of a stream of which the second came after the signal; the streams of the
+other node show how much of it is due to load. Answers are compared with the undisturbed ones.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from tools.bench.report import make_console, table_of, write_report
 START_TIMEOUT_SECS = 300.0
 REQUEST_TIMEOUT_SECS = 300.0
 BEFORE_THE_SIGNAL = 48
-"""Tokens that every stream has by then."""
+"""Tokens that every stream has before the signal."""
 
 
 @dataclass
 class Process:
-    """A service of the product."""
+    """A node or the router."""
 
     arguments: list[str]
     port: int
@@ -70,7 +70,8 @@ class Process:
             raise SystemExit(f"{self.arguments[0]} does not serve within {START_TIMEOUT_SECS:g} s\n{tail}")
 
     def end(self, number: signal.Signals) -> None:
-        """SIGKILL to all its processes, any other signal to the first one; returns when it has ended."""
+        """Send SIGKILL to all its processes, or another signal to the first one, and wait until it has
+        ended."""
         assert self.process is not None
         if self.process.poll() is None:
             (os.killpg if number is signal.SIGKILL else os.kill)(self.process.pid, number)
@@ -79,12 +80,12 @@ class Process:
 
 @dataclass
 class Stream:
-    """One answer as it comes."""
+    """One streamed answer."""
 
     arrivals: list[float] = field(default_factory=list)
-    """Monotonic seconds of each piece with tokens."""
+    """Arrival of each piece with tokens, in seconds of the monotonic clock."""
     node: str = ""
-    """The decode node's URL with which it began."""
+    """URL of the decode node that began the stream."""
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -112,7 +113,7 @@ class Stream:
         self.usage = event.get("usage") or self.usage
 
     def gap(self, since: float) -> float:
-        """Seconds; NaN when it was over by then."""
+        """Return the gap in seconds, or NaN if the stream was over by ``since``."""
         behind = [at for at in self.arrivals if at > since]
         before = [at for at in self.arrivals if at <= since][-1:]
         return float(np.diff([*before, *behind]).max()) if before and behind else float("nan")
@@ -131,7 +132,7 @@ def ask(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Stream], list[
 
 @contextmanager
 def running(options: argparse.Namespace, directory: Path) -> Iterator[tuple[list[Process], Process]]:
-    """The decode nodes and the router."""
+    """Start everything. Yields the decode nodes and the router."""
     bootstrap = free_port()
     node = ["--model-path", str(options.model_path), "--served-model-name", "model", "--device"]
     devices = [*options.device, *options.device[-1:] * 2]
@@ -164,7 +165,7 @@ def running(options: argparse.Namespace, directory: Path) -> Iterator[tuple[list
 def one_round(
     decode: Sequence[Process], router: Process, bodies: Sequence[dict[str, Any]], number: signal.Signals
 ) -> tuple[list[Stream], float, float]:
-    """The streams, when the first decode node got the signal, and how long it took to leave."""
+    """Return the streams, when the first decode node got the signal, and how long it took to end."""
     streams, threads = ask(router.url, bodies)
     while any(len(stream.arrivals) < BEFORE_THE_SIGNAL and not stream.error for stream in streams):
         time.sleep(0.01)
@@ -185,7 +186,7 @@ def is_whole(router: Process) -> bool:
 def measure(
     options: argparse.Namespace, decode: Sequence[Process], router: Process
 ) -> Iterator[dict[str, Any]]:
-    """Of one round after the other."""
+    """Yield the row of one round after the other."""
     drawn = random.Random(5)
     bodies: list[dict[str, Any]] = [
         {
@@ -201,7 +202,7 @@ def measure(
         for _ in range(options.streams)
     ]
     passes: list[list[Stream]] = []
-    for _ in range(3):  # the first one compiles what there is to compile, and fills the prefix cache
+    for _ in range(3):  # the first run compiles kernels and fills the prefix cache
         streams, threads = ask(router.url, bodies)
         for thread in threads:
             thread.join()
@@ -244,16 +245,20 @@ def main() -> None:
         "--device",
         nargs="+",
         default=["cpu"],
-        help="prefill node, decode node that ends, the one that stays; the last given is the rest's",
+        help="devices of the prefill node, the decode node that ends, the one that stays; the last repeats",
     )
-    parser.add_argument("--streams", type=int, default=16, help="half of them at each decode node")
+    parser.add_argument(
+        "--streams", type=int, default=16, help="number of streams, half of them at each decode node"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=32768)
     parser.add_argument("--output-tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3, help="with each signal")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds with each signal")
     parser.add_argument(
-        "--prefill-options", default="", help="further ones of the prefill node, as a shell has them"
+        "--prefill-options", default="", help="further options of the prefill node, as in a shell"
     )
-    parser.add_argument("--decode-options", default="", help="of the decode nodes")
+    parser.add_argument(
+        "--decode-options", default="", help="further options of the decode nodes, as in a shell"
+    )
     parser.add_argument("--out", type=Path, default=OUT / "resume_gap")
     options = parser.parse_args()
     console, rows = make_console(), list[dict[str, Any]]()

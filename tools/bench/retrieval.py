@@ -1,4 +1,4 @@
-"""Retrieval tasks: long prompts of the retrieval model with known right answers, and how one is judged."""
+"""Retrieval tasks: long prompts of the retrieval model with known answers, and the judging of responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_DEPTHS = 5
 
 @dataclass(frozen=True)
 class Answer:
-    """One right answer. ``depth``: where in the prompt it is found, 0 to 1."""
+    """One right answer. ``depth``: its place in the prompt, from 0 to 1."""
 
     key: str
     value: str
@@ -33,7 +33,7 @@ class Retrieval:
 
 
 def retrievals(length: int, count: int) -> list[Retrieval]:
-    """``count`` tasks, the same on every machine."""
+    """Return ``count`` tasks, which are the same on every machine."""
     found = []
     for document in documents(length, count):
         at = torch.tensor([fact.number_at for fact in document.asked])
@@ -46,5 +46,6 @@ def retrievals(length: int, count: int) -> list[Retrieval]:
 
 
 def judge(response: str, answers: Sequence[Answer]) -> list[bool]:
-    """Which answers ``response`` gives, in the words that the model was trained to write."""
+    """Return for each of ``answers`` whether ``response`` gives it, in the words that the model was trained
+    to write."""
     return [f"{answer.key} is {answer.value}." in response for answer in answers]

@@ -1,11 +1,11 @@
-"""Does an answer depend on its request alone? The same requests alone and beside others, dense and hisparse.
+"""Compares answers to the same requests alone and beside others, dense and hisparse.
 
     python -m tools.bench.same_tokens --url http://127.0.0.1:8000/v1 [--requests 24] [--prompt-tokens 4096]
 
-Greedy answers with logprobs of a service that runs. "Equal" are answers whose tokens, and whose tokens and
-logprobs to the last bit, are those of the same prompt asked before. Prompts are cached from the second pass
-on, and every answer is then computed from the same KV but for the end of its prompt. "Going on" asks for the
-second half of an answer behind its prompt and first half, which then come from forwards of a prompt.
+A running service gives greedy answers with logprobs. It counts how many answers are equal to those of the
+same prompt asked before, in their tokens, and in tokens and logprobs to the last bit. Prompts are cached from
+the second pass on, so that answers are computed from the same KV but for the end of the prompt. "Going on"
+asks for the second half of an answer with its first half as part of the prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_SECS = 300.0
 
 
 Answer = tuple[list[int], list[float]]
-"""Token ids and their logprobs."""
+"""An answer's token ids and their logprobs."""
 
 
 def ask(url: str, output_tokens: int, hisparse: bool, prompt: Sequence[int]) -> Answer:
@@ -101,9 +101,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--prompt-tokens", type=int, default=4096, help="of the first one; each has 37 more")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=4096,
+        help="tokens of the first prompt; each further one has 37 more",
+    )
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--token-range", type=int, nargs=2, default=(3, 250), help="ids: LOW to END - 1")
+    parser.add_argument(
+        "--token-range",
+        type=int,
+        nargs=2,
+        default=(3, 250),
+        help="range of the prompts' token ids: LOW to END - 1",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=OUT / "same_tokens")
     options = parser.parse_args()

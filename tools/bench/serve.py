@@ -1,16 +1,16 @@
-"""Dense requests beside hisparse ones over HTTP, by turns: latencies, throughput and hit rates.
+"""Measures dense and hisparse requests over HTTP, in turn: latencies, throughput and hit rates.
 
     python -m tools.bench.serve --url http://127.0.0.1:8000/v1 --metrics-url http://127.0.0.1:30001/metrics \\
         --hisparse false true -c 1 8 32 --input-tokens 8192 --output-tokens 256 --token-range 1000 30000
 
-So many clients each send their next request when the last one has ended. The values of --hisparse are
-measured by turns, number of clients by number of clients, so that a machine's drift meets all of them.
-Prompts are random token ids, and answers have exactly --output-tokens.
+Each of the clients sends its next request when the last one has ended. For each number of clients the values
+of --hisparse are measured in turn, so that a machine's drift affects all of them. Prompts are random token
+ids, and answers have exactly --output-tokens.
 
-TTFT: to the first chunk with text. ITL: between chunks with text, which may carry several tokens each. TPOT:
-a request's time from its first to its last chunk, over its tokens but one. "tok/s full": see ``full_load``.
-The variable OPENAI_API_KEY holds the endpoint's key. The status is 1 when a request failed or nothing could
-be measured, 130 after Ctrl-C; what had been measured is written.
+TTFT is the time to the first chunk with text, ITL the time between chunks with text, which may carry several
+tokens each. TPOT is a request's time from its first to its last chunk, divided by its tokens but one. "tok/s
+full": see ``full_load``. The variable OPENAI_API_KEY holds the endpoint's key. The status is 1 when a request
+failed or nothing could be measured, 130 after Ctrl-C; what had been measured is written.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ COUNTERS = (
     *(f"swap_in_{name}_total" for name in ("hits", "misses", "bytes", "evictions")),
     *("generation_tokens_total", "retractions_total"),
 )
-"""Counters of decode nodes, without the prefix ``hisparse_pd:``."""
+"""Counters of decode nodes, without their prefix ``hisparse_pd:``."""
 HISPARSE: dict[str, bool | str | None] = {"true": True, "false": False, "auto": "auto", "none": None}
 
 
-# --- what is asked ----------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------
 
 
 def contents(
     options: argparse.Namespace, model: str, hisparse: str, stream: int, count: int, max_tokens: int
 ) -> list[bytes]:
-    """The bodies of ``count`` requests, encoded before they are due, as a long prompt takes milliseconds.
+    """Return the bodies of ``count`` requests, encoded beforehand because a long prompt takes milliseconds.
 
-    Different streams have different prompts, unless there are only so many distinct ones.
+    Streams have different prompts, unless the number of distinct ones is limited.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -90,7 +90,7 @@ def contents(
 
 
 async def measure(options: argparse.Namespace, measured: dict[str, Any], console: Console) -> None:
-    """Measure all points into ``measured``, which has what is known when it is interrupted.
+    """Measure all points into ``measured``, which has all finished ones when interrupted.
 
     Raises EndpointError.
     """
@@ -125,16 +125,16 @@ async def measure(options: argparse.Namespace, measured: dict[str, Any], console
 
 
 async def warm_up(client: Client, bodies: Sequence[bytes], num_clients: int) -> None:
-    """Raises EndpointError when all of these fail: the point's requests would too."""
+    """Send requests before a point. Raises EndpointError when all of them fail, as the point's would."""
     records = await closed_loop(client, bodies, num_clients)
     if records and all(record.error_class for record in records):
         raise EndpointError(records[0].error_class, f"warm-up: {records[0].error_class}: {records[0].error}")
 
 
 async def read_counters(urls: Sequence[str]) -> dict[str, float]:
-    """COUNTERS summed over the nodes and their labels; waits until a point that just ended is in them.
+    """Return COUNTERS summed over the nodes and their labels, after they have caught up with the last point.
 
-    Raises EndpointError where a node does not answer; a node that has not got a counter adds nothing.
+    A node without one of the counters adds nothing. Raises EndpointError where a node does not answer.
     """
     if not urls:
         return {}
@@ -154,10 +154,10 @@ async def read_counters(urls: Sequence[str]) -> dict[str, float]:
 
 
 def summarize(num_clients: int, records: Sequence[Record], counters: Mapping[str, float]) -> dict[str, Any]:
-    """The figures of one point, JSON-able.
+    """Return the figures of one point, JSON-able.
 
-    ``counters``: by how much the nodes' counters grew; empty without nodes. Latencies are of the requests
-    that succeeded; throughput counts failed requests' tokens too, because the endpoint made them.
+    ``counters``: growth of the nodes' counters; empty without nodes. Latencies are those of requests that
+    succeeded; throughput counts the tokens of failed ones, too, because the endpoint made them.
     """
     done = [record for record in records if not record.error_class]
     answers = [record.served for record in done if record.served is not None]
@@ -196,7 +196,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def row_of(record: Record) -> dict[str, Any]:
-    """A request of the report: without its arrivals, which are as many as its tokens."""
+    """Return a request of the report, without its arrivals, which are as many as its tokens."""
     answer = asdict(record.served) if record.served is not None else {}
     row = {**answer, "error_class": record.error_class, "error": record.error}
     found: dict[str, Any] = {name: value for name, value in row.items() if value}
@@ -209,7 +209,7 @@ def row_of(record: Record) -> dict[str, Any]:
 
 
 def cells(point: Mapping[str, Any]) -> dict[str, str]:
-    """A row of the table by its columns."""
+    """Return a row of the table by its columns."""
     full, swapped = point["full_load"], point["swap_in_bytes_per_sec"]
     num_failed = point["num_requests"] - point["num_ok"]
     return {
@@ -250,7 +250,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Return what a reader must know before trusting the figures."""
     found = []
     wanted = report["options"]["output_tokens"]
     if any((point["mean_output_tokens"] or wanted) < wanted for point in report["points"]):
@@ -278,24 +278,45 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         add(name, type=_at_least(least), default=default, metavar="N", help=explained)
 
     clients, modes = [1, 2, 4, 8, 16], ["false", "true"]
-    add("--url", default="http://127.0.0.1:8000/v1", help="endpoint, up to and with /v1")
-    add("--model", default="", help="name in requests; without, the endpoint's first")
-    add("--metrics-url", nargs="+", action="extend", default=[], help="/metrics of the decode nodes")
-    add("--hisparse", nargs="+", choices=HISPARSE, default=modes, help="of requests; none: leave it out")
-    add("-c", "--concurrency", nargs="+", type=_at_least(1), default=clients, metavar="N", help="clients")
-    add_number("--num-requests", None, 1, "requests of a point; without, 4 a client and 8 at least")
+    add("--url", default="http://127.0.0.1:8000/v1", help="endpoint, including /v1")
+    add("--model", default="", help="model name in requests; default: the endpoint's first")
+    add("--metrics-url", nargs="+", action="extend", default=[], help="URLs of the decode nodes' /metrics")
+    add(
+        "--hisparse",
+        nargs="+",
+        choices=HISPARSE,
+        default=modes,
+        help="values of the field hisparse; none omits it",
+    )
+    add(
+        "-c",
+        "--concurrency",
+        nargs="+",
+        type=_at_least(1),
+        default=clients,
+        metavar="N",
+        help="numbers of clients",
+    )
+    add_number("--num-requests", None, 1, "requests of a point; default: 4 for each client, at least 8")
     add_number("--warmup", 2, 0, "requests before each point")
-    add("--timeout-secs", type=float, default=600.0, metavar="SECS", help="of a whole request")
+    add("--timeout-secs", type=float, default=600.0, metavar="SECS", help="time limit of a request")
     add_number("--input-tokens", 1024, 1, "tokens of a prompt")
     add_number("--output-tokens", 128, 1, "tokens of an answer")
     bounds = ("LOW", "HIGH")
-    add("--token-range", nargs=2, type=int, default=[3, 250], metavar=bounds, help="ids of prompts")
-    distinct = "prompts that are sent in turns in all points, for a prefix cache to find; 0: all differ"
+    add(
+        "--token-range",
+        nargs=2,
+        type=int,
+        default=[3, 250],
+        metavar=bounds,
+        help="range of the prompts' token ids",
+    )
+    distinct = "number of prompts that repeat in all points, for prefix caches to find; 0: all differ"
     add_number("--distinct-prompts", 0, 0, distinct)
     add_number("--seed", 0, 0, "seed of prompts")
-    add("--temperature", type=float, default=0.0, help="of requests")
+    add("--temperature", type=float, default=0.0, help="temperature of requests")
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of requests")
-    add("--out", type=Path, default=OUT / "serving", help="the JSON file, without suffix")
+    add("--out", type=Path, default=OUT / "serving", help="JSON file, without its suffix")
     options = parser.parse_args(words)
     low, high = options.token_range
     url = urlsplit(options.url)
@@ -318,7 +339,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print and write. Returns the exit status."""
+    """Measure, print and write a report. Returns the exit status."""
     options = parse(words)
     console = make_console()
     measured: dict[str, Any] = {"model": options.model, "points": [], "requests": []}
@@ -341,7 +362,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _gpus() -> list[str]:
-    """Name and driver of this machine's GPUs, which are the endpoint's only where it runs here."""
+    """Return name and driver of this machine's GPUs, which are the endpoint's only if it runs here."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=10)

@@ -1,4 +1,4 @@
-"""What an answer says of how it was served."""
+"""Reads from an answer how it was served."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Served:
-    """Figures of one answer, empty or 0 where it does not name them."""
+    """Figures of one answer; those that it does not name are empty or 0."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_drafted: int = 0
-    """Drafts that were verified, of which ``num_accepted`` were right."""
+    """Verified drafts, of which ``num_accepted`` were right."""
     num_accepted: int = 0
     mode: str = ""
     hits: int = 0
@@ -23,7 +23,8 @@ class Served:
 
 
 def served(usage: Mapping[str, Any]) -> Served:
-    """``usage``: a usage object of OpenAI's endpoints, or ``meta_info`` of ``/generate``."""
+    """Return the figures in ``usage``: a usage object of OpenAI's endpoints, or ``meta_info`` of
+    ``/generate``."""
     prompt, output, own = (
         usage.get(name) or {} for name in ("prompt_tokens_details", "completion_tokens_details", "hisparse")
     )
@@ -42,7 +43,9 @@ def served(usage: Mapping[str, Any]) -> Served:
 
 
 def tokens_per_step(num_tokens: int, num_accepted: int) -> float | None:
-    """Tokens that a decode step yields; None when there were no steps. Each of ``num_tokens`` is a step's
-    own, or one of the ``num_accepted`` drafts."""
+    """Return the tokens that a decode step yields, or None without steps.
+
+    Each of ``num_tokens`` is a step's own or one of the ``num_accepted`` drafts.
+    """
     num_steps = num_tokens - num_accepted
     return num_tokens / num_steps if num_steps > 0 else None

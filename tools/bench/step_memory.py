@@ -1,4 +1,4 @@
-"""What ``tools.bench.decode_step`` takes of a GPU, by part, beside what a decode node plans."""
+"""The GPU memory that ``tools.bench.decode_step`` takes, by part, and what a decode node plans for it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.sizing import device_demand
 
 RESERVE = ("graphs and workspaces", "steps")
-"""The parts that a node's reserve for activations is for; its runner's counts of tokens are in them too."""
+"""The parts that a node's reserve for activations covers; the runner's counts of tokens are in them, too."""
 
 
 class MemoryByPart:
-    """By how much everybody's memory of a GPU grew from mark to mark; nothing on a CPU."""
+    """Growth of a GPU's used memory from mark to mark, all processes together; empty on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.gb: dict[str, float] = {}
@@ -27,7 +27,7 @@ class MemoryByPart:
         self._used_bytes = 0
 
     def mark(self, part: str) -> None:
-        """What was taken since the last mark is ``part``'s."""
+        """Count the memory that was taken since the last mark as ``part``'s."""
         if self._device.type != "cuda":
             return
         torch.cuda.synchronize(self._device)
@@ -37,13 +37,13 @@ class MemoryByPart:
 
 
 def planned_weights(model_path: Path) -> float:
-    """GB of a checkpoint's weights."""
+    """Return the GB of a checkpoint's weights."""
     with WeightFiles(weight_files(model_path)) as files:
         return files.num_bytes / 1e9
 
 
 def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts) -> dict[str, float]:
-    """GB that ``decode_node.sizing`` counts for pools of these sizes."""
+    """Return the GB that ``decode_node.sizing`` counts for pools of these sizes."""
     sizes = {
         "host_pool_tokens": totals.host,
         "device_pool_tokens": totals.device,
@@ -60,7 +60,7 @@ def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts)
 
 
 def show(found: dict[str, float], plan: dict[str, float]) -> str:
-    """``found`` in the order of its marks, what is planned in brackets."""
+    """Return ``found`` as text, in the order of its marks, with the plan in brackets."""
     parts = [
         f"{part} {gb:.2f}" + (f" ({plan[part]:.2f})" if part in plan else "") for part, gb in found.items()
     ]

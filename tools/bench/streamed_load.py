@@ -1,7 +1,8 @@
-"""Load on an OpenAI-compatible endpoint: streamed ``/v1/completions``, a record of each, and figures of them.
+"""Puts load on an OpenAI-compatible endpoint by streamed ``/v1/completions``, and computes figures of the
+records.
 
 Times are taken when bytes arrive, before they are parsed. A chunk may carry several tokens, so tokens are
-counted by the answer's usage, which is asked for.
+counted by the answer's usage, which requests ask for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tools.bench.served import Served, served
 
 CONNECT_TIMEOUT_SECS = 10.0
 MESSAGE_CHARS = 300
-"""Characters of an endpoint's error that are kept."""
+"""Characters of an endpoint's error that a record keeps."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -33,14 +34,14 @@ class Record:
     ended: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     served: Served | None = None
-    """None: no usage came."""
+    """None where the answer had no usage."""
     error_class: str = ""
-    """Empty: it succeeded."""
+    """Empty for a request that succeeded."""
     error: str = ""
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens; without usage chunks count."""
+        """Output tokens; without usage, the number of chunks."""
         return self.served.num_output_tokens if self.served is not None else len(self.arrivals)
 
     @property
@@ -53,12 +54,12 @@ class Record:
 
     @property
     def itl_secs(self) -> list[float]:
-        """Between consecutive chunks with text."""
+        """Times between consecutive chunks with text."""
         return [after - before for before, after in itertools.pairwise(self.arrivals)]
 
     @property
     def tpot_secs(self) -> float | None:
-        """Mean time of an output token after the first; None with fewer than two."""
+        """Mean time of an output token after the first one; None with fewer than two."""
         if self.num_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1)
@@ -87,7 +88,7 @@ _CHUNKS = msgspec.json.Decoder(_Chunk)
 
 
 class Client:
-    """Sends requests to one endpoint; ``url`` goes up to and with /v1. An async context manager."""
+    """An async context manager that sends requests to one endpoint; ``url`` includes /v1."""
 
     def __init__(self, url: str, timeout_secs: float, api_key: str = "") -> None:
         self._url = url.rstrip("/")
@@ -96,7 +97,8 @@ class Client:
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_SECS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=httpx.URL(url).host not in ("localhost", "127.0.0.1", "::1"),  # its proxies
+            trust_env=httpx.URL(url).host
+            not in ("localhost", "127.0.0.1", "::1"),  # the environment's proxies
         )
 
     async def __aenter__(self) -> Client:
@@ -106,7 +108,7 @@ class Client:
         await self._http.aclose()
 
     async def first_model(self) -> str:
-        """The endpoint's first model. Raises EndpointError."""
+        """Return the endpoint's first model. Raises EndpointError."""
         try:
             answer = await self._http.get(f"{self._url}/models", timeout=CONNECT_TIMEOUT_SECS)
             answer.raise_for_status()
@@ -119,7 +121,7 @@ class Client:
             ) from error
 
     async def send(self, content: bytes) -> Record:
-        """One request to its end, which an error is too."""
+        """Send one request. Returns its record when it has ended or failed."""
         record = Record(time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout_secs):
@@ -153,7 +155,7 @@ class Client:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, bytes]]:
-    """``(arrival, data)`` of each server-sent event."""
+    """Yield ``(arrival, data)`` of each server-sent event."""
     rest = b""
     async for piece in response.aiter_bytes():
         arrived = time.perf_counter()
@@ -164,7 +166,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, bytes]
 
 
 def _take(record: Record, data: bytes, arrived: float) -> bool:
-    """Enter one event into the record; whether it says that the answer is finished."""
+    """Enter one event into the record. Returns whether the answer is finished."""
     try:
         chunk = _CHUNKS.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -182,8 +184,8 @@ def _take(record: Record, data: bytes, arrived: float) -> bool:
 async def closed_loop(
     client: Client, contents: Sequence[bytes], num_clients: int, on_done: Callable[[], None] = lambda: None
 ) -> list[Record]:
-    """All requests, in the order in which they started: each of so many clients sends the next one when its
-    last one has ended."""
+    """Send all requests, each client the next one when its last one has ended. Returns their records in the
+    order in which they started."""
     waiting = iter(contents)
     records: list[Record] = []
 
@@ -197,7 +199,7 @@ async def closed_loop(
 
 
 def distribution(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean, percentiles and the largest of ``values``; None without any."""
+    """Return mean, percentiles and the largest of ``values``, or None without any."""
     array = np.fromiter(values, dtype=np.float64)
     if not array.size:
         return None
@@ -211,8 +213,8 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def full_load(num_clients: int, records: Sequence[Record]) -> dict[str, float] | None:
-    """Tokens a second while all clients were busy and had their first token, without ramp-up and tail; None
-    where that never was."""
+    """Return tokens a second while all clients were busy and had their first token, without ramp-up and tail;
+    None if that never happened."""
     if len(records) < num_clients:
         return None
     begin = max(r.arrivals[0] if r.arrivals else r.ended for r in records[:num_clients])

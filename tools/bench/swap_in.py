@@ -1,15 +1,16 @@
-"""Swap-in on one GPU: us a call by batch, item, share of misses and new positions of a request.
+"""Measures swap-in on one GPU: us a call by batch, item, share of misses and new positions of a request.
 
 Every request's rows lie together in an 8 GiB pinned pool, and its hot buffer is empty at first. The calls
-behind the first tokens' are captured in one CUDA graph, which is replayed once between two events: us per
-call = time / calls. Nothing is allocated or freed between the capture and the replay: the GPU would forget
+after the first tokens' are captured in one CUDA graph, which is replayed once between two events: us per call
+= time / calls. Nothing is allocated or freed between the capture and the replay, because the GPU would forget
 its translations of host addresses, which the first calls have loaded. With ``--repeat N`` a cell is built and
-measured N times; what returned slots hold is compared with the pool each time. Single calls are timed too.
+measured N times; each time the bytes in returned slots are compared with the pool. Single calls are timed,
+too.
 
 With ``--new 1 2 3 4`` a step runs so many positions of a request, each number over the same tokens'
-selections. All drafts count as accepted, so each number misses the same positions in all, and one column says
-what a token costs. ``max_new`` 1 is the code without drafts; the others are compiled for the largest number.
-The hot buffer is then as large as four positions need, for all.
+selections. All drafts count as accepted, so that each number misses the same positions, and one column has
+the cost of a token. ``max_new`` 1 is the code without drafts; the others are compiled for the largest number.
+The hot buffer of all is then as large as four positions need.
 """
 
 from __future__ import annotations
@@ -34,21 +35,28 @@ CONTEXT = 32768
 PAGE_SIZE = 64
 POOL_BYTES = 8 << 30
 NUM_TOKENS, NUM_WARM_TOKENS = 30, 3
-"""Of a request that gets one a step; the warm ones run before the clock and the counters start."""
+"""Tokens of a request with one token a step; the warm ones run before the clock and the counters start."""
 MOST_NEW = 4
 NUM_DRAFTED_TOKENS, NUM_WARM_DRAFTED_TOKENS = 120, 12
-"""Where steps bring several; multiples of 1, 2, 3 and 4."""
+"""Tokens of a request with several a step; both are multiples of 1, 2, 3 and 4."""
 DRAFTS_CAPACITY = MOST_NEW * TOP_K + PAGE_SIZE
-"""Serves the union of any four selections and their new positions."""
+"""Hot buffer entries for the union of any four selections and their new positions."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    parser.add_argument("--item", type=int, nargs="+", default=[1152, 656], help="bytes")
-    parser.add_argument("--miss", type=int, nargs="+", default=[0, 2, 10, 30, 100], help="%% of a selection")
+    parser.add_argument("--item", type=int, nargs="+", default=[1152, 656], help="bytes of an item")
+    parser.add_argument(
+        "--miss", type=int, nargs="+", default=[0, 2, 10, 30, 100], help="misses in %% of a selection"
+    )
     parser.add_argument("--new", type=int, nargs="+", default=[1], choices=range(1, MOST_NEW + 1))
-    parser.add_argument("--union", type=float, default=1.9, help="of four drafted selections, over one's")
-    parser.add_argument("--repeat", type=int, default=1, help="times that a cell is built and measured")
+    parser.add_argument(
+        "--union",
+        type=float,
+        default=1.9,
+        help="size of the union of four drafted selections, relative to one selection",
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="how often a cell is built and measured")
     parser.add_argument("--verify-rows", action="store_true", help="compare the row check of each item")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -80,14 +88,15 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def selections(
     num_tokens: int, batch: int, miss_percent: int, seed: int, union_of_four: float | None = None
 ) -> Tensor:
-    """int32 [num_tokens, batch, TOP_K]: what the tokens of a request select one after the other, shuffled.
+    """Return what the tokens of each request select one after the other, shuffled: int32 [num_tokens, batch,
+    TOP_K].
 
-    Each replaces ``miss x TOP_K`` of its positions by ones that were never selected before, in random order
-    (once the context is used up, by those selected longest ago). With ``union_of_four``, the distinct
-    positions that four neighbours select over TOP_K, it replaces a third of what that is above 1, the rest of
-    them by positions that left three tokens earlier, which are hot in a buffer of any size that holds the
-    union of five; the first three have none that left, and miss all. Raises ValueError when there is more to
-    miss than that.
+    Each token replaces ``miss_percent`` of the previous selection by positions that were never selected, in
+    random order (once the context is used up, by those selected longest ago). ``union_of_four``: the number
+    of distinct positions that four neighbours select, divided by TOP_K. With it, a token replaces a third of
+    what exceeds 1, and takes those that are not to miss from the positions that left three tokens earlier,
+    which are hot in any buffer that holds the union of five; the first three tokens have none and miss all.
+    Raises ValueError when more are to miss than are replaced.
     """
     random = np.random.default_rng(seed)
     num_missed = round(TOP_K * miss_percent / 100)
@@ -99,7 +108,7 @@ def selections(
         )
     steps = np.empty((num_tokens, batch, TOP_K), dtype=np.int32)
     for req in range(batch):
-        order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # no new position among them
+        order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # excludes the new positions
         current = order[:TOP_K].copy()
         used = TOP_K
         left: list[np.ndarray] = []
@@ -117,7 +126,8 @@ def selections(
 
 
 def calls_of(tokens: Tensor, num_new: int) -> Tensor:
-    """``tokens`` [num_tokens, batch, top_k] as calls: [num_tokens / num_new, batch * num_new, top_k]."""
+    """Return ``tokens`` [num_tokens, batch, top_k] as calls: [num_tokens / num_new, batch * num_new,
+    top_k]."""
     num_tokens, batch, top_k = tokens.shape
     by_call = tokens.view(num_tokens // num_new, num_new, batch, top_k).transpose(1, 2)
     return by_call.reshape(num_tokens // num_new, batch * num_new, top_k)
@@ -127,7 +137,7 @@ def calls_of(tokens: Tensor, num_new: int) -> Tensor:
 
 
 def pinned_pool() -> Tensor:
-    """POOL_BYTES of noise in pinned memory: made once, seen by every cell."""
+    """Return POOL_BYTES of noise in pinned memory, made once for all cells."""
     pool = torch.empty(POOL_BYTES, dtype=torch.uint8, pin_memory=True)
     chunk = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8)
     for start in range(0, POOL_BYTES, len(chunk)):
@@ -136,7 +146,7 @@ def pinned_pool() -> Tensor:
 
 
 def copy_peak(pool: Tensor) -> dict[str, Any]:
-    """GB/s of plain copies of 1 GiB, pinned host to device."""
+    """Return the GB/s of plain copies of 1 GiB, pinned host to device."""
     num_bytes = 1 << 30
     dev = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     rates = []
@@ -148,10 +158,10 @@ def copy_peak(pool: Tensor) -> dict[str, Any]:
 
 
 class Cell:
-    """Requests whose hot buffers are empty, over one host pool: tables, device pool and common arguments.
+    """Requests with empty hot buffers over one host pool: tables, device pool and common arguments.
 
-    ``host``: uint8 [1, num_slots, item_bytes]. The rows of a request lie together, and those of the next one
-    behind them. Raises ValueError when they do not fit.
+    ``host``: uint8 [1, num_slots, item_bytes]. The rows of a request lie together, followed by those of the
+    next. Raises ValueError when they do not fit.
     """
 
     def __init__(
@@ -166,7 +176,7 @@ class Cell:
     ) -> None:
         _, num_slots, item_bytes = host.shape
         self.host = host
-        # Zeroed, so that recycled memory cannot hold the bytes that a call should have brought.
+        # Zeroed, so that recycled memory cannot have the bytes that a call should bring.
         self.dev = torch.zeros((1, batch * capacity, item_bytes), dtype=torch.uint8, device=device)
         pages_each = -(-context // PAGE_SIZE)
         self.host_slots_each = pages_each * PAGE_SIZE
@@ -189,13 +199,13 @@ class Cell:
         self.batch = batch
 
     def prepare(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
-        """A call in which every request is padding: makes what a captured call cannot make."""
+        """Make a call in which every request is padding, to allocate what a captured call cannot."""
         self.num_real.zero_()
         self.call(selected, seq_lens, out)
         self.num_real.fill_(self.batch)
 
     def call(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
-        """One swap-in of ``selected``, int32 [batch * num_new, top_k], into ``out``."""
+        """Swap ``selected``, int32 [batch * num_new, top_k], in and write the slots to ``out``."""
         swap_in(
             selected,
             StepRequests(self.state, seq_lens, self.rows, self.num_real, selected.shape[0] // self.batch),
@@ -203,9 +213,9 @@ class Cell:
         )  # fmt: skip
 
     def verify(self, selected: Tensor, out: Tensor) -> None:
-        """Raises RuntimeError unless every returned slot holds its token's bytes.
+        """Raise RuntimeError unless every returned slot holds its token's bytes.
 
-        Not for selections with the newest position, whose bytes a model would have written.
+        Selections must not have the newest position, whose bytes a model would write.
         """
         num_new = selected.shape[0] // self.batch
         if flags := int(self.state.error_flags.max()):
@@ -217,7 +227,7 @@ class Cell:
                 raise RuntimeError(f"row {row}: a returned slot holds other bytes")
 
     def counted(self) -> list[int]:
-        """Hits, misses and evictions of all rows so far."""
+        """Return the hits, misses and evictions of all rows so far."""
         counters: list[int] = self.state.counters.sum(0).tolist()
         return counters
 
@@ -225,7 +235,7 @@ class Cell:
 def measure(
     host: Tensor, tokens: Tensor, max_new: int, num_new: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU."""
+    """Measure one cell. ``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU."""
     num_tokens, batch, _ = tokens.shape
     has_drafts = num_tokens == NUM_DRAFTED_TOKENS
     capacity = DRAFTS_CAPACITY if has_drafts else CAPACITY

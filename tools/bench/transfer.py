@@ -1,12 +1,12 @@
-"""How fast is the transfer? Bytes per second of the sender, over TCP and over shared memory.
+"""Measures the bytes per second of the sender, over TCP and over shared memory.
 
     python -m tools.bench.transfer [--quick] [--out DIR]
 
-The peer is a process of its own on loopback. "Sender" is the product path from slots to completion: plan,
-descriptors, queue, write; "shared memory" the same over the lane of two nodes of one machine. "Raw" is
-Mooncake alone, which writes the descriptors of the plan from one thread. All are measured in turns, after a
-write whose bytes are checked in the peer. "Of raw" is the median over the turns of the sender's rate divided
-by that of raw Mooncake in the same turn, because a shared machine drifts.
+The peer is a process of its own on loopback. "Sender" is the product's path from slots to completion: plan,
+descriptors, queue, write; "shared memory" is the same over the lane of two nodes of one machine. "Raw" is
+Mooncake alone, which writes the plan's descriptors from one thread. All are measured in turn, after a write
+whose bytes are checked in the peer. "Of raw" is the median over the turns of the sender's rate divided by
+that of raw Mooncake in the same turn, because a shared machine drifts.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ ITEM_BYTES = {"bf16": 1152, "fp8": 656}
 ZONES = ("fresh", "fragmented")
 WAIT_SECS = 120.0
 SHARED = "shared memory"
-"""In place of a session."""
+"""The name that stands for the session of the shared-memory lane."""
 SEED = 20261121
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. ``zone_secs``: on a busy machine, repetitions past the second are given up after
-    this long."""
+    """The extent of the measurements. ``zone_secs``: time after which repetitions past the second are left
+    out."""
 
     tokens: int = 32_768
     layers: int = 4
@@ -75,7 +75,7 @@ QUICK = Scale(2048, 2, 3, 1.0)
 
 @dataclass(frozen=True)
 class Zone:
-    """Where a request lies: pages at the source, token slots at the destination."""
+    """The places of a request: pages at the source, token slots at the destination."""
 
     page_ids: NDArray[np.int64]
     dst_slots: SlotArray
@@ -85,7 +85,8 @@ class Zone:
 
 
 def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
-    """A request of ``num_tokens`` in pools of ``num_slots``, which are empty, or fragmented into pages."""
+    """Return a request of ``num_tokens`` in pools of ``num_slots``, which are empty or fragmented into
+    pages."""
     rng = np.random.default_rng(SEED)
     num_pages = -(-num_tokens // PAGE_SIZE)
     if kind == "fresh":
@@ -99,7 +100,7 @@ def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
 
 
 class Link:
-    """This process's memory and engine, and the peer's: what all measurements write through."""
+    """This process's memory and engine, and the peer's, by which all measurements write."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -127,7 +128,8 @@ class Link:
             raise RuntimeError(f"the peer's memory cannot be shared: {lane.reason}")
 
     def send(self, zone: Zone, src: RegionView, dst: RegionView, session: str = "") -> None:
-        """The product path: plan, descriptors, queue, write, completion. ``session``: over TCP when empty."""
+        """Send by the product's path: plan, descriptors, queue, write, completion. ``session``: empty for
+        TCP."""
         runs = plan_writes(zone.src_slots(), zone.dst_slots)
         writes = SlicedWrites([LayerWrites(runs, src, dst, 0, src.num_layers)])
         self._num_rooms += 1
@@ -141,14 +143,14 @@ class Link:
             raise RuntimeError(completion.error)
 
     def write_raw(self, writes: Descriptors) -> None:
-        """Mooncake's own batch write, in calls as large as the sender's."""
+        """Write by Mooncake's own batch write, in calls as large as the sender's."""
         for first in range(0, writes.lengths.size, MAX_BATCH_DESCRIPTORS):
             src, dst, lengths = (column[first : first + MAX_BATCH_DESCRIPTORS].tolist() for column in writes)
             if code := self.engine._mooncake.batch_transfer_sync_write(self.session, src, dst, lengths):
                 raise RuntimeError(f"Mooncake's batch write returned {code}")
 
     def landed_crc(self) -> int:
-        """CRC-32 of the peer's memory, which is zeroed afterwards."""
+        """Return the CRC-32 of the peer's memory, which is zeroed afterwards."""
         return int(self._ask("crc"))
 
     def close(self) -> None:
@@ -175,7 +177,7 @@ def open_link(num_bytes: int) -> Iterator[Link]:
 
 
 def run_peer(num_bytes: int) -> None:
-    """The other process: says where its memory is, then answers until its input ends."""
+    """Run the other process: it tells where its memory is, and answers until its input ends."""
     pool = allocate_host(num_bytes, pinned=False, shared=True)
     memory = pool.tensor.numpy()
     engine = TransferEngine("127.0.0.1")
@@ -188,11 +190,11 @@ def run_peer(num_bytes: int) -> None:
             print(crc, flush=True)
         else:
             print(engine.session, addr, msgspec.json.encode(host.offer).decode(), flush=True)
-    os._exit(0)  # Mooncake's own way out takes a second
+    os._exit(0)  # Mooncake's own exit takes a second
 
 
 def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, Any]:
-    """GB/s into one kind of zone."""
+    """Measure the GB/s into one kind of zone."""
     item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers
     num_slots = 2 * scale.tokens
     zone = make_zone(kind, scale.tokens, num_slots)
@@ -240,7 +242,8 @@ def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView, sessi
 def measure_in_turns(
     runs: dict[str, Callable[[], None]], repetitions: int, num_bytes: int, max_secs: float
 ) -> dict[str, list[float]]:
-    """GB/s of each of ``runs``, in turns whose order rotates; ``max_secs``: see Scale."""
+    """Return the GB/s of each of ``runs``, measured in turn, in an order that rotates. ``max_secs``: see
+    Scale."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
     started = time.monotonic()
     for repetition in range(repetitions):

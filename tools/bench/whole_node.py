@@ -1,20 +1,19 @@
-"""A whole decode node on its GPUs in one call: memory, links, collectives and steps of a model of full size.
+"""Measures a whole decode node on its GPUs: memory, links, collectives and steps of a model of full size.
 
     python -m tools.bench.whole_node [--layers 61] [--seconds 570] [--out STEM]
 
-Takes as many ranks as there are GPUs, and DeepSeek-V3.2's published sizes with dummy weights in fp8 and an
-MTP layer; ``--layers 30`` is what four GPUs hold, ``--model-path`` takes another model's sizes, or keeps
-these for nodes that are to serve them. First come the links, each alone and all at once, the ranks'
-agreement, the load and collectives by tokens a rank and by way (``--collectives-only``: nothing else); then
-one prompt's prefill, of which the second pass is timed, and the steps of ``tools.bench.decode_step``, the
-most valuable cells first: those whose settings stand first in ``--batch``, ``--context``, ``--jitter``,
-``--drafts`` and ``--modes``. The JSON is written after every cell, and the call ends by its own clock,
-whatever hangs.
+It uses as many ranks as there are GPUs, and DeepSeek-V3.2's published sizes with dummy weights in fp8 and an
+MTP layer. Four GPUs hold ``--layers 30``; ``--model-path`` takes another model's sizes, or stores these for
+nodes that will serve them. First it measures the links, each alone and all at once, the ranks' agreement, the
+load, and collectives by tokens a rank and by transport (``--collectives-only`` stops there). Then it times
+the second pass of one prompt's prefill, and the steps of ``tools.bench.decode_step``, most valuable cells
+first: those whose settings stand first in ``--batch``, ``--context``, ``--jitter``, ``--drafts`` and
+``--modes``. The JSON is written after every cell, and the call ends by its own clock, whatever hangs.
 
 A batch that does not fit becomes the largest that does, by a decode node's plan for the GPU and by the main
-memory that there is for all ranks. Dummy weights accept no drafts, so that tokens a second "as accepted"
-count with what drafts have brought elsewhere. Hits are what ``--jitter`` makes of them, and are measured.
-Milliseconds are the first rank's; a step's parts are those of ``decode_step``.
+memory that there is for all ranks. Dummy weights accept no drafts: tokens a second "as accepted" assume the
+accepted drafts of other measurements. Hit rates follow from ``--jitter`` and are measured. Milliseconds are
+the first rank's; a step's parts are those of ``decode_step``.
 """
 
 from __future__ import annotations
@@ -70,16 +69,16 @@ from tools.checkpoints.make_synthetic import write_published
 from tools.checkpoints.quantize_fp8 import QUANTIZATION
 
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}
-"""Tokens of a step by drafts, as docs/models.md counts."""
+"""Tokens that a step yields, by its number of drafts, as docs/models.md assumes."""
 MAIN_MEMORY_SHARE = 0.9
 GRACE_SECS = 5.0
-"""That ranks have to end by themselves, before they are ended."""
+"""How long ranks have to end by themselves before they are killed."""
 LINK_REPEATS = 8
 AGREEMENTS = 200
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All there are to measure, by their value: those first whose settings stand first in their options."""
+    """Return all cells to measure, most valuable first: those whose settings stand first in their options."""
     options = {name: getattr(arguments, name) for name in ("batch", "context", "jitter", "drafts", "modes")}
     found = []
     for places in product(*(range(len(values)) for values in options.values())):
@@ -90,7 +89,8 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.device) -> int:
-    """Of at most the cell's requests, by what is free now; 0: not even one fits."""
+    """Return the largest batch, up to the cell's, that fits the free memory; 0 if not even one request
+    does."""
     free_gb = DeviceMemory.read(device).free_bytes / 1e9 if device.type == "cuda" else float("inf")
     free = free_memory(Machine())
     host_gb = float("inf") if free is None else MAIN_MEMORY_SHARE * free.num_bytes / 1e9
@@ -105,7 +105,7 @@ def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.devic
 
 
 def as_accepted(row: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Tokens a second of a user, a GPU and the node, with as many accepted as docs/models.md counts."""
+    """Return tokens a second of a user, a GPU and the node, with as many tokens a step as ACCEPTED says."""
     accepted = ACCEPTED.get(row["num_drafts"])
     of_user = None if accepted is None else 1e3 * accepted / row["step_ms"]
     of_gpu = of_user and row["batch"] * of_user
@@ -123,15 +123,18 @@ def measure_cells(
     prompt: Prefilled,
     ranks: RankGroup,
 ) -> Iterator[dict[str, Any]]:
-    """All ranks go through the same cells, and what one has no room or no time for, none does: a cell is left
-    out where the quickest that was as large took longer than is left."""
+    """Yield the rows of all cells, which all ranks measure together.
+
+    A cell is left out on all ranks if one has no room for it, or if less time is left than the quickest cell
+    of that size took.
+    """
     done: set[tuple[Any, ...]] = set()
     secs_by_tokens: list[tuple[int, float]] = []
     for cell in cells(arguments):
         buffer = max(arguments.buffer, full_buffer(cell["drafts"], model.spec.index_topk))
         of_cell = argparse.Namespace(**{**vars(arguments), **cell, "buffer": buffer})
         gc.collect()
-        ranks.agree(0)  # all have given back what the cell before took
+        ranks.agree(0)  # all ranks have freed the previous cell
         batch = min(most for (most,) in ranks.agree(largest_batch(model.spec, of_cell, model.device)))
         num_tokens = batch * cell["context"]
         as_large = [secs for tokens, secs in secs_by_tokens if tokens >= num_tokens]
@@ -152,7 +155,7 @@ def measure_cells(
 
 
 def run(arguments: argparse.Namespace, place: RankPlace) -> None:
-    """One rank."""
+    """Run one rank."""
     console = Console(width=REPORT_WIDTH, quiet=place.rank > 0)
     settings = DecodeSettings(
         model_path=arguments.model_path, device=arguments.device, dp_size=place.size
@@ -215,12 +218,12 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
 
 
 def measure_links(ranks: RankGroup, device: torch.device, num_bytes: int) -> list[dict[str, Any]]:
-    """GB/s of every rank's copies from pinned memory and back, while the others rest and while all copy."""
+    """Return the GB/s of every rank's copies from pinned memory and back, alone and while all copy."""
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     dev = torch.empty_like(host, device=device, pin_memory=False)
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> int:
-        """MB/s"""
+        """Return the rate of copies in MB/s."""
         started = time.perf_counter()
         for _ in range(LINK_REPEATS):
             target.copy_(source, non_blocking=True)
@@ -256,7 +259,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 
 def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:
-    """At most until then; those that are left are ended, also when one of them fails: they wait for it.
+    """Wait for processes, and kill the rest at ``until`` or when one of them fails, because they wait for it.
 
     Returns whether one has failed.
     """
@@ -277,38 +280,56 @@ def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model-path", type=Path, help="whose config.json to take; written if it has none")
+    parser.add_argument(
+        "--model-path", type=Path, help="directory with the config.json to use; written if it has none"
+    )
     add_node_options(parser)
     parser.set_defaults(
         load_format="dummy", kv_cache_dtype="fp8_e4m3", chunk=2048, modes=["hisparse", "dense"]
     )
     parser.set_defaults(micro_batch_min_bs=0, no_graphs=False)
     if torch.cuda.is_available():
-        parser.set_defaults(device="cuda:0")  # the first of them; collectives want a number
+        parser.set_defaults(device="cuda:0")  # the first GPU; collectives need its number
     parser.add_argument(
-        "--layers", type=int, default=61, help="of DeepSeek-V3.2, where --model-path has no model"
+        "--layers", type=int, default=61, help="layers of DeepSeek-V3.2, where --model-path has no model"
     )
-    parser.add_argument("--dp-size", type=int, default=torch.cuda.device_count() or 2, help="ranks")
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 8, 1, 32, 16], help="requests a rank")
-    parser.add_argument("--context", type=int, nargs="+", default=[32768, 65536], help="multiples of --chunk")
+    parser.add_argument("--dp-size", type=int, default=torch.cuda.device_count() or 2, help="number of ranks")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[64, 8, 1, 32, 16], help="requests of each rank"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[32768, 65536],
+        help="tokens of each prompt, multiples of --chunk",
+    )
     parser.add_argument(
         "--computed-tokens",
         type=int,
         default=1 << 20,
-        help="of a longer context, which has their KV several times",
+        help="computed tokens of a longer context, which repeats their KV",
     )
     parser.add_argument(
-        "--jitter", type=float, nargs="+", default=[0.1, 0.27], help="90%% and 67%% hits at 32k"
+        "--jitter",
+        type=float,
+        nargs="+",
+        default=[0.1, 0.27],
+        help="jitter of the scores; the defaults give 90%% and 67%% hits at 32k",
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3, 1], choices=range(MAX_DRAFTS + 1))
     parser.add_argument(
-        "--collectives", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256, 2048], help="tokens"
+        "--collectives",
+        type=int,
+        nargs="+",
+        default=[1, 8, 16, 32, 64, 128, 256, 2048],
+        help="tokens of each rank",
     )
-    parser.add_argument("--collectives-only", action="store_true", help="measure these and nothing else")
-    parser.add_argument("--link-bytes", type=int, default=1 << 30, help="of a copy")
+    parser.add_argument("--collectives-only", action="store_true", help="stop after the collectives")
+    parser.add_argument("--link-bytes", type=int, default=1 << 30, help="bytes of a copy")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=570.0, help="that all may take")
-    parser.add_argument("--out", type=Path, default=OUT / "whole_node", help="JSON, without suffix")
+    parser.add_argument("--seconds", type=float, default=570.0, help="time limit of the whole call")
+    parser.add_argument("--out", type=Path, default=OUT / "whole_node", help="JSON file, without its suffix")
     arguments = parser.parse_args(argv)
     if uneven := [context for context in arguments.context if context % arguments.chunk]:
         parser.error(f"--context {uneven[0]} is no multiple of --chunk {arguments.chunk}")

@@ -1,1 +1,1 @@
-"""Makes checkpoints: tiny and synthetic ones, weights in fp8; and the oracle that answers for them."""
+"""Makes checkpoints (tiny, synthetic, in fp8), and has the oracle that tests compare with."""

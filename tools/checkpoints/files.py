@@ -1,4 +1,4 @@
-"""What every checkpoint made here has beside its weights: configuration, tokenizer and chat template."""
+"""Writes the files of a checkpoint beside its weights: configuration, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
-"""The last of every vocabulary."""
+"""Special tokens, the last ones of every vocabulary."""
 
 CHAT_TEMPLATE = (
     "<bos>{% for message in messages %}"
@@ -23,10 +23,11 @@ CHAT_TEMPLATE = (
 
 
 def write_config(out_dir: Path, own: dict[str, Any], around: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Write config.json and generation_config.json to ``out_dir``, made when missing; returns the former.
+    """Write config.json and generation_config.json to ``out_dir``, made when missing.
 
-    ``own``: the sizes, and what differs from the smallest DeepSeek-V3.2 there can be. ``around``: the
-    configuration of which all this, which is returned, is the ``text_config``; None: there is no other.
+    ``own``: values that differ from the smallest possible DeepSeek-V3.2. ``around``: an outer configuration
+    that gets the model's as its ``text_config``; None: there is no outer one. Returns the model's
+    configuration.
     """
     base = own["vocab_size"] - len(SPECIAL_TOKENS)
     special = {f"{name}_token_id": base + SPECIAL_TOKENS.index(f"<{name}>") for name in ("bos", "eos", "pad")}
@@ -78,7 +79,7 @@ def save_tokenizer(tokenizer: Tokenizer, out_dir: Path, model_max_length: int) -
 
 
 def byte_characters() -> list[str]:
-    """The printable character that byte-level vocabularies write for each byte."""
+    """Return the printable character that byte-level vocabularies write for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(NUM_BYTES) if byte not in plain]
     characters = {byte: chr(byte) for byte in plain} | {

@@ -4,25 +4,26 @@
     python -m tools.checkpoints.make_synthetic --out DIR --layers 5 --experts 256 --hidden 7168 \
         --expert-size 2048 --experts-per-token 8 --fp8 --device cuda  # DeepSeek-V3.2's own layers, 12 GB each
 
-KV, indexer keys, heads and top-k are DeepSeek-V3.2's own; depth, width, experts and vocabulary are small. Its
-text is random words, and never ends. Hidden channel 0 is a constant that no layer writes to. It gives every
+KV, indexer keys, heads and top-k are DeepSeek-V3.2's own; depth, width, experts and vocabulary are small. The
+text is random words and never ends. Hidden channel 0 is a constant that no layer writes to. It gives every
 indexer query a part that all tokens share, so that selections have locality. A score has three parts:
 
 - a *lasting* one, over key dimensions without RoPE: positions that score high whatever the newest token is;
 - a *drifting* one, over the slow RoPE pairs: a fixed query against keys of random phase, so that a score
   follows the distance like a sum of cosines with periods of ``MIN_PERIOD`` tokens and more;
 - *jitter*, which depends on the newest token alone. Its share of the variance is ``--jitter``; the other two
-  halve the rest. 1 - jitter is thus the correlation of two consecutive steps' scores.
+  parts have half of the rest each. 1 - jitter is thus the correlation of two consecutive steps' scores.
 
 The default makes the overlap of 44% that was published for consecutive steps of DeepSeek-V3.2
-(arXiv:2604.22312) in the first layer, at 32,768 tokens; ``--jitter 0.1`` makes 66%, 0.03 makes 80%. So a hit
-rate is a setting here, and says nothing about a trained model's. Draw random prompts from the whole
-vocabulary: a token's key repeats with it.
+(arXiv:2604.22312) in the first layer, at 32,768 tokens; ``--jitter 0.1`` makes 66%, 0.03 makes 80%. The hit
+rate is a setting here and says nothing about a trained model's. Draw random prompts from the whole
+vocabulary, because equal tokens have equal keys.
 
-``--draft SHARE`` adds an MTP layer of whose guesses that share is right: the words stand in a circle, and
-behind that share of them the model says the next one, whatever came before. The layer knows the circle too.
+``--draft SHARE`` adds an MTP layer whose guesses are right in that share of cases: the words stand in a
+circle, and behind that share of them the model says the next one, whatever came before. The layer knows the
+circle too.
 
-``--published MODEL_TYPE`` writes no weights, but what ``--load-format dummy`` needs: a whole model's
+``--published MODEL_TYPE`` writes no weights, only what ``--load-format dummy`` needs: a whole model's
 configuration, by transformers' defaults for that type (``axk2``: A.X-K2-Light), and a tokenizer of its size.
 """
 
@@ -45,7 +46,7 @@ from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, 
 from tools.checkpoints.quantize_fp8 import QUANTIZATION, is_quantized, quantized
 
 MIN_PERIOD = 500
-"""Tokens: RoPE pairs that turn faster have no part in the drifting score."""
+"""Period, in tokens, of the fastest RoPE pairs that take part in the drifting score."""
 CONSTANT = 3.0
 """Value of hidden channel 0, where the others have unit variance."""
 CIRCLE_GAIN = 80.0
@@ -61,13 +62,13 @@ _CONFIG_NAMES = {
     "experts_per_token": "num_experts_per_tok",
     "context_length": "max_position_embeddings",
 }
-"""Of the sizes in config.json that have another name here."""
+"""The names that some sizes have in config.json, by their names here."""
 _WORD_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 -"
 
 
 @dataclass(frozen=True)
 class SyntheticShape:
-    """Dimensions of the checkpoint; the attention's defaults are DeepSeek-V3.2's."""
+    """Dimensions of the checkpoint; the defaults of attention are DeepSeek-V3.2's."""
 
     num_layers: int = 4
     num_experts: int = 8
@@ -85,10 +86,10 @@ class SyntheticShape:
     index_head_dim: int = 128
     index_topk: int = 2048
     expert_size: int = 0
-    """Inside an expert; 0: an eighth of ``hidden_size``."""
+    """Width inside an expert; 0: an eighth of ``hidden_size``."""
     experts_per_token: int = 2
     draft_agreement: float | None = None
-    """Share of an MTP layer's guesses that are right; None: without the layer."""
+    """Share of an MTP layer's guesses that are right; None: no MTP layer."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -133,10 +134,9 @@ def write_synthetic(
 ) -> int:
     """Write config, bfloat16 weights (a file a layer) and tokenizer to ``out_dir``, made when missing.
 
-    ``in_fp8``: what ``tools.checkpoints.quantize_fp8`` quantizes is written so.
-
-    The same ``seed`` gives the same weights on the same device type. Returns the bytes of the weights. Raises
-    ValueError where ``out_dir`` already has weights: stale ones would be loaded with the new.
+    ``in_fp8``: write in fp8 what ``tools.checkpoints.quantize_fp8`` would. The same ``seed`` gives the same
+    weights on the same device type. Returns the bytes of the weights. Raises ValueError where ``out_dir``
+    already has weights, which would be loaded with the new ones.
     """
     from safetensors.torch import save_file
 
@@ -166,9 +166,11 @@ def write_synthetic(
 
 
 def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **changes: Any) -> None:
-    """Write transformers' default configuration of ``model_type``, in bfloat16 and with ``changes`` of its
-    text part, and a tokenizer of its size to ``out_dir``, made when missing; no weights. ``in_fp8``: as
-    ``write_synthetic``'s.
+    """Write the configuration of a published model and a tokenizer of its size to ``out_dir``, made when
+    missing.
+
+    The configuration is transformers' default for ``model_type``, in bfloat16, with ``changes`` of its text
+    part. No weights are written. ``in_fp8``: declare the weights that ``write_synthetic`` would write in fp8.
     """
     from transformers import CONFIG_MAPPING
 
@@ -195,9 +197,10 @@ def _config(shape: SyntheticShape) -> dict[str, Any]:
 
 
 def shared_query(normal: Callable[[int], Tensor], head_dim: int, rope_dim: int, norm: float) -> Tensor:
-    """What all tokens' indexer queries have in common: [head_dim], of that ``norm``. ``normal`` draws.
+    """Draw the part that all tokens' indexer queries have in common: [head_dim], with this ``norm``.
 
     RoPE comes first and pairs element i with i + half; pair i turns by theta ** (-i / half) a token.
+    ``normal`` draws normal values.
     """
     half = rope_dim // 2
     drawn = normal(rope_dim)
@@ -219,12 +222,12 @@ class _Maker:
         self._circle_generator = torch.Generator(device).manual_seed(seed)
 
     def ends(self) -> dict[str, Tensor]:
-        """Embedding, final norm and LM head."""
+        """Return embedding, final norm and LM head."""
         shape = self._shape
         embedding = self._normal(shape.vocab_size, shape.hidden_size)
         embedding[:, 0] = CONSTANT
         head = self._from_hidden(shape.vocab_size, 4.0)
-        # Words only: a byte of its own may show no text, and the end of the sequence would cut answers short.
+        # Words only: a single byte may show no text, and the end of the sequence would cut answers short.
         dislike = torch.zeros(shape.vocab_size, device=self._device)
         dislike[shape.vocab_size - len(SPECIAL_TOKENS) :] = -40.0
         if shape.vocab_size > NUM_BYTES + len(SPECIAL_TOKENS):
@@ -239,7 +242,7 @@ class _Maker:
         }
 
     def _add_circle(self, embedding: Tensor, head: Tensor, share: float) -> None:
-        """Let the head say the next word of a circle of all behind ``share`` of them."""
+        """Arrange all words in a circle and let the head say the next one behind ``share`` of them."""
         first = NUM_BYTES if self._shape.vocab_size > NUM_BYTES + len(SPECIAL_TOKENS) else 0
         num_words = self._shape.vocab_size - len(SPECIAL_TOKENS) - first
         generator, device = self._circle_generator, self._device
@@ -263,7 +266,7 @@ class _Maker:
                 weights |= self._mlp(f"mlp.{name}", shape.expert_dim)
         norms = ["input_layernorm", "post_attention_layernorm"]
         if number == shape.num_layers:
-            # The embedding, and as much of the hidden state, but so mixed that the head knows it no more.
+            # The embedding and as much of the hidden state, mixed so that the head does not recognize it.
             mixed = self._to_hidden(shape.hidden_size, 1.0)
             mixed[:, 0] = 0
             weights["eh_proj.weight"] = torch.cat(
@@ -279,7 +282,7 @@ class _Maker:
         q_a = self._from_hidden(shape.q_lora_rank)
         q_a[0] = 0
         q_a[0, 0] = SHARED_QUERY / CONSTANT
-        # Logits of standard deviation 2 to 3: attention that some tens of the selected tokens share.
+        # Logits with a standard deviation of 2 to 3 spread attention over some tens of the selected tokens.
         q_b = self._matrix(
             shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim), shape.q_lora_rank, 2.5
         )
@@ -297,8 +300,10 @@ class _Maker:
         return {f"self_attn.{name}": value for name, value in weights.items()}
 
     def _indexer(self) -> dict[str, Tensor]:
-        """Heads come in pairs of opposite sign in query and weight: relu(a) - relu(-a) = a, so that the score
-        is the mean of the pairs' dot products, and the heads' own parts average to ``jitter``.
+        """Return the indexer's weights.
+
+        Heads come in pairs of opposite sign in query and weight: relu(a) - relu(-a) = a, so that the score is
+        the mean of the pairs' dot products, and the heads' own parts average to ``jitter``.
         """
         shape = self._shape
         num_pairs = shape.index_n_heads // 2
@@ -333,24 +338,24 @@ class _Maker:
         return torch.randn(*size, generator=self._generator, device=self._device)
 
     def _matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Tensor:
-        """Rows that turn inputs of unit variance into outputs of ``gain``."""
+        """Return a matrix that turns inputs of unit variance into outputs of standard deviation ``gain``."""
         return self._normal(num_out, num_in).mul_(gain / math.sqrt(num_in))
 
     def _from_hidden(self, num_out: int, gain: float = 1.0) -> Tensor:
-        """Like ``_matrix``, blind to the constant channel."""
+        """Return a ``_matrix`` that does not read the constant channel."""
         drawn = self._matrix(num_out, self._shape.hidden_size, gain)
         drawn[:, 0] = 0
         return drawn
 
     def _to_hidden(self, num_in: int, gain: float) -> Tensor:
-        """Like ``_matrix``, leaving the constant channel alone."""
+        """Return a ``_matrix`` that does not write to the constant channel."""
         drawn = self._matrix(self._shape.hidden_size, num_in, gain)
         drawn[0] = 0
         return drawn
 
 
 def _write_tokenizer(out_dir: Path, vocab_size: int, context_length: int) -> None:
-    """Byte-level: the bytes, then words of two or more printable characters, then the special tokens.
+    """Write a byte-level tokenizer: bytes, words of two or more printable characters, special tokens.
 
     Word ``j`` is an earlier token and one character more: a character itself below 64, else word j / 64 - 64.
     """
@@ -373,23 +378,23 @@ def _write_tokenizer(out_dir: Path, vocab_size: int, context_length: int) -> Non
 
 
 OPTIONS = {
-    "layers": ("num_layers", "each with its indexer"),
-    "experts": ("num_experts", "routed experts of a layer"),
+    "layers": ("num_layers", "number of layers, each with its indexer"),
+    "experts": ("num_experts", "number of routed experts in a layer"),
     "hidden": ("hidden_size", "width of the hidden state"),
-    "vocab": ("vocab_size", "tokens"),
-    "context": ("context_length", "tokens of a request"),
+    "vocab": ("vocab_size", "tokens of the vocabulary"),
+    "context": ("context_length", "most tokens of a request"),
     "jitter": (
         "jitter",
         "share of the indexer's scores that depends on the newest token alone: 1 has no locality",
     ),
-    "expert-size": ("expert_size", "inside an expert; 0: an eighth of --hidden"),
-    "experts-per-token": ("experts_per_token", "of a layer's"),
+    "expert-size": ("expert_size", "width inside an expert; 0: an eighth of --hidden"),
+    "experts-per-token": ("experts_per_token", "routed experts of a layer that each token uses"),
     "draft": (
         "draft_agreement",
-        "with an MTP layer of which this share of the guesses is right; None: without the layer",
+        "share of right guesses of an MTP layer, which is added; None: no MTP layer",
     ),
 }
-"""The command's options, each with the field of the shape that it is."""
+"""The command's options, each with its field of SyntheticShape and its help."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -399,7 +404,7 @@ def main(arguments: list[str] | None = None) -> None:
         description="Write a synthetic checkpoint with DeepSeek-V3.2's attention dimensions.",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory, made when missing")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write, made when missing")
     for option, (field, about) in OPTIONS.items():
         value = getattr(default, field)
         kind = float if value is None else type(value)
@@ -408,12 +413,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--published",
         choices=tuple(FAMILIES),
         default=None,
-        help="only configuration and tokenizer, at the sizes that transformers has for this model type",
+        help="write only configuration and tokenizer, with transformers' sizes for this model type",
     )
-    parser.add_argument("--fp8", action="store_true", default=False, help="matrices in fp8 with scales")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument("--fp8", action="store_true", default=False, help="write matrices in fp8 with scales")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
-        "--device", default="cpu", help="where the weights are drawn; they differ by device (default: cpu)"
+        "--device", default="cpu", help="device that draws the weights, on which they depend (default: cpu)"
     )
     options = parser.parse_args(arguments)
     if options.published:

@@ -2,14 +2,14 @@
 
     python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm|axk2|mistral] [--draft [GAIN]]
 
-Their weights are not trained but made, so that what they generate is a sharp test of a serving system:
+The weights are not trained but constructed, so that the generated text is a sharp test of a serving system:
 
 - Text depends on the whole context: attention is peaked and positional, and the indexer scores by nearly the
   same directions as attention, so that a wrong selection or a wrong KV item changes tokens.
-- Positions at the edge of the selection carry little attention, so that a rounding difference between two
-  correct implementations, which may swap two of nearly equal score there, does not change tokens.
-- Hidden channel 0 is a constant that no layer writes to. It serves as the bias that the architecture has
-  not got: for head weights of a fixed sign, and for letters before other bytes in the output.
+- Positions at the edge of the selection get little attention, so that tokens do not change where rounding
+  makes two correct implementations select different ones of nearly equal score.
+- Hidden channel 0 is a constant that no layer writes to. It serves as the bias that the architecture does not
+  have: for head weights of a fixed sign, and for letters before other bytes in the output.
 - Indexer heads come in pairs of opposite sign, so that their rectified sum has no flat part where scores tie.
 
 All values are drawn from numpy's frozen legacy generator and rounded to eight bits of mantissa, so that the
@@ -35,14 +35,14 @@ VARIANTS = ("v32", "glm", "axk2", "mistral")
 CONTEXT_LENGTH = 8192
 INDEX_TOPK = 64
 LIKELY_DRAFTS = 0.3
-"""A ``draft_gain`` with which about half of the drafts are right, and text still depends on all layers."""
+"""A ``draft_gain`` at which about half of the drafts are right, and text still depends on all layers."""
 
 PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTES, NUM_BYTES + 3)
 VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 
 HIDDEN = 128
 NUM_LAYERS = 3
-"""Of V3.2 and A.X-K2: a dense one and two with experts."""
+"""Layers of V3.2 and A.X-K2: one dense and two with experts."""
 NUM_HEADS = 4
 Q_LORA = 64
 KV_LORA = 64
@@ -50,11 +50,11 @@ NOPE = 32
 ROPE = 16
 V_DIM = 32
 INDEX_SIGNS = (1, -1, 1, -1)
-"""Of the indexer's heads, which come in pairs."""
+"""Signs of the indexer's heads, which come in pairs."""
 INDEX_HEADS = len(INDEX_SIGNS)
 INDEX_DIM = 32
 SHARED = INDEX_DIM - ROPE
-"""Key dimensions without position that attention and indexer have in common."""
+"""Key dimensions without rope that attention and indexer have in common."""
 NUM_KEPT = HIDDEN * 3 // 8
 """Hidden channels that carry a token unchanged through the layers of an index group but the last."""
 NUM_EXPERTS = 8
@@ -63,9 +63,10 @@ DENSE_DIM = 192
 NORM_RANK = 16
 GLM_INDEXERS = ("full", "shared", "full", "shared")
 MISTRAL_ROPE = (1, 0, 1, 1, 0, 0)
-"""Of Mistral's layers, those with rope."""
+"""1 for each of Mistral's layers that has rope."""
 MISTRAL_SOURCES = (0, 1, 0, 3, 1, 1)
-"""The layers whose KV they attend to: three attend to another one's, of which one has an indexer."""
+"""The layer whose KV each of Mistral's layers attends to; of the three that attend to another's, one has an
+indexer."""
 MISTRAL_INDEXERS = ("full", "full", "shared", "full", "full", "shared")
 
 
@@ -73,7 +74,7 @@ MISTRAL_INDEXERS = ("full", "full", "shared", "full", "full", "shared")
 CONSTANT = 3.0
 QUERY_GAIN = 6.0
 HEAD_NOISE = 0.15
-"""Of each head's own part of the queries, over what the heads have in common."""
+"""Size of each head's own part of the queries, relative to the part that all heads share."""
 ATTENTION_OUT_GAIN = 1.5
 EXPERT_OUT_GAIN = 0.25
 MLP_OUT_GAIN = 0.5
@@ -83,8 +84,8 @@ LOGITS_GAIN = 4.0
 def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = None) -> None:
     """Write config, weights and tokenizer of ``variant``, one of VARIANTS, to ``out_dir``, made when missing.
 
-    ``draft_gain``: with an MTP layer, which guesses what the first layer's attention alone would say. The
-    model's other parts get that gain: with 1 they are as without an MTP layer.
+    ``draft_gain``: add an MTP layer, which guesses what the first layer's attention alone would say, and give
+    the model's other parts this gain. With 1 they are as without an MTP layer.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
@@ -161,12 +162,13 @@ AROUND: dict[str, dict[str, Any]] = {
         },
     }
 }
-"""Configurations of models that see images, too: without the text's, and of weights that are not written."""
+"""Configurations around the text model's, of models that take images; the weights for these are not
+written."""
 
 
 @dataclass(frozen=True)
 class _Directions:
-    """What attention and the indexer of one index group score by."""
+    """The directions by which attention and the indexer of one index group score."""
 
     latent: Array
     k_rope: Array
@@ -186,18 +188,19 @@ class _Maker:
         self._keeps_channels = False
 
     def matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Array:
-        """Rows that turn inputs of unit variance into outputs of ``gain``."""
+        """Return a matrix that turns inputs of unit variance into outputs of standard deviation ``gain``."""
         drawn: Array = self._random.standard_normal((num_out, num_in)) * (gain / np.sqrt(num_in))
         return drawn
 
     def from_hidden(self, num_out: int, gain: float = 1.0) -> Array:
-        """Like ``matrix``, blind to the constant channel."""
+        """Return a ``matrix`` that does not read the constant channel."""
         drawn = self.matrix(num_out, HIDDEN, gain)
         drawn[:, 0] = 0
         return drawn
 
     def to_hidden(self, num_in: int, gain: float) -> Array:
-        """Like ``matrix``, leaving the constant channel alone, and the kept channels while they are kept."""
+        """Return a ``matrix`` that does not write to the constant channel, nor to kept ones while they are
+        kept."""
         drawn = self.matrix(HIDDEN, num_in, gain)
         drawn[0] = 0
         if self._keeps_channels:
@@ -206,14 +209,14 @@ class _Maker:
         return drawn
 
     def from_kept(self, num_out: int, num_rows: int) -> Array:
-        """Like ``from_hidden``, the first ``num_rows`` outputs blind to all but the kept channels."""
+        """Return a ``from_hidden`` matrix whose first ``num_rows`` outputs read only the kept channels."""
         drawn = self.from_hidden(num_out)
         drawn[:num_rows, NUM_KEPT:] = 0
         drawn[:num_rows] *= np.sqrt(HIDDEN / NUM_KEPT)
         return drawn
 
     def ends(self) -> dict[str, Array]:
-        """Embedding, final norm and LM head."""
+        """Return embedding, final norm and LM head."""
         embedding = self._random.standard_normal((VOCAB_SIZE, HIDDEN))
         embedding[:, 0] = CONSTANT
         head = self.from_hidden(VOCAB_SIZE, LOGITS_GAIN)
@@ -225,7 +228,8 @@ class _Maker:
         }
 
     def draft_ends(self) -> dict[str, Array]:
-        """Of an MTP layer: what joins embedding and hidden state to its input, mostly the embedding."""
+        """Return the weights that join embedding and hidden state to an MTP layer's input, mostly the
+        embedding."""
         join = np.zeros((HIDDEN, 2 * HIDDEN))
         join[:, :HIDDEN] = np.eye(HIDDEN)
         join[:, HIDDEN:] = self.to_hidden(HIDDEN, 0.1)
@@ -233,11 +237,10 @@ class _Maker:
         return {"eh_proj.weight": join} | ones
 
     def begin_group(self, num_layers: int) -> None:
-        """Draw what the layers of an index group have in common.
+        """Draw the directions that the layers of an index group have in common.
 
-        With one layer that is nothing but its own; with several, the directions read only hidden channels
-        that no layer of the group but the last writes to, so that a shared layer attends by the very scores
-        that its positions were selected by.
+        With several layers, the directions read only hidden channels that no layer of the group but the last
+        writes to, so that each layer attends by the very scores that selected its positions.
         """
         self._group_layers_left = num_layers
         half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
@@ -269,11 +272,11 @@ class _Maker:
                 self.matrix(NOPE - SHARED, Q_LORA, QUERY_GAIN * HEAD_NOISE),
                 common_rope + self.matrix(ROPE, Q_LORA, QUERY_GAIN * HEAD_NOISE),
             ]
-            if variant == "axk2":  # behind each head's query the gate of its values
+            if variant == "axk2":  # the gate of each head's values follows its query
                 q_b.append(self.matrix(V_DIM, Q_LORA))
             kv_b += [shared_key, self.matrix(NOPE - SHARED, KV_LORA), self.matrix(V_DIM, KV_LORA)]
         queries = np.concatenate(q_b)
-        if variant == "axk2":  # the raw latent query, which is not normed, beside the normed one
+        if variant == "axk2":  # the raw latent query beside the normed one
             queries = np.concatenate((queries, 0.02 * self.matrix(*queries.shape)), axis=1)
         weights = {
             "q_a_proj.weight": directions.q_a,
@@ -296,7 +299,7 @@ class _Maker:
         return {f"self_attn.{name}": value for name, value in weights.items()}
 
     def _indexer_keys(self, k_rope: Array) -> dict[str, Array]:
-        """And the heads' weights, of a fixed sign each."""
+        """Return the indexer's key projection, and the heads' weights, each with a fixed sign."""
         head_weights = self.from_hidden(INDEX_HEADS, 0.1)
         head_weights[:, 0] = np.array(INDEX_SIGNS) / CONSTANT
         shared = self._directions.shared_key @ self._directions.latent
@@ -312,13 +315,15 @@ class _Maker:
         self._keeps_channels = self._group_layers_left > 0
 
     def direct_query(self) -> Array:
-        """What all heads of all layers without a latent query have in common: SHARED rows, then ROPE."""
+        """Return the part that the queries of all heads and layers without a latent query share: SHARED rows,
+        then ROPE."""
         return self.from_kept(SHARED + ROPE, SHARED + ROPE) * QUERY_GAIN
 
     def direct_attention(
         self, query: Array, *, has_rope: bool, has_kv: bool, has_indexer: bool
     ) -> dict[str, Array]:
-        """As Mistral-Large-4 has it. Without rope, keys have so many dimensions more of the other kind."""
+        """Return attention as Mistral-Large-4 has it. Keys without rope have as many more dimensions of the
+        other kind."""
         directions = self._directions
         self._end_layer()
         num_own = NOPE - SHARED + (0 if has_rope else ROPE)
@@ -340,7 +345,7 @@ class _Maker:
             weights["kv_a_proj_with_mqa.weight"] = np.concatenate(kv_a)
             weights["kv_a_layernorm.weight"] = np.ones(KV_LORA)
         if has_indexer:
-            # Without rope, a token would score the same wherever it stands: keys have its context, too.
+            # Without rope, a token would score the same at any position, so keys include its context.
             keys = directions.k_rope if has_rope else self.from_hidden(ROPE)
             common = np.concatenate((query[SHARED:] * has_rope, query[:SHARED]))
             heads = [sign * (common + self.from_hidden(INDEX_DIM, noise / 2)) for sign in INDEX_SIGNS]
@@ -354,12 +359,13 @@ class _Maker:
         return {f"self_attn.{name}": value for name, value in weights.items()}
 
     def _position_scaling(self, name: str, num_heads: int) -> dict[str, Array]:
-        """Of queries: by about 0.8 at the first position, and 1.4 at the 2000th."""
+        """Return the scaling of queries: about 0.8 at the first position, and 1.4 at the 2000th."""
         slopes = 0.08 + 0.02 * self._random.standard_normal(num_heads)
         return {f"{name}.scale": slopes, f"{name}.bias": np.full(num_heads, 0.8)}
 
     def norm(self, name: str, is_gated: bool) -> dict[str, Array]:
-        """Of the hidden state. A gate is about a half, and exactly that for the constant channel."""
+        """Return a norm of the hidden state. Its gate is about a half, and exactly a half for the constant
+        channel."""
         if not is_gated:
             return {f"{name}.weight": np.ones(HIDDEN)}
         return {
@@ -386,7 +392,7 @@ class _Maker:
 
 
 _SEEDS = {"v32": 16, "glm": 27, "axk2": 17, "mistral": 15}
-"""Of those tried, the ones with the most varied text and the clearest choices between tokens."""
+"""The seeds, of those tried, with the most varied text and the clearest choices between tokens."""
 
 
 def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain: float | None) -> None:
@@ -398,7 +404,7 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
     indexer_types = config.get("indexer_types", ["full"] * num_layers)
     starts = [number for number in range(num_layers) if indexer_types[number] == "full"]
     group_sizes = dict(zip(starts, np.diff([*starts, num_layers]).tolist(), strict=True))
-    if variant == "mistral":  # whose index groups share KV, and so what they score by
+    if variant == "mistral":  # its index groups share KV, and so their directions
         maker.begin_group(num_layers)
         query = maker.direct_query()
         weights["model.rotary_emb.alpha"] = maker.matrix(1, ROPE // 2, 0.2)[0]
@@ -427,7 +433,7 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
             if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
                 weights[name] = weights[name] * draft_gain
     if variant == "mistral":
-        stored_name = FAMILIES["mistral_large4"].stored_name  # which transformers' loader knows, too
+        stored_name = FAMILIES["mistral_large4"].stored_name  # transformers' loader knows these names, too
         weights = {
             stored_name(name): value for name, value in weights.items() if "correction_bias" not in name
         }
@@ -435,7 +441,7 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
 
 
 def _draft_layer(maker: _Maker, weights: dict[str, Array], number: int) -> dict[str, Array]:
-    """An MTP layer with the attention of the first layer."""
+    """Return an MTP layer with the attention of the first layer."""
     first, copied = "model.layers.0.", ("self_attn", "input_layernorm", "post_attention_layernorm")
     of_first = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
     layer = {name: value for name, value in of_first.items() if name.startswith(copied)}
@@ -444,13 +450,14 @@ def _draft_layer(maker: _Maker, weights: dict[str, Array], number: int) -> dict[
 
 
 def _rounded(values: Array) -> npt.NDArray[np.float32]:
-    """float32 with eight bits of mantissa: exact in bfloat16, and the same on every machine."""
+    """Round to float32 with eight bits of mantissa: exact in bfloat16, and the same on every machine."""
     mantissa, exponent = np.frexp(values)
     return np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(np.float32)
 
 
 def _letter_preference() -> Array:
-    """Preference of each token, in standard deviations of the logits: text over other bytes, EOS seldom."""
+    """Return each token's preference in standard deviations of the logits: text over other bytes, EOS
+    seldom."""
     preference = np.full(VOCAB_SIZE, -10.0)
     preference[32:127] = 0.0
     preference[ord("a") : ord("z") + 1] = 0.5
@@ -462,7 +469,7 @@ def _letter_preference() -> Array:
 
 
 def write_tokenizer(out_dir: Path) -> None:
-    """A byte-level tokenizer: token ``i`` below 256 is byte ``i``."""
+    """Write a byte-level tokenizer, in which token ``i`` below 256 is byte ``i``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocab = {character: byte for byte, character in enumerate(byte_characters())}
@@ -488,8 +495,8 @@ def main() -> None:
         nargs="?",
         const=LIKELY_DRAFTS,
         metavar="GAIN",
-        help="with an MTP layer; gain of what it cannot know: 1 leaves the model as it is, %(const)s has "
-        "about half of its guesses right",
+        help="add an MTP layer; GAIN scales what it cannot know: 1 leaves the model as it is, with %(const)s "
+        "about half of its guesses are right",
     )
     arguments = parser.parse_args()
     write_checkpoint(arguments.out_dir, arguments.variant, arguments.draft)

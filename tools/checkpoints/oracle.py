@@ -1,8 +1,9 @@
 """Greedy tokens of transformers' own ``generate``, the independent oracle of tests and benchmarks.
 
-Float32, CPU, one prompt at a time, eager attention unless asked otherwise. This project's model code takes no
-part. Two things are not transformers' own: of equal scores the lowest positions are selected
-(``LowestFirst``), and GLM's latent norms have the configuration's epsilon, as in its authors' module.
+It computes in float32 on the CPU, one prompt at a time, with eager attention unless asked otherwise, and
+without this project's model code. Two things are not transformers' own: of equal scores the lowest positions
+are selected (``LowestFirst``), and GLM's latent norms have the configuration's epsilon, as in its authors'
+module.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 
 def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
-    """The new tokens of each prompt, EOS ignored, computed in this process."""
+    """Return the new tokens of each prompt, with EOS ignored, computed in this process."""
     return list(generate(load(checkpoint), prompts, num_new_tokens, ignore_eos=True))
 
 
 def load(checkpoint: Path, attention: str = "eager") -> Any:
-    """transformers' model of ``checkpoint``. ``attention``: "sdpa" takes half as long over long prompts."""
+    """Load transformers' model of ``checkpoint``. ``attention``: "sdpa" takes half as long over long
+    prompts."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoConfig,
@@ -37,7 +39,7 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
     is_of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model_type: Any = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
     text = config.get_text_config()
-    # The faster one, by a factor of 2 at 16 tokens, takes rows that are multiples of 16 bytes.
+    # The faster kernel, by a factor of 2 at 16 tokens, takes rows that are multiples of 16 bytes.
     experts = "eager" if text.hidden_size % 4 or text.moe_intermediate_size % 4 else "grouped_mm"
     model = model_type.from_pretrained(
         checkpoint,
@@ -52,7 +54,7 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
     selecting = [each for each in model.modules() if type(each).__name__.endswith(("Indexer", "TopkRouter"))]
     if not selecting:
         raise ValueError(f"{type(model).__name__} has no indexer and no router: whose are its selections?")
-    for module in selecting:  # in these alone: the mode takes a third of the time of all other calls
+    for module in selecting:  # only in these modules, because the mode slows all other calls by a third
         module.forward = _lowest_first(module.forward)
     return model
 
@@ -67,7 +69,7 @@ def _lowest_first(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LowestFirst(TorchFunctionMode):
-    """While it is entered, ``topk`` chooses the lowest positions among equals, which torch leaves open."""
+    """A mode in which ``topk`` chooses the lowest positions among equals, which torch leaves open."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,14 +83,14 @@ class LowestFirst(TorchFunctionMode):
 def _topk(
     values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> torch.return_types.topk:
-    """``torch.topk`` of the largest, in their order, of equal ones the lowest positions first."""
+    """Return ``torch.topk`` of the largest, in their order, of equal ones the lowest positions first."""
     if not largest or dim not in (-1, values.dim() - 1):
         raise ValueError(f"topk: expected the largest of the last dimension, got dimension {dim}")
-    # A stable sort is the rule itself and takes ten times as long: for rows with equals at the boundary.
+    # A stable sort is the rule but takes ten times as long; only rows with equals at the boundary need it.
     rows = values.flatten(0, -2)
     more, indices = rows.topk(min(k + 1, rows.shape[1]), dim=1)
     best, indices = more[:, :k], indices[:, :k].clone()
-    is_tied = (more[:, k - 1 : -1] == more[:, k:]).any(dim=1)  # none where all are chosen
+    is_tied = (more[:, k - 1 : -1] == more[:, k:]).any(dim=1)  # empty where all are chosen
     if is_tied.any():
         order = rows[is_tied].sort(dim=1, descending=True, stable=True)
         indices[is_tied] = order.indices[:, :k]
@@ -99,7 +101,7 @@ def _topk(
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], num_new_tokens: int, *, ignore_eos: bool = False
 ) -> Iterator[list[int]]:
-    """The new tokens of each prompt, one prompt after the other. With EOS, they end in it."""
+    """Yield the new tokens of each prompt, one prompt after the other. An EOS ends them and is included."""
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         ending: dict[str, Any] = {"min_new_tokens": num_new_tokens, "eos_token_id": None}
@@ -116,7 +118,8 @@ def generate(
 
 
 def prompt_logprobs(model: Any, prompt: Sequence[int]) -> Tensor:
-    """float32 [len(prompt) - 1, vocab_size]: of every token behind each of the prompt's but the last."""
+    """Return the logprobs of every token behind each of the prompt's tokens but the last: float32
+    [len(prompt) - 1, vocab_size]."""
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
     return torch.log_softmax(logits.float(), dim=-1)

@@ -2,9 +2,9 @@
 
     python -m tools.checkpoints.quantize_fp8 DIR OUT_DIR [--device cuda]
 
-The layout is that of the checkpoints of DeepSeek-V3.2 and GLM-5 in fp8, so that tests and benchmarks of
-other models go the way of these. Embeddings, the LM head, norms, the router's weights and the indexer's head
-weights stay as they are.
+The layout is that of DeepSeek-V3.2's and GLM-5's fp8 checkpoints, so that tests and benchmarks can load other
+models in the same way. Embeddings, the LM head, norms, the router's weights and the indexer's head weights
+stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ QUANTIZATION = {
 
 
 def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> None:
-    """Raises CheckpointError when weights are missing."""
+    """Write the checkpoint in ``directory`` to ``out_dir`` in fp8. Raises CheckpointError when weights are
+    missing."""
     from safetensors.torch import load_file, save_file
 
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def is_quantized(name: str, tensor: Tensor) -> bool:
 
 
 def quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The matrix and its scales, by the names that they have in a checkpoint; in main memory."""
+    """Return the matrix and its scales in main memory, by their names in a checkpoint."""
     values, scales = quantize(tensor)
     return {name: values.cpu(), f"{name}_scale_inv": scales.cpu()}
 

@@ -1,4 +1,4 @@
-"""What outputs may be: grammars, compiled within bounds, and the masks that hold outputs to them.
+"""Grammars, compiled within bounds, and the token masks that hold outputs to them.
 
-llguidance is behind it, and no other room knows that.
+No other room imports llguidance.
 """

@@ -1,8 +1,8 @@
-"""Tries grammars in processes that can be ended.
+"""Compiles grammars on trial, each in a process that can be killed.
 
-``python -m hisparse_pd.core.grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS`` is a front's helper. It has the
-token trie, and forks itself for each text, a line of JSON, which is compiled there with so much of a core's
-time, of memory and of stack: Rust ends a process whose stack overflows. Each is answered with such a line, a
+``python -m hisparse_pd.core.grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS`` is a front's helper. It owns the
+token trie and forks for each grammar, a line of JSON on its input. The child compiles with bounded CPU time,
+memory and stack, because Rust aborts a process whose stack overflows. The answer is a line of JSON, too: a
 ``Verdict``.
 """
 
@@ -21,26 +21,29 @@ from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
 
 MAX_CORE_SECS: Final = 1.0
-"""Of one core, for one grammar: however busy the machine is."""
+"""CPU time for one grammar; how busy the machine is does not matter."""
 MAX_MEMORY_BYTES: Final = 64 << 20
-"""That compiling takes, above what the trie has."""
+"""Memory for compiling one grammar, beside what the trie takes."""
 MAX_STACK_BYTES: Final = 1 << 20
-"""Less than any thread of an engine has."""
+"""Stack for compiling one grammar; every thread of an engine has more."""
 MAX_CLOCK_SECS: Final = 20.0
-"""By the clock: a process that waits for something uses no time of a core."""
+"""Time by the clock, because a process that waits uses no CPU time."""
 
-_CERTAIN: dict[int, str] = {
+_VERDICT_OF_SIGNAL: dict[int, str] = {
     signal.SIGPROF: f"takes more than {MAX_CORE_SECS:g} s of a core to compile: make it smaller",
     signal.SIGSEGV: f"is nested too deeply: compiling takes more than {MAX_STACK_BYTES >> 10} KiB of stack",
     signal.SIGABRT: f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile: make it smaller",
 }
-"""By the signal that ends a process over one of its own bounds. Another one, of the kernel or of an operator,
-says nothing of the grammar."""
+"""What a signal says of the grammar where a child ends over one of its own bounds. Any other signal comes
+from the kernel or an operator and says nothing of the grammar."""
 
 
 class Verdict(NamedTuple):
-    """``error``: what is wrong with the grammar, as the end of a sentence that begins with "the grammar"; or
-    "". ``is_certain``: it will be so the next time, too."""
+    """The result of a trial.
+
+    ``error``: the end of a sentence that begins with "the grammar", or "" for a usable one. ``is_certain``:
+    whether another trial would say the same.
+    """
 
     error: str
     is_certain: bool = True
@@ -57,7 +60,7 @@ def main(argv: list[str]) -> int:
         trie = TokenTrie(Path(tokenizer_json).read_text("utf-8"), int(vocab_size), [int(eos_token_id)])
     except (OSError, GrammarError) as raised:
         verdict = Verdict(f"cannot be used: {raised}")
-    for line in sys.stdin:  # until the front is gone
+    for line in sys.stdin:  # ends when the front is gone
         if trie is not None:
             verdict = check(trie, json.loads(line))
         print(json.dumps(verdict), flush=True)
@@ -65,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(trie: TokenTrie, text: str) -> Verdict:
-    """Forks: the process has no other thread."""
+    """Compile a grammar in a forked child. The calling process must have no other thread."""
     if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
         return Verdict(f"has {num_bytes} bytes, {MAX_GRAMMAR_BYTES} are the most")
     reader, writer = os.pipe()
@@ -96,16 +99,16 @@ def check(trie: TokenTrie, text: str) -> Verdict:
     if not os.WIFSIGNALED(status):
         return Verdict("could not be tried", is_certain=False)
     number = os.WTERMSIG(status)
-    if number in _CERTAIN:
-        return Verdict(_CERTAIN[number])
+    if number in _VERDICT_OF_SIGNAL:
+        return Verdict(_VERDICT_OF_SIGNAL[number])
     return Verdict(f"was not compiled: signal {number} ended its compiler", is_certain=False)
 
 
 def _try(trie: TokenTrie, text: str, writer: int) -> None:
-    """In the process of its own, which ends here."""
+    """Run in the child: compile, write the error to ``writer``, exit."""
     status = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says of its end would fill a log
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's messages about its own end would fill a log
         now = resource.getrlimit(resource.RLIMIT_AS)[1]
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MAX_MEMORY_BYTES

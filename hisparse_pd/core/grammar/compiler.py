@@ -1,7 +1,7 @@
-"""Grammars for an engine: compiled in threads beside its turns, and kept for the next request.
+"""Compiles an engine's grammars in threads beside its loop and keeps them for later requests.
 
-What an engine is sent has been checked (``checker.py``), so it takes about as long as it took there. Only
-what somebody waits for is compiled: who asks keeps the future, and lets go of it at its end.
+Each grammar has passed ``checker.py``, so compiling takes about as long as it took there. A grammar is
+compiled only while somebody waits for it: the caller keeps the future and drops it when the request ends.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
 from hisparse_pd.core.grammar.turns import Turns
 
 MAX_KEPT: Final = 32
-"""Grammars that no request needs to be live for."""
+"""Compiled grammars that are kept although no request uses them."""
 MAX_WAIT_SECS: Final = 60.0
-"""Of a request for its grammar; the engine that asked for it ends the request."""
+"""How long a request waits for its grammar; then the engine ends the request."""
 _NUM_THREADS = 2
 
 
 class Compiler:
-    """Called by one thread."""
+    """The grammars of one engine. Its methods are called by one thread."""
 
     def __init__(self, load: Callable[[], TokenTrie], on_ready: Callable[[], None]) -> None:
-        """``load``: makes the trie, when the first grammar comes. ``on_ready``: called by another thread
-        whenever one is compiled, or is not to be had."""
+        """``load``: makes the trie when the first grammar is asked for. ``on_ready``: called by another
+        thread whenever a grammar is compiled or has failed."""
         self._load = load
         self._on_ready = on_ready
         self._trie: Future[TokenTrie] | None = None
         self._lock = Lock()
         self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        """Compiled ones, the latest asked for last."""
+        """Compiled grammars by their text, the most recently asked for last."""
         self._asked: WeakValueDictionary[str, Future[Grammar]] = WeakValueDictionary()
-        """Those that somebody has."""
+        """Futures that a caller still has, by the grammar's text."""
         self._turns = Turns(_NUM_THREADS, "grammars")
 
     def ask(self, text: str, begun: Sequence[int] = ()) -> Future[Grammar]:
-        """Its result is the grammar; it raises GrammarError where there cannot be one. It is compiled as long
-        as somebody has the future. ``begun``: tokens of an output that goes on behind them; such a grammar is
-        nobody else's."""
+        """Return a future of the compiled grammar, or of a GrammarError.
+
+        Compiling is skipped once nobody has the future. ``begun``: tokens that the output has already; such a
+        grammar is not shared.
+        """
         if self._trie is None:
             self._trie = self._turns.submit(0, self._load)
         if len(begun):
@@ -62,14 +64,14 @@ class Compiler:
         return grammar
 
     def close(self) -> None:
-        """What is not begun is cancelled. Does not wait."""
+        """Cancel what has not begun, without waiting for the rest."""
         self._turns.close(wait=False)
 
     def _done(self, text: str, grammar: Future[Grammar]) -> None:
         with self._lock:
             self._kept[text] = grammar
             if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)  # who waits for it has it
+                self._kept.popitem(last=False)  # its waiters have the future
         self._on_ready()
 
 

@@ -1,21 +1,21 @@
-"""GBNF, llama.cpp's notation of grammars, to Lark's."""
+"""Converts GBNF, llama.cpp's notation of grammars, to Lark's."""
 
 from __future__ import annotations
 
 import re
 
 _QUOTED = r'(?P<quoted>"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z))'
-"""Literals and classes of characters; one without its end goes on to the end of the text."""
+"""Literals and character classes; an unterminated one reaches to the end of the text."""
 _COMMENT = re.compile(_QUOTED + r"|#[^\n]*", re.DOTALL)
 _BAR = re.compile(_QUOTED + r"|(?<!\s)\s+\|", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def convert_gbnf(text: str) -> str:
-    """The grammar in llguidance's Lark notation.
+    """Return the grammar in llguidance's Lark notation.
 
-    Takes time in proportion to the rules times the length, 0.3 s for 128 rules in 16 KiB: callers bound both.
-    Raises ValueError for what is no such grammar.
+    The time grows with the number of rules times the length: 0.3 s for 128 rules in 16 KiB. Callers bound
+    both. Raises ValueError for text that is not GBNF.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark  # late: the library takes a while to load
 
@@ -25,12 +25,12 @@ def convert_gbnf(text: str) -> str:
         return gbnf_to_lark(text)
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
-    except Exception as error:  # of its own, or whatever its parser runs into at the end of the text
+    except Exception as error:  # its parser raises anything at the end of the text
         raise ValueError(f"is no grammar in GBNF: {error}") from error
 
 
 def _character(escape: re.Match[str]) -> str:
-    r"""Of a ``\u`` escape, which the library gets wrong; others stay."""
+    r"""Return the character of a ``\u`` escape, which the library gets wrong; other escapes stay."""
     code = escape[1] or escape[2]
     if code is None:
         return escape[0]

@@ -1,7 +1,8 @@
-"""How far an output has come in its grammar, and which tokens may follow.
+"""Tracks how far an output has come in its grammar, and fills masks of the tokens that may follow.
 
-A mask is a row of bits in int32 words, token 0 the lowest bit of the first: one for each token that may come.
-The tokens that end an answer may come where the grammar may be over, and where it has to be nothing else may.
+A mask is a row of int32 words with a bit for each token; token 0 is the lowest bit of the first word, and a
+set bit allows the token. Ending tokens are allowed where the grammar may end; where it must end, nothing else
+is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 Bits = NDArray[np.int32]
 ALL_ALLOWED: Final = -1
-"""A word of a mask that forbids nothing."""
+"""A word of a mask that allows all of its tokens."""
 NO_LIMIT: Final[tuple[int, ...]] = ()
 
 _MAX_THREADS = 8
@@ -25,27 +26,27 @@ _MAX_ERROR_CHARS = 500
 
 
 class GrammarError(ValueError):
-    """A grammar, or what follows it, cannot be had; the message says why, and what limit it is over."""
+    """A grammar cannot be compiled or followed; the message says why and names the limit."""
 
 
 class Matcher:
-    """Of one output. Its methods are called by one thread at a time."""
+    """The state of one output. Its methods are called by one thread at a time."""
 
     def __init__(self, inner: LLMatcher, kept_out: Sequence[int]) -> None:
-        """``kept_out``: ending tokens that may come only where nothing else may."""
+        """``kept_out``: ending tokens that are allowed only where no other token is."""
         self._inner = inner
         self._kept_out = kept_out
 
     def advance(self, *token_ids: int) -> None:
-        """The output goes on with these tokens. Raises GrammarError: the grammar does not allow one, or is
-        too complex from there on."""
+        """Extend the output by these tokens. Raises GrammarError where the grammar forbids one, or gets too
+        complex."""
         for token_id in token_ids:
             if not self._inner.consume_token(token_id):
                 raise GrammarError(self.error or f"token {token_id} does not follow the grammar")
 
     @property
     def error(self) -> str:
-        """Why there are no masks of it any more; empty as long as there are."""
+        """Why the output has no masks any more, or an empty string."""
         return in_a_line(self._inner.get_error())
 
     def _finish(self, masks: Bits, row: int, num_rows: int) -> None:
@@ -57,12 +58,12 @@ class Matcher:
 
 
 def fill_masks(masks: Bits, wanted: Sequence[tuple[Matcher, int, Sequence[int]]]) -> None:
-    """Masks of some outputs, in parallel, other Python threads running meanwhile.
+    """Fill the masks of some outputs in parallel, without holding the interpreter's lock.
 
-    ``masks``: int32 [num_rows, num_words]. ``wanted``: an output, the row of the mask of its next token, and
-    drafts of its next tokens, whose successors' masks are in the rows behind. The mask behind a draft that is
-    not allowed allows everything: nothing that is drawn there counts. So do those of an output that has an
-    ``error`` then.
+    ``masks``: int32 [num_rows, num_words]. ``wanted``: for each output its matcher, the row for the mask of
+    its next token, and drafts of its next tokens; the mask of the token behind draft i is i + 1 rows further.
+    The mask behind a forbidden draft allows everything, because no token that is drawn there counts. The
+    masks of an output with an ``error`` allow everything, too.
     """
     if masks.dtype != np.int32 or not masks.flags.c_contiguous:
         raise ValueError(f"masks: {masks.dtype} of strides {masks.strides}, need contiguous int32")
@@ -85,7 +86,7 @@ def fill_masks(masks: Bits, wanted: Sequence[tuple[Matcher, int, Sequence[int]]]
 
 
 def without_ending(mask: Bits, eos_token_ids: Sequence[int]) -> Bits:
-    """``mask`` without these tokens, in place, unless it has no others."""
+    """Forbid these tokens in ``mask``, in place, unless it allows no others. Returns ``mask``."""
     bits = mask.view(np.uint32)
     words = [token_id // 32 for token_id in eos_token_ids]
     before = bits[words]
@@ -97,8 +98,8 @@ def without_ending(mask: Bits, eos_token_ids: Sequence[int]) -> Bits:
 
 
 def in_a_line(error: str) -> str:
-    """llguidance's message as a line of bounded length: its first one, and all that it says of a regular
-    expression."""
+    """Return llguidance's message as one line of bounded length: its first line, and what it says of a
+    regular expression."""
     lines = error.splitlines() or [""]
     end = next((at for at, line in enumerate(lines) if line.startswith("error: ")), 0)
     return " ".join(line.strip() for line in lines[: end + 1] if line.strip(" ^"))[:_MAX_ERROR_CHARS]

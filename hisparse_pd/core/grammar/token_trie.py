@@ -1,7 +1,7 @@
 """The bytes of a checkpoint's tokens, and grammars compiled for them.
 
-A grammar is text: llguidance's dialect of Lark, in which JSON schemas and regular expressions stand, or its
-JSON of grammars. What ``LIMITS`` leave open, a compilation's time, memory and stack, ``checker.py`` bounds
+A grammar is text: llguidance's dialect of Lark, which can contain JSON schemas and regular expressions, or
+its JSON of grammars. ``LIMITS`` does not bound the time, memory and stack of compiling; ``checker.py`` does,
 before an engine sees the text.
 """
 
@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from hisparse_pd.core.grammar.matcher import NO_LIMIT, Bits, GrammarError, Matcher, in_a_line, without_ending
 
 MAX_GRAMMAR_BYTES: Final = 256 << 10
-"""Of a grammar's text, in UTF-8."""
+"""Size of a grammar's text in UTF-8."""
 LIMITS: Final = LLParserLimits(
     max_items_in_row=500,
     initial_lexer_fuel=1_000_000,
@@ -27,15 +27,16 @@ LIMITS: Final = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""Of a request, and of one of its masks or tokens. What they come to is in docs/operations.md."""
+"""llguidance's limits for a request and for each of its masks and tokens; docs/operations.md has their
+effect."""
 
 
 class TokenTrie:
-    """What a model's tokens stand for. Takes as long to make as a tokenizer to load: once in a process."""
+    """The bytes of a model's tokens. Making one takes as long as loading a tokenizer; a process makes one."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``tokenizer``: the text of a tokenizer.json; ``vocab_size``: the logits' width, which its tokens
-        need not fill. Raises GrammarError."""
+        """``tokenizer``: the text of a tokenizer.json; ``vocab_size``: the width of the logits, which may
+        exceed the number of tokens. Raises GrammarError."""
         if not eos_token_ids:
             raise GrammarError("this checkpoint names no token that ends an answer; grammars need one")
         try:
@@ -47,7 +48,7 @@ class TokenTrie:
 
     @classmethod
     def load(cls, model_path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTrie:
-        """Of a local checkpoint. Raises GrammarError."""
+        """Read the tokens of a local checkpoint. Raises GrammarError."""
         file = model_path / "tokenizer.json"
         try:
             text = file.read_text(encoding="utf-8")
@@ -56,8 +57,11 @@ class TokenTrie:
         return cls(text, vocab_size, eos_token_ids)
 
     def compile(self, text: str, begun: Sequence[int] = ()) -> Grammar:
-        """Other threads run meanwhile. ``begun``: tokens that outputs have already. Raises GrammarError: it
-        cannot be read, or is over a limit, which is named, or nothing can follow it."""
+        """Compile a grammar, without holding the interpreter's lock. ``begun``: tokens that outputs have
+        already.
+
+        Raises GrammarError where it cannot be parsed, exceeds a limit, or no token can follow.
+        """
         matcher = LLMatcher(self._inner, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             Matcher(matcher, NO_LIMIT).advance(*begun)
@@ -75,7 +79,7 @@ class TokenTrie:
 
 
 class Grammar:
-    """A compiled one, for any number of requests."""
+    """A compiled grammar, for any number of requests."""
 
     def __init__(self, inner: LLMatcher, first_mask: Bits, eos_token_ids: Sequence[int]) -> None:
         self._inner = inner
@@ -83,11 +87,12 @@ class Grammar:
         self._eos_token_ids = tuple(eos_token_ids)
 
     def first_mask(self, *, ignore_eos: bool) -> Bits:
-        """int32 [num_words], not to be written to: of an output's first token. See ``fill_masks``."""
+        """Return the mask of an output's first token, int32 [num_words]; the caller must not write to it."""
         if not ignore_eos:
             return self._first_mask
         return without_ending(self._first_mask.copy(), self._eos_token_ids)
 
     def matcher(self, *, ignore_eos: bool) -> Matcher:
-        """Of an output that has no token yet, but for those that the grammar is behind."""
+        """Return the matcher of a new output, which has only the tokens that the grammar was compiled
+        behind."""
         return Matcher(self._inner.deep_copy(), self._eos_token_ids if ignore_eos else NO_LIMIT)

@@ -1,7 +1,7 @@
-"""Threads that take what waits for them in turn: what came first, and what is shortest, alternately.
+"""Threads that call waiting functions, alternately the one that came first and the shortest one.
 
-So what is short waits for one long thing a thread, and what is long for no more than came before it and as
-many short ones. What nobody wants any more is not begun.
+A short call waits for at most one long call a thread. A long call waits for those that came before it and for
+as many short ones. A call whose future nobody has any more is not begun.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class _Waiting(Generic[T]):
 
 
 class Turns:
-    """May be called by any thread."""
+    """A pool of threads. Its methods may be called by any thread."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._lock = Lock()
         self._waiting: list[_Waiting[Any]] = []
-        """In order of arrival."""
+        """Calls that have not begun, in order of arrival."""
         self._num_calls = 0
-        """Of ``_take_one`` that the threads have yet to make: as many as wait, or more."""
+        """Calls of ``_take_one`` that the executor has yet to make; at least as many as functions wait."""
         self._is_shortest_next = False
 
     def submit(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """``function`` is called unless its future is cancelled before, or nobody has it any more."""
+        """Call ``function`` in a thread, unless its future is cancelled or dropped before. ``size``: what the
+        shortest call is chosen by."""
         future: Future[T] = Future()
         waiting = _Waiting(size, ref(future), lambda: function(*args, **kwargs))
         with self._lock:
@@ -54,7 +55,7 @@ class Turns:
         return future
 
     def close(self, *, wait: bool) -> None:
-        """What is not begun is cancelled. ``wait``: for what is."""
+        """Cancel what has not begun. ``wait``: return when what has begun is over."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
         with self._lock:
             waiting, self._waiting = self._waiting, []
@@ -82,6 +83,6 @@ class Turns:
             result = taken.call()
         except BaseException as error:  # as an executor of the library does
             future.set_exception(error)
-            del future  # of which the error's traceback knows
+            del future  # the error's traceback refers to it
         else:
             future.set_result(result)

@@ -1,3 +1,2 @@
-"""Memory of a machine: how much is free, and host, device and peer memory that pools are made of; and what
-else a machine has that a transport can use.
-"""
+"""A machine's memory: how much is free, the host, device and peer memory of pools, NUMA placement, and what
+else a transport can use."""

@@ -1,4 +1,4 @@
-"""Which devices there are, and what of a GPU's memory is there for pools."""
+"""Checks a node's devices and computes how much of a GPU's memory its pools may take."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def check_devices(names: Iterable[str]) -> None:
 
 
 def use_device(name: str) -> None:
-    """Make ``name`` the current device of this thread: kernels are compiled for and launched on that one, and
-    a stream, an event or a graph that names no device belongs to it.
+    """Make ``name`` the current device of this thread: kernels are compiled for it and launched on it, and
+    streams, events and graphs belong to it unless they name another.
 
-    Once in a process, by the thread that launches, before anything else of CUDA.
+    Called once in a process, by the thread that launches, before any other use of CUDA.
     """
     if torch.device(name).type == "cuda":
         torch.cuda.set_device(torch.device(name).index or 0)
@@ -43,14 +43,14 @@ def use_device(name: str) -> None:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """``used_bytes`` are everybody's: weights, the CUDA context, other processes."""
+    """A GPU's memory. ``used_bytes`` includes weights, the CUDA context and other processes."""
 
     total_bytes: int
     used_bytes: int
 
     @classmethod
     def read(cls, device: torch.device) -> DeviceMemory:
-        """As it is now. Gives back first what torch keeps for later and nothing uses."""
+        """Return the current state, after torch has released the memory that it caches."""
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return cls(total_bytes, total_bytes - free_bytes)
@@ -60,16 +60,16 @@ class DeviceMemory:
         return self.total_bytes - self.used_bytes
 
     def budget(self, fraction: float) -> int:
-        """Bytes left of that share of the device; negative when more is in use already."""
+        """Return the bytes left of that fraction of the device; negative if more is in use already."""
         return int(fraction * self.total_bytes) - self.used_bytes
 
 
 @dataclass(frozen=True)
 class PoolDemand:
-    """What the pools of a node take: ``fixed`` bytes by what they are for, and bytes for each token.
+    """The memory that a node's pools need: ``fixed`` bytes, by their purpose, and bytes for each token.
 
-    ``option`` sets the number of tokens, which come in pages of ``page_size``. ``remedy``: what else can be
-    changed.
+    ``option`` sets the number of tokens, which come in pages of ``page_size``. ``remedy``: another setting to
+    change, named in errors.
     """
 
     option: str
@@ -82,10 +82,11 @@ class PoolDemand:
         return sum(self.fixed.values()) + num_tokens * self.bytes_per_token
 
     def num_tokens(self, asked: int, memory: DeviceMemory | None, fraction: float, min_tokens: int) -> int:
-        """Tokens of the pool: those ``asked`` for, checked against ``memory``. Of 0 as many as that share of
-        the device has room for, in whole pages. ``memory`` None: there is no GPU, and settings have a number.
+        """Return the pool's tokens: those ``asked`` for, checked against ``memory``, or for 0 as many whole
+        pages as fit that fraction of the device.
 
-        ``min_tokens``: fewer are of no use. Raises StartError when they do not fit.
+        ``memory``: None without a GPU, where the settings have a number. ``min_tokens``: the least that a
+        node can work with. Raises StartError when they do not fit.
         """
         if memory is None:
             return asked
@@ -106,7 +107,7 @@ class PoolDemand:
         return num_pages * self.page_size
 
     def _check_fits(self, memory: DeviceMemory, num_tokens: int) -> None:
-        """Raises StartError unless ``num_tokens`` fit in what is free."""
+        """Raise StartError unless ``num_tokens`` fit into the free memory."""
         if self.num_bytes(num_tokens) > memory.free_bytes:
             raise StartError(
                 f"{self.option} {num_tokens}: {self._needs(num_tokens)}, but {_show(memory.free_bytes)} of "

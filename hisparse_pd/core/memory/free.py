@@ -1,4 +1,4 @@
-"""How much main memory a process may still take: the machine's, and what its control groups leave."""
+"""Reads how much main memory a process may still take, by the machine and by its control groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hisparse_pd.core.memory.machine import Fault, Machine, read_text, show_byte
 
 
 class FreeMemory(NamedTuple):
-    """Bytes, and which of the limits leaves no more."""
+    """The free bytes, and the limit that allows no more."""
 
     num_bytes: int
     where: str
@@ -21,7 +21,7 @@ class FreeMemory(NamedTuple):
 
 
 def free_memory(machine: Machine) -> FreeMemory | None:
-    """None where the machine does not tell."""
+    """Return the free main memory, or None where the machine does not tell."""
     bounds = {
         "the machine": _available_bytes(machine),
         "the control group (memory limit)": cgroup_available_bytes(machine),
@@ -31,7 +31,7 @@ def free_memory(machine: Machine) -> FreeMemory | None:
 
 
 def memory_fault(num_bytes: int, machine: Machine) -> Fault | None:
-    """Why a node cannot have ``num_bytes`` of main memory for its pools."""
+    """Return why a node cannot have ``num_bytes`` of main memory for its pools, or None."""
     free = free_memory(machine)
     if free is None or num_bytes <= free.num_bytes:
         return None
@@ -50,7 +50,8 @@ def check_host_memory(num_bytes: int, machine: Machine | None = None) -> None:
 
 
 def cgroup_available_bytes(machine: Machine) -> int | None:
-    """What the memory limits of this process's control groups leave; None without a limit."""
+    """Return the bytes that the memory limits of this process's control groups leave; None without a
+    limit."""
     left = [
         _group_available_bytes(directory, *names)
         for directory, names in _memory_groups(machine)
@@ -65,9 +66,10 @@ def _available_bytes(machine: Machine) -> int | None:
 
 
 def _memory_groups(machine: Machine) -> list[tuple[Path, tuple[str, str, str]]]:
-    """Directories of this process's memory groups with their ancestors, and the names of their files.
+    """Return the directories of this process's memory groups and their ancestors, with the names of their
+    files.
 
-    A container sees its own group at the top, under whatever path its process is listed with.
+    A container sees its own group at the top of the tree, whatever path its process is listed with.
     """
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     v2 = ("memory.max", "memory.current", "inactive_file")
@@ -84,7 +86,7 @@ def _memory_groups(machine: Machine) -> list[tuple[Path, tuple[str, str, str]]]:
 
 
 def _group_available_bytes(directory: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Limit less usage, of which file pages that nobody uses lately do not count."""
+    """Return the limit less the usage, in which inactive file pages do not count."""
     limit_text, usage_text = read_text(directory / limit), read_text(directory / usage)
     if not limit_text.isdecimal() or not usage_text.isdecimal():  # "max": no limit
         return None

@@ -1,9 +1,9 @@
 """Main memory for the pools: page-aligned, touched by several threads, registered once with CUDA.
 
-A pinned allocator rounds hundreds of gigabytes up to a power of two, and makes their pages in one thread.
-Here the pages are of an anonymous mapping, are made by all cores at once, and the driver only has to pin
-them. Memory that another process is to map as well is of a memfd, which has no name: nothing is left of it
-when its processes have ended. On a machine of several NUMA nodes the pages are asked for from the rank's own.
+A pinned allocator rounds hundreds of gigabytes up to a power of two and creates their pages in one thread.
+Here the pages belong to an anonymous mapping, all cores create them at once, and the driver only pins them.
+Memory that another process maps as well is a memfd, which has no name: nothing of it is left when its
+processes have ended. On a machine of several NUMA nodes the pages come from the rank's own node.
 
 A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
 mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory.
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
 MAX_TOUCH_THREADS = 32
-"""More get no more pages a second out of the kernel."""
+"""More threads do not get more pages a second from the kernel."""
 MIN_TOUCH_BYTES = 64 << 20
-"""Of one thread; less is not worth a thread."""
+"""Bytes that one thread touches; less is not worth a thread."""
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _PORTABLE, _MAPPED = 1, 2
@@ -48,40 +48,40 @@ _GIB = 1 << 30
 
 
 class HostMemoryError(StartError):
-    """Main memory cannot be had or pinned; the message names the limit, the value and the remedy."""
+    """Main memory cannot be allocated or pinned; the message names the limit, the value and the remedy."""
 
 
 class Pinning(Protocol):
-    """What lets a GPU read main memory."""
+    """A way to let a GPU read main memory."""
 
     def register(self, addr: int, num_bytes: int) -> None:
-        """Pin. Raises any error of the driver's."""
+        """Pin the memory. Raises the driver's error."""
 
     def unregister(self, addr: int) -> None:
-        """Undo ``register``, by its address."""
+        """Undo ``register`` for the memory at ``addr``."""
 
 
 class CudaPinning:
     """Pins through the CUDA runtime, for all devices of the process."""
 
     def register(self, addr: int, num_bytes: int) -> None:
-        from cupy.cuda import runtime  # takes a second, and there is none on a machine without a GPU
+        from cupy.cuda import runtime  # slow to import, and missing on machines without a GPU
 
         runtime.hostRegister(addr, num_bytes, _PORTABLE | _MAPPED)
 
     def unregister(self, addr: int) -> None:
         from cupy.cuda import runtime
 
-        torch.cuda.synchronize()  # kernels that still read from it
+        torch.cuda.synchronize()  # kernels may still read the memory
         runtime.hostUnregister(addr)
 
 
 class _Mapping(mmap.mmap):
-    """A class of Python's, whose finalizers run before the memory goes."""
+    """An mmap that can have finalizers, which run before the memory is unmapped."""
 
 
 class HostPool:
-    """One piece of main memory, zeroed; see ``allocate_host``."""
+    """A zeroed piece of main memory, made by ``allocate_host``."""
 
     def __init__(self, mapping: mmap.mmap, num_bytes: int, shared_fd: int | None = None) -> None:
         self._mapping: mmap.mmap | None = mapping
@@ -90,12 +90,12 @@ class HostPool:
         if shared_fd is not None:
             self._close_fd = weakref.finalize(mapping, os.close, shared_fd)
         self.shared_fd = shared_fd
-        """The memfd that is this memory, from its byte 0, until ``close``; None for private memory."""
+        """The memfd of this memory until ``close``; None for private memory. Its byte 0 is the memory's."""
         self._unpin: Callable[[], object] | None = None
 
     @property
     def tensor(self) -> Tensor:
-        """uint8 [num_bytes] on the CPU, page-aligned. It keeps the memory mapped, but not pinned.
+        """Return the memory, uint8 [num_bytes], page-aligned. The tensor keeps it mapped, but not pinned.
 
         Raises HostMemoryError once the pool is closed.
         """
@@ -112,7 +112,7 @@ class HostPool:
         if unpin is not None:
             try:
                 unpin()
-            except Exception:  # a broken CUDA context, say: what is left of the process ends all the same
+            except Exception:  # such as a broken CUDA context: the process goes on to its end all the same
                 log.warning("CUDA cannot unregister %d bytes", self.num_bytes, exc_info=True)
         self._close_fd()
         self.shared_fd = self._mapping = None
@@ -128,13 +128,12 @@ def allocate_host(
     pinning: Pinning | None = None,
     placement: Placement = ANYWHERE,
 ) -> HostPool:
-    """Zeroed memory of ``num_bytes`` bytes that starts at a page.
+    """Allocate ``num_bytes`` bytes of zeroed memory that starts at a page.
 
-    ``pinned``: a GPU may read and write it, by the same address. ``touch``: make all pages now, with several
-    threads, and not with their first write. ``shared``: of a memfd, which other processes can map
-    (``HostPool.shared_fd``). ``name``: for the log and for errors. ``pinning``: CUDA's when not given.
-    ``placement``: the NUMA node that the pages are to be of. Raises HostMemoryError, and has kept nothing
-    then.
+    ``pinned``: let GPUs read and write it at the same address. ``touch``: create all pages now, with several
+    threads, and not at their first write. ``shared``: make it a memfd, which other processes can map
+    (``HostPool.shared_fd``). ``name``: for the log and for errors. ``pinning``: CUDA's by default.
+    ``placement``: the NUMA node of the pages. Raises HostMemoryError, having kept nothing.
     """
     if num_bytes < 1:
         raise HostMemoryError(f"{name}: {num_bytes} bytes; expected at least 1")
@@ -176,12 +175,13 @@ def allocate_host(
 
 
 def _map_shared(num_bytes: int) -> tuple[_Mapping, int]:
-    """A mapping and its memfd. Raises OSError, and OverflowError for what no file can be as long as."""
+    """Return a mapping and its memfd. Raises OSError, and OverflowError above the greatest length of a
+    file."""
     fd = os.memfd_create("hisparse-pd pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
-        # Whoever has it mapped could be killed (SIGBUS) by another who makes it shorter.
+        # A process that shortened the file could kill (SIGBUS) others that have it mapped.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapping = _Mapping(fd, num_bytes, flags=mmap.MAP_SHARED)
     except BaseException:
@@ -191,19 +191,19 @@ def _map_shared(num_bytes: int) -> tuple[_Mapping, int]:
 
 
 def num_touch_threads(num_bytes: int, num_cores: int) -> int:
-    """Threads that touch ``num_bytes`` on a machine of ``num_cores``."""
+    """Return how many threads touch ``num_bytes`` on a machine of ``num_cores``."""
     return max(1, min(num_cores, MAX_TOUCH_THREADS, num_bytes // MIN_TOUCH_BYTES))
 
 
 def touch_slices(num_bytes: int, num_threads: int) -> list[tuple[int, int]]:
-    """Half-open ranges of bytes, one a thread, that cover ``num_bytes`` and meet at pages."""
+    """Return half-open ranges of bytes, one for each thread, that cover ``num_bytes`` and meet at pages."""
     num_pages = -(-num_bytes // PAGE_BYTES)
     bounds = [min(num_bytes, part * num_pages // num_threads * PAGE_BYTES) for part in range(num_threads + 1)]
     return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
 
 
 def _touch(addr: int, num_bytes: int) -> None:
-    """Write to all pages. ctypes releases the interpreter's lock, so threads run side by side."""
+    """Write to all pages. ctypes releases the interpreter's lock, so threads run in parallel."""
     num_cores = len(os.sched_getaffinity(0))
     slices = touch_slices(num_bytes, num_touch_threads(num_bytes, num_cores))
     with ThreadPoolExecutor(len(slices)) as threads:
@@ -222,15 +222,15 @@ def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinn
             "--ulimit memlock=-1), and a container's memory limit counts pinned pages: raise them, or ask "
             "for a smaller pool"
         ) from error
-    # A pool that is dropped without close must not leave its addresses pinned: whatever is mapped there next
-    # could not be registered. At exit there is nothing to do, the driver may be gone by then.
+    # A pool that is dropped without close must not leave its addresses pinned: the next mapping at them could
+    # not be registered. At exit there is nothing to do, and the driver may be gone by then.
     unpin = weakref.finalize(mapping, pinning.unregister, addr)
     unpin.atexit = False
     pool._unpin = unpin
 
 
 def advise(mapping: mmap.mmap) -> None:
-    """Hints that make it cheaper; a kernel that does not know one does without."""
+    """Give the kernel hints that make the memory cheaper; it ignores those that it does not know."""
     # A child of fork would get its own copy of all pinned pages.
     hints = ("MADV_DONTFORK", "MADV_HUGEPAGE")  # huge pages: 512 times fewer faults, and fewer to pin
     for hint in hints:

@@ -1,7 +1,7 @@
-"""Where facts about this machine come from, and what of its libraries and memory a transport can use.
+"""Reads facts about this machine, and which of its libraries and memory a transport can use.
 
-Everything is read from files and by a few calls that ``Machine`` names, so that tests put a machine of their
-own in their place. What is wrong is returned as a ``Fault``, not raised.
+Everything comes from files and from a few calls that ``Machine`` names, so that tests can stand in a machine
+of their own. Obstacles are returned as a ``Fault``, not raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INITIAL_UID_MAP = ["0", "0", "4294967295"]
 
 @dataclass(frozen=True)
 class Fault:
-    """Why something cannot be used, with the value found and the bound, and what to do about it."""
+    """The reason why something cannot be used, with the value found and the bound, and a remedy."""
 
     what: str
     remedy: str
@@ -30,7 +30,7 @@ class Fault:
 
 
 def list_verbs_devices() -> tuple[str, ...]:
-    """The RDMA devices that libibverbs has a driver for. Raises OSError when it cannot be loaded."""
+    """Return the RDMA devices that libibverbs has a driver for. Raises OSError if it cannot be loaded."""
     verbs = ctypes.CDLL("libibverbs.so.1")
     verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     verbs.ibv_get_device_name.restype = ctypes.c_char_p
@@ -45,14 +45,14 @@ def list_verbs_devices() -> tuple[str, ...]:
 
 
 def memlock_limit() -> int | None:
-    """Bytes that this process may lock; None: no limit."""
+    """Return the bytes that this process may lock, or None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def list_gpu_bus_ids() -> tuple[str, ...]:
-    """The PCI address of each GPU that this process sees, such as ``0000:1B:00.0``, in the order of their
-    numbers; none without a driver. Makes no context, and takes nothing of a GPU."""
+    """Return the PCI address of each GPU that this process sees, such as ``0000:1B:00.0``, in the order of
+    their numbers; none without a driver. No CUDA context is created."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -83,7 +83,7 @@ def dma_buf_supported() -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the facts about this machine come from."""
+    """The sources of facts about this machine."""
 
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
@@ -101,7 +101,7 @@ class Machine:
 
 
 def verbs_library_fault(machine: Machine) -> Fault | None:
-    """Why libibverbs cannot be used."""
+    """Return why libibverbs cannot be used, or None."""
     try:
         machine.verbs_devices()
     except OSError as error:
@@ -110,10 +110,11 @@ def verbs_library_fault(machine: Machine) -> Fault | None:
 
 
 def memlock_fault(num_host_bytes: int, num_devices: int, machine: Machine) -> Fault | None:
-    """Why ``num_host_bytes`` of main memory cannot be registered with each of ``num_devices``.
+    """Return why ``num_host_bytes`` of main memory cannot be registered with each of ``num_devices``, or
+    None.
 
-    The kernel counts what is registered once a device, and not at all for a process with CAP_IPC_LOCK in the
-    initial user namespace. Memory of a GPU does not count.
+    The kernel counts registered memory once for each device, and not at all for a process with CAP_IPC_LOCK
+    in the initial user namespace. GPU memory does not count.
     """
     limit = machine.memlock_bytes()
     num_bytes = num_host_bytes * num_devices
@@ -128,7 +129,7 @@ def memlock_fault(num_host_bytes: int, num_devices: int, machine: Machine) -> Fa
 
 
 def may_lock_anything(machine: Machine) -> bool:
-    """Whether this process has CAP_IPC_LOCK where the kernel looks for it, in the initial user namespace."""
+    """Whether this process has CAP_IPC_LOCK in the initial user namespace, which is where it counts."""
     status = read_text(machine.proc / "self" / "status").splitlines()
     capabilities = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
     is_initial = read_text(machine.proc / "self" / "uid_map").split() == _INITIAL_UID_MAP
@@ -136,14 +137,14 @@ def may_lock_anything(machine: Machine) -> bool:
 
 
 def gpu_direct(machine: Machine) -> str:
-    """What lets a network card reach GPU memory: nvidia_peermem, dma-buf, or empty for nothing."""
+    """Return what lets a network card reach GPU memory: nvidia_peermem, dma-buf, or an empty string."""
     if (machine.sys / "module" / "nvidia_peermem").is_dir():
         return "nvidia_peermem"
     return "dma-buf" if machine.has_dma_buf() else ""
 
 
 def gpu_direct_fault(machine: Machine) -> Fault | None:
-    """Why memory of a GPU cannot be registered with a network card."""
+    """Return why GPU memory cannot be registered with a network card, or None."""
     if gpu_direct(machine):
         return None
     return Fault(
@@ -153,7 +154,7 @@ def gpu_direct_fault(machine: Machine) -> Fault | None:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """A size for people: ``1.5 GiB``."""
+    """Return a size for people to read: ``1.5 GiB``."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} bytes"
     for unit in ("KiB", "MiB", "GiB"):
@@ -164,7 +165,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file's text without the space round it; empty when it cannot be read."""
+    """Return a file's stripped text, or an empty string if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeError):

@@ -1,11 +1,11 @@
-"""Where a rank belongs on a machine whose main memory is in several NUMA nodes: beside its GPU.
+"""Chooses a NUMA node for each rank: the one that its GPU is attached to.
 
-A node has CPUs and memory of its own, and devices hang on it; what belongs to another node is reached over
-the link between sockets. Everything is read from files below ``Machine.sys`` and ``Machine.proc``. What
-comes of it is a ``Placement``, which ``hisparse_pd.core.memory.numa_binding`` carries out.
+A NUMA node has CPUs, memory and attached devices of its own; those of other nodes are reached over the link
+between sockets. Everything is read from files below ``Machine.sys`` and ``Machine.proc``. The result is a
+``Placement``, which ``hisparse_pd.core.memory.numa_binding`` carries out.
 
-Nothing is placed where there is nothing to gain or no way to know: on a machine of one node, without a GPU,
-where the kernel does not name the GPU's node, and where this process may not have that node's CPUs or memory.
+A rank is not placed on a machine of one node, without a GPU, where the kernel does not name the GPU's node,
+or where this process may not use that node's CPUs or memory.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.machine import Machine, read_text, show_bytes
 
 _RESERVE_SHARE = 0.05
-"""Share of a node's memory that strict pools leave to everything else: beyond it the kernel would have to
-kill."""
+"""Share of a node's memory that bound pools must leave free; with less the kernel might kill processes."""
 
 
 class PoolPolicy(IntEnum):
-    """How the kernel is asked for a pool's pages, by the numbers of its own modes."""
+    """How the kernel allocates a pool's pages; the values are the kernel's own mode numbers."""
 
     FIRST_TOUCH = 0
-    """It is not asked: pages come from the node of the CPU that touches them, while that has any free."""
+    """No request: pages come from the node of the CPU that touches them first, while it has free ones."""
     PREFERRED = 1
-    """From the node, and from others when that is full."""
+    """Pages come from the node, and from others when it is full."""
     BIND = 2
-    """From the node alone, which gives up file pages for them."""
+    """Pages come from the node alone, which gives up file pages for them."""
 
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One node: its online CPUs, and its memory. Both may be none: of memory expanders, say."""
+    """A NUMA node: its online CPUs and its memory. Memory expanders have no CPUs, and a node may have no
+    memory."""
 
     number: int
     cpus: frozenset[int]
     total_bytes: int
     free_bytes: int
-    """With what is in use for file pages, which the kernel gives up when asked for memory of this node."""
+    """Free bytes, file pages included: the kernel gives these up when asked for memory of this node."""
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether pools of ``num_bytes`` can be had from this node alone."""
+        """Whether pools of ``num_bytes`` fit into this node alone."""
         return num_bytes <= self.free_bytes - int(_RESERVE_SHARE * self.total_bytes)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank is to be. ``node`` None: wherever the kernel puts it; nothing is changed then.
+    """The place of one rank. ``node``: None leaves the rank wherever the kernel puts it.
 
-    ``nics``: RDMA devices, all that are nearest to the node. ``remedy``: something keeps the rank from where
-    it belongs, and this is what to do.
+    ``nics``: the RDMA devices nearest to the node. ``remedy``: what to do about an obstacle to the right
+    place; empty without one.
     """
 
     why: str
@@ -86,7 +86,7 @@ ANYWHERE = Placement("nothing is placed")
 
 
 def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Placement, ...]:
-    """The placement of each of a service's ranks on this machine, whose devices are ``devices``.
+    """Return the placement of each of a service's ranks on this machine, whose devices are ``devices``.
 
     ``numa``: ``auto``, ``off``, or the numbers of nodes, one for all ranks or one a rank. Raises StartError
     for a node that is named and cannot be had.
@@ -111,13 +111,13 @@ def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Pl
 
 
 def with_pools(placement: Placement, num_bytes: int, machine: Machine) -> Placement:
-    """The placement with the policy for pools of ``num_bytes``, while all ranks' pools are still to be made.
+    """Return the placement with the policy for pools of ``num_bytes``, while no rank has made its pools yet.
 
-    They are bound to their node where those of all its ranks fit in; elsewhere they may spill, as being
-    killed for a node's memory is worse than to read some of it over the link.
+    Pools are bound to their node if those of all its ranks fit into it. Otherwise they may spill: reading
+    some memory over the link is better than being killed.
     """
     node = read_nodes(machine).get(placement.node) if placement.node is not None else None
-    if node is None or not node.total_bytes:  # without memory: what is near is for the kernel to know
+    if node is None or not node.total_bytes:  # the kernel knows what is near a node without memory
         return replace(placement, policy=PoolPolicy.FIRST_TOUCH)
     if node.has_room(num_bytes * placement.num_ranks):
         return replace(placement, policy=PoolPolicy.BIND)
@@ -134,7 +134,7 @@ def with_pools(placement: Placement, num_bytes: int, machine: Machine) -> Placem
 
 
 def read_nodes(machine: Machine) -> dict[int, NumaNode]:
-    """The nodes that are online, by number; none on a kernel that knows none."""
+    """Return the online nodes by number; none on a kernel without NUMA."""
     online_text = read_text(_nodes(machine) / "online")
     online = parse_cpus(online_text) if online_text else None
     found = {}
@@ -146,19 +146,21 @@ def read_nodes(machine: Machine) -> dict[int, NumaNode]:
 
 
 def distances_of(number: int, nodes: Mapping[int, NumaNode], machine: Machine) -> dict[int, int]:
-    """How far each node is from that one, by the kernel's measure: 10 is the node itself."""
+    """Return the distance of each node from node ``number`` by the kernel's measure: 10 is the node
+    itself."""
     words = read_text(_nodes(machine) / f"node{number}" / "distance").split()
     return {**dict(zip(nodes, map(int, words), strict=False)), number: 10}
 
 
 def pci_path(bus_id: str, machine: Machine) -> Path:
-    """The directory of the device at ``bus_id``, such as ``0000:1B:00.0``; sysfs writes it in lower case."""
+    """Return the directory of the device at ``bus_id``, such as ``0000:1B:00.0``; sysfs has it in lower
+    case."""
     domain, _, rest = bus_id.lower().partition(":")
     return machine.sys / "bus/pci/devices" / f"{int(domain or '0', 16):04x}:{rest}"
 
 
 def node_of_gpu(bus_id: str, nodes: Mapping[int, NumaNode], machine: Machine) -> int | None:
-    """The node that the device at ``bus_id`` hangs on; None: the kernel does not say."""
+    """Return the node that the device at ``bus_id`` is attached to, or None where the kernel does not say."""
     path = pci_path(bus_id, machine)
     number = _number(path / "numa_node")
     if number in nodes:
@@ -169,20 +171,20 @@ def node_of_gpu(bus_id: str, nodes: Mapping[int, NumaNode], machine: Machine) ->
 
 
 def nodes_of_nics(machine: Machine) -> dict[str, int]:
-    """The node of each RDMA device of which the kernel says it."""
+    """Return the node of each RDMA device for which the kernel names one."""
     paths = sorted(machine.infiniband.glob("*"))
     numbers = {path.name: _number(path / "device" / "numa_node") for path in paths}
     return {name: number for name, number in numbers.items() if number >= 0}
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """The numbers of a list as the kernel writes it: ``0-3,8``."""
+    """Return the numbers of a list in the kernel's notation: ``0-3,8``."""
     bounds = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
     return frozenset(number for first, last in bounds for number in range(first, last + 1))
 
 
 def show_cpus(cpus: Collection[int]) -> str:
-    """As the kernel writes a list of CPUs."""
+    """Return a list of CPUs in the kernel's notation."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -197,7 +199,7 @@ def is_gpu(device: str) -> bool:
 
 
 def gpu_number(device: str) -> int:
-    """The number of ``cuda`` or ``cuda:1`` among the GPUs that this process sees."""
+    """Return the number of ``cuda`` or ``cuda:1`` among the GPUs that this process sees."""
     return int(device.partition(":")[2] or 0)
 
 
@@ -231,7 +233,7 @@ def _placement(node: NumaNode, why: str, nodes: Mapping[int, NumaNode], machine:
 
 
 def _node_fault(number: int, nodes: Mapping[int, NumaNode], machine: Machine) -> str:
-    """Why a rank cannot be on the node; empty when it can."""
+    """Return why a rank cannot be on the node, or an empty string."""
     if number not in nodes:
         return (
             f"this machine has the NUMA nodes {', '.join(map(str, nodes)) or 'none'}, and {number} is not one"
@@ -252,8 +254,10 @@ def _node_fault(number: int, nodes: Mapping[int, NumaNode], machine: Machine) ->
 
 
 def _nearest_nics(number: int, nodes: Mapping[int, NumaNode], machine: Machine) -> tuple[str, ...]:
-    """The RDMA devices at the least distance from the node, by the kernel's measure: where a socket is
-    several nodes, a card may hang on another one of the same socket."""
+    """Return the RDMA devices at the least distance from the node.
+
+    Where a socket has several nodes, a card may be attached to another node of the same socket.
+    """
     distances = distances_of(number, nodes, machine)
     far = max(distances.values(), default=0) + 1
     by_nic = {name: distances.get(at, far) for name, at in nodes_of_nics(machine).items()}
@@ -275,6 +279,6 @@ def _read_node(number: int, path: Path) -> NumaNode:
 
 
 def _number(path: Path) -> int:
-    """The number in a file; -1, as the kernel writes what it does not know, where there is none."""
+    """Return the number in a file, or -1 without one; the kernel writes -1 for what it does not know."""
     text = read_text(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else -1

@@ -1,9 +1,9 @@
-"""Puts a process and its pools where a ``Placement`` says: CPUs of its threads, and nodes of its memory.
+"""Carries out a ``Placement``: binds a process's threads to CPUs and its pools to a NUMA node.
 
-Threads inherit the CPUs of the one that starts them, and what they touch first is on their node. Pools are
-asked for by name besides (``mbind``), since only that makes the kernel give up file pages of a full node
-instead of taking memory of another one; what a process maps of another's pool keeps the policy. Nothing here
-ends a start: what the kernel refuses is logged with its remedy.
+Threads inherit the CPUs of the thread that starts them, and pages come from the node of the CPU that touches
+them first. Pools are bound explicitly as well (``mbind``), because only then does a full node give up file
+pages instead of the kernel taking memory of another node. A mapping of another process's pool keeps its
+policy. Nothing here ends a start: what the kernel refuses is logged with its remedy.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _THREADS = Path("/proc/self/task")
 _MASK_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 MemoryBinder = Callable[[int, int, PoolPolicy, int], None]
-"""Address, bytes, policy and node; raises OSError."""
+"""A function of address, bytes, policy and node that raises OSError."""
 
 
 def mbind(addr: int, num_bytes: int, policy: PoolPolicy, node: int) -> None:
-    """Say where the pages of a mapping are to be, before they are touched; ``addr`` starts a page.
+    """Set the policy for the pages of a mapping before they are touched; ``addr`` starts a page.
 
-    By libnuma, which Mooncake needs as well, and which knows the number of the system call on this
-    architecture. Raises OSError, also where there is no libnuma.
+    Calls libnuma, which Mooncake needs as well and which knows the system call's number on each architecture.
+    Raises OSError, also without libnuma.
     """
     numa = ctypes.CDLL("libnuma.so.1", use_errno=True)
     mask = (ctypes.c_ulong * (node // _MASK_BITS + 1))()
     mask[node // _MASK_BITS] = 1 << node % _MASK_BITS
-    num_bits = len(mask) * _MASK_BITS + 1  # the kernel takes one off
+    num_bits = len(mask) * _MASK_BITS + 1  # the kernel subtracts one
     numa.mbind.restype = ctypes.c_long
     numa.mbind.argtypes = [
         *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int),
@@ -57,8 +57,8 @@ def bind_threads(
     if placement.node is None:
         return
     try:
-        for thread in _THREADS.iterdir():  # libraries have started some at their import
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        for thread in _THREADS.iterdir():  # libraries start threads when they are imported
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 set_affinity(int(thread.name), placement.cpus)
     except OSError as error:
         log.warning(
@@ -70,7 +70,7 @@ def bind_threads(
 
 
 def policy_fault(node: int, bind: MemoryBinder = mbind) -> Fault | None:
-    """Why memory of this process cannot be asked for from ``node``; tried on a page."""
+    """Return why this process cannot bind memory to ``node``, or None; tried on one page."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         anchor = ctypes.c_char.from_buffer(page)
         try:
@@ -83,13 +83,12 @@ def policy_fault(node: int, bind: MemoryBinder = mbind) -> Fault | None:
                 remedy = "apt-get install libnuma1"
             return Fault(f"pools cannot be asked for from NUMA node {node} ({error})", remedy)
         finally:
-            del anchor  # else the page could not be unmapped
+            del anchor  # a reference would keep the page from being unmapped
     return None
 
 
 def with_allowed_policy(placement: Placement, bind: MemoryBinder = mbind) -> Placement:
-    """The placement, or one that leaves pools to whoever touches them first where this process may not
-    ask."""
+    """Return the placement, with PoolPolicy.FIRST_TOUCH where this process may not set a policy."""
     if placement.node is None or placement.policy is PoolPolicy.FIRST_TOUCH:
         return placement
     fault = policy_fault(placement.node, bind)
@@ -101,8 +100,7 @@ def with_allowed_policy(placement: Placement, bind: MemoryBinder = mbind) -> Pla
 def place_memory(
     addr: int, num_bytes: int, placement: Placement, name: str, bind: MemoryBinder = mbind
 ) -> None:
-    """Ask for the pages of ``name``'s mapping by the placement's policy. To be called before they are
-    touched."""
+    """Set the placement's policy for the mapping of ``name``, before its pages are touched."""
     if placement.node is None or placement.policy is PoolPolicy.FIRST_TOUCH:
         return
     try:

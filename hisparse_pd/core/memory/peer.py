@@ -1,8 +1,8 @@
-"""Memory that a GPU of this process writes to and another process owns: main memory, and a GPU's.
+"""Lets a GPU of this process write to another process's memory, on the host or on a GPU.
 
-Main memory that both processes have mapped is registered with CUDA in either. A GPU's memory, also that of
-another GPU, is opened by a handle of its owner's (CUDA IPC). Long ranges are copied by the GPU's copy engine,
-short ones by a kernel (``csrc/lane_copy.cu``). cupy is imported, and the code compiled, on the first use.
+Main memory that both processes map is registered with CUDA in each of them. GPU memory, of the same or
+another GPU, is opened by its owner's handle (CUDA IPC). The GPU's copy engine copies long ranges, a kernel
+short ones (``csrc/lane_copy.cu``). cupy is imported, and the kernel compiled, on first use.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Addresses = npt.NDArray[np.int64]
 
 NUM_BLOCKS = 32
 NUM_THREADS = 256
-"""So few blocks fill PCIe, and leave the rest of the GPU to the forward beside them."""
+"""These few blocks fill PCIe and leave the rest of the GPU to the forward beside them."""
 _MEMCPY_DEFAULT = 4
 _LAZY_PEER_ACCESS = 1
-"""cudaMemcpyDefault, cudaIpcMemLazyEnablePeerAccess"""
+"""CUDA's cudaMemcpyDefault and cudaIpcMemLazyEnablePeerAccess."""
 
 
 def ipc_handle(memory: Tensor) -> tuple[bytes, int]:
-    """What another process opens ``memory`` by, on a GPU, and where in the opened memory it begins.
+    """Return the handle by which another process opens ``memory`` on a GPU, and its offset in the opened
+    memory.
 
-    Raises RuntimeError, or any error of the driver's, where there is none: of expandable segments, say.
+    Raises RuntimeError or the driver's error where there is none, such as in expandable segments.
     """
     from cuda.bindings import driver
 
@@ -47,23 +48,26 @@ def ipc_handle(memory: Tensor) -> tuple[bytes, int]:
 
 
 class GpuWriter:
-    """Writes from ``sources``, tensors on ``device``, to memory of other processes. For any thread."""
+    """Writes from ``sources``, tensors on ``device``, to memory of other processes; safe for any thread."""
 
     def __init__(self, device: torch.device, sources: Sequence[Tensor]) -> None:
         self._device = device
         in_order = sorted((source.data_ptr(), source.data_ptr() + source.nbytes) for source in sources)
         self._starts = np.array([0, *(start for start, _ in in_order)], np.int64)
         self._ends = np.array([0, *(end for _, end in in_order)], np.int64)
-        self._sources = tuple(sources)  # keeps them
+        self._sources = tuple(sources)  # keeps their memory allocated
         self._pinning = CudaPinning()
         self._of_thread = threading.local()
 
     def owns(self, addrs: Addresses) -> npt.NDArray[np.bool_]:
-        """Which addresses are in the sources."""
+        """Return for each address whether it lies in the sources."""
         return addrs < self._ends[np.searchsorted(self._starts, addrs, side="right") - 1]
 
     def register(self, addr: int, num_bytes: int) -> None:
-        """Let the GPU write to main memory, at some 1.5 GB/s of 4 KiB pages. Raises the driver's error."""
+        """Let the GPU write to main memory. Some 1.5 GB of 4 KiB pages are registered a second.
+
+        Raises the driver's error.
+        """
         with torch.cuda.device(self._device):
             self._pinning.register(addr, num_bytes)
 
@@ -73,7 +77,8 @@ class GpuWriter:
             self._pinning.unregister(addr)
 
     def open(self, handle: bytes) -> int:
-        """The address here of another process's memory, by its ``ipc_handle``. Raises the driver's error."""
+        """Map another process's memory by its ``ipc_handle``. Returns its address. Raises the driver's
+        error."""
         with torch.cuda.device(self._device):
             return int(cupy_module().cuda.runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
 
@@ -83,10 +88,11 @@ class GpuWriter:
             cupy_module().cuda.runtime.ipcCloseMemHandle(addr)
 
     def start_copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> GpuCopy:
-        """Copy long ranges and short ones, sources, destinations and lengths in bytes of each: int64 [n].
+        """Enqueue copies of long ranges and of short ones, each with sources, destinations and lengths in
+        bytes, int64 [n].
 
-        Returns when the GPU has been told, or before that waits for the last copy of this thread but one.
-        Raises the driver's error; then some of it may land later.
+        Waits only for this thread's copy before the last one. Raises the driver's error; some of the copy may
+        land later then.
         """
         with torch.cuda.device(self._device):
             channel = self._channel()
@@ -109,7 +115,7 @@ class GpuWriter:
 
 
 class _Handle:
-    """A stream of torch's, as cupy takes those of others."""
+    """A torch stream in the form that cupy takes from other libraries."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer
@@ -119,16 +125,16 @@ class _Handle:
 
 
 class GpuCopy:
-    """A copy that the GPU has been told of, and where the addresses are that its kernel reads."""
+    """An enqueued copy, and the buffer of addresses that its kernel reads."""
 
     def __init__(self, device: torch.device) -> None:
-        # Waits in the driver: a thread that spins would take a core from the forward.
+        # A blocking event: a thread that spins would take a core from the forward.
         self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.staged = torch.empty(0, dtype=torch.int64)
         self.addresses = torch.empty(0, dtype=torch.int64, device=device)
 
     def wait(self) -> None:
-        """Block, without the interpreter lock, until all of it has landed. Raises the driver's error."""
+        """Block, without the interpreter's lock, until all of it has landed. Raises the driver's error."""
         self.over.synchronize()
 
     def stage(self, columns: Addresses) -> None:
@@ -142,7 +148,7 @@ class GpuCopy:
 
 
 class _Channel:
-    """A thread's stream, for two copies at a time: one is made up while the other goes on."""
+    """A thread's stream with two copies: one is prepared while the other runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -167,7 +173,7 @@ class _Channel:
 
 
 def word_bytes(columns: Addresses) -> int:
-    """The widest word, of 16 bytes at most, that all addresses and lengths are multiples of."""
+    """Return the size of the widest word, up to 16 bytes, that all addresses and lengths are multiples of."""
     bits = int(np.bitwise_or.reduce(columns, axis=None))
     return next(width for width in (16, 8, 4, 1) if bits % width == 0)
 

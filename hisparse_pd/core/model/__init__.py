@@ -1,3 +1,2 @@
-"""The DSA model as it serves: families, spec, weights, forward over our own pools, the ranks that
-share its experts, sampling and logprobs.
-"""
+"""The DSA model: families, spec, weights, the forward over our own pools, the ranks that share its experts,
+sampling and logprobs."""

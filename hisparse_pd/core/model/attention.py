@@ -1,10 +1,9 @@
-"""A layer's attention: the token's own item and index key, what it selects, and attention over that.
+"""A layer's attention: write each token's item and indexer key, select positions, attend to them.
 
-Multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved into the latent
-space, so that the KV of a token is one item ``[latent, rotated key]`` that all heads share. Where items and
-indexer keys live, and which slots a position has, is the business of a ``KvAccess``. The parts that not every
-model has (a gate, layers without rope or without KV of their own, queries without a latent) follow the
-``ModelSpec``.
+It is multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved into the
+latent space, and a token's KV is one item ``[latent, rotated key]`` that all heads share. A ``KvAccess``
+knows where items and indexer keys are stored. Parts that not every model has (a gate, layers without rope or
+without KV of their own, queries without a latent) follow transformers' modules and the ``ModelSpec``.
 """
 
 from __future__ import annotations
@@ -29,50 +28,54 @@ from hisparse_pd.kernels.norms import add_parts
 
 
 class KvAccess(Protocol):
-    """Where a forward's keys are written and read; one object a forward, tokens in the forward's order."""
+    """Writes and reads the KV of one forward; each forward has its own, with tokens in the forward's
+    order."""
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
-        """Store the new tokens' items [num_tokens, item_dim], unless the layer attends to another one's, and
-        their indexer keys [num_tokens, index_head_dim], unless it shares an index. Called for every layer."""
+        """Store the new tokens' items and indexer keys. Called for every layer.
+
+        ``kv``: [num_tokens, item_dim]; None where the layer attends to another layer's KV. ``index_keys``:
+        [num_tokens, index_head_dim]; None where the layer has no indexer.
+        """
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        """Positions, int32 [num_tokens, index_topk], -1 for none, that each token attends to in this group.
+        """Return the positions that each token attends to in an index group: int32 [num_tokens, index_topk],
+        padded with -1.
 
         ``q_index``: [num_tokens, num_index_heads, index_head_dim]; ``weights``: float32 [num_tokens,
         num_index_heads]. Called after ``write`` of the group's first layer.
         """
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        """Attention of ``q`` [num_tokens, num_heads, item_dim] over ``positions``, the last ``select``'s
-        result.
-
-        Returns [num_tokens, num_heads, kv_lora_rank].
-        """
+        """Return the attention of ``q`` [num_tokens, num_heads, item_dim] over ``positions``, the result of
+        the last ``select``: [num_tokens, num_heads, kv_lora_rank]."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """What a forward makes of its tokens' positions, int64 [num_tokens]; some of it when a layer asks."""
+    """The positions of a forward's tokens, int64 [num_tokens], and what layers compute from them."""
 
     positions: Tensor
     rotation: Rotation
 
     @cached_property
     def no_rotation(self) -> Rotation:
-        """That of layers without rope, which turns nothing."""
+        """The rotation of layers without rope, which changes nothing."""
         cos, sin = self.rotation
         return torch.ones_like(cos), torch.zeros_like(sin)
 
     @cached_property
     def logs(self) -> Tensor:
-        """float32 [num_tokens]: the logarithm of how many positions a token can see."""
-        return (self.positions + 1).double().log().float()  # in float64, so that a row's bits are its own
+        """The logarithm of how many positions each token can see: float32 [num_tokens]."""
+        return (
+            (self.positions + 1).double().log().float()
+        )  # float64, whose rounding to float32 does not depend on the batch
 
 
 class Attention:
-    """Absorbed multi-head latent attention of one layer, with its indexer and KV of its own when it has them.
+    """Absorbed multi-head latent attention of one layer, with its indexer and its own KV if it has them.
 
-    Without rope, queries and keys have a rotated part all the same, which is zero.
+    In layers without rope, the rotated parts of queries and keys are zero.
     """
 
     def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
@@ -98,13 +101,13 @@ class Attention:
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of the input; None where nothing takes it so."""
+        """The rounding of the input; None where no layer takes it rounded."""
         return self._of_hidden.rounding
 
     def forward(
         self, x: Activations, places: Places, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
     ) -> tuple[Tensor, Tensor]:
-        """What to add to the hidden states, [parts, num_tokens, hidden_size], and what was selected."""
+        """Return what to add to the hidden states, [parts, num_tokens, hidden_size], and the selection."""
         indexer = self._indexer if runs_indexer else None
         rotation = self._rotation(places)
         q_a, latents = self._write(x, rotation, kv, indexer, asks=True)
@@ -124,7 +127,7 @@ class Attention:
         return parts_of(self._o_proj, values), selected
 
     def write(self, x: Activations, places: Places, kv: KvAccess) -> None:
-        """What ``forward`` writes, and nothing else of it."""
+        """Write what ``forward`` writes, and compute nothing else."""
         self._write(x, self._rotation(places), kv, self._indexer, asks=False)
 
     def _rotation(self, places: Places) -> Rotation:
@@ -133,10 +136,10 @@ class Attention:
     def _write(
         self, x: Activations, rotation: Rotation, kv: KvAccess, indexer: _Indexer | None, *, asks: bool
     ) -> tuple[Tensor, Latents]:
-        """Write what the layer has of items and, with ``indexer``, its keys. Returns the raw query latent, or
-        the queries where there is none, and what was made.
+        """Write the layer's items, if it has its own, and with an ``indexer`` its keys.
 
-        ``asks``: queries follow, so that their latent is rounded and head weights are wanted.
+        ``asks``: also make the rounded query latent and the head weights, for queries that follow. Returns
+        the raw query latent (without one, the queries) and all vectors that were made.
         """
         q_a, *made = self._of_hidden(x)
         kv_a = made.pop() if self._has_kv else None
@@ -158,7 +161,7 @@ class Attention:
 
 
 def _latent_norms(spec: ModelSpec, module: Any, eps: float | None) -> LatentNorms:
-    """``eps``: of both norms; None: each has its own."""
+    """``eps``: the epsilon of both norms; None keeps each one's own."""
     norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
     weights = [None if norm is None else norm.weight for norm in norms]
     own = [0.0 if norm is None else norm.variance_epsilon if eps is None else eps for norm in norms]
@@ -172,10 +175,10 @@ def _queries_of(module: Any) -> _Queries | _GatedQueries | _DirectQueries:
 
 
 class _Queries:
-    """What becomes of the latent query: the heads' queries and, in the same product, the indexer's."""
+    """Makes the heads' queries and, in the same product, the indexer's from the latent query."""
 
     takes_raw = False
-    """Whether ``normed`` is to have the latent query before its norm behind it."""
+    """Whether ``normed`` must be followed by the latent query before its norm, in the same rows."""
 
     def __init__(self, module: Any) -> None:
         queries = [] if module.indexer is None else [module.indexer.wq_b]
@@ -184,21 +187,23 @@ class _Queries:
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of the latent query behind its norm."""
+        """The rounding of the normed latent query."""
         return self._linears.rounding
 
     def __call__(
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of the latent query behind its norm (``Latents.q``) and, in parts, before it: queries [parts,
-        num_tokens, num_heads, head_dim]; a gate of each head's values, so too, or None; and ``with_index``
-        what wq_b makes, [parts, num_tokens, columns]."""
+        """Return queries [parts, num_tokens, num_heads, head_dim], a gate of each head's values in the same
+        form or None, and ``with_index`` the result of wq_b, [parts, num_tokens, columns].
+
+        ``normed``: the latent query behind its norm (``Latents.q``); ``raw``: in parts, before it.
+        """
         q, *index_queries = self._linears(normed) if with_index else [self._linears.first(normed)]
         return _of_heads(q, self._num_heads), None, next(iter(index_queries), None)
 
 
 class _GatedQueries:
-    """``_Queries`` of A.X-K2: one projection of the latent query, normed and raw, makes queries and gates."""
+    """The queries of A.X-K2: one projection of the latent query, normed and raw, makes queries and gates."""
 
     takes_raw = True
 
@@ -210,7 +215,7 @@ class _GatedQueries:
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of the latent query behind its norm."""
+        """The rounding of the normed latent query."""
         return rounding_of(self._index_queries)
 
     def __call__(
@@ -223,10 +228,10 @@ class _GatedQueries:
 
 
 class _DirectQueries:
-    """``_Queries`` of Mistral-Large-4: of the hidden state itself, and scaled by the token's position."""
+    """The queries of Mistral-Large-4: made from the hidden state itself, and scaled by the token's
+    position."""
 
-    rounding: Rounding | None = None
-    """There is no latent query."""
+    rounding: Rounding | None = None  # there is no latent query
     takes_raw = False
 
     def __init__(self, module: Any) -> None:
@@ -239,7 +244,7 @@ class _DirectQueries:
     def __call__(
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``normed``: the hidden state behind its norm; ``raw``: what q_proj made of it."""
+        """``normed``: the hidden state behind its norm; ``raw``: the result of q_proj for it."""
         in_one_part = add_parts(raw).to(normed.dense.dtype)[None]
         q = self._scaling(_of_heads(in_one_part, self._num_heads), places)
         if not with_index:
@@ -250,14 +255,15 @@ class _DirectQueries:
 
 
 class _PositionScaling:
-    """Multiplies each head's queries by a line in the logarithm of how many positions a token can see."""
+    """Scales each head's queries by a linear function of the logarithm of how many positions a token can
+    see."""
 
     def __init__(self, module: Any) -> None:
         self._slope: Tensor = module.scale.float()
         self._offset: Tensor = module.bias.float()
 
     def __call__(self, q: Tensor, places: Places) -> Tensor:
-        """``q``: [parts, num_tokens, heads, dim]; so is the result, in the same dtype."""
+        """Return ``q`` [parts, num_tokens, heads, dim] scaled, in the same shape and dtype."""
         factors = places.logs[:, None] * self._slope + self._offset
         return (q * factors[:, :, None]).to(q.dtype)
 
@@ -267,7 +273,7 @@ def _of_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 class _Indexer:
-    """The lightning indexer's side of the projections; the scoring itself is ``kernels.indexer``."""
+    """The lightning indexer's weights; ``kernels.indexer`` does the scoring."""
 
     def __init__(self, spec: ModelSpec, module: Any) -> None:
         norm = module.k_norm
@@ -281,5 +287,5 @@ class _Indexer:
         self._head_matrix: Tensor = module.weights_proj.weight
 
     def head_weights(self, x: Activations) -> Tensor:
-        """float32 [parts, num_tokens, heads], see ``kernels.latents``."""
+        """Return the heads' weights, float32 [parts, num_tokens, heads] (``kernels.latents``)."""
         return narrow_product(x.dense, self._head_matrix)

@@ -1,4 +1,4 @@
-"""What the forwards of one node compute attention with: formats, a backend, the indexer's memory."""
+"""The attention kernels of one node's forwards: formats, backends, and the indexer's scratch memory."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """Chosen once, for all forwards. ``indexer_scratch``: None on the CPU, which needs none."""
+    """Kernels that are chosen once, for all forwards. ``indexer_scratch``: None on the CPU, which needs
+    none."""
 
     kv_format: KvFormat
     index_format: IndexKeyFormat
     attention: AttentionBackend
-    """Of a prompt's queries, which are whole."""
+    """Attention of a prompt's queries, which are not split."""
     step_attention: AttentionBackend
-    """Of the queries of decode steps, in splits: also where a prefill node computes again what steps had."""
+    """Attention of decode steps' queries, in splits; a prefill node uses it where it repeats what steps
+    computed."""
     indexer_scratch: IndexerScratch | None = None
 
     @classmethod
     def reference(cls, spec: ModelSpec) -> AttentionKernels:
-        """The torch reference, for any device."""
+        """Return the torch reference, which works on any device."""
         attention = TorchAttention(spec.item_format)
         return cls(spec.item_format, spec.index_key_format, attention, attention)
 
     @staticmethod
     def check(spec: ModelSpec, device: torch.device, backend: str) -> None:
-        """Raise what ``choose`` and the first steps would, before the model is loaded: StartError, also for a
-        size that a kernel of the device cannot take.
+        """Raise StartError before the model is loaded, for what ``choose`` or the first steps would refuse.
+
+        Sizes that the device's kernels cannot take are refused, too.
         """
         _choose_attention(spec, device, backend)
         if device.type == "cuda":
@@ -56,10 +59,10 @@ class AttentionKernels:
     def choose(
         cls, model: DsaModel, backend: str, *, scratch_tokens: int, split_slots: int | None = None
     ) -> AttentionKernels:
-        """For the model's device; ``scratch_tokens``: queries that the indexer scores at a time on a GPU;
-        ``split_slots``: of steps, see ``choose_backend``.
+        """Choose kernels for the model's device.
 
-        Raises AttentionBackendError when ``backend`` cannot work there.
+        ``scratch_tokens``: queries that the indexer scores at a time on a GPU; ``split_slots``: for steps, as
+        ``choose_backend`` takes it. Raises AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
         attention = _choose_attention(spec, device, backend)
@@ -75,9 +78,9 @@ class AttentionKernels:
         return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch)
 
     def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:
-        """The same for steps that run beside each other in streams of their own.
+        """Return kernels for each of ``num_parts`` steps that run at once in streams of their own.
 
-        ``taken_sms``: multiprocessors that something else than these steps holds meanwhile.
+        ``taken_sms``: multiprocessors that other work than these steps takes meanwhile.
         """
         if self.indexer_scratch is None:
             return [self] * num_parts

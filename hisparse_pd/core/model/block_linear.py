@@ -1,5 +1,4 @@
-"""Linear layers in few launches: in the model's dtype, or in the checkpoint's fp8, its values and the scales
-of their blocks.
+"""Linear layers in few launches, in the model's dtype or in the checkpoint's fp8 with scales of blocks.
 
 Layers of the same input are one product (``JoinedLinears``, ``GatedMlp``): their input is rounded once, and a
 matrix of few rows costs next to nothing beside a larger one.
@@ -22,7 +21,7 @@ from hisparse_pd.kernels.norms import add_parts
 
 
 class BlockLinear(torch.nn.Module):
-    """In the place of ``torch.nn.Linear`` without a bias. Its tensors have the checkpoint's names."""
+    """An fp8 replacement of ``torch.nn.Linear`` without a bias. Its tensors have the checkpoint's names."""
 
     weight: Tensor
     """float8_e4m3fn [out_features, in_features]"""
@@ -30,7 +29,7 @@ class BlockLinear(torch.nn.Module):
     """float32 [blocks down, blocks across]"""
 
     def __init__(self, in_features: int, out_features: int, *, ue8m0: bool = False) -> None:
-        """The tensors are for the loader to fill in. ``ue8m0``: see ``kernels.fp8_rows``."""
+        """The loader fills the tensors. ``ue8m0``: see ``kernels.fp8_rows``."""
         super().__init__()
         self.ue8m0 = ue8m0
         shape = (out_features, in_features)
@@ -39,11 +38,11 @@ class BlockLinear(torch.nn.Module):
 
     @property
     def rounding(self) -> Rounding:
-        """Of the input."""
+        """The rounding of the input."""
         return Rounding(self.ue8m0)
 
     def parts(self, x: Activations) -> Tensor:
-        """[parts, num_tokens, out_features], see ``kernels.block_linear``."""
+        """Return the product in parts, [parts, num_tokens, out_features] (``kernels.block_linear``)."""
         rounded = x.rounded or round_rows(x.dense, self.rounding)
         return block_product(rounded, x.num_tokens, x.dense.dtype, self.weight, self.weight_scale_inv)
 
@@ -53,12 +52,13 @@ class BlockLinear(torch.nn.Module):
 
 
 def product_of(layer: Any, x: Tensor) -> Tensor:
-    """[num_tokens, out_features] of ``x`` [num_tokens, in_features], in its dtype."""
+    """Return the product of ``x`` [num_tokens, in_features]: [num_tokens, out_features], in the same
+    dtype."""
     return add_parts(parts_of(layer, Activations(x))).to(x.dtype)
 
 
 def parts_of(layer: Any, x: Activations) -> Tensor:
-    """[parts, num_tokens, out_features]: what a linear layer or gated MLP, in fp8 or not, makes of ``x``."""
+    """Return the result of a linear layer or gated MLP, in fp8 or not: [parts, num_tokens, out_features]."""
     if isinstance(layer, torch.nn.Linear) and layer.bias is None:
         return dense_product(x.dense, layer.weight)
     result: Tensor = layer.parts(x) if isinstance(layer, BlockLinear | GatedMlp) else layer(x.dense)[None]
@@ -66,13 +66,13 @@ def parts_of(layer: Any, x: Activations) -> Tensor:
 
 
 def rounding_of(*layers: Any) -> Rounding | None:
-    """How the common input of these layers is rounded; None where none of them is in fp8."""
+    """Return how the common input of these layers is rounded; None where none of them is in fp8."""
     roundings = (layer.rounding for layer in layers if isinstance(layer, BlockLinear | GatedMlp))
     return next((rounding for rounding in roundings if rounding is not None), None)
 
 
 class JoinedLinears:
-    """Layers of the same input, in fp8 or not: one product where they ``can_join``."""
+    """Layers of the same input, in fp8 or not; they are one product if they ``can_join``."""
 
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         self._parts = list(parts)
@@ -81,36 +81,37 @@ class JoinedLinears:
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of the input; None where no layer is in fp8."""
+        """The rounding of the input; None where no layer is in fp8."""
         return rounding_of(*self._parts)
 
     def __call__(self, x: Activations) -> tuple[Tensor, ...]:
-        """The results, each [parts, num_tokens, out_features], sections of one tensor maybe."""
+        """Return the results, each [parts, num_tokens, out_features]; they may be sections of one tensor."""
         if self._joined is None:
             return tuple(parts_of(part, x) for part in self._parts)
         return torch.split(parts_of(self._joined, x), self._rows, dim=-1)
 
     def first(self, x: Activations) -> Tensor:
-        """The result of the first layer alone."""
+        """Return the result of the first layer alone."""
         return parts_of(self._parts[0], x)
 
 
 class GatedMlp(torch.nn.Module):
-    """``down(silu(gate(x)) * up(x))`` in two products, of layers that ``can_join``."""
+    """The MLP ``down(silu(gate(x)) * up(x))`` in two products; gate and up must be layers that
+    ``can_join``."""
 
     def __init__(self, mlp: Any) -> None:
-        """``mlp``: transformers' module of the same job."""
+        """``mlp``: transformers' module that this one replaces."""
         super().__init__()
         self.gate_up = _join((mlp.gate_proj, mlp.up_proj))
         self.down_proj: Any = mlp.down_proj
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of the input; None where it is not in fp8."""
+        """The rounding of the input; None where the layers are not in fp8."""
         return rounding_of(self.gate_up)
 
     def parts(self, x: Activations) -> Tensor:
-        """[parts, num_tokens, hidden_size], see ``kernels.block_linear``."""
+        """Return the result in parts, [parts, num_tokens, hidden_size] (``kernels.block_linear``)."""
         gate_up = parts_of(self.gate_up, x)
         return parts_of(self.down_proj, gated(gate_up, x.dense.dtype, rounding_of(self.down_proj)))
 
@@ -120,7 +121,8 @@ class GatedMlp(torch.nn.Module):
 
 
 def can_join(parts: Sequence[Any]) -> bool:
-    """All are in fp8, and each begins where a block does; or all are on a GPU in the model's dtype.
+    """Whether layers can be one product: all in fp8, each beginning at a block; or all on a GPU in the
+    model's dtype.
 
     On a CPU a product's bits may depend on the number of the matrix' rows.
     """
@@ -130,13 +132,13 @@ def can_join(parts: Sequence[Any]) -> bool:
 
 
 def gated_mlp(mlp: Any) -> Any:
-    """``mlp``, or a GatedMlp in its place if its first layers ``can_join``."""
+    """Return a GatedMlp instead of ``mlp`` if its first layers ``can_join``, else ``mlp`` itself."""
     is_linear = isinstance(mlp.down_proj, BlockLinear | torch.nn.Linear)
     return GatedMlp(mlp) if can_join((mlp.gate_proj, mlp.up_proj)) and is_linear else mlp
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """One layer of all rows; the parts' tensors become views of its own."""
+    """Return one layer with the rows of all ``parts``, whose tensors become views of its own."""
     num_rows, first = sum(len(part.weight) for part in parts), parts[0]
     with torch.device("meta"):
         if isinstance(first, BlockLinear):

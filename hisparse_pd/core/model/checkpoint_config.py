@@ -1,6 +1,6 @@
-"""The configuration of a checkpoint: what it says of the model, and whether it can be served.
+"""Reads a checkpoint's configuration and checks that the model can be served.
 
-All raise CheckpointError, which names the file, what it says and what was expected. ``config``: as
+All functions raise CheckpointError, which names the file, the value and what was expected. ``config``: as
 ``read_config`` returns it; ``path``: the checkpoint's directory.
 """
 
@@ -23,14 +23,14 @@ from hisparse_pd.protocol.messages import MAX_LAYERS
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 UE8M0 = "ue8m0"
-"""A ``scale_fmt``: scales have an exponent and no more, so they are powers of two."""
+"""The ``scale_fmt`` of scales that are only an exponent, which makes them powers of two."""
 _PARTS = ("text_config", "vision_config")
 _CHANGING_ROPE_TYPES = ("dynamic", "longrope")
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """All that config.json says, with the defaults of transformers' class for it."""
+    """Return all values of config.json, with the defaults of transformers' class for it."""
     if not path.is_dir():
         raise CheckpointError(f"model_path {path}: no such directory; give a local Hugging Face checkpoint")
     config_file = path / "config.json"
@@ -48,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{config_file}: model_type is {model_type!r}; supported are {supported}")
     _check_quantization(config, config_file)
     _check_num_layers(config, config_file)
-    # The defaults of the configuration class count too: a checkpoint may leave them out.
+    # A checkpoint may leave out values that are defaults of the configuration class.
     from transformers import AutoConfig
 
     try:
@@ -58,14 +58,14 @@ def read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{config_file}: transformers refuses it: {str(error) or error!r}") from error
     _check_rope(text_config.get("rope_parameters"), config_file)
     _check_experts(text_config, config_file)
-    # A model that also sees images has what is of the text in a part of its own.
+    # A model that also takes images has the text's values in a part of their own.
     of_text = {key: value for key, value in text_config.items() if value is not None}
     of_all = {key: value for key, value in resolved.to_dict().items() if key not in _PARTS}
     return {**of_all, **of_text, "model_type": model_type}
 
 
 def _check_num_layers(config: dict[str, Any], config_file: Path) -> None:
-    """Before transformers makes lists of that length. Raises CheckpointError."""
+    """Raise CheckpointError for too many layers, before transformers makes lists of that length."""
     for part in (config, config.get("text_config")):
         num_layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
         if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
@@ -75,7 +75,7 @@ def _check_num_layers(config: dict[str, Any], config_file: Path) -> None:
 
 
 def _check_rope(parameters: object, config_file: Path) -> None:
-    """Angles must follow the position alone (I5), also those of one kind of layer. Raises CheckpointError."""
+    """Raise CheckpointError unless angles depend on the position alone (I5), in each kind of layer."""
     if not isinstance(parameters, dict):
         return
     for of_layers in parameters.values():
@@ -90,7 +90,7 @@ def _check_rope(parameters: object, config_file: Path) -> None:
 
 
 def _check_experts(config: dict[str, Any], config_file: Path) -> None:
-    """A token gets as many as it shall. Raises CheckpointError."""
+    """Raise CheckpointError if a token's groups have fewer experts than it must get."""
     num_experts, num_chosen = config.get("n_routed_experts"), config.get("num_experts_per_tok")
     num_groups, num_chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1
     if isinstance(num_experts, int) and isinstance(num_chosen, int):
@@ -103,7 +103,7 @@ def _check_experts(config: dict[str, Any], config_file: Path) -> None:
 
 
 def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
-    """Raises CheckpointError for weights in other formats than the model's dtype and fp8 in blocks."""
+    """Raise CheckpointError for weights in other formats than the model's dtype and fp8 in blocks."""
     quantization = config.get("quantization_config")
     if not quantization:
         return
@@ -146,7 +146,10 @@ def index_groups_of(config: dict[str, Any], path: Path, num_layers: int) -> tupl
 
 
 def kv_source_layers_of(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:
-    """transformers has checked that each is an earlier layer with KV of its own."""
+    """Return the layer whose KV each layer attends to.
+
+    transformers has checked that each is an earlier layer with KV of its own, or the layer itself.
+    """
     sources = tuple(config.get("kv_source_layers") or range(num_layers))
     with_rope = config.get("no_rope_layers") or [1] * num_layers  # 1 where there is rope
     for layer, source in enumerate(sources):
@@ -161,9 +164,10 @@ def kv_source_layers_of(config: dict[str, Any], path: Path, num_layers: int) -> 
 def num_draft_layers_of(
     config: dict[str, Any], path: Path, files: list[WeightFile] | None, wanted: int | None
 ) -> int:
-    """``wanted``, or what there is. An export may have left the weights out and not what declares them.
+    """Return ``wanted``, or 1 where ``wanted`` is None and the checkpoint has an MTP layer.
 
-    ``files``: None where weights are drawn.
+    The weights are looked for, because exports may leave them out and still declare them. ``files``: None
+    where weights are drawn.
     """
     if wanted not in (None, 0, 1):
         raise CheckpointError(f"num_draft_layers is {wanted}; expected 0 or 1")
@@ -185,7 +189,8 @@ def num_draft_layers_of(
 
 
 def eos_token_ids_of(config: dict[str, Any], path: Path) -> tuple[int, ...]:
-    """Of generation_config.json when it names them, as transformers' generate does, else of config.json."""
+    """Return the ids that generation_config.json names, as transformers' generate does, else
+    config.json's."""
     generation_file = path / "generation_config.json"
     eos = config.get("eos_token_id")
     if generation_file.exists():
@@ -215,12 +220,12 @@ def _named_dtype(name: str, value: str) -> torch.dtype:
 
 
 def cache_format_of(name: str, value: str, auto: str) -> str:
-    """``value``, or what ``auto`` says."""
+    """Return ``value``, or ``auto`` where it is "auto"."""
     if value not in ("auto", *FORMAT_NAMES):
         raise CheckpointError(f"{name} is {value!r}; supported are auto, {', '.join(FORMAT_NAMES)}")
     return auto if value == "auto" else value
 
 
 def lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """What of ``config`` two nodes must have alike."""
+    """Return the values of ``config`` that must be the same on two nodes."""
     return {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}

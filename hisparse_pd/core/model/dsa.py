@@ -2,7 +2,7 @@
 
 transformers supplies the configuration, embeddings, MLP and MoE blocks and the LM head
 (``hisparse_pd.core.model.loader``); attention is in ``hisparse_pd.core.model.attention``. The model keeps no
-per-request state: that is the business of a ``KvAccess``.
+state of requests; a ``KvAccess`` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_DRAFT_LAYER = "this node runs no draft layer: num_draft_layers of its model 
 class DsaModel:
     """Forward of a model of one of ``hisparse_pd.core.model.families`` over a ``KvAccess``.
 
-    ``ranks``: of the node, when they have the routed experts in common. Then all of them make each forward.
+    ``ranks``: the node's ranks if they share the routed experts; then all of them make each forward together.
     """
 
     def __init__(self, spec: ModelSpec, hf_model: Any, ranks: RankGroup | None = None) -> None:
@@ -70,16 +70,16 @@ class DsaModel:
     def forward_with_hidden(
         self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """``forward``, which also returns the hidden states behind the final norm, [num_tokens, hidden_size],
-        as ``logits`` and ``draft`` take them."""
+        """Run ``forward``. Returns also the hidden states behind the final norm, [num_tokens, hidden_size],
+        for ``logits`` and ``draft``."""
         logits, hidden = self._forward(token_ids, positions, kv, logit_rows, with_hidden=True)
         assert hidden is not None
         return logits, hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size], of ``hidden`` [n, hidden_size] as ``forward_with_hidden`` returns them.
-        Without rows the LM head is not read."""
+        """Return the logits, float32 [n, vocab_size], of ``hidden`` [n, hidden_size] as
+        ``forward_with_hidden`` returns it. Without rows the LM head is not read."""
         if not len(hidden):
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         logits = product_of(self._lm_head, hidden).float()
@@ -98,13 +98,14 @@ class DsaModel:
     ) -> tuple[Tensor, Tensor]:
         """Run rows through the MTP layer, which guesses the token two positions on.
 
-        A row is a position i: ``positions`` int64 [num_tokens]; ``hidden`` [num_tokens, hidden_size], what
-        ``forward_with_hidden`` returned for position i; ``token_ids`` int64 [num_tokens], the token of
-        position i + 1. ``logit_rows`` as in ``forward``. Writes and reads layer ``spec.num_layers`` of
-        ``kv``. ``selected``: int32 [num_tokens, index_topk], what ``kv.attend`` gets; then the layer runs no
-        indexer, and writes no indexer keys. Returns logits float32 [n, vocab_size] of the token of position
-        i + 2, and [num_tokens, hidden_size]: what stands for ``hidden`` of position i + 1 when the guess is
-        its row's token. Raises ValueError without a draft layer.
+        A row is a position i: ``positions`` int64 [num_tokens]; ``hidden`` [num_tokens, hidden_size] is what
+        ``forward_with_hidden`` returned for position i; ``token_ids`` int64 [num_tokens] is the token of
+        position i + 1. ``logit_rows``: as in ``forward``. The layer writes and reads layer
+        ``spec.num_layers`` of ``kv``. With ``selected``, int32 [num_tokens, index_topk], it attends to these
+        positions, runs no indexer and writes no indexer keys.
+
+        Returns logits, float32 [n, vocab_size], of the token of position i + 2, and [num_tokens, hidden_size]
+        to use as ``hidden`` of position i + 1 for the next guess. Raises ValueError without a draft layer.
         """
         if self._draft_layer is None:
             raise ValueError(_NO_DRAFT_LAYER)
@@ -113,8 +114,9 @@ class DsaModel:
 
     @torch.inference_mode()
     def write_draft_kv(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KvAccess) -> None:
-        """What ``draft`` of these rows writes to the MTP layer's KV and index keys, and no guess: the layer
-        sees these positions later as if it had guessed behind them. Raises ValueError without a draft layer.
+        """Write the MTP layer's KV and indexer keys as ``draft`` of these rows would, without a guess.
+
+        Later guesses see these positions as if ``draft`` had run. Raises ValueError without a draft layer.
         """
         if self._draft_layer is None:
             raise ValueError(_NO_DRAFT_LAYER)
@@ -128,13 +130,13 @@ class DsaModel:
             layer.forward_of_others(hidden)
 
     def expect_tokens(self, num_tokens: int) -> None:
-        """How many the rank with most computes in the forwards from now on, where there are ranks."""
+        """Set the tokens of the rank with most tokens in the next forwards. Without ranks nothing is done."""
         if self.ranks is not None:
             self.ranks.step_tokens = num_tokens
 
     @torch.inference_mode()
     def draft_of_others(self) -> None:
-        """``forward_of_others`` for a ``draft``. Nothing without a draft layer."""
+        """Take part in a ``draft`` of other ranks. Without a draft layer nothing is done."""
         if self._draft_layer is not None:
             self._draft_layer.forward_of_others(self._embed.weight[:0])
 
@@ -148,8 +150,11 @@ class DsaModel:
         *,
         with_hidden: bool = False,
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """``forward_with_hidden``, which stops after each layer, so that several can be enqueued layer by
-        layer. Without a draft layer the result has hidden states only ``with_hidden``."""
+        """Run ``forward_with_hidden`` and yield after each layer, so that forwards can be enqueued
+        alternately.
+
+        Without a draft layer the result has hidden states only ``with_hidden``.
+        """
         hidden: Tensor = self._embed(token_ids)
         added: list[Tensor] = []
         places = self._places(hidden, positions)
@@ -184,21 +189,22 @@ class DsaModel:
             from hisparse_pd.kernels.triton_rope import angles
 
             return Places(positions, angles(positions, self._inv_freq, rotary.attention_scaling))
-        in_float32 = hidden.new_empty(0, dtype=torch.float32)  # whatever the model's dtype is
+        in_float32 = hidden.new_empty(0, dtype=torch.float32)  # not the model's dtype
         cos, sin = self._rotary(in_float32, positions[None])
         half = cos.shape[-1] // 2
         return Places(positions, (cos[0, :, :half], sin[0, :, :half]))
 
 
 def _inv_freq(rotary: Any) -> Tensor:
-    """float32 [rope_dim / 2]; a checkpoint may have learned what they are to be multiplied by."""
+    """Return the inverse frequencies, float32 [rope_dim / 2], times learned factors if the checkpoint has
+    them."""
     inv_freq: Tensor = rotary.inv_freq
     return inv_freq.float() * rotary.alpha.float().exp() if hasattr(rotary, "alpha") else inv_freq
 
 
 class _Norm:
-    """A norm of transformers', with its gate if it has one (A.X-K2), the sum in front of it, and the rounding
-    that what follows wants."""
+    """The sum of hidden states, transformers' norm of it, its gate if it has one (A.X-K2), and the rounding
+    that the next layer takes."""
 
     def __init__(self, module: Any, rounding: Rounding | None = None) -> None:
         gate = getattr(module, "mlp", None)
@@ -214,7 +220,7 @@ class _Norm:
 
 
 class _Layer:
-    """One decoder layer: attention, then an MLP or experts. What both add is added up by the next norm."""
+    """One decoder layer: attention, then an MLP or experts. The norm that follows each adds its result."""
 
     def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
         self._attention = Attention(spec, number, module.self_attn, latent_eps)
@@ -235,9 +241,10 @@ class _Layer:
         *,
         runs_indexer: bool = True,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Hidden states are the sum of ``hidden`` and what is ``added`` (``kernels.norms``), before the layer
-        and behind it. ``selected``: by a layer or pass before this one; where there is no indexer to run, it
-        holds.
+        """Return ``hidden``, ``added`` and the selection behind the layer.
+
+        The hidden states are the sum of ``hidden`` and all ``added`` (``kernels.norms``), before the layer
+        and behind it. ``selected``: the selection of an earlier layer or pass, used where no indexer runs.
         """
         hidden, x = self._input_norm(hidden, added)
         attended, selected = self._attention.forward(x, places, kv, selected, runs_indexer=runs_indexer)
@@ -250,11 +257,13 @@ class _Layer:
 
 
 class _DraftLayer:
-    """The MTP layer: a decoder layer over what is known of two neighbouring positions.
+    """The MTP layer: a decoder layer whose input joins a token's embedding and the previous position's hidden
+    state.
 
-    As its authors published it, and vLLM and SGLang run it: the hidden state behind the model's final norm
-    comes second, position 0 is as any other, and what goes on to the next guess is behind the layer's norm.
-    Embedding and LM head are the model's, unless the checkpoint has others here.
+    It works as published, and as vLLM and SGLang run it: the hidden state behind the model's final norm is
+    the second half of the input, position 0 is not special, and the next guess takes the hidden state behind
+    this layer's norm. Embedding and LM head are the model's, unless the checkpoint has its own for this
+    layer.
     """
 
     def __init__(self, spec: ModelSpec, hf_model: Any, latent_eps: float | None) -> None:
@@ -290,7 +299,7 @@ class _DraftLayer:
         self._layer.write([self._joined(token_ids, hidden)], places, kv)
 
     def _joined(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """[parts, num_tokens, hidden_size]"""
+        """Return the layer's input: [parts, num_tokens, hidden_size]."""
         embedded = self._embed_norm(self._embed(token_ids))[1].dense
         both = torch.cat((embedded, self._hidden_norm(hidden)[1].dense), dim=-1)
         return parts_of(self._join, Activations(both))

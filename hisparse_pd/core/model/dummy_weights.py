@@ -1,7 +1,7 @@
 """Weights that are drawn instead of read: a model of any shape runs from its configuration alone.
 
-What it says means nothing, and takes as long as what the checkpoint would say. A tensor depends on its name
-alone, so that two nodes on the same kind of device, and the ranks of a node, have the same model.
+Its output means nothing, but takes as long as with the checkpoint. A tensor depends on its name alone, so
+that two nodes on the same kind of device, and the ranks of a node, have the same model.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 from hisparse_pd.kernels.block_fp8 import BLOCK
 
 _PIECE_ROWS = 4096
-"""Of a matrix that is drawn at once, in float32."""
+"""Rows of a matrix that are drawn at once, in float32."""
 
 
 def draw(name: str, target: Tensor) -> None:
     """Fill a model's tensor, on its device.
 
-    Matrices are normal and keep the variance of what they multiply; in fp8 their values have variance 1, and
-    their scales, [blocks down, blocks across], do the rest. Norms' weights are 1, and biases 0: all but
-    those of scaled queries, which so stay as they are.
+    Matrices are normal and keep the variance of their input; in fp8 their values have variance 1, and their
+    scales, [blocks down, blocks across], do the rest. Norms' weights are 1, and biases are 0, but those of
+    scaled queries are 1, which leaves the queries as they are.
     """
     if target.ndim < 2:
         target.fill_(float(name.endswith(("weight", "ssmax_scaling.b"))))

@@ -1,8 +1,8 @@
-"""The routed experts of one MoE layer: all of them, or this rank's share of them.
+"""The routed experts of one MoE layer: all of them, or this rank's share.
 
-They are nearly all of a large model's weights, and need nothing of a request but one hidden state a token. So
-each rank of a node holds some of them: in every layer each rank gets the tokens of all ranks, computes what
-its experts add to them, and gets back the sums of its own tokens.
+They are nearly all of a large model's weights, and need of a request only one hidden state a token. Each rank
+of a node therefore has some of them: in every layer it gets the tokens of all ranks, computes what its
+experts add to them, and gets back the sums for its own tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hisparse_pd.kernels.fp8_rows import Activations
 
 
 class RoutedExperts(torch.nn.Module):
-    """In the place of transformers' module of the same job, with the same call."""
+    """A replacement of transformers' module of experts, with the same call."""
 
     def __init__(
         self,
@@ -37,9 +37,11 @@ class RoutedExperts(torch.nn.Module):
         ue8m0: bool = False,
         has_room: bool = False,
     ) -> None:
-        """``dtype``: of the weights, which are for the loader to fill in; ``kernels.block_fp8.DTYPE`` has
-        scales. ``ranks``: who has the experts that this rank has not; None: nobody. ``ue8m0``: see
-        ``kernels.fp8_rows``. ``has_room``: for one more, which ``take_shared`` fills.
+        """The loader fills the weights.
+
+        ``dtype``: the weights' dtype; ``kernels.block_fp8.DTYPE`` has scales. ``ranks``: the ranks that share
+        the experts; None: this rank has all. ``ue8m0``: see ``kernels.fp8_rows``. ``has_room``: allocate one
+        more expert, which ``take_shared`` fills.
         """
         super().__init__()
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
@@ -51,17 +53,20 @@ class RoutedExperts(torch.nn.Module):
         self._ranks = ranks
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts.
+        """Return the weighted sum of each token's experts.
 
         ``hidden``: [num_tokens, hidden_size]; ``expert_ids``, ``weights``: [num_tokens, top_k]. All ranks
-        make this call, for equally many tokens or for up to ``step_tokens``.
+        make this call together, for equally many tokens or for up to ``step_tokens``.
         """
         return self.parts(Activations(hidden), expert_ids, weights).sum(dim=0)
 
     @torch.no_grad()
     def take_shared(self, mlp: Any) -> bool:
-        """Make a gated MLP that every token has, of the experts' form, one more of them, behind all others.
-        False: there is no room for it, or its weights are not as theirs."""
+        """Copy the gated MLP that every token uses, of the experts' form, to the place behind the last
+        expert.
+
+        Returns False if there is no room for it, or its weights have another dtype or a bias.
+        """
         places = (
             (mlp.gate_proj, self.gate_up, 0),
             (mlp.up_proj, self.gate_up, 1),
@@ -79,25 +84,25 @@ class RoutedExperts(torch.nn.Module):
         return True
 
     def parts(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """The same before it is added up, [parts, num_tokens, hidden_size]."""
+        """Return what ``forward`` adds up: [parts, num_tokens, hidden_size]."""
         if self._ranks is None:
             return _parts(self._compute(x, expert_ids, weights))
         hidden, num_tokens = x.dense, x.num_tokens
         num_padding = max(self._ranks.step_tokens - num_tokens, 0)
         if num_padding:
             hidden, weights = (pad(part, (0, 0, 0, num_padding)) for part in (hidden, weights))
-            expert_ids = pad(expert_ids, (0, 0, 0, num_padding), value=self._num_experts)  # of nobody
+            expert_ids = pad(expert_ids, (0, 0, 0, num_padding), value=self._num_experts)  # no expert
         rows = self._ranks.gather(_pack(hidden, expert_ids, weights))
         hidden, expert_ids, weights = _unpack(rows, expert_ids.shape[1], hidden.dtype)
         added = self._compute(Activations(hidden), expert_ids, weights)
         if hidden.dtype == torch.float32:
-            # Each of the values to be added up is one rank's, and zero elsewhere. So nothing is rounded, and
-            # what follows is what one rank alone computes, for top_k times as much to send.
+            # Each value comes from one rank and is zero on the others, so that this sum rounds nothing and
+            # the rest is computed as by one rank alone; but top_k times as much is sent.
             return _parts(self._ranks.sum_own(added)[:num_tokens])
         return self._ranks.sum_own(added.sum(dim=1))[None, :num_tokens]
 
     def forward_of_others(self, like: Tensor, top_k: int) -> None:
-        """Take part in the call of the other ranks without a token. ``like``: [0, hidden_size]."""
+        """Take part in the other ranks' call without a token of its own. ``like``: [0, hidden_size]."""
         self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
 
     def _compute(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -118,12 +123,13 @@ class RoutedExperts(torch.nn.Module):
 
 
 def _parts(added: Tensor) -> Tensor:
-    """Of [num_tokens, top_k, hidden_size]; a GPU adds them up where it adds them to the hidden states."""
+    """Return [num_tokens, top_k, hidden_size] as parts; a GPU adds them up when it adds to the hidden
+    states."""
     return added.transpose(0, 1) if added.is_cuda else added.sum(dim=1)[None]
 
 
 def _pack(hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """One row of bytes a token, so that one operation sends all of it."""
+    """Return one row of bytes for each token, so that one operation sends all three."""
     parts: Sequence[Tensor] = (expert_ids.int(), weights.float(), hidden.contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
 

@@ -1,7 +1,7 @@
-"""The model families that are served, and what differs between them beside sizes.
+"""The model families that are served, and how they differ beside sizes.
 
-All have latent attention over positions that a lightning indexer selects. What a module of transformers shows
-by its parts (a gate behind a norm, a gate of the heads' values) is not said here again.
+All have latent attention over positions that a lightning indexer selects. Differences that transformers'
+modules show by their parts (a gate behind a norm, a gate of the heads' values) are not repeated here.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Final
 @dataclass(frozen=True)
 class Family:
     interleaves_index_rope: bool = False
-    """Whether the indexer's rotation pairs neighbours, as attention's does, and not the two halves."""
+    """Whether the indexer's rotation pairs neighbours, as attention's does, instead of the two halves."""
     has_configured_latent_eps: bool = False
-    """Whether both latents' norms have the configuration's epsilon, where transformers has a constant."""
+    """Whether both latents' norms have the configuration's epsilon instead of transformers' constant."""
     chooses_experts_by_softmax: bool = False
-    """Whether an expert's score is the softmax of its logit among all, and not the logit's sigmoid."""
+    """Whether experts' scores are the softmax of all logits instead of each logit's sigmoid."""
     score_outside_groups: float = float("-inf")
-    """What stands for an expert's score outside the groups that a token chose."""
+    """The score of experts outside the groups that a token chose."""
     stored_names: tuple[tuple[str, str], ...] = ()
-    """Parts of the names of transformers' modules, and what a checkpoint says instead; in this order."""
+    """Parts of transformers' names and the checkpoint's replacements, applied in this order."""
 
     def stored_name(self, name: str) -> str:
-        """What a checkpoint calls a tensor of transformers' modules."""
+        """Return the checkpoint's name of a tensor of transformers' modules."""
         for ours, theirs in self.stored_names:
             name = name.replace(ours, theirs)
         return name
@@ -70,4 +70,4 @@ FAMILIES: Final = {
         ),
     ),
 }
-"""By the ``model_type`` of a configuration."""
+"""Families by the ``model_type`` of a configuration."""

@@ -1,4 +1,4 @@
-"""The second half of a decoder layer: a gated MLP, or routed experts beside one that every token has."""
+"""The second half of a decoder layer: a gated MLP, or routed experts and an MLP that every token uses."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class FeedForward:
             if hasattr(part, "act_fn"):
                 part.act_fn = _Silu()
         self.experts: RoutedExperts | None = getattr(mlp, "experts", None)
-        """None in a dense layer."""
+        """The routed experts; None in a dense layer."""
         self.router = ExpertRouter(mlp.gate, family) if hasattr(mlp, "gate") else None
         every = mlp if self.router is None else mlp.shared_experts
         self._mlp: Any = None
-        """None: it is one of the routed experts, which have its form."""
+        """The MLP that every token uses; None where it is stored as one of the routed experts."""
         if self.router is not None and self.experts is not None and self.experts.take_shared(every):
             self.router.with_shared()
             self.rounding = rounding_of(every.gate_proj)
         else:
             self._mlp = gated_mlp(every)
             self.rounding = rounding_of(self._mlp)
-        """Of the input; None where nothing takes it so."""
+        """The rounding of the input; None where no layer takes it rounded."""
 
     def __call__(self, x: Activations) -> list[Tensor]:
-        """What is to be added to the hidden states, each [parts, num_tokens, hidden_size]."""
+        """Return what to add to the hidden states, each [parts, num_tokens, hidden_size]."""
         of_every_token = [] if self._mlp is None else [parts_of(self._mlp, x)]
         if self.router is None or self.experts is None:
             return of_every_token
@@ -46,16 +46,15 @@ class FeedForward:
         return [self.experts.parts(x, ids, weights), *of_every_token]
 
     def forward_of_others(self, hidden: Tensor) -> None:
-        """Take part in the layer of other ranks. ``hidden``: [0, hidden_size]."""
+        """Take part in the other ranks' layer without a token. ``hidden``: [0, hidden_size]."""
         if self.router is not None and self.experts is not None:
             self.experts.forward_of_others(hidden, self.router.top_k)
 
 
 class ExpertRouter:
-    """In the place of transformers' module of the same job, with its weights: the logits of the experts, and
-    the choice by them.
+    """A replacement of transformers' router, with its weights: computes experts' logits and chooses by them.
 
-    That one leaves it to ``torch.topk`` who of equals is chosen.
+    transformers' router leaves it to ``torch.topk`` which of equal experts is chosen.
     """
 
     def __init__(self, module: Any, family: Family) -> None:
@@ -65,7 +64,7 @@ class ExpertRouter:
         self.choice = ExpertChoice(
             self._weight.new_zeros(len(self._weight)) if by_softmax else module.e_score_correction_bias,
             module.top_k,
-            module.num_group or 1,  # None: experts in no groups
+            module.num_group or 1,  # None: experts are not in groups
             module.topk_group or 1,
             by_softmax or module.norm_topk_prob,
             module.routed_scaling_factor,
@@ -74,12 +73,12 @@ class ExpertRouter:
         )
 
     def with_shared(self) -> None:
-        """From now on every token has one more expert, behind all others."""
+        """Give every token one more expert from now on, the one behind all others."""
         self.choice = replace(self.choice, has_shared=True)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32, and ids, int64, [num_tokens, top_k] of ``hidden`` [num_tokens, hidden_size]; one
-        more of each behind ``with_shared``."""
+        """Return weights, float32, and expert ids, int64, both [num_tokens, top_k], for ``hidden``
+        [num_tokens, hidden_size]. After ``with_shared`` there is one more of each."""
         return self.choice.choose(narrow_product(hidden, self._weight))
 
 

@@ -1,9 +1,9 @@
-"""Loads a checkpoint's weights onto one device: all of them, or a rank's share of the routed experts.
+"""Loads a checkpoint's weights onto one device; of the routed experts only this rank's share.
 
-transformers gives the modules, without memory; what they need is allocated here, on the device that it is
-for, and read straight into it (``weight_reader.py``), converted to the model's dtype on the way; or drawn
-there (``dummy_weights.py``). Nothing is ever whole in main memory on its way to a GPU. Routed experts are
-modules of ours, and keep the checkpoint's fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
+transformers makes the modules without memory. Their tensors are allocated here, on their device, and read
+straight into it (``weight_reader.py``), converted to the model's dtype on the way, or drawn there
+(``dummy_weights.py``). No weight on its way to a GPU is ever whole in main memory. Routed experts become
+modules of our own, which keep the checkpoint's fp8; so do all other fp8 matrices if ``keeps_fp8``.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from hisparse_pd.kernels.fp8 import FP8_CAPABILITY
 from hisparse_pd.kernels.row_math import RowLinear
 
 SCALES = "_scale_inv"
-"""Behind the name of a matrix in fp8: the name of its scales."""
+"""Suffix that makes an fp8 matrix' name the name of its scales."""
 ABSORBED = "kv_b_proj"
-"""The matrix that ``model.dsa`` splits by head and moves into queries and results: in the model's dtype."""
+"""The matrix that attention splits by head and applies to queries and results; it is in the model's dtype."""
 HEAD_WEIGHTS = "weights_proj"
-"""The matrix of the indexer's head weights: in float32, whatever the checkpoint has it in."""
+"""The matrix of the indexer's head weights; it is in float32, whatever the checkpoint has it in."""
 IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
-"""In the names of weights that are in float32 whatever the model's dtype is, as in DeepSeek's reference."""
+"""Parts of the names of weights that are always in float32, as in DeepSeek's reference."""
 NEVER_IN_FP8 = (ABSORBED, HEAD_WEIGHTS, "fc1", "fc2")
-"""Linear layers whose matrices become another dtype, whatever the checkpoint has them in: the last two are
-those of a norm's gate, of which 16 rows or columns are too few to be cut into blocks."""
+"""Linear layers whose matrices are converted from fp8. The last two belong to a norm's gate, whose 16 rows or
+columns are too few for blocks."""
 PUBLISHED_DENSE = ("lm_head", "eh_proj")
-"""Linear layers that checkpoints in fp8 have in bfloat16."""
+"""Linear layers that fp8 checkpoints have in bfloat16."""
 
 
 def load_model(
@@ -62,10 +62,10 @@ def load_model(
     on_progress: Progress = lambda done, total: None,
     draw_weight: Callable[[str, Tensor], None] = draw,
 ) -> DsaModel:
-    """Load the weights in ``spec.dtype`` onto ``device``, of the routed experts those that are this rank's.
+    """Load the weights in ``spec.dtype`` onto ``device``; of the routed experts only those of this rank.
 
     ``on_progress`` is called by the calling thread. ``draw_weight`` fills each tensor of dummy weights, by
-    its name. Raises CheckpointError when weights are missing, or cannot be used there.
+    its name. Raises CheckpointError when weights are missing or cannot be used on the device.
     """
     path, on = Path(model_path), _with_index(device)
     _check_device(spec, on)
@@ -74,16 +74,16 @@ def load_model(
 
 
 def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
-    """Whether linear layers in fp8 stay so, in half the memory; otherwise they become the model's dtype.
+    """Whether fp8 linear layers stay in fp8, in half the memory, instead of becoming the model's dtype.
 
-    That is the exact product of the weights, and what float32 and a CPU are used for.
+    Products in the model's dtype are exact in the weights, which is what float32 and a CPU are used for.
     """
     is_wanted = spec.weights_are_fp8 and device.type == "cuda" and spec.dtype == torch.bfloat16
     return is_wanted and takes_device(device)
 
 
 def _with_index(device: torch.device | str) -> torch.device:
-    """So that ``cuda`` and ``cuda:0`` are the same device."""
+    """Return the device with its number, which makes ``cuda`` equal to ``cuda:0``."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -109,7 +109,7 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
 
 
 class _Loader:
-    """One loading of a checkpoint. First everything is given its place, then all is read at once."""
+    """One loading of a checkpoint: first all tensors are allocated, then all are read at once."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Loader:
                 f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; only 'silu' is supported"
             )
         try:
-            with torch.device("meta"):  # shapes, and no memory
+            with torch.device("meta"):  # shapes without memory
                 hf_model = _language_model(
                     config,
                     dtype=self._spec.dtype,
@@ -165,14 +165,14 @@ class _Loader:
         except (OSError, RuntimeError) as error:
             raise _not_loaded(self._path, error) from error
         hf_model.load_state_dict(state, assign=True)
-        rotary = hf_model.model.rotary_emb  # most of it is made of the configuration, and in no checkpoint
+        rotary = hf_model.model.rotary_emb  # most of it comes from the configuration, not from a checkpoint
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
         return hf_model.eval().requires_grad_(False)
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
-        """Behind transformers' layers, which leave it out: one more, and by its side what else an MTP layer
-        has, all by their names in the checkpoint."""
+        """Append the MTP layer, which transformers leaves out: one more layer, and an MTP layer's other
+        modules beside it, all by their names in the checkpoint."""
         number = self._spec.num_layers
         name = f"model.layers.{number}"
         config = copy.deepcopy(hf_model.config)
@@ -194,7 +194,7 @@ class _Loader:
         hf_model.model.layers.append(layer)
 
     def _put_block_linears(self, files: WeightFiles, hf_model: Any) -> None:
-        """In the place of linear layers whose matrices are in fp8, and of a shape that can stay so."""
+        """Replace linear layers whose matrices are in fp8 and have a shape that can stay in it."""
         for name, module in list(hf_model.named_modules()):
             parent, _, last = name.rpartition(".")
             if not isinstance(module, torch.nn.Linear) or last in NEVER_IN_FP8:
@@ -211,7 +211,7 @@ class _Loader:
                 setattr(hf_model.get_submodule(parent), last, linear)
 
     def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
-        """A tensor for each of the modules', in the dtype that the model computes with."""
+        """Allocate a tensor for each of the modules' tensors, in the dtype that the model computes with."""
         state: dict[str, Tensor] = {}
         for name, weight in hf_model.state_dict().items():
             if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
@@ -225,7 +225,7 @@ class _Loader:
         return state
 
     def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
-        """``target`` is to get the tensor, as the model computes with it."""
+        """Plan to fill ``target`` with the tensor of that name, converted as the model needs it."""
         if self._spec.weights_are_dummy:
             self._draw_weight(name, target)
             return
@@ -264,7 +264,7 @@ class _Loader:
     def _fill(
         self, files: WeightFiles, name: str, matrices: ExpertMatrices, expert: int, number: int
     ) -> None:
-        """A matrix is to come to where it belongs as it is, with its scales."""
+        """Plan to fill a matrix of an expert, unconverted, and its scales."""
         name = self._spec.family.stored_name(name)
         target = matrices.values[expert, number]
         if self._spec.weights_are_dummy:
@@ -295,7 +295,7 @@ class _Loader:
 
 
 def _language_model(config: Any, **options: Any) -> Any:
-    """transformers' modules; of a text model that it has no class with an LM head for, with one beside it."""
+    """Return transformers' modules; a text model without an LM head in its class gets one beside it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -309,13 +309,13 @@ def _language_model(config: Any, **options: Any) -> Any:
 
 
 def _has_own(files: WeightFiles, name: str, of_model: str) -> bool:
-    """Whether an MTP layer's matrix differs from the model's. Checkpoints repeat it: gigabytes on a GPU."""
+    """Whether an MTP layer's matrix differs from the model's; most checkpoints repeat it, in gigabytes."""
     own, shared = files.get(name), files.get(of_model)
     return own is not None and (shared is None or not is_same(own, shared))
 
 
 def _put_row_linears(hf_model: Any) -> None:
-    """In the place of all linear layers that are left: a row has the same bits alone and among others."""
+    """Replace all remaining linear layers by ones in which a row has the same bits alone and among others."""
     for name, module in list(hf_model.named_modules()):
         if type(module) is torch.nn.Linear:
             parent, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""KV access of a forward that extends several requests over one paged pool: the prefill node's side."""
+"""The prefill node's KV access: a forward extends several requests over one paged pool."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
 QUERIES_AT_ONCE: Final = 128
-"""Queries of one call of attention in a forward with resumed tokens: each split of a query has a result of
-its own, which takes memory."""
+"""Queries of one call of attention in a forward with resumed tokens, where each split of a query takes memory
+for its result."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class PagedRequest:
     """One request's part of a forward: positions [prefix_len, prefix_len + num_new_tokens) are new."""
 
     page_ids: Tensor
-    """Integer [>= pages of the whole length], in position order."""
+    """The request's pages in position order, at least as many as its whole length needs."""
     prefix_len: int
     num_new_tokens: int
     num_resumed: int = 0
-    """The last of the new tokens, which steps of a decode node computed before: their queries are split as
-    they were there, so that their rows have the same bits."""
+    """How many of the new tokens, the last ones, were computed before by steps of a decode node. Their
+    queries are split as there, so that their rows have the same bits."""
 
     @property
     def seq_len(self) -> int:
@@ -40,20 +40,21 @@ class PagedRequest:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """What a forward knows of its requests and their new tokens, which are concatenated in order."""
+    """The requests of a forward and their new tokens, which are concatenated in order."""
 
     page_table: Tensor
-    """int32 [num_requests, max_pages], 0 behind a request's pages."""
+    """Pages of each request, padded with 0: int32 [num_requests, max_pages]."""
     request_of_token: Tensor
-    """int64 [num_tokens], as are ``positions`` and ``slots``: where a token's rows are stored."""
+    """Number of each token's request: int64 [num_tokens], as are ``positions`` and ``slots``, the token slots
+    at which rows are stored."""
     positions: Tensor
     slots: Tensor
     num_tokens: Tensor
-    """int32 [1]: tokens from there on are padding."""
+    """Number of tokens without padding: int32 [1]."""
     last_rows: Tensor
-    """int64 [num_requests]: each request's last new token among the forward's tokens."""
+    """Each request's last new token among the forward's tokens: int64 [num_requests]."""
     is_resumed: Tensor
-    """bool [num_tokens], on the host, see ``PagedRequest.num_resumed``."""
+    """Whether each token is resumed (``PagedRequest.num_resumed``): bool [num_tokens], on the host."""
 
     @property
     def has_resumed(self) -> bool:
@@ -102,7 +103,7 @@ class PagedRows:
     def padding(
         cls, num_requests: int, max_pages: int, num_tokens: int, scratch_slot: int, device: torch.device
     ) -> PagedRows:
-        """All of it, whose rows are stored at ``scratch_slot``: for ``hold``."""
+        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``hold``."""
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         return cls(
             torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
@@ -115,7 +116,10 @@ class PagedRows:
         )
 
     def hold(self, others: PagedRows, scratch_slot: int) -> None:
-        """Become ``others``, of which there are no more and none is resumed, and padding behind them."""
+        """Copy ``others`` into this object's tensors, with padding behind them.
+
+        ``others`` must not have more tokens, requests or pages, nor resumed tokens.
+        """
         num_requests, max_pages = others.page_table.shape
         num_tokens = len(others.positions)
         self.page_table[:num_requests, :max_pages] = others.page_table
@@ -131,11 +135,11 @@ class PagedRows:
 
 
 class PagedKv:
-    """The ``KvAccess`` of one forward over the requests of ``rows``.
+    """The ``KvAccess`` of one forward over some requests.
 
-    ``device_pool``: uint8 [num_kv_layers, num_slots, item_bytes]; ``index_pool``: uint8 [num_index_groups,
-    num_slots, index_item_bytes]; new rows of both are written, and of ``row_checks``, int32 [num_kv_layers,
-    num_slots], if there are any.
+    It writes new rows of ``device_pool``, uint8 [num_kv_layers, num_slots, item_bytes], of ``index_pool``,
+    uint8 [num_index_groups, num_slots, index_item_bytes], and of ``row_checks``, int32 [num_kv_layers,
+    num_slots], if they are given.
 
     ``on_written(layer)`` is called in the forward, layer after layer, once the layer's rows in both pools are
     written: on the CPU the bytes are there, on a GPU the kernels that store them are in the current stream.
@@ -168,18 +172,18 @@ class PagedKv:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [num_tokens]: the positions that the forward needs."""
+        """The positions of the forward's tokens: int64 [num_tokens]."""
         return self.rows.positions
 
     @property
     def last_rows(self) -> Tensor:
-        """int64 [num_requests]: each request's last new token among the forward's tokens."""
+        """Each request's last new token among the forward's tokens: int64 [num_requests]."""
         return self.rows.last_rows
 
     @property
     def hints(self) -> Tensor:
-        """int32 [num_requests, num_index_groups, index_topk]: after the forward, what each request's last new
-        token selected."""
+        """Return what each request's last new token selected, after the forward: int32 [num_requests,
+        num_index_groups, index_topk]."""
         return self._hints.transpose(0, 1)
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
@@ -214,7 +218,7 @@ class PagedKv:
         return selected
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        # Shared-index layers attend to the very tensor of their group's first layer.
+        # Layers that share an index get the very tensor of their group's first layer.
         if self._resolved is None or self._resolved[0] is not positions:
             rows = self.rows
             slots = slots_of(rows.page_table, self._page_size, rows.request_of_token, positions)
@@ -230,7 +234,7 @@ class PagedKv:
 
 
 def _pieces(rows: PagedRows, kernels: AttentionKernels) -> list[tuple[Tensor, AttentionBackend]]:
-    """A forward's tokens, int64 [up to QUERIES_AT_ONCE] a piece, and what computes the piece's attention."""
+    """Cut a forward's tokens into pieces, int64 [up to QUERIES_AT_ONCE] each, with each piece's attention."""
     pieces = []
     kinds = (~rows.is_resumed, kernels.attention), (rows.is_resumed, kernels.step_attention)
     for is_kind, attention in kinds:

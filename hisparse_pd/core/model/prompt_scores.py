@@ -1,8 +1,8 @@
-"""Logprobs of a prompt's own tokens: how likely the model holds each of them behind those before it.
+"""Logprobs of a prompt's own tokens: the probability of each one behind those before it.
 
-A slice of rows at a time, so that no more than ``SLICE_BYTES`` of float32 logits are there, and what is made
-of them: a dozen times as much, which is less than the layers took whose activations are gone by then. The
-values are those of the unscaled logits, as the output's logprobs are.
+Rows are computed in slices, so that at most ``SLICE_BYTES`` of float32 logits exist at a time. What is
+computed from them takes a dozen times as much, which is less than the layers' activations took, gone by then.
+The values are those of the unscaled logits, as the output's logprobs are.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 from hisparse_pd.kernels.selection import ranked_topk
 
 SLICE_BYTES = 32 << 20
-"""65 rows of a vocabulary of 129,280 tokens."""
+"""Bytes of a slice's logits; 64 rows of a vocabulary of 129,280 tokens."""
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """On the host, once the stream of ``score_rows`` has come this far. Best first, of equals the lowest id.
+    """Scores on the host, complete once the stream has passed ``score_rows``.
+
+    The best tokens come first, of equal ones the lowest id.
 
     ``logprobs``: float32 [n]; ``ranks``: int32 [n], from 1; ``top_ids``: int32 [n, num_top];
     ``top_logprobs``: float32 [n, num_top].
@@ -36,9 +38,9 @@ class ScoredRows:
 def score_rows(
     logits_of: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, num_top: int, vocab_size: int
 ) -> ScoredRows:
-    """Without waiting for the device.
+    """Enqueue the scores of rows, without waiting for the device.
 
-    ``logits_of``: from rows of ``hidden`` [n, hidden_size] to their logits, float32 [_, vocab_size];
+    ``logits_of``: returns the logits, float32 [_, vocab_size], of rows of ``hidden`` [n, hidden_size];
     ``token_ids``: int64 [n] on the same device, the token behind each row; ``num_top``: how many of the best
     tokens, at most the whole vocabulary.
     """

@@ -1,6 +1,6 @@
-"""How the ranks of a node wake each other up: a message a ring, straight from engine to engine.
+"""Lets the ranks of a node wake each other: each ring is a message straight from engine to engine.
 
-Neither who rings nor who hears waits, and nobody is between them.
+Neither the rank that rings nor the one that hears waits.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import zmq
 
 _NUMBER = struct.Struct("<q")
 _MAX_FRAME_BYTES = 1024
-"""ZMQ's greetings are larger than a ring."""
+"""Greatest frame that is accepted; ZMQ's greetings are larger than a ring."""
 _MAX_RINGS = 64
-"""That wait for a rank; of those that it hears late the last ones are enough."""
+"""Rings that wait for a rank; one that reads late needs only the last ones."""
 
 
 class RankBells:
-    """One rank's bell, which others ring, and what it rings theirs by."""
+    """One rank's bell, which others ring, and its connections to theirs."""
 
     def __init__(self, endpoint: str) -> None:
-        """``endpoint``: of ZMQ, to bind; a port may be ``*``. Raises OSError."""
+        """``endpoint``: the ZMQ endpoint to bind, whose port may be ``*``. Raises OSError."""
         self.socket = _socket(zmq.PULL)
         self._others: list[zmq.Socket[bytes]] = []
         try:
@@ -31,7 +31,7 @@ class RankBells:
             self.socket.close()
             raise OSError(error.errno, f"cannot listen at {endpoint}: {error}") from error
         self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where others ring."""
+        """The endpoint at which others ring, with its port."""
 
     def connect(self, others: Mapping[int, str]) -> None:
         """``others``: the endpoints of the other ranks."""
@@ -41,13 +41,13 @@ class RankBells:
             self._others.append(bell)
 
     def ring(self, number: int) -> None:
-        """Have the other ranks hear ``number``; one that is gone hears nothing."""
+        """Send ``number`` to the other ranks; nothing is sent to one that is gone."""
         for bell in self._others:
             with suppress(zmq.Again):
                 bell.send(_NUMBER.pack(number), zmq.NOBLOCK)
 
     def heard(self) -> list[int]:
-        """What other ranks have rung since the last call."""
+        """Return the numbers that other ranks have rung since the last call."""
         numbers: list[int] = []
         with suppress(zmq.Again):
             while len(numbers) < _MAX_RINGS:

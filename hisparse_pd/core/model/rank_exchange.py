@@ -1,11 +1,11 @@
-"""Whether the GPUs of a node give each other tokens and sums over memory that they have of each other.
+"""Gathers and sums among the GPUs of a node over each other's memory, where that is possible.
 
-They do where all ranks are on one machine, each GPU reaches the memory of all others, and what all of them
-try together at the start arrives: ``connect`` has the same outcome on every rank, which says why not.
+It is where all ranks are on one machine, each GPU reaches the memory of all others, and a trial at the start
+succeeds. ``connect`` has the same outcome on every rank, and logs why not.
 
-A sum has one arithmetic, ``RankExchange.sum_own``'s, whatever the number of tokens: NCCL's order of additions
-goes by the size, and a request's tokens would depend on who is beside it. A gather adds nothing, so large
-ones may go either way.
+Sums go this way whatever their size, in one order of additions (``RankExchange.sum_own``): NCCL's order
+depends on the size, and a request's tokens would depend on others in the batch. A gather adds nothing, so
+large ones may go by NCCL.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, RankMemory
 log = logging.getLogger(__name__)
 
 Meet = Callable[[str, str], dict[int, str]]
-"""``RankGroup.meet``"""
+"""The type of ``RankGroup.meet``."""
 
 MAX_GATHER_BYTES = 4 << 20
-"""Of a rank's tokens: NCCL gathers more of them as fast, with blocks that it has anyway."""
+"""Most bytes of a rank's tokens that are gathered here; NCCL gathers more of them as fast, with blocks that
+it has anyway."""
 TRIAL_SECS = 20.0
-"""That ranks wait for each other in a trial, where all of them have compiled before."""
+"""How long ranks wait for each other in a trial; all of them have compiled before."""
 TRIAL_ROWS = (1, 5, 64, 199)
-"""Rows of the trials' exchanges: of one block and of many, and of several rounds."""
+"""Rows of the trials' exchanges, which take one block, many blocks, and several rounds."""
 _TRIAL_COLUMNS = 7168
 _PRIME = 65521
 _NUM_TRIALS = 3
-"""As many pass through all banks of the memory."""
+"""Trials of each size; that many use all banks of the memory."""
 
 
 class RankExchange:
@@ -46,24 +47,24 @@ class RankExchange:
         self._is_trial = False
 
     def gathers(self, x: Tensor) -> bool:
-        """Whether this is the way for ``x``, the same on all ranks."""
+        """Whether ``x`` is to be gathered here; the answer is the same on all ranks."""
         return x.nbytes <= self.max_gather_bytes
 
     def sums(self, x: Tensor) -> bool:
-        """The same of a sum, by the dtype alone."""
+        """Whether ``x`` is to be summed here; only the dtype decides."""
         return x.dtype in SUM_DTYPES
 
     def gather(self, out: Tensor, x: Tensor) -> None:
-        """As ``RankGroup.gather``, into ``out``."""
+        """Do ``RankGroup.gather`` into ``out``."""
         self.memory.gather(out, x, self._patience_secs, only_notes_overdue=self._is_trial)
 
     def sum_own(self, out: Tensor, x: Tensor) -> None:
-        """As ``RankGroup.sum_own``, into ``out``."""
+        """Do ``RankGroup.sum_own`` into ``out``."""
         self.memory.sum_own(out, x, self._patience_secs, only_notes_overdue=self._is_trial)
 
     @torch.no_grad()
     def fault(self, device: torch.device) -> str:
-        """What is wrong with what arrives of exchanges that all ranks make now; "": nothing is."""
+        """Return what is wrong with exchanges that all ranks make now, or an empty string."""
         patience_secs, self._patience_secs, self._is_trial = self._patience_secs, TRIAL_SECS, True
         try:
             for number in range(_NUM_TRIALS):
@@ -95,8 +96,10 @@ class RankExchange:
 
 
 def _values(first_row: int, num_rows: int, number: int, rank: int, device: torch.device) -> Tensor:
-    """Rows of what a rank gives in a trial, which all ranks know of each other: whole numbers below a prime,
-    spread over several powers of two, so that sums are rounded."""
+    """Return rows of a rank's input to a trial, which every rank can compute for all.
+
+    They are whole numbers below a prime, spread over several powers of two, so that sums are rounded.
+    """
     start, stop = first_row * _TRIAL_COLUMNS, (first_row + num_rows) * _TRIAL_COLUMNS
     places = torch.arange(start, stop, device=device)
     values = (places * 48271 + (8 * number + rank + 1) * 16807) % _PRIME - _PRIME // 2
@@ -104,7 +107,7 @@ def _values(first_row: int, num_rows: int, number: int, rank: int, device: torch
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    """What ``RankExchange.sum_own`` makes of the ranks' parts, bit for bit."""
+    """Return the sum that ``RankExchange.sum_own`` makes of the ranks' parts, bit for bit."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -114,8 +117,10 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
 def connect(
     meet: Meet, device: torch.device, rank: int, num_ranks: int, patience_secs: float, *, is_wanted: bool
 ) -> RankExchange | None:
-    """All ranks of one machine make this call; None on all of them where one of them cannot, or does not want
-    to. ``patience_secs``: that a rank may be late in an exchange.
+    """Connect all ranks of one machine, which make this call together.
+
+    Returns None on all of them where one of them cannot, or does not want to. ``patience_secs``: how long an
+    exchange waits for a late rank.
     """
     own: list[RankMemory] = []
 
@@ -156,11 +161,11 @@ def _trial(exchange: RankExchange, device: torch.device) -> str:
 
 
 def _meet(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dict[int, str], dict[int, str]]:
-    """The word that each rank has for the others, and why ranks have none: whatever ``do`` raises."""
+    """Return the word of each rank, which ``do`` makes, and the refusals of ranks on which it raised."""
     try:
         word = {"word": do()}
     except Exception as error:
-        # Of the driver, of cupy, which may be missing, of the compiler: NCCL does what this would.
+        # From the driver, the compiler, or cupy, which may be missing: NCCL is used instead.
         word = {"refusal": f"{type(error).__name__}: {error}"}
     words = {rank: json.loads(text) for rank, text in meet(what, json.dumps(word)).items()}
     refusals = {rank: found["refusal"] for rank, found in words.items() if "refusal" in found}

@@ -1,10 +1,10 @@
-"""The ranks of a node: what one of them sees of the others. The only user of torch.distributed.
+"""The ranks of a node as one of them sees them. Only this module imports torch.distributed.
 
-A rank is an engine process with its own GPU, or its share of the CPU. Ranks have the model's routed experts
-in common, so they make their forwards together: every rank calls the same operations in the same order. An
-operation in which a rank is missing fails everywhere when its time is up, or when the connection breaks.
-What comes before, a start, takes some ranks minutes longer than others, so they meet before their first one;
-and forwards that compile kernels, which on a fresh machine takes longer than an operation, are rehearsals.
+A rank is an engine process with its own GPU, or its share of the CPU. Ranks share the model's routed experts,
+so they make their forwards together: every rank calls the same operations in the same order. An operation
+that a rank does not join fails everywhere when its time is up or the connection breaks. Starting takes some
+ranks minutes longer than others, so ranks meet before their first operation. Compiling kernels may take
+longer than an operation, so forwards that compile them are rehearsals.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LAST_WORDS_SECS = 10.0
 
 
 class RankGroupError(StartError):
-    """The ranks of a node cannot work together, or not any more."""
+    """The ranks of a node cannot, or can no longer, work together."""
 
 
 class RankGroup:
-    """The operations of all ranks, which raise RankGroupError. One object a process."""
+    """The operations of all ranks, which raise RankGroupError. A process has one group."""
 
     def __init__(
         self,
@@ -48,23 +48,26 @@ class RankGroup:
         start_secs: float = 300.0,
         over_memory: bool = True,
     ) -> None:
-        """Waits for the other ranks: ``start_secs`` at most here and in ``meet``, ``agree_secs`` in an
-        agreement, ``forward_secs`` in a forward, where a rank may compute a chunk, or compile a kernel, while
-        others have nothing to do. ``over_memory``: GPUs of one machine exchange over each other's memory, if
-        all ranks want it and all can; else by NCCL.
+        """Waits for the other ranks.
+
+        ``start_secs``: how long to wait here and in ``meet``; ``agree_secs``: in an agreement;
+        ``forward_secs``: in a forward, where a rank may compute a chunk, or compile a kernel, while others
+        have nothing to do. ``over_memory``: GPUs of one machine exchange over each other's memory if all
+        ranks want and can, else by NCCL.
         """
         self.rank, self.size = place.rank, place.size
         self.step_tokens = 0
-        """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
+        """Tokens of each rank in the current forward, padding included; 0: as many as are given."""
         self.exchange: rank_exchange.RankExchange | None = None
-        """How GPUs gather and sum; None: by NCCL, as also what it leaves to that."""
+        """The exchange over GPUs' memory. NCCL does what it does not take, and everything where it is
+        None."""
         self._is_rehearsal = False
         self._agree_secs = agree_secs
         self._page: RankPage | None = None
         self._forward_secs = forward_secs
         self._start_secs = start_secs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its start-up fails where fabrics are split
         try:
             own_address = _use_network(place)
             self._store = _open_store(place, start_secs)
@@ -74,7 +77,7 @@ class RankGroup:
         try:
             bells = self.meet("started", self.bells.endpoint)
             self.bells.connect({rank: bell for rank, bell in bells.items() if rank != self.rank})
-            if not place.meeting_host:  # else they are on several machines
+            if not place.meeting_host:  # all ranks are on one machine
                 self._page = share_page(self.rank, self.size, self.meet)
         except RankGroupError:
             self.bells.close()
@@ -97,7 +100,7 @@ class RankGroup:
             )
 
     def meet(self, what: str, word: str = "") -> dict[int, str]:
-        """Wait until all ranks have done ``what``: no operation, and with more patience than one has.
+        """Wait until all ranks have done ``what``, for longer than an operation waits.
 
         Returns the ``word`` of each rank.
         """
@@ -118,7 +121,7 @@ class RankGroup:
             ) from error
 
     def check_same(self, mine: Mapping[str, object]) -> None:
-        """Raises RankGroupError where another rank has other values of these settings."""
+        """Raise RankGroupError where another rank has other values of these settings."""
         words = self.meet("been configured", json.dumps(mine, sort_keys=True))
         self._store.set(f"compared {self.rank}", "")
         of_all = {rank: json.loads(word) for rank, word in words.items()}
@@ -132,23 +135,23 @@ class RankGroup:
                     )
 
     def _wait_for_readers(self) -> None:
-        """Rank 0 is about to end, and the others' words with it: until all ranks have read them."""
+        """Wait until all ranks have read each other's words, which end with rank 0's process."""
         if self.rank == 0:
             others = [f"compared {rank}" for rank in range(1, self.size)]
-            with suppress(RuntimeError):  # the error that this rank ends with says more
+            with suppress(RuntimeError):  # this rank's own error says more
                 self._store.wait(others, timedelta(seconds=_LAST_WORDS_SECS))
 
     def share_of(self, num_experts: int) -> range:
-        """The experts of this rank."""
+        """Return the numbers of this rank's experts."""
         return range(num_experts * self.rank // self.size, num_experts * (self.rank + 1) // self.size)
 
     @property
     def shares_memory(self) -> bool:
-        """All ranks are on one machine, and agree through its memory."""
+        """Whether all ranks are on one machine and agree through its memory."""
         return self._page is not None
 
     def agree(self, *values: int) -> list[tuple[int, ...]]:
-        """What every rank said, in the order of ranks."""
+        """Tell all ranks ``values``. Returns those of every rank, in the order of ranks."""
         page = self._page
         if page is None:
             return self.agree_over_network(*values)
@@ -156,7 +159,7 @@ class RankGroup:
         return said
 
     def agree_over_network(self, *values: int) -> list[tuple[int, ...]]:
-        """The same by gloo, wherever ranks are."""
+        """Do ``agree`` by gloo, wherever ranks are."""
         mine = torch.tensor(values, dtype=torch.int64)
         of_all = mine.new_empty(self.size * len(values))
         timeout = timedelta(seconds=self._agree_secs)
@@ -165,9 +168,9 @@ class RankGroup:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Forwards within are this rank's alone, with itself in every rank's place; their results are no use.
+        """Let this rank make forwards alone, taking every other rank's place; their results mean nothing.
 
-        At the end all ranks meet, with the patience of a start. Once in a process.
+        At the end all ranks meet, with the patience of a start. A process may rehearse once.
         """
         self._is_rehearsal = True
         try:
@@ -177,7 +180,7 @@ class RankGroup:
         self.meet("rehearsed")
 
     def gather(self, x: Tensor) -> Tensor:
-        """[size * n, …]: ``x`` [n, …] of every rank, in the order of ranks."""
+        """Return ``x`` [n, …] of every rank, in the order of ranks: [size * n, …]."""
         if self._is_rehearsal:
             return torch.cat([x] * self.size)
         of_all = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -189,10 +192,10 @@ class RankGroup:
         return of_all
 
     def sum_own(self, x: Tensor) -> Tensor:
-        """[n, …]: this rank's part of ``x`` [size * n, …], summed over all ranks.
+        """Return this rank's part of ``x`` [size * n, …], summed over all ranks: [n, …].
 
-        With an ``exchange`` in the order of ranks, whatever ``n`` is, so that a token's bits do not depend on
-        the others. By NCCL the order goes by ``n`` where there are more than two ranks.
+        With an ``exchange``, parts are added in the order of ranks whatever ``n`` is, so that a token's bits
+        do not depend on other tokens. With NCCL and more than two ranks, the order depends on ``n``.
         """
         if self._is_rehearsal:
             return x[: x.shape[0] // self.size].clone()
@@ -206,7 +209,8 @@ class RankGroup:
 
     @contextmanager
     def bounded_wait(self) -> Iterator[None]:
-        """Around a wait for the device, which another rank may keep for ever: this process ends before."""
+        """Bound a wait for the device, which another rank may block for ever: this process ends when it takes
+        too long."""
         faulthandler.dump_traceback_later(self._forward_secs, exit=True)
         try:
             yield
@@ -214,8 +218,9 @@ class RankGroup:
             faulthandler.cancel_dump_traceback_later()
 
     def leave(self) -> None:
-        """Done. On a GPU this process ends here, with status 0: NCCL waits for CUDA graphs that hold its
-        operations to be gone, and so an orderly exit never ends.
+        """Leave the group. On a GPU this process ends here, with status 0.
+
+        NCCL waits until CUDA graphs with its operations are gone, so that an orderly exit would never end.
         """
         if self._stream is None:
             dist.destroy_process_group()
@@ -227,8 +232,9 @@ class RankGroup:
         os._exit(0)
 
     def _in_order(self, operation: Callable[[], Any]) -> None:
-        """Streams of one rank that run beside each other have to do these in the order of their calls: in one
-        stream, between what the current one has and what it gets.
+        """Run an operation on the group's own stream, behind the current stream's work and before its next.
+
+        Concurrent streams of a rank must make their operations in the order of the calls.
         """
         if self._stream is None:
             self._together(operation)
@@ -248,7 +254,7 @@ class RankGroup:
 
 
 def _use_network(place: RankPlace) -> str:
-    """The address of this rank's machine, on the interface that gloo and NCCL are told to use."""
+    """Tell gloo and NCCL which interface to use. Returns this machine's address on it."""
     if not place.meeting_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         return ""
@@ -260,7 +266,8 @@ def _use_network(place: RankPlace) -> str:
 
 
 def _open_store(place: RankPlace, start_secs: float) -> Any:
-    """Where ranks leave words for each other before they are connected: a file, or with rank 0."""
+    """Return the store in which ranks leave words before they are connected: a file, or a server of rank
+    0."""
     if not place.meeting_host:
         return dist.FileStore(place.meeting_path, place.size)  # type: ignore[attr-defined]
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -278,6 +285,6 @@ def _bell_of(place: RankPlace, own_address: str) -> str:
     return f"tcp://[{own_address}]:*" if ":" in own_address else f"tcp://{own_address}:*"
 
 
-# torch 2.13 has new names for both, and warns of the old ones.
+# torch 2.13 has new names for both and warns about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

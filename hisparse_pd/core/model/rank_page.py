@@ -1,18 +1,18 @@
-"""Shared memory in which the ranks of one machine tell each other numbers: a page, and sockets between them.
+"""A page of shared memory, and sockets, by which the ranks of one machine agree on numbers in microseconds.
 
-An agreement takes microseconds: a rank writes its numbers into its row of the page, and reads the others'
-rows until all are there. It looks for a moment, and then sleeps at its socket to a rank that has not spoken,
-which sends a byte when it has. The same sockets tell of a rank that has ended.
+In an agreement a rank writes its numbers into its row of the page and reads the others' rows until all are
+there. It polls for a moment and then sleeps at its socket to a rank whose row is missing, which sends a byte
+when it has written. The same sockets show that a rank has ended.
 
-Memory is not ordered between processors on all machines (on ARM it is not), so nothing here goes by the order
-of two writes. Each word of 8 bytes, which is aligned and so written and read as a whole, carries a value and
-the number of its agreement: a rank has spoken when all words of its row carry the number. There are two banks
-of rows, used by turns. A rank writes into a bank again when the others have spoken in the agreement between,
-and what they wrote there depends on their having read all of this bank. So a row is of this agreement or of
-the last but one, never newer, and some bits of the number are enough to tell.
+Not all machines keep the order of two writes between processors (ARM does not), so nothing here depends on
+it. Each word has 8 aligned bytes, is written and read as a whole, and carries a value and the number of its
+agreement: a row is complete when all of its words carry the number. Two banks of rows alternate. A rank
+writes into a bank again only when the others have spoken in the agreement between, for which they had to read
+all of this bank. A row is therefore of this agreement or of the last but one, never newer, and some bits of
+the number suffice to tell.
 
-The page is a memfd and the socket that hands it out has an abstract name: nothing is left of them when the
-ranks have ended, however that was. A process of the machine that finds the name must know the nonce, too.
+The page is a memfd, and the socket that hands it out has an abstract name: nothing is left when the ranks
+have ended, in whatever way. A process that finds the name must also know the nonce.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from typing import Final, Protocol, TypeVar
 log = logging.getLogger(__name__)
 
 WIDTH: Final = 4
-"""Words of a row. More values than these are agreed on in several turns."""
+"""Words of a row; more values take several rounds."""
 NUMBER_BITS: Final = 16
 MAX_VALUE: Final = (1 << (63 - NUMBER_BITS)) - 1
 SPIN_SECS: Final = 200e-6
-"""A rank looks for so long before it sleeps, where there is a core for each. To be woken takes some 30 us."""
+"""How long a rank polls before it sleeps, where each rank has a core; waking one takes some 30 us."""
 SHORT_SPIN_SECS: Final = 20e-6
-"""The same where ranks share cores; others get the core between two looks."""
+"""How long a rank polls where ranks share cores; it yields the core between two looks."""
 LOOK_SECS: Final = 0.005
-"""One that sleeps looks again after so long: neither its own word that it sleeps nor another's numbers may
-have been visible to the other yet when each looked."""
+"""Longest sleep between two looks, because when a rank went to sleep, neither its note that it sleeps nor
+another's numbers may have been visible to the other side yet."""
 ANSWER_SECS: Final = 10.0
-"""For the page, of which all know by then that it comes."""
+"""How long ranks wait for the page, when all know that it comes."""
 _NUMBER_MASK: Final = (1 << NUMBER_BITS) - 1
 _WORD_BYTES: Final = 8
 _HELLO_BYTES: Final = 128
 
 
 class RankLost(RuntimeError):
-    """A rank has ended, or has said nothing in time."""
+    """A rank has ended, or has not spoken in time."""
 
 
 class RankPage:
-    """One rank's view of the page. Only one thread at a time may use it."""
+    """One rank's view of the page. Only one thread may use it at a time."""
 
     def __init__(self, rank: int, memory: mmap.mmap, others: Mapping[int, socket.socket]) -> None:
-        """``others``: a connection to each other rank. Both are closed with this object."""
+        """``others``: a connection to each other rank. ``close`` closes these and ``memory``."""
         self._rank, self._size = rank, len(others) + 1
         self._memory, self._others = memory, others
-        words = memoryview(memory).cast("q")  # native: each item is read and written by one 8-byte access
+        words = memoryview(memory).cast("q")  # native format: one 8-byte access for each item
         num_words = self._size * WIDTH
         self._banks = words[:num_words], words[num_words : 2 * num_words]
         self._awaited = words[2 * num_words : 2 * num_words + self._size]
-        """For each rank that sleeps, 1 + the rank that is to wake it; else 0."""
+        """Entry i is 1 + the rank that must wake rank i, or 0 while rank i is awake."""
         self._views = words, *self._banks, self._awaited
         self._number = 0
         self._ended: set[int] = set()
@@ -73,9 +73,10 @@ class RankPage:
         self._spin_secs = SPIN_SECS if has_cores else SHORT_SPIN_SECS
 
     def agree(self, values: Sequence[int], timeout_secs: float) -> list[tuple[int, ...]]:
-        """What every rank said, in the order of ranks; all say equally many values, of MAX_VALUE at most.
+        """Tell all ranks ``values``. Returns those of every rank, in the order of ranks.
 
-        Raises RankLost, in each rank now or in its next agreement, and ValueError for a value out of bounds.
+        All ranks give equally many values, between -MAX_VALUE and MAX_VALUE. Raises RankLost, in each rank
+        now or in its next agreement, and ValueError for a value out of bounds.
         """
         if len(values) > WIDTH:
             first, rest = (self.agree(part, timeout_secs) for part in (values[:WIDTH], values[WIDTH:]))
@@ -96,7 +97,8 @@ class RankPage:
         return [tuple(said[start : start + len(values)]) for start in range(0, len(said), WIDTH)]
 
     def close(self) -> None:
-        """Let go of the page and of the others, for whom this rank has ended. May be called again."""
+        """Close the page and the connections, so that the others see this rank as ended. May be called
+        again."""
         for view in reversed(self._views):
             view.release()
         self._memory.close()
@@ -104,16 +106,16 @@ class RankPage:
             other.close()
 
     def _wake_others(self) -> None:
-        """Those that sleep until this rank has spoken."""
+        """Wake the ranks that sleep until this one has spoken."""
         awaited = self._awaited.tolist()
         if any(awaited):
             for rank, its_waker in enumerate(awaited):
                 if its_waker == self._rank + 1 and rank != self._rank:
-                    with contextlib.suppress(OSError):  # it has ended, or was sent all that it can hold
+                    with contextlib.suppress(OSError):  # it has ended, or its socket is full
                         self._others[rank].send(b"!", socket.MSG_DONTWAIT)
 
     def _all_of(self, bank: memoryview, number: int, timeout_secs: float) -> list[int]:
-        """The words of ``bank`` as soon as all are of ``number``."""
+        """Wait until all words of ``bank`` carry ``number``. Returns the words."""
         words = bank.tolist()
         if _are_all(words, number):
             return words
@@ -132,15 +134,15 @@ class RankPage:
                 )
                 self._check(missing, waited_secs, timeout_secs)
                 if self._awaited[self._rank] != missing[0] + 1:
-                    self._awaited[self._rank] = missing[0] + 1  # and look once more
+                    self._awaited[self._rank] = missing[0] + 1  # then look once more
                 else:
                     self._sleep(missing, min(LOOK_SECS, timeout_secs - waited_secs))
         finally:
-            if self._awaited[self._rank]:  # others look at it: leave it alone where it is 0
+            if self._awaited[self._rank]:  # others poll this word, so write only to change it
                 self._awaited[self._rank] = 0
 
     def _check(self, missing: Sequence[int], waited_secs: float, timeout_secs: float) -> None:
-        """Raises RankLost for one of ``missing`` that has ended, or when the time is up."""
+        """Raise RankLost if one of ``missing`` has ended, or the time is up."""
         if ended := [rank for rank in missing if rank in self._ended]:
             self._lost = f"rank {ended[0]} has ended, or has given up"
         elif waited_secs >= timeout_secs:
@@ -150,11 +152,11 @@ class RankPage:
             return
         for other in self._others.values():
             with contextlib.suppress(OSError):
-                other.shutdown(socket.SHUT_RDWR)  # they need not wait as long
+                other.shutdown(socket.SHUT_RDWR)  # they need not wait, too
         raise RankLost(self._lost)
 
     def _sleep(self, missing: Sequence[int], secs: float) -> None:
-        """Until one of ``missing`` has sent a byte or ended."""
+        """Sleep until one of ``missing`` has sent a byte or ended."""
         poll = select.poll()
         ranks = {self._others[rank].fileno(): rank for rank in missing}
         for descriptor in ranks:
@@ -175,13 +177,13 @@ def _are_all(words: Sequence[int], number: int) -> bool:
     return [word & _NUMBER_MASK for word in words].count(number) == len(words)
 
 
-# --- how the ranks come to have it --------------------------------------------------------------------------
+# --- making and sharing the page ----------------------------------------------------------------------------
 
 
 def share_page(rank: int, size: int, meet: Callable[[str, str], Mapping[int, str]]) -> RankPage | None:
-    """The page of all ranks; None, in every rank, where one of them cannot have it.
+    """Make the page and share it among all ranks. Returns None in every rank if one of them cannot have it.
 
-    ``meet``: ``RankGroup.meet``, whose errors come through.
+    ``meet``: ``RankGroup.meet``, whose errors pass through.
     """
     with contextlib.ExitStack() as undo:
         offer: PageOffer | None = None
@@ -215,7 +217,7 @@ C = TypeVar("C", bound=_Closable)
 
 
 def _tried(make: Callable[[], C], undo: contextlib.ExitStack) -> tuple[C | None, str]:
-    """What ``make`` makes, to be closed by ``undo``; or why it cannot."""
+    """Return the result of ``make``, which ``undo`` closes, or None and the error."""
     try:
         return undo.enter_context(contextlib.closing(make())), ""
     except OSError as error:
@@ -223,14 +225,14 @@ def _tried(make: Callable[[], C], undo: contextlib.ExitStack) -> tuple[C | None,
 
 
 class PageOffer:
-    """Rank 0's: an abstract socket at which other ranks ask for the page."""
+    """Rank 0's abstract socket, at which other ranks ask for the page."""
 
     def __init__(self) -> None:
         """Raises OSError."""
         self._nonce = secrets.token_hex(16)
         name = f"hisparse-pd ranks {secrets.token_hex(16)}"
         self.word = f"{name} {self._nonce}"
-        """What the other ranks must be told, and nobody else."""
+        """The name and nonce for the other ranks; a secret between them."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind("\0" + name)
@@ -240,7 +242,10 @@ class PageOffer:
             raise
 
     def share(self, size: int) -> RankPage:
-        """Make the page for the ranks of ``range(size)``, all of which have asked for it. Raises OSError."""
+        """Make the page and send it to all other ranks of ``range(size)``, which have asked for it.
+
+        Raises OSError.
+        """
         with contextlib.ExitStack() as stack:
             askers = self._askers(size, stack)
             fd = os.memfd_create("hisparse-pd ranks", os.MFD_CLOEXEC)
@@ -258,7 +263,7 @@ class PageOffer:
             return _page_of(0, size, fd, own)
 
     def _askers(self, size: int, stack: contextlib.ExitStack) -> dict[int, socket.socket]:
-        """The connections of the other ranks; one that does not know the nonce is let go of."""
+        """Return the connections of the other ranks. One without the nonce is ignored."""
         askers: dict[int, socket.socket] = {}
         ends_at = time.monotonic() + ANSWER_SECS
         while len(askers) < size - 1:
@@ -279,7 +284,7 @@ class PageRequest:
     """Another rank's connection to rank 0, until it has the page."""
 
     def __init__(self, word: str, rank: int) -> None:
-        """Raises OSError, as where rank 0 is on another machine or in another network namespace."""
+        """Raises OSError, for example if rank 0 is on another machine or in another network namespace."""
         self._rank = rank
         name, _, nonce = word.rpartition(" ")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -292,7 +297,7 @@ class PageRequest:
             raise
 
     def share(self, size: int) -> RankPage:
-        """What rank 0 has made for the ranks of ``range(size)``. Raises OSError."""
+        """Receive the page that rank 0 has made for the ranks of ``range(size)``. Raises OSError."""
         _, descriptors, _, _ = socket.recv_fds(self._socket, _HELLO_BYTES, size)
         try:
             if len(descriptors) != size:

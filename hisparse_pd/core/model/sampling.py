@@ -1,12 +1,12 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, seeds, logprobs, and when a request is
-finished. Penalties and biases come first (``token_counts.py``).
+"""Draws tokens from logits (greedy, temperature, top-k, top-p, min-p, seeds), with logprobs, and decides when
+a request is finished. Penalties and biases are applied before (``token_counts.py``).
 
-A row's outcome depends on its own logits, settings and output index only, never on the rest of the batch,
-and a seeded draw is a function of (seed, output index, logits), up to the rounding of float64: whichever node
-samples token ``i``, the stream is one.
+A row's token depends on its own logits, settings and output index only, never on the rest of the batch. A
+seeded draw is a function of (seed, output index, logits), up to the rounding of float64: whichever node draws
+token ``i``, the stream is the same.
 
-Random numbers are made on the host, and everything else happens on the logits' device without waiting for it,
-so that a decode node can launch the next step before anybody has read this one's tokens.
+Random numbers are made on the host. Everything else happens on the logits' device without waiting for it, so
+that a decode node can launch the next step before anybody has read this one's tokens.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _DRAW_BITS = 53
 
 @dataclass(frozen=True)
 class Sampled:
-    """What ``enqueue_sample`` gives: on the device now, and on the host when the device is done."""
+    """The result of ``enqueue_sample``: on the device now, and on the host when the device is done."""
 
     token_ids: Tensor
-    """int64 [num_reqs] on the logits' device."""
+    """The tokens, int64 [num_reqs], on the logits' device."""
     logprobs: tuple[_Logprobs, ...]
 
     def read_logprobs(self, token_ids: Sequence[int]) -> list[TokenLogprob | None]:
-        """A value for each row, None where nobody asked; ``token_ids``: the tokens, as the host knows them.
+        """Return the logprobs of each row, None where they are not asked for. ``token_ids``: the tokens, on
+        the host.
 
-        On a GPU to be called when the stream of ``enqueue_sample`` has come this far.
+        On a GPU, call this when the stream has passed ``enqueue_sample``.
         """
         results: list[TokenLogprob | None] = [None] * len(token_ids)
         for part in self.logprobs:
@@ -52,13 +53,13 @@ class Sampled:
 
 @dataclass(frozen=True)
 class _Logprobs:
-    """Of the rows that asked for equally many; on the host, or on their way there."""
+    """Logprobs of the rows that asked for equally many; they are on the host, or on their way there."""
 
     rows: Sequence[int]
     token_ids: Tensor
-    """int64 [num_rows, num_logprobs]: the likeliest tokens, of equally likely ones the lowest ids first."""
+    """The likeliest tokens, of equally likely ones the lowest ids first: int64 [num_rows, num_logprobs]."""
     values: Tensor
-    """float32 [num_rows, 1 + num_logprobs]: of the sampled token, then of the likeliest ones."""
+    """Logprobs of the drawn token, then of the likeliest ones: float32 [num_rows, 1 + num_logprobs]."""
 
 
 def sample(
@@ -70,11 +71,11 @@ def sample(
     counts: CountedRows | None = None,
     masks: Tensor | None = None,
 ) -> tuple[list[int], list[TokenLogprob | None]]:
-    """One token for each row, with its logprobs where they are asked for; see ``enqueue_sample``."""
+    """Draw one token for each row, with its logprobs where they are asked for (``enqueue_sample``)."""
     if counts is None and any(param.changes_logits for param in params):
         raise ValueError("sample: params with penalties or biases, and no counts")
     sampled = enqueue_sample(logits, params, num_generated, eos_token_ids, counts=counts, masks=masks)
-    token_ids: list[int] = sampled.token_ids.tolist()  # waits for the device, and so for the logprobs
+    token_ids: list[int] = sampled.token_ids.tolist()  # waits for the device, hence for the logprobs, too
     return token_ids, sampled.read_logprobs(token_ids)
 
 
@@ -87,14 +88,14 @@ def enqueue_sample(
     counts: CountedRows | None = None,
     masks: Tensor | None = None,
 ) -> Sampled:
-    """``sample`` on the logits' device and current stream, without waiting.
+    """Enqueue ``sample`` on the logits' device and current stream, without waiting.
 
-    ``logits``: float32 [num_reqs, vocab_size], not changed; ``num_generated``: output tokens of each
-    request so far, resumed ones left out, which is the index of the token drawn now behind those.
-    ``counts``: needed where params change logits.
-    ``masks``: int32 [num_reqs, num_words], bits of the tokens that may be drawn, as of ``kernels.bit_masks``;
-    None: all. Where a mask leaves only tokens that end the request, one of them is drawn, min_new_tokens or
-    not. Logprobs are those of the logits as they came: unscaled, unmasked, without penalties and biases.
+    ``logits``: float32 [num_reqs, vocab_size], not changed. ``num_generated``: output tokens of each request
+    so far, resumed ones not counted; behind those it is the index of the token that is drawn now. ``counts``:
+    needed where params change logits. ``masks``: int32 [num_reqs, num_words], bits of the tokens that may be
+    drawn (``kernels.bit_masks``); None: all. Where a mask allows only tokens that end the request, one of
+    them is drawn, whatever min_new_tokens is. Logprobs are those of the given logits: unscaled, unmasked,
+    without penalties and biases.
     """
     if not len(params) == len(num_generated) == logits.shape[0]:
         raise ValueError(
@@ -120,8 +121,9 @@ def enqueue_sample(
 def finish_reason(
     token_id: int, num_output: int, params: SamplingParams, eos_token_ids: Sequence[int]
 ) -> tuple[FinishReason | None, int | None]:
-    """Why a request ends with ``token_id`` as its ``num_output``-th output token, and the stop token met."""
-    # Where eos is ignored, a grammar allows it only when it is over.
+    """Return why a request ends with ``token_id`` as its ``num_output``-th output token, and the stop token
+    if one ends it."""
+    # Where eos is ignored, a grammar allows it only at its end.
     is_eos = token_id in eos_token_ids and (not params.ignore_eos or bool(params.grammar))
     if is_eos or token_id in params.stop_token_ids:
         return FinishReason.STOP, token_id
@@ -138,8 +140,10 @@ def _forbid_early_stop(
     *,
     may_yield: bool,
 ) -> Tensor:
-    """``logits`` without the tokens that would end a request before its min_new_tokens; with ``may_yield``
-    only in rows that have others."""
+    """Return ``logits`` with -inf for tokens that would end a request before its min_new_tokens.
+
+    With ``may_yield``, rows in which no other token is left stay as they are.
+    """
     rows: list[int] = []
     forbidden: list[int] = []
     for row, (param, generated) in enumerate(zip(params, num_generated, strict=True)):
@@ -162,10 +166,10 @@ def _forbid_early_stop(
 def _draw(
     logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], is_cut: bool
 ) -> Tensor:
-    """int64 [num_rows]: drawn from softmax(logits / temperature), by inverting its sum.
+    """Draw from softmax(logits / temperature) by inverting its cumulative sum. Returns int64 [num_rows].
 
-    ``is_cut``: whether top_k or top_p of every row leaves tokens out; of none otherwise. Those of top_k are
-    left out first, then those of top_p, then those of min_p. Of equal logits the lower id comes first.
+    ``is_cut``: whether top_k or top_p leaves tokens out, in all of these rows or in none. top_k is applied
+    first, then top_p, then min_p. Of equal logits the lower id comes first.
     """
     device, vocab_size = logits.device, logits.shape[1]
 
@@ -173,7 +177,7 @@ def _draw(
         return to_device(values, device, torch.float64)[:, None]
 
     scaled = logits.double()
-    # The largest logit is taken off before the division, so that a tiny temperature cannot overflow.
+    # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
     scaled = (scaled - scaled.amax(dim=1, keepdim=True)) / column([param.temperature for param in params])
     candidates = None
     rank = torch.arange(vocab_size, device=device)
@@ -183,7 +187,7 @@ def _draw(
         scaled = scaled.masked_fill(rank >= top_k, float("-inf"))
     probs = torch.softmax(scaled, dim=1)
     if is_cut:
-        # Kept: every token before which less than top_p has gathered, and always the likeliest.
+        # A token is kept if those before it sum to less than top_p; the likeliest is always kept.
         is_kept = (cumulate(probs) - probs < column([param.top_p for param in params])) | (rank == 0)
         probs = probs * is_kept
     if any(param.min_p > 0 for param in params):
@@ -196,14 +200,15 @@ def _draw(
         ]
     )
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    # Rounding may put the threshold at the very end, behind the last token of non-zero probability.
+    # Rounding may put the threshold behind the last token of non-zero probability.
     last = torch.where(probs > 0, rank, 0).amax(dim=1, keepdim=True)
     drawn = torch.minimum(drawn, last)
     return (drawn if candidates is None else candidates.gather(1, drawn))[:, 0]
 
 
 def _uniform(seed: int | None, output_index: int) -> float:
-    """A number in [0, 1): of the OS's entropy without a seed, else a function of seed and output index."""
+    """Return a number in [0, 1): a function of seed and output index, or without a seed of the OS's
+    entropy."""
     if seed is None:
         return secrets.randbits(_DRAW_BITS) / (1 << _DRAW_BITS)
     digest = hashlib.blake2b(f"{seed}:{output_index}".encode(), digest_size=8).digest()
@@ -228,7 +233,7 @@ def _enqueue_logprobs(
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """A copy in main memory, there when the current stream has come this far."""
+    """Return a copy in main memory, which is complete when the current stream has passed this point."""
     if values.device.type == "cpu":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

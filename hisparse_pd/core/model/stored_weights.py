@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint's files are read, each from one file.
+"""Decides which file each tensor of a checkpoint is read from.
 
-``model.safetensors.index.json`` decides where there is one: what it names is read from the file that it
-says, and a tensor of that name in another file is ignored (old weights beside new ones, a backup, the shards
-of another split). A name that the index does not have, such as those of an MTP layer in a file of its own, or
-any name where there is no index, may be in one file only. All raise CheckpointError.
+``model.safetensors.index.json``, if there is one, decides for the names in it; tensors of these names in
+other files are ignored (old weights beside new ones, a backup, the shards of another split). Any other name,
+such as those of an MTP layer in a file of its own, may be in one file only. All functions raise
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hisparse_pd.base.vocabulary import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 MAX_JSON_BYTES = 100_000_000
-"""The most that an index or a file's header may have, as the format says for headers."""
+"""Most bytes of an index or a file's header; the format has this limit for headers."""
 _LENGTH_BYTES = 8
-"""A file begins with the length of its header."""
+"""Bytes of a header's length, with which a file begins."""
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor's shape and bytes in its file. ``dtype_name``: as safetensors calls it."""
+    """The form and place of a tensor in its file. ``dtype_name``: safetensors' name of the dtype."""
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -40,14 +40,14 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file, and the tensors that are read from it, by name."""
+    """A file and the tensors, by name, that are read from it."""
 
     path: Path
     tensors: dict[str, TensorPlace]
 
 
 def weight_files(path: Path) -> list[WeightFile]:
-    """The files of the checkpoint in directory ``path`` from which tensors are read."""
+    """Return the files of the checkpoint in directory ``path`` from which tensors are read."""
     files = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
     if not files:
         raise CheckpointError(
@@ -69,10 +69,10 @@ def weight_files(path: Path) -> list[WeightFile]:
 
 
 def fingerprint_of(config: dict[str, Any], files: list[WeightFile]) -> str:
-    """Hash of ``config`` and of the tensors that are read of each file: names, dtypes, shapes and bytes.
+    """Return a hash of ``config`` and of the tensors that are read: names, dtypes, shapes and bytes.
 
-    Where the bytes are more than some megabytes, evenly spaced samples stand for them: a real checkpoint is
-    hundreds of gigabytes.
+    Evenly spaced samples stand for more than some megabytes of bytes: a real checkpoint has hundreds of
+    gigabytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
@@ -89,7 +89,8 @@ def fingerprint_of(config: dict[str, Any], files: list[WeightFile]) -> str:
 
 
 def _samples(stream: BinaryIO, places: list[TensorPlace]) -> Iterator[bytes]:
-    """``_NUM_SAMPLES`` pieces of the tensors' bytes, evenly spaced, the first and the last among them."""
+    """Yield ``_NUM_SAMPLES`` evenly spaced pieces of the tensors' bytes, the first and the last among
+    them."""
     places.sort(key=lambda place: place.offset)
     rest = max(0, sum(place.num_bytes for place in places) - _SAMPLE_BYTES)
     starts = sorted({rest * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)})
@@ -104,7 +105,7 @@ def _samples(stream: BinaryIO, places: list[TensorPlace]) -> Iterator[bytes]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor as the index has it; empty where there is none."""
+    """Return the file of each tensor by the index; empty without an index."""
     index_file = path / INDEX_NAME
     if not index_file.exists() and not index_file.is_symlink():
         return {}
@@ -130,7 +131,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_plain(file_name: str) -> bool:
-    """Whether it names a file of weights in the checkpoint's own directory."""
+    """Whether a name is that of a file of weights in the checkpoint's own directory."""
     return file_name.endswith(SUFFIX) and not set(file_name) & set("/\\\0")
 
 
@@ -157,7 +158,7 @@ def _stored_twice(path: Path, name: str, one: str, other: str) -> str:
 
 
 def _read_header(file: Path) -> dict[str, TensorPlace]:
-    """All that a safetensors file says of its tensors."""
+    """Return the form and place of each tensor of a safetensors file."""
     try:
         num_bytes = file.stat().st_size
         with file.open("rb") as stream:
@@ -174,7 +175,7 @@ def _read_header(file: Path) -> dict[str, TensorPlace]:
 
 
 def _place(entry: Any, data_offset: int) -> TensorPlace:
-    """Raises ValueError, TypeError or KeyError for what is no entry of a header."""
+    """Convert an entry of a header. Raises ValueError, TypeError or KeyError if it is malformed."""
     (begin, end), shape, dtype_name = entry["data_offsets"], entry["shape"], entry["dtype"]
     if not isinstance(dtype_name, str) or any(type(number) is not int for number in (begin, end, *shape)):
         raise ValueError(f"its header has {entry!r:.200} for a tensor")
@@ -184,7 +185,7 @@ def _place(entry: Any, data_offset: int) -> TensorPlace:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a key that an object has twice, of which JSON does not say which counts."""
+    """Convert an object. Raises ValueError for a key that comes twice: JSON does not say which one counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,10 +1,10 @@
-"""Which tokens requests have already, counted on the device; and what penalties and biases make of logits.
+"""Counts the tokens of requests on the device, and applies penalties and biases to logits.
 
-The counts are a row of the vocabulary for each request, so that what a step drew can be counted there before
-the host has read it. Drafts are not counted: each position of a step has those before it on top.
+Each request has a row with a count for each token of the vocabulary, so that a step's tokens are counted
+before the host has read them. Drafts are not counted: each position of a step adds the drafts before it.
 
-Every logit changes by itself, in float32: not by the others of its row, nor by other rows. So a request has
-the same tokens wherever and with whomever it is drawn.
+Every logit changes in float32, independently of the others in its row and of other rows, so that a request
+gets the same tokens in any batch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS, SamplingParams
 
 _IN_PROMPT = 1 << 30
-"""Above any count of output tokens."""
+"""Added to the count of a token in the prompt; greater than any count of output tokens."""
 _ROWS_AT_A_TIME = 64
-"""Whose logits are changed together, so that copies of them on the way do not grow with the batch."""
+"""Rows of logits that are changed at once, so that temporary copies do not grow with the batch."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Of ``num_rows`` requests, with their biases. Filled when a row is started, and only then read.
+    """The counts and biases of ``num_rows`` requests. A row is undefined until it is started.
 
-    Methods enqueue on the current stream and wait for nothing.
+    Methods enqueue on the current stream and do not wait.
     """
 
     counts: Tensor
-    """int32 [num_rows, vocab_size]: how often the output has the token; _IN_PROMPT more if the prompt has."""
+    """How often the output has a token, plus _IN_PROMPT if the prompt has it: int32 [num_rows,
+    vocab_size]."""
     bias_ids: Tensor
-    """int64 [num_rows, MAX_LOGIT_BIAS]: tokens, with zeros behind the last."""
+    """Tokens with a bias, padded with zeros: int64 [num_rows, MAX_LOGIT_BIAS]."""
     biases: Tensor
-    """float32 [num_rows, MAX_LOGIT_BIAS]: what is added to their logits, with zeros behind the last."""
+    """The biases of these tokens, padded with zeros: float32 [num_rows, MAX_LOGIT_BIAS]."""
 
     @classmethod
     def create(cls, num_rows: int, vocab_size: int, device: torch.device) -> TokenCounts:
@@ -52,8 +53,10 @@ class TokenCounts:
         return num_rows * (4 * vocab_size + (8 + 4) * MAX_LOGIT_BIAS)
 
     def start(self, row: int, params: SamplingParams, prompt: NDArray[np.int32] | None) -> None:
-        """Give a row to a request that has generated nothing here. ``prompt``: token ids, used if ``params``
-        need them; the resumed ones among them count as output."""
+        """Give a row to a request that has generated nothing here.
+
+        ``prompt``: token ids, used if ``params`` need them; resumed ones among them count as output.
+        """
         device = self.counts.device
         counts = self.counts[row].zero_()
         if params.needs_prompt and prompt is not None:
@@ -70,22 +73,23 @@ class TokenCounts:
         self.biases[row] = to_device(biases, device, torch.float32)
 
     def add(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Count an output token of each of ``rows``, of which some may be the same; int64 [n], both."""
+        """Count an output token for each of ``rows``, which may repeat; both are int64 [n]."""
         _add_one(self.counts, rows * self.counts.shape[1] + token_ids)
 
 
 @dataclass(frozen=True)
 class CountedRows:
-    """What the rows of logits of one draw have behind them."""
+    """The counts and drafts that belong to the rows of logits of one draw."""
 
     table: TokenCounts
     rows: Sequence[int]
-    """Of ``table``, one for each row of logits; any for one without penalties and biases."""
+    """The row of ``table`` for each row of logits; any one where there are no penalties and biases."""
     drafts: Sequence[Sequence[int]] = ()
-    """For each row of logits, the drafts before its position; () when there are none at all."""
+    """The drafts before the position of each row of logits; () when there are no drafts."""
 
     def change(self, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        """float32 [num_rows, vocab_size] ``logits`` behind penalties and biases; they stay as they are."""
+        """Return ``logits`` [num_rows, vocab_size] with penalties and biases, in float32; the argument is not
+        changed."""
         changing = [row for row, param in enumerate(params) if param.changes_logits]
         if not changing:
             return logits
@@ -116,7 +120,7 @@ class CountedRows:
             values -= frequency * counts
             values -= presence * (counts > 0)
         if num_biases := max(_num_biases(params[row]) for row in some):
-            # Behind the last bias of a row nothing is added to token 0: its sum is the same in any order.
+            # The padding adds zeros to token 0, whose sum is the same in any order.
             bias_ids, biases = (
                 of_all[of_table, :num_biases] for of_all in (self.table.bias_ids, self.table.biases)
             )
@@ -136,7 +140,7 @@ def _num_biases(params: SamplingParams) -> int:
 
 
 def _add_one(counts: Tensor, places: Tensor) -> None:
-    """To int32 ``counts`` at int64 [n] ``places`` of all, any number of times each."""
+    """Add 1 to the flattened int32 ``counts`` at each of ``places``, int64 [n], which may repeat."""
     ones = torch.ones(places.shape, dtype=torch.int32, device=places.device)
     counts.view(-1).scatter_add_(0, places, ones)
 
@@ -144,6 +148,6 @@ def _add_one(counts: Tensor, places: Tensor) -> None:
 def to_device(
     values: Sequence[object] | NDArray[np.generic], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """``values`` on ``device``. From pinned memory: other copies wait for what the device is at."""
+    """Return ``values`` on ``device``, copied from pinned memory: other copies wait for the device's work."""
     tensor = torch.tensor(values, dtype=dtype)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

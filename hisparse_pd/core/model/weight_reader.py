@@ -1,10 +1,10 @@
-"""Reads tensors of safetensors files to where they belong, with several threads at once.
+"""Reads tensors of safetensors files into the model's memory, with several threads at once.
 
-A ``Placement`` is a tensor of the checkpoint and the memory that it is for. Tensors are read in pieces of
-whole rows, so that threads share a large one, and each needs no more memory of its own than one piece: none
-where a piece can be read straight into its target, otherwise a buffer, pinned for a GPU, from which it is
-copied while the other threads read. Files are read rather than mapped: what a file cannot give is an error
-that names the tensor, where a mapping would kill the process.
+A ``Placement`` is a tensor of the checkpoint and the memory that it fills. Tensors are read in pieces of
+whole rows, so that threads share a large one and need little memory of their own: none where a piece can be
+read straight into its target, otherwise a buffer of one piece, pinned for a GPU, which is copied while other
+threads read. Files are read rather than mapped: a read that fails is an error that names the tensor, where a
+mapping would kill the process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 PIECE_BYTES = 16 << 20
-"""Of a piece of more than one row (with scales: of one row of blocks)."""
+"""Most bytes of a piece of more than one row, or with scales of more than one row of blocks."""
 SAMPLE_BYTES = 64 << 10
 REPORT_INTERVAL_SECS = 0.5
 LOG_INTERVAL_SECS = 5.0
 
 Progress = Callable[[int, int], None]
-"""Called now and then with the bytes that were read so far, and all that there are to read."""
+"""A function that is called now and then with the bytes read so far and the bytes in all."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -48,7 +48,8 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is. ``dtype`` as safetensors calls it; ``offset``: of its first byte in the file."""
+    """A tensor in an open file. ``dtype_name``: safetensors' name of the dtype; ``offset``: its first byte in
+    the file."""
 
     name: str
     path: Path
@@ -60,7 +61,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raises CheckpointError for one that no weights are in."""
+        """The torch dtype. Raises CheckpointError for one that weights cannot have."""
         if self.dtype_name not in _DTYPES:
             raise CheckpointError(
                 f"{self.path}: {self.name} is in {self.dtype_name}; supported are {', '.join(_DTYPES)}"
@@ -72,14 +73,15 @@ class StoredTensor:
         return self.shape[0] if self.shape else 1
 
     def sample(self, start: int) -> bytes:
-        """``SAMPLE_BYTES`` from byte ``start`` on, or what there is. Raises OSError."""
+        """Return ``SAMPLE_BYTES`` from byte ``start`` on, or as many as there are. Raises OSError."""
         num_bytes = min(SAMPLE_BYTES, self.num_bytes - start)
         return os.pread(self.descriptor, num_bytes, self.offset + start)
 
     def read(self, first_row: int, part: Tensor) -> None:
-        """The rows from ``first_row`` on into ``part``, a contiguous CPU tensor of their shape and dtype.
+        """Read the rows from ``first_row`` on into ``part``, a contiguous CPU tensor of their shape and
+        dtype.
 
-        Raises CheckpointError when the file does not give them.
+        Raises CheckpointError when they cannot be read.
         """
         if part.numel() == 0:
             return
@@ -104,10 +106,10 @@ def is_same(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 class WeightFiles:
-    """The open files of a checkpoint, and what is read of them."""
+    """The open files of a checkpoint and the tensors that are read from them."""
 
     def __init__(self, files: Sequence[WeightFile]) -> None:
-        """Raises CheckpointError naming a file that is no safetensors file, or not whole."""
+        """Raises CheckpointError that names a file which is not a safetensors file or is incomplete."""
         self._descriptors: list[int] = []
         self._tensors: dict[str, StoredTensor] = {}
         try:
@@ -125,7 +127,7 @@ class WeightFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(stored.num_bytes for stored in self._tensors.values())
 
     def get(self, name: str) -> StoredTensor | None:
@@ -140,7 +142,7 @@ class WeightFiles:
 
         path = file.path
         try:
-            with safe_open(path, framework="pt"):  # its checks: every tensor is within the file, and is whole
+            with safe_open(path, framework="pt"):  # checks that every tensor is complete and within the file
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 self._descriptors.append(descriptor)
         except (OSError, ValueError, SafetensorError) as error:
@@ -153,9 +155,9 @@ class WeightFiles:
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor of the checkpoint, and the memory of its shape that it is for, on any device and in any dtype.
+    """A tensor of the checkpoint and the memory that it fills, of its shape, on any device and in any dtype.
 
-    With ``scales``, those of its blocks, it is in fp8, and ``target`` gets the values times these.
+    With ``scales``, the tensor is in fp8, and ``target`` gets its values times the scales of their blocks.
     """
 
     stored: StoredTensor
@@ -164,7 +166,7 @@ class Placement:
 
     @property
     def is_direct(self) -> bool:
-        """Nothing stands between file and target."""
+        """Whether the file's bytes can be read straight into the target."""
         target = self.target
         is_same = self.scales is None and target.dtype == self.stored.dtype
         return is_same and target.device.type == "cpu" and target.is_contiguous()
@@ -199,14 +201,14 @@ def read_weights(
     on_progress: Progress = lambda done, total: None,
     num_threads: int = NUM_THREADS,
 ) -> None:
-    """Fill all targets. ``device``: of this process, whose driver pins the buffers of targets on GPUs.
+    """Fill all targets. ``device``: this process's device, whose driver pins buffers for targets on GPUs.
 
     ``on_progress`` is called by the calling thread. Raises CheckpointError when a tensor cannot be read, and
-    what else a thread failed with, torch.OutOfMemoryError for one; all threads have ended by then.
+    any other error of a thread, such as torch.OutOfMemoryError; all threads have ended by then.
     """
     gpus = {placement.target.device for placement in placements if placement.target.device.type == "cuda"}
     for gpu in gpus:
-        torch.cuda.synchronize(gpu)  # targets may stand where something queued has yet to read or to write
+        torch.cuda.synchronize(gpu)  # enqueued work may still use the targets' memory
     reading = _Reading(placements, device, pinned=bool(gpus))
     started = time.monotonic()
     next_log_at = started + LOG_INTERVAL_SECS
@@ -229,7 +231,7 @@ def read_weights(
 
 
 def describe(num_done: int, num_bytes: int, secs: float) -> str:
-    """One line of progress, after ``secs`` of reading."""
+    """Return one line of progress, after ``secs`` of reading."""
     rate = num_done / max(secs, 1e-9)
     line = f"read {num_done / 1e9:.1f} of {num_bytes / 1e9:.1f} GB of weights in {secs:.0f} s"
     if num_done == num_bytes:
@@ -239,7 +241,7 @@ def describe(num_done: int, num_bytes: int, secs: float) -> str:
 
 
 class _Reading:
-    """What the threads share: the pieces that are left, and how much is done."""
+    """The state that threads share: the pieces that are left, and how much is done."""
 
     def __init__(self, placements: Sequence[Placement], device: torch.device, *, pinned: bool) -> None:
         in_order = sorted(placements, key=lambda placement: (placement.stored.path, placement.stored.offset))
@@ -254,15 +256,15 @@ class _Reading:
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """Every thread ends with the piece that it has."""
+        """Let every thread end after its current piece."""
         with self._lock:
             self._pieces = iter(())
 
-    @torch.inference_mode()  # as the caller may be, whose tensors nothing else may write then
+    @torch.inference_mode()  # only inference mode may write tensors that a caller made in it
     def work(self) -> None:
-        """One thread: piece after piece, until there is none, or one fails, here or elsewhere."""
+        """Read piece after piece in one thread, until none is left or one fails in any thread."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread; pinning would start the driver on the first
+            torch.cuda.set_device(self._device)  # otherwise pinning would start the driver on the first GPU
         buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         copied: torch.cuda.Event | None = None
         try:
@@ -280,7 +282,7 @@ class _Reading:
             raise
         finally:
             if copied is not None:
-                copied.synchronize()  # the buffer is free only then
+                copied.synchronize()  # the buffer can be reused now
 
     def _next(self) -> _Piece | None:
         with self._lock:
@@ -299,7 +301,7 @@ def _is_staged(piece: _Piece) -> bool:
 
 
 def _place(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
-    """Read through ``buffer``. Returns what says when the copy out of it is over; None: it is."""
+    """Read a piece through ``buffer``. Returns the event of the copy out of it; None if that is over."""
     placement, target = piece.placement, piece.target
     stored = placement.stored
     staged = buffer[: piece.num_bytes].view(stored.dtype).view(target.shape)
@@ -307,7 +309,9 @@ def _place(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
     if placement.scales is not None:
         scales = _scales(placement.scales, piece).to(target.device)
         staged = dequantize(staged.to(target.device, non_blocking=True), scales, target.dtype)
-    elif stored.dtype != target.dtype:  # converted there: torch would do it here, into memory of its own
+    elif (
+        stored.dtype != target.dtype
+    ):  # convert on the device; torch would convert here, into memory of its own
         staged = staged.to(target.device, non_blocking=True)
     target.copy_(staged, non_blocking=True)
     if target.device.type != "cuda":

@@ -14,7 +14,7 @@ from hisparse_pd.protocol.messages import Extent
 
 
 class PoolExhausted(Exception):
-    """A pool has fewer free token slots than an allocation needs. Nothing was taken."""
+    """A pool has fewer free token slots than an allocation needs; nothing was taken."""
 
     def __init__(self, pool: str, num_needed: int, num_free: int, num_slots: int) -> None:
         super().__init__(
@@ -61,10 +61,11 @@ class ExtentAllocator:
         return self._rounded(num_slots) <= self._num_free
 
     def allocate(self, num_slots: int) -> tuple[Extent, ...]:
-        """At least ``num_slots`` slots (rounded up to the granularity) in the fewest extents possible.
+        """Take ``num_slots`` slots, rounded up to the granularity, in the fewest extents possible.
 
-        One free extent that is large enough is taken from the tightest fit; otherwise the largest ones are
-        used up and the rest comes from the tightest fit. Zero slots are no extents. Raises PoolExhausted.
+        They come from the smallest free extent that is large enough. Without one, the largest free extents
+        are used up, and the rest comes from the smallest that fits. Zero slots are no extents. Raises
+        PoolExhausted.
         """
         num_needed = self._require(num_slots)
         extents = []
@@ -78,7 +79,7 @@ class ExtentAllocator:
         return tuple(extents)
 
     def take(self, extent: Extent) -> bool:
-        """Take just this one, if all of it is free."""
+        """Take exactly this extent if all of it is free. Returns whether it was."""
         after = bisect_right(self._starts, extent.start) - 1
         start = self._starts[after] if after >= 0 else extent.start
         end = start + self._length_at.get(start, 0)
@@ -91,10 +92,11 @@ class ExtentAllocator:
         return True
 
     def grow(self, extents: tuple[Extent, ...], num_slots: int) -> tuple[Extent, ...]:
-        """``extents`` plus at least ``num_slots`` more, in place behind the last extent as far as it is free.
+        """Return ``extents`` with at least ``num_slots`` more, which continue the last extent as far as they
+        can.
 
         The caller gives up ``extents`` for the result. Raises PoolExhausted (and ExtentError for extents that
-        are not allocated); then ``extents`` stand as they were.
+        are not allocated); nothing has changed then.
         """
         self._check_allocated(extents)
         num_needed = self._require(num_slots)
@@ -108,7 +110,7 @@ class ExtentAllocator:
         return grown + self.allocate(num_needed - in_place)
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Give back allocated extents or aligned parts of them. Raises ExtentError, having freed nothing."""
+        """Free allocated extents or aligned parts of them. Raises ExtentError, having freed nothing."""
         extents = tuple(extents)
         self._check_allocated(extents)
         for extent in extents:

@@ -16,11 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 from hisparse_pd.protocol.messages import Extent
 
 SlotArray: TypeAlias = NDArray[np.int64]
-"""int64 [num_tokens]: one token slot a position."""
+"""Token slots, one for each position: int64 [num_tokens]."""
 
 
 def total_length(extents: Iterable[Extent]) -> int:
-    """Token slots in all ``extents`` together."""
+    """Return the number of token slots in all ``extents`` together."""
     return sum(extent.length for extent in extents)
 
 
@@ -29,7 +29,7 @@ def has_slot(extents: Iterable[Extent], slot: int) -> bool:
 
 
 def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
-    """Every token slot of ``extents``, in order: int64 [total_length]."""
+    """Return every token slot of ``extents``, in order: int64 [total_length]."""
     num_extents = len(extents)
     starts = np.fromiter(map(attrgetter("start"), extents), np.int64, num_extents)
     lengths = np.fromiter(map(attrgetter("length"), extents), np.int64, num_extents)
@@ -37,20 +37,20 @@ def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
 
 
 def extents_to_pages(extents: Sequence[Extent], page_size: int) -> list[int]:
-    """The pages of ``extents``, which are whole ones, in order."""
+    """Return the pages of ``extents``, in order; the extents must be whole pages."""
     pages: list[int] = (extents_to_slots(extents)[::page_size] // page_size).tolist()
     return pages
 
 
 def ranges_to_slots(starts: SlotArray, lengths: SlotArray) -> SlotArray:
-    """``lengths[i]`` slots from ``starts[i]`` on, one range after the other: int64 [lengths.sum()]."""
+    """Return ``lengths[i]`` slots from ``starts[i]`` on, for one i after the other: int64 [lengths.sum()]."""
     ends = np.cumsum(lengths)
     num_slots = int(ends[-1]) if ends.size else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(num_slots, dtype=np.int64)
 
 
 def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """The same slots in the same order, in as few extents as can be."""
+    """Return the same slots in the same order, in as few extents as possible."""
     result: list[Extent] = []
     for extent in extents:
         if result and result[-1].end == extent.start:
@@ -61,8 +61,10 @@ def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 
 
 def slice_extents(extents: Iterable[Extent], start: int, stop: int) -> tuple[Extent, ...]:
-    """The token slots of positions ``[start, stop)``, counted from the first slot of ``extents``. Raises
-    ValueError when the range is reversed or reaches past the end."""
+    """Return the token slots of positions ``[start, stop)``, counted from the first slot of ``extents``.
+
+    Raises ValueError when the range is reversed or reaches past the end.
+    """
     if not 0 <= start <= stop:
         raise ValueError(f"positions [{start}, {stop}) are not a range from 0 on")
     sliced = []
@@ -81,11 +83,10 @@ def slice_extents(extents: Iterable[Extent], start: int, stop: int) -> tuple[Ext
 
 
 def expand_pages(page_ids: ArrayLike, page_size: int, start_token: int, stop_token: int) -> SlotArray:
-    """Token slots of positions ``[start_token, stop_token)`` of a request that owns ``page_ids``.
+    """Return the token slots of positions ``[start_token, stop_token)`` of a request that owns ``page_ids``.
 
-    ``page_ids``: integers [num_pages], in position order; the first and the last page may be partial.
-    Returns int64 [stop_token - start_token]. Raises ValueError when the range is reversed or reaches past
-    the pages.
+    ``page_ids``: integers [num_pages], in position order; the first and the last page may be partial. Returns
+    int64 [stop_token - start_token]. Raises ValueError when the range is reversed or reaches past the pages.
     """
     pages = as_slots(page_ids)
     if page_size < 1:
@@ -105,7 +106,7 @@ def expand_pages(page_ids: ArrayLike, page_size: int, start_token: int, stop_tok
 
 
 def as_slots(values: ArrayLike) -> SlotArray:
-    """``values`` as a one-dimensional int64 array. Raises ValueError for anything but integers."""
+    """Return ``values`` as a one-dimensional int64 array. Raises ValueError for anything but integers."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"expected a list of integers, got shape {array.shape}, dtype {array.dtype}")
@@ -113,9 +114,11 @@ def as_slots(values: ArrayLike) -> SlotArray:
 
 
 def ranges_around(starts: SlotArray, ends: SlotArray, addrs: SlotArray, num_bytes: SlotArray) -> SlotArray:
-    """For each ``[addrs[i], addrs[i] + num_bytes[i])`` which of the ranges ``[starts, ends)`` it lies in.
+    """Return the number of the range ``[starts, ends)`` that contains each ``[addrs[i], addrs[i] +
+    num_bytes[i])``.
 
-    ``starts``: sorted; the ranges do not overlap. -1: in none, or not in one alone, or it is empty.
+    ``starts`` is sorted, and the ranges do not overlap. The number is -1 for an empty interval, and for one
+    that no single range contains.
     """
     if starts.size == 0:
         return np.full(addrs.size, -1, np.int64)

@@ -1,8 +1,8 @@
-"""Owns which slot of which pool belongs to whom: free, or one request's, or quarantined, or held.
+"""Owns which slot of which pool is free, and what the others are used for.
 
-Pure bookkeeping, of either node. The memory behind the slots is in its ``memory.py``; nothing here runs a
-kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing. At any time, for
-every pool,
+This is bookkeeping for either node: the memory of the slots is in the node's ``memory.py``, and nothing here
+runs a kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing. At any time,
+for every pool,
 
     free + landing + running + ending + quarantined + held + set aside = total
 
@@ -23,10 +23,11 @@ from hisparse_pd.protocol.messages import Extent, Room
 
 
 class PoolKind(StrEnum):
-    """HOST, DEVICE and INDEX count token slots, LOOKUP those of the tables that say what is hot (there are no
-    bytes behind these), AUX aux records, REQ_ROW rows of the per-request tables.
+    """The pools of a node. HOST, DEVICE, INDEX and LOOKUP have token slots, AUX has aux records, and REQ_ROW
+    has rows of the per-request tables.
 
-    A prefill node has DEVICE, whose pages are those of its KV pool and of its index pool, and AUX.
+    LOOKUP slots are entries of the tables that find tokens in hot buffers. A prefill node has AUX and DEVICE,
+    whose pages are those of its KV pool and of its index pool alike.
     """
 
     HOST = "host"
@@ -38,26 +39,26 @@ class PoolKind(StrEnum):
 
 
 TOKEN_POOLS: Final = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
-"""Those of token slots, which are handed out in pages."""
+"""The pools of token slots, which are handed out in pages."""
 
 
 class Stage(StrEnum):
-    """Why a Holding is not free: the terms of the conservation law."""
+    """The use of a Holding: the terms of the conservation law."""
 
     LANDING = "landing"
     RUNNING = "running"
     ENDING = "ending"
-    """Of a request that is over, as long as a step in flight uses them, or a write in flight reads them."""
+    """The request is over, and a step in flight uses the slots or a write in flight reads them."""
     QUARANTINED = "quarantined"
     HELD = "held"
-    """A prefix that requests share, or that one left for others: see ``prefix_tree.py``."""
+    """The slots are a prefix that requests share, or that one left for others (``prefix_tree.py``)."""
     SET_ASIDE = "set aside"
-    """A page in which something was not as it was written. Nobody gets it."""
+    """The slots are a page that was read with other bytes than were written; nobody gets it."""
 
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """A number of slots of each pool, in the order of PoolKind. Arithmetic is element by element."""
+    """A number of slots for each pool, in the order of PoolKind. Arithmetic is element by element."""
 
     host: int = 0
     device: int = 0
@@ -68,7 +69,7 @@ class SlotCounts:
 
     @classmethod
     def of(cls, kinds: Iterable[PoolKind], num_slots: int) -> SlotCounts:
-        """As many of each of ``kinds``."""
+        """Return ``num_slots`` of each of ``kinds``."""
         return cls(**dict.fromkeys((kind.value for kind in kinds), num_slots))
 
     def __getitem__(self, kind: PoolKind) -> int:
@@ -96,8 +97,10 @@ _in_order = attrgetter(*(kind.value for kind in PoolKind))
 
 @dataclass(eq=False)
 class Holding:
-    """What one request, one quarantined room or one held prefix owns. Changed by ``Pools`` only. ``room``: of
-    a held prefix the one that it was of."""
+    """The slots of one request, one quarantined room or one held prefix; only ``Pools`` changes them.
+
+    ``room``: of a held prefix, the room that its pages came from.
+    """
 
     room: Room
     stage: Stage
@@ -110,7 +113,8 @@ class Holding:
         return total_length(self[kind])
 
     def only_slot(self, kind: PoolKind) -> int:
-        """The slot of a pool of which the holding has exactly one. Raises ValueError otherwise."""
+        """Return the only slot that the holding has in a pool. Raises ValueError if it has not exactly
+        one."""
         if self.num_slots(kind) != 1:
             raise ValueError(f"room {self.room} holds {self.num_slots(kind)} {kind} slots, expected one")
         return self[kind][0].start
@@ -119,12 +123,11 @@ class Holding:
 class Pools:
     """The allocators of all pools and every Holding that was reserved from them.
 
-    ``host``, ``device``, ``index``, ``lookup``: token slots, handed out in pages; a part of a page at their
-    end stays unused.
+    Pools of token slots are handed out in pages; part of a page at their end stays unused.
     """
 
     def __init__(self, totals: SlotCounts, page_size: int) -> None:
-        """Raises ValueError for a pool that has slots, and no page."""
+        """Raises ValueError for a pool that has slots, but not a whole page."""
         self.page_size = page_size
         self._allocators: dict[PoolKind, ExtentAllocator] = {}
         for kind in PoolKind:
@@ -137,11 +140,11 @@ class Pools:
             self._allocators[kind] = ExtentAllocator(num_slots, granularity, f"{kind} pool")
         self._holdings: set[Holding] = set()
         self._set_aside: dict[tuple[PoolKind, int], Holding] = {}
-        """By pool and first slot, pages that nobody gets any more."""
+        """Pages that nobody gets any more, by pool and first slot."""
         self._condemned: set[tuple[PoolKind, int]] = set()
-        """Those that are set aside once they are given up."""
+        """Pages in use, by pool and first slot, that are set aside once they are freed."""
         self.num_changes = 0
-        """Of who holds what, and why: while it stays the same, what did not fit fits no better."""
+        """Counts changes of holdings and stages: while it stays the same, what did not fit still does not."""
 
     @property
     def totals(self) -> SlotCounts:
@@ -152,11 +155,11 @@ class Pools:
         return SlotCounts(*(self._allocators[kind].num_free for kind in PoolKind))
 
     def used(self, stage: Stage) -> SlotCounts:
-        """What all holdings of ``stage`` own together."""
+        """Return the slots that all holdings of ``stage`` have together."""
         return self.owned_by(holding for holding in self._holdings if holding.stage is stage)
 
     def owned_by(self, holdings: Iterable[Holding]) -> SlotCounts:
-        """What ``holdings`` own together."""
+        """Return the slots that ``holdings`` have together."""
         counts = dict.fromkeys(PoolKind, 0)
         for holding in holdings:
             for kind, extents in holding.extents.items():
@@ -164,11 +167,11 @@ class Pools:
         return SlotCounts(*counts.values())
 
     def rounded(self, need: SlotCounts) -> SlotCounts:
-        """``need`` in whole pages where the pool is paged: what a reservation really takes."""
+        """Return ``need`` in whole pages where the pool is paged: what a reservation takes."""
         return SlotCounts(*(round_up(need[kind], _granularity(kind, self.page_size)) for kind in PoolKind))
 
     def reserve(self, room: Room, need: SlotCounts, stage: Stage = Stage.LANDING) -> Holding:
-        """Take ``need`` from all pools. All or nothing: raises PoolExhausted."""
+        """Take ``need`` from all pools. Raises PoolExhausted, having taken nothing."""
         for kind in PoolKind:
             if not self._allocators[kind].can_allocate(need[kind]):
                 free, total = self.free[kind], self.totals[kind]
@@ -182,19 +185,19 @@ class Pools:
         return holding
 
     def move(self, holding: Holding, stage: Stage) -> None:
-        """Hold the same slots for another reason."""
+        """Change the stage of ``holding``."""
         self._check_known(holding)
         self.num_changes += 1
         holding.stage = stage
 
     def grow(self, holding: Holding, kind: PoolKind, num_slots: int) -> None:
-        """Add slots behind those that ``holding`` has. Raises PoolExhausted, and then nothing changed."""
+        """Add slots behind those that ``holding`` has. Raises PoolExhausted, having changed nothing."""
         self._check_known(holding)
         self.num_changes += 1
         holding.extents[kind] = self._allocators[kind].grow(holding[kind], num_slots)
 
     def give_up(self, holding: Holding, kinds: Iterable[PoolKind]) -> None:
-        """Free what ``holding`` has of ``kinds``; the rest stays its own."""
+        """Free the slots that ``holding`` has of ``kinds``; it keeps the others."""
         self._check_known(holding)
         self.num_changes += 1
         for kind in kinds:
@@ -202,8 +205,11 @@ class Pools:
             self._allocators[kind].free(self._good(holding.room, kind, extents))
 
     def set_aside(self, kind: PoolKind, slot: int) -> int:
-        """Nobody gets the page of ``slot`` any more, once those have given it up who have it: until
-        ``take_back``. Returns its first slot."""
+        """Withdraw the page of ``slot`` until ``take_back``: at once if it is free, else once its holder
+        frees it.
+
+        Returns the page's first slot.
+        """
         start = slot // self.page_size * self.page_size
         page = Extent(start, self.page_size)
         if self._allocators[kind].take(page):
@@ -213,7 +219,7 @@ class Pools:
         return start
 
     def take_back(self, kind: PoolKind, start: int) -> bool:
-        """The page that begins at slot ``start`` is as good as any. False when it was not set aside."""
+        """Undo ``set_aside`` for the page that begins at slot ``start``. Returns whether it was set aside."""
         if (kind, start) in self._condemned:
             self._condemned.remove((kind, start))
             return True
@@ -223,16 +229,16 @@ class Pools:
         return holding is not None
 
     def is_condemned(self, kind: PoolKind, start: int) -> bool:
-        """Whether somebody still has a page that nobody else is to get."""
+        """Whether a page in use is to be set aside once it is freed."""
         return (kind, start) in self._condemned
 
     @property
     def num_set_aside(self) -> int:
-        """Pages that nobody has, and nobody gets."""
+        """The number of free pages that are withdrawn."""
         return len(self._set_aside)
 
     def _good(self, room: Room, kind: PoolKind, extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
-        """What is left of ``extents``, about to be freed, when condemned pages are set aside."""
+        """Set condemned pages among ``extents`` aside. Returns the rest, which can be freed."""
         for its_kind, start in tuple(self._condemned):
             if its_kind is kind and has_slot(extents, start):
                 page = Extent(start, self.page_size)
@@ -247,8 +253,11 @@ class Pools:
         self._holdings.add(self._set_aside[kind, page.start])
 
     def split(self, holding: Holding, kinds: Iterable[PoolKind], num_slots: int) -> Holding:
-        """A new holding, HELD, of the first ``num_slots`` slots that ``holding`` has of each of ``kinds``;
-        the rest stays. Raises ValueError for part of a page, or for more than there are."""
+        """Move the first ``num_slots`` slots that ``holding`` has of each of ``kinds`` to a new holding,
+        HELD.
+
+        Raises ValueError for part of a page, or for more slots than there are.
+        """
         self._check_known(holding)
         if num_slots % self.page_size:
             raise ValueError(f"room {holding.room}: {num_slots} slots are no whole pages of {self.page_size}")
@@ -264,7 +273,7 @@ class Pools:
         return split
 
     def join(self, first: Holding, second: Holding) -> None:
-        """``second`` has the slots of ``first`` before its own from now on, and ``first`` is no more."""
+        """Put the slots of ``first`` before those of ``second``; ``first`` must not be used afterwards."""
         self._check_known(first)
         self._check_known(second)
         self._holdings.remove(first)
@@ -273,7 +282,7 @@ class Pools:
             second.extents[kind] = (*extents[:-1], *seam, *second[kind][1:])
 
     def trim(self, holding: Holding, num_slots: int) -> None:
-        """Free what ``holding`` has beyond its first ``num_slots`` slots of each of its pools."""
+        """Free the slots of ``holding`` beyond the first ``num_slots`` in each of its pools."""
         self._check_known(holding)
         self.num_changes += 1
         for kind, extents in holding.extents.items():
@@ -287,8 +296,10 @@ class Pools:
         self._holdings.discard(holding)
 
     def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
-        """Raise PoolIntegrityError unless the conservation law holds for every pool, slot by slot, and there
-        are as many holdings of each stage as are ``expected``."""
+        """Raise PoolIntegrityError unless the conservation law holds for every pool, slot by slot.
+
+        ``expected``: the number of holdings that must be in each stage.
+        """
         used = {stage: self.used(stage) for stage in Stage}
         for kind, allocator in self._allocators.items():
             terms = {stage: used[stage][kind] for stage in Stage}
@@ -313,7 +324,7 @@ class Pools:
 
 
 def _without(extents: Iterable[Extent], page: Extent) -> tuple[Extent, ...]:
-    """``extents`` but ``page``, which is in one of them or in none."""
+    """Return ``extents`` without ``page``, which lies in one of them or in none."""
     left = []
     for extent in extents:
         if extent.start <= page.start < extent.end:

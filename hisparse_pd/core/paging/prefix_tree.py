@@ -1,21 +1,19 @@
-"""Owns the prefixes of a node: KV and indexer keys that requests share, and that outlive them.
+"""Owns the prefixes of a node: KV and indexer keys that requests share and that outlive them.
 
-A tree of runs of whole pages, each behind its ``parent``. A page is found by its key (``prompt_keys.py``). A
-request that begins like what is held in its pools uses the pages as they are; its own slots are those behind
-them. What is in the tree is never written again: the caller adds pages when all of their bytes are there and
-no remote write can land in them.
+A prefix is a run of whole pages; it continues its ``parent``, and runs form a tree. A page is found by its
+key (``prompt_keys.py``). A request that begins like a prefix in its pools reads the prefix's pages in place
+and owns only the slots behind them. Pages in the tree are never written again: the caller adds a page once
+all of its bytes are there and no remote write can land in it.
 
-Every prefix counts the requests that use it, each of which uses all before it, too. What nobody uses is as
-good as free: ``make_room`` gives it up, the least recently used first and from the ends, before anybody who
-needs slots is told that there are none.
+A request uses a prefix and all of its ancestors, and each of them counts it. A prefix without users is as
+good as free: ``make_room`` evicts from the ends of the least recently used ones before a reservation fails.
 
-A run is cut where somebody uses a part of it, and neighbours are one run again when nothing tells them apart:
-none but the second is behind the first, and the same requests use them, or used them last. So a conversation
-that grew by a page a turn is one run. Where answers were left behind at many places of one sequence, those
-left the longest ago are given up, so that it has MAX_RUNS runs at most.
+A run is split where a request uses only part of it. A run and its only child are merged when the same
+requests use both, or last used both: a conversation that grew by a page a turn is one run. A sequence has at
+most MAX_RUNS runs: where side branches keep runs from being merged, those used longest ago are evicted.
 
-A prefix in which something is wrong is dropped with all behind it (``drop``): nobody else finds it, and it is
-free when those have ended who use it.
+A prefix with wrong bytes is dropped together with its descendants (``drop``): no request finds them any more,
+and each is freed when its last user and its children are gone.
 """
 
 from __future__ import annotations
@@ -33,58 +31,68 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.protocol.messages import Extent
 
 MAX_RUNS: Final = 64
-"""Of one sequence: each costs every turn of it some microseconds, in which nobody else is served."""
-MAX_SIDES: Final = 4
-"""Runs behind one that are given up at once for that."""
+"""Most runs of one sequence; each run costs every turn of it some microseconds of the engine's loop."""
+MAX_SIBLINGS: Final = 4
+"""Most side branches that are evicted at once so that two runs can be merged."""
 
 Kinds: TypeAlias = tuple[PoolKind, ...]
-"""The pools that a prefix has slots of, as many in each."""
+"""The pools that a prefix has slots in, equally many in each."""
 
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """Pages with ``keys``, in order, behind those of ``parent``: of each of ``kinds`` as many."""
+    """A run of pages with ``keys``, in order; it continues ``parent``."""
 
     kinds: Kinds
     parent: Prefix | None
     end_page: int
-    """Pages of a sequence up to its end, those before it included."""
+    """Number of pages from the start of the sequence to the end of this run."""
     keys: list[PageKey]
     holding: Holding
     num_users: int = 0
-    """Requests that have its pages among theirs."""
+    """Requests that use this run; each of them uses all ancestors, too."""
     last_used: int = 0
-    """When it was added or let go of last, by the count of such events."""
+    """The tree's event count when this run was last added or let go of."""
     children: set[Prefix] = field(default_factory=set)
-    """Those whose parent it is."""
     is_dropped: bool = False
-    """Nobody can find its pages any more, nor those of any that is behind it."""
+    """Whether its pages, and those of its descendants, can no longer be found."""
 
     @property
     def start_page(self) -> int:
         return self.end_page - len(self.keys)
 
     def chain(self) -> Iterator[Prefix]:
-        """It and all before it, the last one first."""
+        """Yield this run and then its ancestors, up to the start of the sequence."""
         prefix: Prefix | None = self
         while prefix is not None:
             yield prefix
             prefix = prefix.parent
 
     def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
-        """Of all pages up to its end, in order."""
+        """Return the extents of the first ``end_page`` pages of the sequence, in order."""
         parts = [prefix.holding[kind] for prefix in self.chain()]
         return tuple(extent for part in reversed(parts) for extent in part)
 
+    def is_mergeable_with_parent(self) -> bool:
+        """Whether the parent's users and last use are this run's own; siblings are not looked at.
+
+        Who uses a run uses its parent: equally many users are the same users.
+        """
+        parent = self.parent
+        return parent is not None and (
+            (parent.num_users, parent.last_used, parent.is_dropped)
+            == (self.num_users, self.last_used, self.is_dropped)
+        )
+
 
 class Match(NamedTuple):
-    """The longest beginning of a sequence that is held: ``num_pages``, the last of them in ``prefix``."""
+    """The longest beginning of a sequence that is held: ``num_pages`` pages, the last one in ``prefix``."""
 
     prefix: Prefix
     num_pages: int
 
     def parts(self) -> Iterator[tuple[Prefix, int]]:
-        """Every prefix that it is of, and how many of its pages."""
+        """Yield each prefix of the match, the last one first, with the number of its pages that match."""
         end_page = self.num_pages
         for prefix in self.prefix.chain():
             yield prefix, end_page - prefix.start_page
@@ -92,21 +100,20 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """All prefixes. Each is a holding of ``pools`` in Stage.HELD, and nobody else changes it."""
+    """All prefixes of a node. Each has a holding of ``pools`` in Stage.HELD, which only the tree changes."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
-        """The prefix that has a page. Whatever is before that is held, too."""
         self._prefixes: dict[Prefix, None] = {}
+        self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
+        """The prefix that has a page. If a page is in it, all pages before that page are, too."""
         self._idle: OrderedDict[Prefix, None] = OrderedDict()
-        """Those that nobody uses, least recently used first, so none before what is behind it."""
-        self._num_unused: Counter[Kinds] = Counter()
-        """Pages without users."""
+        """Prefixes without users, least recently used first; descendants come before their ancestors."""
+        self._num_idle_pages: Counter[Kinds] = Counter()
         self._num_events = 0
-        """Of what is added, and let go of."""
+        """How often pages were added or let go of: the clock of ``Prefix.last_used``."""
         self.num_evicted_tokens = 0
-        """That were given up for somebody who needed the slots, since the start."""
+        """Tokens that ``make_room`` has evicted since the start."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -116,43 +123,41 @@ class PrefixTree:
 
     @property
     def num_tokens(self) -> int:
-        """All that is held, in use or not."""
+        """All tokens that can be found, in use or not."""
         return sum(len(by_key) for by_key in self._by_key.values()) * self._pools.page_size
 
     @property
     def unused(self) -> SlotCounts:
-        """What no request has among its pages: ``make_room`` can give it up."""
+        """Slots of prefixes without users: what ``make_room`` can evict."""
         page_size = self._pools.page_size
-        parts = (SlotCounts.of(kinds, num * page_size) for kinds, num in self._num_unused.items())
+        parts = (SlotCounts.of(kinds, num * page_size) for kinds, num in self._num_idle_pages.items())
         return sum(parts, SlotCounts())
 
     def find(self, keys: Sequence[PageKey], kinds: Kinds) -> Match | None:
-        """The longest beginning of ``keys`` that is held in ``kinds``."""
+        """Return the longest beginning of ``keys`` that is held in ``kinds``."""
         by_key = self._by_key.get(kinds, {})
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
         return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
 
     def use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
-        """For one more request, until it lets go of it, the prefix that ends with the last of ``keys``, which
-        are all held."""
+        """Count one more user of the pages of ``keys``, which are all held, until it calls ``let_go``.
+
+        Returns the prefix that ends with the last of them.
+        """
         prefix = self._ending_at(keys, kinds)
         for part in prefix.chain():
-            self._count(part, -1)
-            part.num_users += 1
-            self._count(part, 1)
+            self._set_num_users(part, part.num_users + 1)
         return prefix
 
     def let_go(self, prefix: Prefix) -> None:
-        """One request fewer uses ``prefix``."""
+        """Count one user fewer of ``prefix``."""
         self._num_events += 1
         for part in prefix.chain():
-            self._count(part, -1)
-            part.num_users -= 1
+            self._set_num_users(part, part.num_users - 1)
             part.last_used = self._num_events
-            self._count(part, 1)
-        self._join_chain(prefix)
+        self._merge_chain(prefix)
         for part in tuple(prefix.chain()):
-            self._cut_dropped(part)
+            self._evict_if_dropped(part)
         self._pools.num_changes += 1
 
     def share(
@@ -164,8 +169,10 @@ class PrefixTree:
         *,
         keeps_known: bool = False,
     ) -> Prefix | None:
-        """``hold`` the pages behind those of ``before``, for a request that uses all of them from now on,
-        instead of ``before``."""
+        """``hold`` the pages of a request that uses ``before``, and let it use all that is held of ``keys``.
+
+        Returns the prefix that the request uses from now on, in the place of ``before``.
+        """
         num_held = self.hold(holding, keys, kinds, _end_of(before), keeps_known=keeps_known)
         prefix = self.use(keys[:num_held], kinds) if num_held else None
         if before is not None:
@@ -181,131 +188,127 @@ class PrefixTree:
         *,
         keeps_known: bool = False,
     ) -> int:
-        """Hold the first pages that ``holding`` has of ``kinds``: those of ``keys`` but the first
-        ``num_before``, which must be held.
+        """Move pages from ``holding`` into the tree: its first ones in ``kinds``, which have the keys
+        ``keys[num_before:]``. The pages of ``keys[:num_before]`` must be held.
 
-        Pages that another left already are freed, or stay the holding's own where it ``keeps_known`` ones.
-        Returns how many of ``keys`` are held then: all, or as before where there would be too many runs.
-        Raises PoolIntegrityError.
+        Where the tree has a page already, the holding's copy is freed, or left in the holding if it
+        ``keeps_known`` ones. Returns how many of ``keys`` are held then: all of them, or ``num_before`` where
+        the sequence would get too many runs. Raises PoolIntegrityError.
         """
         if len(keys) <= num_before:
             return len(keys)
-        if not self._make_short(keys, kinds):
+        if not self._fit_one_more_run(keys, kinds):
             return num_before
         found = self.find(keys, kinds)
         num_found = 0 if found is None else found.num_pages
         if num_found < num_before:
-            raise PoolIntegrityError(f"room {holding.room}: what is before its pages is not held")
+            raise PoolIntegrityError(f"room {holding.room}: the pages before its own are not held")
         parent = self._ending_at(keys[:num_found], kinds) if num_found else None
-        page_size = self._pools.page_size
-        if num_found > num_before:
-            known = self._pools.split(holding, kinds, (num_found - num_before) * page_size)
+        copies = self._split_pages(holding, kinds, num_found - num_before)
+        added = self._split_pages(holding, kinds, len(keys) - num_found)
         self._num_events += 1
         last = parent
-        if num_found < len(keys):
-            own = self._pools.split(holding, kinds, (len(keys) - num_found) * page_size)
-            last = Prefix(kinds, parent, len(keys), list(keys[num_found:]), own, last_used=self._num_events)
-            self._enter(last)
-            self._count(last, 1)
-        if num_found > num_before and keeps_known:
-            self._pools.join(known, holding)
-        elif num_found > num_before:
-            self._pools.release(known)
-        for part in () if parent is None else parent.chain():
-            part.last_used = self._num_events
-            self._touch(part)
+        if added is not None:
+            last = Prefix(kinds, parent, len(keys), list(keys[num_found:]), added)
+            self._insert(last)
+            self._num_idle_pages[kinds] += len(last.keys)
+        if copies is not None and keeps_known:
+            self._pools.join(copies, holding)
+        elif copies is not None:
+            self._pools.release(copies)
         if last is not None:
-            self._join_chain(last)
+            for part in last.chain():
+                part.last_used = self._num_events
+            self._touch_chain(last)
+            self._merge_chain(last)
         return len(keys)
 
-    def make_room(self, missing: SlotCounts) -> None:
-        """Give up as little as makes ``missing`` free, least recently used first, if it is held at all."""
+    def make_room(self, need: SlotCounts) -> None:
+        """Evict as few unused pages as make ``need`` free, least recently used first.
+
+        Where they are too few, all that could help are evicted.
+        """
+        page_size = self._pools.page_size
         while True:
-            free, page_size = self._pools.free, self._pools.page_size
-            short = {kind: -(-(missing[kind] - free[kind]) // page_size) for kind in PoolKind}
+            free = self._pools.free
+            short = {kind: -(-(need[kind] - free[kind]) // page_size) for kind in PoolKind}
             if max(short.values()) <= 0:
                 return
-            for prefix in self._idle:
-                num_pages = max(short[kind] for kind in prefix.kinds)
-                if num_pages > 0:
-                    num_left = max(0, len(prefix.keys) - num_pages)
-                    self.num_evicted_tokens += (len(prefix.keys) - num_left) * page_size
-                    self._cut(prefix, num_left)
-                    break
-            else:
+            victim = next((one for one in self._idle if any(short[kind] > 0 for kind in one.kinds)), None)
+            if victim is None:
                 return
+            num_pages = min(len(victim.keys), max(short[kind] for kind in victim.kinds))
+            self.num_evicted_tokens += num_pages * page_size
+            self._evict(victim, num_pages)
+
+    def flush(self) -> None:
+        """Evict everything without users."""
+        while self._idle:
+            prefix = next(iter(self._idle))
+            self._evict(prefix, len(prefix.keys))
 
     def drop(self, kind: PoolKind, slot: int) -> None:
-        """Let nobody find the prefix that has ``slot`` any more, nor what is behind it."""
+        """Make the prefix that has ``slot``, and its descendants, impossible to find."""
         owner = next((one for one in self._prefixes if has_slot(one.holding[kind], slot)), None)
         if owner is None or owner.is_dropped:
             return
-        dropped = [owner]
-        for prefix in dropped:  # which grows meanwhile
-            dropped += prefix.children
-        for prefix in dropped:
-            if prefix.is_dropped:
-                continue
-            prefix.is_dropped = True
-            for key in prefix.keys:
-                del self._by_key[prefix.kinds][key]
-        for prefix in reversed(dropped):
-            self._cut_dropped(prefix)
-
-    def _cut_dropped(self, prefix: Prefix) -> None:
-        """Give a dropped prefix up if nobody uses it; what is behind it comes first."""
-        if prefix.is_dropped and not prefix.num_users and not prefix.children:
-            self._cut(prefix, 0)
-
-    def flush(self) -> None:
-        """Give up everything that nobody uses."""
-        while self._idle:
-            self._cut(next(iter(self._idle)), 0)
+        subtree = [owner]
+        for prefix in subtree:  # grows while it is walked
+            subtree += prefix.children
+        for prefix in subtree:
+            if not prefix.is_dropped:
+                self._forget_keys(prefix, prefix.keys)
+                prefix.is_dropped = True
+        for prefix in reversed(subtree):
+            self._evict_if_dropped(prefix)
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """Raise PoolIntegrityError unless the index and the counts say what is held, and who uses it.
-        ``users``: what each request has that uses one."""
+        """Raise PoolIntegrityError unless index, order and counts agree with the prefixes and their users.
+
+        ``users``: the prefix of each request that uses one.
+        """
         num_users = Counter(part for prefix in users for part in prefix.chain())
         if strays := num_users.keys() - self._prefixes:
             raise PoolIntegrityError(f"{len(strays)} prefixes are used and not held")
-        num_unused: Counter[Kinds] = Counter()
-        num_pages_of: Counter[Kinds] = Counter()
+        num_pages: Counter[Kinds] = Counter()
+        num_idle_pages: Counter[Kinds] = Counter()
         for prefix in self._prefixes:
             if fault := self._fault(prefix, num_users[prefix]):
                 raise PoolIntegrityError(f"prefix of room {prefix.holding.room}: {fault}")
-            num_pages_of[prefix.kinds] += 0 if prefix.is_dropped else len(prefix.keys)
-            num_unused[prefix.kinds] += 0 if prefix.num_users else len(prefix.keys)
+            num_pages[prefix.kinds] += 0 if prefix.is_dropped else len(prefix.keys)
+            num_idle_pages[prefix.kinds] += 0 if prefix.num_users else len(prefix.keys)
         seen: set[Prefix] = set()
         for prefix in self._idle:
             if prefix.parent in seen:
-                raise PoolIntegrityError(f"prefix of room {prefix.holding.room}: would outlive its start")
+                raise PoolIntegrityError(f"prefix of room {prefix.holding.room}: would outlive its parent")
             seen.add(prefix)
-        num_behind = sum(prefix.parent is not None for prefix in self._prefixes)
-        if (num_children := sum(len(prefix.children) for prefix in self._prefixes)) != num_behind:
-            raise PoolIntegrityError(f"{num_behind} prefixes are behind others, which know {num_children}")
-        num_found = Counter({kinds: len(by_key) for kinds, by_key in self._by_key.items()})
-        if (num_pages_of, num_unused) != (num_found, self._num_unused):
+        num_with_parent = sum(prefix.parent is not None for prefix in self._prefixes)
+        if (num_children := sum(len(prefix.children) for prefix in self._prefixes)) != num_with_parent:
+            raise PoolIntegrityError(f"{num_with_parent} prefixes have parents, which have {num_children}")
+        num_keys = Counter({kinds: len(by_key) for kinds, by_key in self._by_key.items()})
+        if (num_pages, num_idle_pages) != (num_keys, self._num_idle_pages):
             raise PoolIntegrityError(
-                f"held pages {num_pages_of}, unused {num_unused}, counted as {num_found}, {self._num_unused}"
+                f"held pages {num_pages}, unused {num_idle_pages}, "
+                f"counted as {num_keys}, {self._num_idle_pages}"
             )
 
     def _fault(self, prefix: Prefix, num_users: int) -> str:
-        """What is wrong with a prefix that so many are known to use; empty when nothing is."""
-        num_pages, before = len(prefix.keys), prefix.parent
+        """Return what is wrong with a prefix that ``num_users`` requests use, or an empty string."""
+        num_pages, parent = len(prefix.keys), prefix.parent
         slots = {kind: prefix.holding.num_slots(kind) for kind in prefix.holding.extents}
         if slots != dict.fromkeys(prefix.kinds, num_pages * self._pools.page_size):
             return f"its slots are not {num_pages} pages of {prefix.kinds}"
-        if not num_pages or prefix.start_page != _end_of(before):
-            return f"{num_pages} pages from {_end_of(before)} to {prefix.end_page}"
-        if before is not None and before not in self._prefixes:
-            return "what is before it is not held"
+        if not num_pages or prefix.start_page != _end_of(parent):
+            return f"{num_pages} pages from {_end_of(parent)} to {prefix.end_page}"
+        if parent is not None and parent not in self._prefixes:
+            return "its parent is not held"
         if any(child.parent is not prefix or child not in self._prefixes for child in prefix.children):
-            return "what is behind it is not held, or behind another"
+            return "a child is not held, or has another parent"
         by_key = self._by_key[prefix.kinds]
         if any((by_key.get(key) is prefix) is prefix.is_dropped for key in prefix.keys):
-            return f"a page can be found {prefix.is_dropped}"
-        if before is not None and before.is_dropped and not prefix.is_dropped:
-            return "what is before it was dropped"
+            return "a page can still be found" if prefix.is_dropped else "a page cannot be found"
+        if parent is not None and parent.is_dropped and not prefix.is_dropped:
+            return "its parent was dropped"
         if prefix.is_dropped and not num_users and not prefix.children:
             return "it was dropped, and is still there"
         if prefix.num_users != num_users:
@@ -314,70 +317,69 @@ class PrefixTree:
             return f"{num_users} users, listed as unused {prefix in self._idle}"
         return ""
 
-    def _make_short(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
-        """Whether a run behind what is held of ``keys`` would be one of MAX_RUNS at most.
+    def _split_pages(self, holding: Holding, kinds: Kinds, num_pages: int) -> Holding | None:
+        return self._pools.split(holding, kinds, num_pages * self._pools.page_size) if num_pages else None
 
-        For that, runs that were left behind beside it are given up, those used longest ago first.
-        """
-        while (found := self.find(keys, kinds)) is not None:
-            chain = list(found.prefix.chain())
-            if len(chain) + (found.num_pages < found.prefix.end_page) < MAX_RUNS:
-                return True
-            beside = [
-                sides
-                for before, part in zip(chain[1:], chain, strict=False)
-                if (sides := self._sides_to_give_up(before, part))
-            ]
-            if not beside:
-                return False
-            for side in min(beside, key=lambda sides: max(side.last_used for side in sides)):
-                self._cut(side, 0)
-        return True
+    def _set_num_users(self, prefix: Prefix, num_users: int) -> None:
+        """Change the number of users; a prefix that loses its last one is the most recently used idle one."""
+        was_idle, is_idle = not prefix.num_users, not num_users
+        prefix.num_users = num_users
+        if was_idle and not is_idle:
+            del self._idle[prefix]
+            self._num_idle_pages[prefix.kinds] -= len(prefix.keys)
+        elif is_idle and not was_idle:
+            self._idle[prefix] = None
+            self._num_idle_pages[prefix.kinds] += len(prefix.keys)
 
-    def _sides_to_give_up(self, before: Prefix, part: Prefix) -> list[Prefix]:
-        """All behind ``before`` but ``part``, if without them the two are one and nobody uses them."""
-        if not 1 < len(before.children) <= 1 + MAX_SIDES or _use_of(before) != _use_of(part):
-            return []
-        sides = [child for child in before.children if child is not part]
-        return sides if all(side in self._idle and not side.children for side in sides) else []
+    def _touch_chain(self, prefix: Prefix) -> None:
+        """Make the idle ones of a chain the most recently used, ancestors after their descendants."""
+        for part in prefix.chain():
+            if part in self._idle:
+                self._idle.move_to_end(part)
+
+    def _insert(self, prefix: Prefix) -> None:
+        """Link a new prefix to its parent and index it; the count of idle pages is the caller's."""
+        if prefix.parent is not None:
+            prefix.parent.children.add(prefix)
+        self._prefixes[prefix] = None
+        self._by_key.setdefault(prefix.kinds, {}).update(dict.fromkeys(prefix.keys, prefix))
+        if not prefix.num_users:
+            self._idle[prefix] = None
 
     def _ending_at(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
-        """The prefix that ends with the last of ``keys``: cut in two, if it goes on."""
-        prefix = self._by_key[kinds][keys[-1]]
-        num_first = len(keys) - prefix.start_page
-        if num_first == len(prefix.keys):
-            return prefix
-        self._count(prefix, -1)
+        """Return the prefix that ends with the last of ``keys``; one that goes on is split there."""
+        second = self._by_key[kinds][keys[-1]]
+        num_first = len(keys) - second.start_page
+        if num_first == len(second.keys):
+            return second
+        holding = self._pools.split(second.holding, kinds, num_first * self._pools.page_size)
         first = Prefix(
             kinds,
-            prefix.parent,
+            second.parent,
             len(keys),
-            prefix.keys[:num_first],
-            self._pools.split(prefix.holding, kinds, num_first * self._pools.page_size),
-            prefix.num_users,
-            prefix.last_used,
-            {prefix},
+            second.keys[:num_first],
+            holding,
+            second.num_users,
+            second.last_used,
+            children={second},
         )
-        if prefix.parent is not None:
-            prefix.parent.children.remove(prefix)
-        prefix.parent, prefix.keys = first, prefix.keys[num_first:]
-        self._enter(first)
-        for part in prefix.chain():
-            self._count(part, 1) if part in (prefix, first) else self._touch(part)
+        if second.parent is not None:
+            second.parent.children.remove(second)
+        second.parent, second.keys = first, second.keys[num_first:]
+        self._insert(first)
+        self._touch_chain(second)
         return first
 
-    def _join_chain(self, prefix: Prefix) -> None:
-        """Make runs of the prefixes up to ``prefix`` that nothing tells apart any more."""
+    def _merge_chain(self, prefix: Prefix) -> None:
+        """Merge runs of the chain with their parents wherever nothing tells them apart."""
         part: Prefix | None = prefix
         while part is not None:
-            before = part.parent
-            while before is not None and len(before.children) == 1 and _use_of(before) == _use_of(part):
-                self._join(before, part)
-                before = part.parent
-            part = before
+            while (parent := part.parent) and len(parent.children) == 1 and part.is_mergeable_with_parent():
+                self._merge(parent, part)
+            part = part.parent
 
-    def _join(self, first: Prefix, second: Prefix) -> None:
-        """``second``, which requests may have as theirs, takes the pages of ``first``, which none has."""
+    def _merge(self, first: Prefix, second: Prefix) -> None:
+        """Move the pages of ``first`` into its child ``second``, the one that requests refer to."""
         if not first.is_dropped:
             self._by_key[first.kinds].update(dict.fromkeys(first.keys, second))
         self._pools.join(first.holding, second.holding)
@@ -389,52 +391,59 @@ class PrefixTree:
         self._idle.pop(first, None)
         del self._prefixes[first]
 
-    def _enter(self, prefix: Prefix) -> None:
-        if prefix.parent is not None:
-            prefix.parent.children.add(prefix)
-        self._prefixes[prefix] = None
-        self._by_key.setdefault(prefix.kinds, {}).update(dict.fromkeys(prefix.keys, prefix))
-
-    def _count(self, prefix: Prefix, sign: int) -> None:
-        """Its pages into the sums, or out of them before its users or pages change."""
-        if prefix.num_users:
-            return
-        self._num_unused[prefix.kinds] += sign * len(prefix.keys)
-        if sign > 0:
-            self._idle[prefix] = None
-        else:
-            del self._idle[prefix]
-
-    def _touch(self, prefix: Prefix) -> None:
-        """It is the most recently used of those that nobody uses."""
-        if prefix in self._idle:
-            self._idle.move_to_end(prefix)
-
-    def _cut(self, prefix: Prefix, num_pages: int) -> None:
-        """Keep the first ``num_pages`` pages of an idle prefix that nothing is behind; of none, nothing."""
-        for key in prefix.keys[num_pages:] if not prefix.is_dropped else ():
-            del self._by_key[prefix.kinds][key]
-        num_gone = len(prefix.keys) - num_pages
-        self._num_unused[prefix.kinds] -= num_gone
-        prefix.end_page -= num_gone
-        del prefix.keys[num_pages:]
-        if num_pages:
-            self._pools.trim(prefix.holding, num_pages * self._pools.page_size)
+    def _evict(self, prefix: Prefix, num_pages: int) -> None:
+        """Free the last ``num_pages`` pages of an idle prefix without children, or all of it."""
+        num_left = len(prefix.keys) - num_pages
+        if not prefix.is_dropped:
+            self._forget_keys(prefix, prefix.keys[num_left:])
+        self._num_idle_pages[prefix.kinds] -= num_pages
+        prefix.end_page -= num_pages
+        del prefix.keys[num_left:]
+        if num_left:
+            self._pools.trim(prefix.holding, num_left * self._pools.page_size)
             return
         del self._idle[prefix]
-        self._prefixes.pop(prefix, None)
+        del self._prefixes[prefix]
         self._pools.release(prefix.holding)
-        if prefix.parent is not None:
-            prefix.parent.children.remove(prefix)
-            for child in tuple(prefix.parent.children)[:1]:
-                self._join_chain(child)
+        if (parent := prefix.parent) is not None:
+            parent.children.remove(prefix)
+            if len(parent.children) == 1:
+                self._merge_chain(next(iter(parent.children)))
+
+    def _evict_if_dropped(self, prefix: Prefix) -> None:
+        """Evict a dropped prefix that has neither users nor children; the caller goes from the ends."""
+        if prefix.is_dropped and not prefix.num_users and not prefix.children:
+            self._evict(prefix, len(prefix.keys))
+
+    def _forget_keys(self, prefix: Prefix, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            del self._by_key[prefix.kinds][key]
+
+    def _fit_one_more_run(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
+        """Evict side branches of ``keys`` until one more run behind what is held of them fits MAX_RUNS.
+
+        The branches used longest ago go first. Returns whether the run fits.
+        """
+        while (found := self.find(keys, kinds)) is not None:
+            chain = list(found.prefix.chain())
+            is_split = found.num_pages < found.prefix.end_page
+            if len(chain) + is_split < MAX_RUNS:
+                return True
+            branches = [siblings for part in chain if (siblings := self._evictable_siblings(part))]
+            if not branches:
+                return False
+            for sibling in min(branches, key=lambda siblings: max(one.last_used for one in siblings)):
+                self._evict(sibling, len(sibling.keys))
+        return True
+
+    def _evictable_siblings(self, part: Prefix) -> list[Prefix]:
+        """Return all siblings of ``part`` if all can be evicted and it is merged with its parent then."""
+        parent = part.parent
+        if parent is None or len(parent.children) > 1 + MAX_SIBLINGS or not part.is_mergeable_with_parent():
+            return []
+        siblings = [child for child in parent.children if child is not part]
+        return siblings if all(one in self._idle and not one.children for one in siblings) else []
 
 
 def _end_of(prefix: Prefix | None) -> int:
-    """Pages of a sequence that it has in common with who uses the prefix."""
     return 0 if prefix is None else prefix.end_page
-
-
-def _use_of(prefix: Prefix) -> tuple[int, int, bool]:
-    """Who uses a prefix uses the one before it, so that as many users of both are the same ones."""
-    return prefix.num_users, prefix.last_used, prefix.is_dropped

@@ -1,9 +1,8 @@
-"""Hashes of prompts: the one place that says which tokens of two prompts may share KV.
+"""Hashes of prompts: the one place that decides which tokens of two prompts may share KV.
 
-A chain of keys begins at a root; each key is a hash of the one before and of the block that it is of. So
-equal keys mean equal tokens from the beginning, behind the same root. The root is of the request's isolation
-key: prompts with different ones have no key in common, and so nothing that is found by keys is shared between
-them.
+A chain of keys begins at a root; each key is a hash of the key before it and of its own block. Equal keys
+therefore mean equal tokens from the beginning and the same root. The root is a hash of the request's
+isolation key: prompts with different isolation keys have no key in common and share nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ import msgspec
 from hisparse_pd.protocol.messages import ROOT_BYTES, TOKEN_BYTES
 
 KEY_BYTES: Final = ROOT_BYTES
-"""Length of every key of the chain, which begins at a root."""
+"""Length of a key; a root is the first key of its chain."""
 
 PageKey = bytes
-"""Of one whole page: equal keys mean equal tokens up to its end, and the same isolation key."""
+"""Hash of a whole page, all tokens before it and the isolation key; equal keys mean that all are equal."""
 
 
 def root_of(cache_salt: str | None = None, extra_key: str | None = None) -> PageKey:
-    """Of the isolation key of a request, which is both fields together; without one, everybody's."""
+    """Return the root for an isolation key, which is both fields together; requests without one share a
+    root."""
     fields = msgspec.msgpack.encode((cache_salt, extra_key))
     return hashlib.blake2b(fields, digest_size=KEY_BYTES, person=b"isolation key").digest()
 
@@ -33,7 +33,7 @@ NO_ISOLATION: Final = root_of()
 
 
 def chain(last: PageKey, content: bytes | memoryview, block_bytes: int) -> list[PageKey]:
-    """The keys of ``content``'s whole blocks, which come behind what ``last`` is the key of."""
+    """Return the keys of the whole blocks of ``content``, which continues the chain at ``last``."""
     view, keys = memoryview(content), []
     for start in range(0, len(view) - block_bytes + 1, block_bytes):
         last = _key(last, view[start : start + block_bytes])
@@ -42,7 +42,7 @@ def chain(last: PageKey, content: bytes | memoryview, block_bytes: int) -> list[
 
 
 def page_keys(root: PageKey, prompt: bytes, page_size: int) -> list[PageKey]:
-    """Of a packed prompt's whole pages; a partial last page has none."""
+    """Return the keys of a packed prompt's whole pages; a partial last page has none."""
     return chain(root, prompt, page_size * TOKEN_BYTES)
 
 
@@ -57,12 +57,12 @@ class PromptKeys:
 
     @classmethod
     def of(cls, root: PageKey, prompt: bytes, page_size: int) -> PromptKeys:
-        """``prompt``: as of ``pack_token_ids``."""
+        """``prompt``: token ids as ``pack_token_ids`` packs them."""
         keys = page_keys(root, prompt, page_size)
         return cls(page_size, root, tuple(keys), prompt[len(keys) * page_size * TOKEN_BYTES :])
 
     def with_output(self, output: bytes) -> list[PageKey]:
-        """The keys of the whole pages of the prompt and of ``output``, which is packed, too."""
+        """Return the keys of the whole pages of the prompt and the packed ``output`` behind it."""
         last = self.keys[-1] if self.keys else self.root
         return [*self.keys, *page_keys(last, self.tail + output, self.page_size)]
 

@@ -1,4 +1,4 @@
-"""Where ranks are placed, by made-up sysfs trees."""
+"""Placement of ranks, with made-up sysfs trees."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 
 
 def make_spec(**changes: Any) -> ModelSpec:
-    """As of DeepSeek-V3.2 in bfloat16."""
+    """Return the spec of DeepSeek-V3.2 in bfloat16, with ``changes``."""
     values: dict[str, Any] = {
         "model_type": "deepseek_v32",
         "num_layers": 61,

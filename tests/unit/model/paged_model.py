@@ -12,11 +12,11 @@ from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.spec import ModelSpec
 
 Part = tuple[Tensor, int, Sequence[int]]
-"""Of a request: its page ids, how many tokens are there, and new ones."""
+"""A request's part of a forward: its page ids, the tokens before, and its new tokens."""
 
 
 class PagedModel:
-    """The free slots of its pools hold garbage."""
+    """A model over paged pools whose free slots hold garbage."""
 
     def __init__(self, spec: ModelSpec, model: DsaModel, num_pages: int, page_size: int) -> None:
         self.spec, self.model, self.page_size = spec, model, page_size

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class PlainMtp:
-    """Of a tiny checkpoint. Of equal scores the lowest positions."""
+    """The MTP layer of a tiny checkpoint; of equal scores it selects the lowest positions."""
 
     def __init__(self, checkpoint: Path) -> None:
         from safetensors.torch import load_file

@@ -48,7 +48,8 @@ def test_rows_are_rounded_in_blocks() -> None:
 
 
 def test_ue8m0_scales_are_the_next_powers_of_two() -> None:
-    """As DeepSeek's act_quant makes them: 2 to the ceiling of the binary logarithm of the peak by 448."""
+    """DeepSeek's act_quant makes the same scales: 2 to the ceiling of the binary logarithm of the peak by
+    448."""
     x = draw(6, 256) * torch.logspace(-4, 4, 6)[:, None]
     x[2], x[3, :128] = 0, torch.full((128,), 448 * 2.0**-3)
     values, scales = quantize_rows(x, 8, ue8m0=True)

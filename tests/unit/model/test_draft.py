@@ -29,7 +29,7 @@ PAGE_SIZE = 64
 NUM_PAGES = 16
 PROMPT = torch.randint(32, 127, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 LAYERS = {"v32": NUM_LAYERS, "glm": len(GLM_INDEXERS)}
-"""Of the model, in front of the MTP layer."""
+"""Layers of the model before the MTP layer."""
 FIRST = f"model.layers.{NUM_LAYERS}."
 """Begins the names of V3.2's MTP layer."""
 
@@ -249,7 +249,8 @@ def test_embedding_and_head_are_the_models_unless_they_differ(
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_layer_is_loaded_as_any_other(tmp_path: Path, variant: str, num_ranks: int) -> None:
-    """In fp8, and with its experts spread: what transformers loads when it is told of one layer more."""
+    """transformers is told of one more layer and loads the same weights, in fp8 and with experts spread,
+    too."""
     from transformers import AutoModelForCausalLM
 
     in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, variant, draft_gain=1.0)
@@ -330,7 +331,7 @@ def edited(path: Path, copy: Path, edit: Callable[[dict[str, Tensor]], object]) 
 
 
 def weigh_norms(tensors: dict[str, Tensor]) -> None:
-    """Of the ends and of the MTP layer, which is the last."""
+    """Draw the weights of the norms of the model's ends and of the MTP layer, which is the last layer."""
     generator = torch.Generator().manual_seed(1)
     last = f"model.layers.{sum(name.endswith('.input_layernorm.weight') for name in tensors) - 1}."
     for name in sorted(tensors):

@@ -212,7 +212,7 @@ def test_paged_kv_refuses_requests_that_do_not_fit(runner: Runner) -> None:
 def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
     tmp_path: Path, name: str, eps: float
 ) -> None:
-    """Where latents are small the epsilon decides; another one changes the output by a factor."""
+    """The epsilon decides where latents are small; another one changes the output by a factor."""
     write_checkpoint(tmp_path, name)
     edit_config(tmp_path, rms_norm_eps=1e-3)
     attention = load_model(tmp_path, load_spec(tmp_path))._layers[1]._attention

@@ -171,7 +171,7 @@ def test_scales_may_be_in_another_file_than_their_matrix(
 
 @pytest.mark.parametrize("name", [EXPERT, f"{EXPERT}_scale_inv", ATTENTION, f"{ATTENTION}_scale_inv"])
 def test_what_is_missing_or_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
-    """Not spread over a larger one's elements, as torch copies."""
+    """A tensor is not broadcast to a larger one, as a copy of torch's would be."""
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
     edit_weights(in_fp8, lambda tensors: tensors.update({name: torch.cat([tensors[name]] * 2)}))
     with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}.*\["):
@@ -214,7 +214,8 @@ def edit_quantization(checkpoint: Path, **change: object) -> None:
 def test_activations_are_rounded_with_the_scales_of_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale_fmt: str | None
 ) -> None:
-    """In every product with a matrix that stays in fp8, routed experts' and joined ones included."""
+    """This holds for every product with a matrix that stays in fp8, also of routed experts and joined
+    layers."""
     monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: columns % BLOCK == 0)
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32", draft_gain=1.0)
     edit_quantization(in_fp8, scale_fmt=scale_fmt)
@@ -267,7 +268,7 @@ def test_experts_of_another_activation_and_more_ranks_than_experts_are_refused(t
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch names it in the tensors that are there, so that the two compare equal."""
+    """Tensors have the device with its number, so that the two compare equal."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert loader._with_index("cuda") == torch.device("cuda:2")
     assert loader._with_index("cuda:1") == torch.device("cuda:1")

@@ -144,7 +144,7 @@ def start(rank: int, size: int, directory: Path, scenario: str) -> subprocess.Po
 
 @pytest.mark.I5
 def test_experts_of_three_ranks_do_what_one_rank_does_to_the_last_bit(tmp_path: Path) -> None:
-    """With other numbers of tokens a rank, none among them, in float32 and with weights in fp8."""
+    """Ranks have different numbers of tokens, one none, in float32 and with weights in fp8."""
     ranks = [start(rank, 3, tmp_path, "together") for rank in range(3)]
     shares = []
     for process in ranks:
@@ -200,7 +200,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_meeting_place_ends_says_so() -> None:
-    """With rank 0, that is, and long before the time for a start is up."""
+    """The meeting place ends with rank 0, long before the time for a start is up."""
     port = free_port()
     meeting = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     place = RankPlace(1, 2, meeting_host="127.0.0.1", meeting_port=port)

@@ -79,7 +79,7 @@ values_of_a_rank = st.integers(-MAX_VALUE, MAX_VALUE)
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[list[list[int]]]:
-    """For each agreement what each rank says."""
+    """Draw what each rank says in each agreement."""
     size = draw(st.integers(1, 5))
     rounds = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     return [
@@ -91,7 +91,7 @@ def histories(draw: st.DrawFn) -> list[list[list[int]]]:
 @settings(max_examples=60, deadline=None)
 @given(histories(), st.randoms(use_true_random=False))
 def test_every_rank_hears_what_every_rank_said(history: list[list[list[int]]], drawn: random.Random) -> None:
-    """With as many values as one likes, of all sizes, and ranks that are late by turns."""
+    """Agreements have any number of values, of all sizes, and ranks that are late in turn."""
     size = len(history[0])
     lags = [[drawn.choice((0, 0, 0, 0.0005)) for _ in range(size)] for _ in history]
     with pages_of(size) as pages:
@@ -138,7 +138,7 @@ def test_who_sleeps_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_whom_nobody_woke_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one rank did not see yet that the other sleeps, which saw nothing of what it had said."""
+    """No rank wakes another, as if it had not seen yet that the other sleeps."""
     monkeypatch.setattr(RankPage, "_wake_others", lambda self: None)
     agree_with_a_late_one(12)
 
@@ -223,7 +223,7 @@ def test_all_do_without_where_one_cannot_map_it(name: str, monkeypatch: pytest.M
 
 
 def test_all_do_without_where_one_gets_some_descriptors_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process that may not have more; it keeps none of them."""
+    """A process that may not have more descriptors keeps none of them."""
     receive = socket.recv_fds
 
     def some(sock: socket.socket, num_bytes: int, most: int) -> tuple[bytes, list[int], int, object]:

@@ -1,4 +1,4 @@
-"""Which file each tensor of a checkpoint is read from, and what two nodes compare of it."""
+"""The file that each tensor of a checkpoint is read from, and what two nodes compare of it."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_the_fingerprint_follows_what_is_read(split: Path, change: Callable[[Pat
 def test_the_fingerprint_of_a_large_file_has_samples_from_all_over_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an ignored tensor amid those that are read."""
+    """The file has an ignored tensor amid those that are read."""
     from safetensors.torch import save_file
 
     monkeypatch.setattr(stored_weights, "_SAMPLE_BYTES", 256)

@@ -29,7 +29,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> dict[str, Tensor]:
-    """In two files: of several pieces, of one, of rows longer than a piece, without rows, of no dimension."""
+    """Tensors in two files: with several pieces, one piece, rows longer than a piece, no rows, no
+    dimension."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +129,7 @@ def _first(count: int, also: Callable[[], object]) -> Callable[[int, Sequence[An
 
 
 def test_a_buffer_holds_one_piece(tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    """Of rows that are longer it holds one; where nothing is converted there is none."""
+    """It holds one row where rows are longer than a piece, and there is none where nothing is converted."""
     with files_of(tmp_path) as files:
 
         def buffer_bytes(name: str, dtype: torch.dtype) -> int:

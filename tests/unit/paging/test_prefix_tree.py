@@ -118,7 +118,7 @@ def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_r
 def test_pages_behind_what_is_not_held_are_refused() -> None:
     node = Node()
     holding = node.pools.reserve(Room(2), SlotCounts(host=4, index=4))
-    with pytest.raises(PoolIntegrityError, match="what is before its pages is not held"):
+    with pytest.raises(PoolIntegrityError, match="the pages before its own are not held"):
         node.tree.hold(holding, pages(9, 9), HOST, 1)
     with pytest.raises(ValueError, match="reach past the 4 token slots"):
         node.tree.hold(holding, pages(9, 9), HOST)
@@ -151,7 +151,7 @@ def test_integrity_notices_a_user_that_was_lost() -> None:
 
 @pytest.mark.I9
 def test_what_is_dropped_is_found_by_nobody_and_free_when_its_users_have_ended(node: Node) -> None:
-    """With what is behind it, and without what is before it or beside it."""
+    """Descendants are dropped with a prefix; ancestors and siblings are not."""
     kind = node.kinds[0]
     start, middle, end, beside = pages(1, 2), pages(1, 2, 3), pages(1, 2, 3, 4), pages(1, 2, 5)
     node.hold(start)

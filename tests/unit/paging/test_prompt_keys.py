@@ -1,4 +1,4 @@
-"""Which beginnings of two prompts have keys in common."""
+"""Tests which beginnings of two prompts have keys in common."""
 
 from __future__ import annotations
 
