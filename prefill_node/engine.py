@@ -20,7 +20,7 @@ import torch
 
 from hisparse_pd.base import process
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.settings import PrefillSettings
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.core.memory.device import DeviceMemory
@@ -165,7 +165,7 @@ class PrefillEngine:
         )
 
         self._front = front
-        self._logged_refusals = Seldom()
+        self._logged_refusals = LogLimiter()
         keys = load_control_keys(settings.control_key_file)
         self._control = ControlServer(
             settings.host,

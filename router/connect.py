@@ -16,7 +16,7 @@ import h11
 
 from hisparse_pd.base.settings import RouterSettings
 from hisparse_pd.base.vocabulary import StartError
-from hisparse_pd.serving.http.patience import Patience
+from hisparse_pd.serving.http.wait_timer import WaitTimer
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -54,7 +54,7 @@ class Call(asyncio.Protocol):
         self.silence_secs = silence_secs
         self._url = urlsplit(url)
         self._http = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
-        self._patience = Patience(silence_secs, self._give_up)
+        self._wait_timer = WaitTimer(silence_secs, self._give_up)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_unread = 0
@@ -135,7 +135,7 @@ class Call(asyncio.Protocol):
     def close(self) -> None:
         """At once, whatever is under way. May be called again."""
         self._is_closed = True
-        self._patience.close()
+        self._wait_timer.close()
         if self._transport is not None:
             self._transport.abort()
 
@@ -179,12 +179,12 @@ class Call(asyncio.Protocol):
             self._transport.resume_reading()
         self._num_unread = 0
         self._waiter = asyncio.get_running_loop().create_future()
-        self._patience.begin()
+        self._wait_timer.begin()
         try:
             await self._waiter
         finally:
             self._waiter = None
-            self._patience.end()
+            self._wait_timer.end()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

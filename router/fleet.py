@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.protocol.decoding import TypedDecoder
-from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
 from hisparse_pd.router.nodes import Node, NodeKind, NodePool
 from hisparse_pd.serving.api.models import MODELS_PATH, json_response, show_models
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -72,8 +72,8 @@ class Fleet:
     async def _ask(self, node: Node, path: str) -> dict[str, object] | str:
         """The JSON object that the node answers; as text what is wrong where it does not."""
         try:
-            return await self._calls.told(node, path, ASK_TIMEOUT_SECS, _OBJECT_DECODER)
-        except NotTold as error:
+            return await self._calls.get_document(node, path, ASK_TIMEOUT_SECS, _OBJECT_DECODER)
+        except NodeDocumentError as error:
             log.warning("%s: %s", node.name, error)
             return str(error)
 

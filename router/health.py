@@ -14,7 +14,7 @@ import msgspec
 from hisparse_pd.base.vocabulary import MAX_RANKS
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.local_faults import local_fault
-from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
 from hisparse_pd.router.nodes import LEAVING, Node, NodePool
 
 log = logging.getLogger(__name__)
@@ -101,8 +101,8 @@ class HealthWatch:
 
     async def _ask_load(self, node: Node) -> None:
         try:
-            load = await self._calls.told(node, "/get_load", HEALTH_TIMEOUT_SECS, _LOAD_DECODER)
-        except NotTold as error:
+            load = await self._calls.get_document(node, "/get_load", HEALTH_TIMEOUT_SECS, _LOAD_DECODER)
+        except NodeDocumentError as error:
             log.debug("%s told no load: %s", node.name, error)
             return
         self._pool.report_load(node, _by_rank(load if isinstance(load, list) else [load]))

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hisparse_pd.router.journal import JournalBudget
 from hisparse_pd.router.nodes import Node, NodePool
+from hisparse_pd.router.stream_journal import JournalBudget
 
 CLIENT_GONE = 499
 """Status under which a request is counted whose client left before its answer was complete."""

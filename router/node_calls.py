@@ -44,12 +44,12 @@ _HOP_BY_HOP_HEADERS = {
 _OWN_HEADERS = {b"date", b"server"}  # uvicorn writes ours
 
 
-class NotTold(Exception):
+class NodeDocumentError(Exception):
     """A node did not say what it was asked for; the message says why, without the node's name."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class NodeAnswer:
     """The decode node's answer from its first byte on.
 
     ``read``: what comes next of the body, nothing at its end; it raises NodeFailed when the body breaks off.
@@ -69,7 +69,7 @@ class Answer:
     def is_journaled(self) -> bool:
         return (JOURNAL_HEADER, b"1") in self.headers
 
-    def without_journal(self, read: Callable[[], Awaitable[bytes]]) -> Answer:
+    def without_journal(self, read: Callable[[], Awaitable[bytes]]) -> NodeAnswer:
         """The same for the client, with a ``read`` that takes the journal's lines out."""
         headers = [header for header in self.headers if header[0] != JOURNAL_HEADER]
         return replace(self, headers=headers, read=read)
@@ -117,17 +117,17 @@ class NodeCalls:
                         raise ConnectionError(f"more than {MAX_TOLD_BYTES} bytes")
                 return call.status, bytes(body)
 
-    async def told(self, node: Node, path: str, timeout_secs: float, decoder: TypedDecoder[T]) -> T:
-        """The document that a node tells of itself. Raises NotTold."""
+    async def get_document(self, node: Node, path: str, timeout_secs: float, decoder: TypedDecoder[T]) -> T:
+        """The document that a node tells of itself. Raises NodeDocumentError."""
         try:
             status, body = await self.get(node, path, timeout_secs)
             if not 200 <= status < 300:
-                raise NotTold(f"{path} answered {status}")
+                raise NodeDocumentError(f"{path} answered {status}")
             return decoder.decode(body)
         except TimeoutError as error:
-            raise NotTold(f"no answer to {path} in {timeout_secs:g} s") from error
+            raise NodeDocumentError(f"no answer to {path} in {timeout_secs:g} s") from error
         except (OSError, msgspec.MsgspecError) as error:
-            raise NotTold(f"{path}: {error or type(error).__name__}") from error
+            raise NodeDocumentError(f"{path}: {error or type(error).__name__}") from error
 
     def call(self, node: Node, silence_secs: float = math.inf) -> Call:
         """A call that is to be sent, and to be closed by the caller.
@@ -144,7 +144,7 @@ class NodeCalls:
         content: bytes,
         headers: RawHeaders,
         added: Mapping[str, str],
-    ) -> Answer:
+    ) -> NodeAnswer:
         """The answer once the first bytes of its body are here, with the headers that are ``added``.
 
         Raises RouterError: for an error status, what the node says.
@@ -159,7 +159,7 @@ class NodeCalls:
             raise _error_of(node, error, call) from error
         given = _headers_to_client(call)
         given += [(name.encode(), value.encode()) for name, value in added.items()]
-        return Answer(call.status, given, partial(_read, node, call))
+        return NodeAnswer(call.status, given, partial(_read, node, call))
 
     def _with_key(self, headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
         """With the router's own key, if it has one, whatever the client sent."""

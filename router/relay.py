@@ -23,11 +23,11 @@ from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import Call, RawHeaders
 from hisparse_pd.router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError, StreamEnded
-from hisparse_pd.router.journal import Journal, JournalBudget
 from hisparse_pd.router.metrics import RouterMetrics
-from hisparse_pd.router.node_calls import Answer, NodeCalls, headers_to_node
+from hisparse_pd.router.node_calls import NodeAnswer, NodeCalls, headers_to_node
 from hisparse_pd.router.nodes import LEAVING, Node, NodeKind, NodePool, Pair
 from hisparse_pd.router.resume import Losses, Search
+from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.frame import PING_SECS, PINGS
 from hisparse_pd.serving.http.http_errors import ErrorShape
@@ -85,7 +85,7 @@ class Relay:
         client_headers: RawHeaders,
         stack: AsyncExitStack,
         span: RequestSpan | None = None,
-    ) -> Answer:
+    ) -> NodeAnswer:
         """Choose a pair, and wait for the first bytes of its decode node's answer.
 
         What is open then belongs to ``stack``: closing it closes the connection. A decode node that cannot be
@@ -99,7 +99,7 @@ class Relay:
 
     async def ask_one(
         self, path: str, content: bytes, client_headers: RawHeaders, stack: AsyncExitStack
-    ) -> Answer:
+    ) -> NodeAnswer:
         """The answer of one healthy decode node, for what needs no pair; ``stack`` keeps it open.
 
         Another node is asked where one cannot be reached or does not serve. Raises RouterError.
@@ -162,12 +162,12 @@ class RelayedRequest:
         """Reads the answer that the client gets now, with the journal's lines."""
         self._going_on: asyncio.Task[None] | None = None
         """While no node has the stream that the client reads."""
-        self._journal: Journal | None = None
+        self._journal: StreamJournal | None = None
         if relay.journals.max_bytes:
             # Of an answer that is not streamed there will be no records: it begins anew.
-            self._journal = Journal(body.num_bytes if body.is_streamed else 0, relay.journals)
+            self._journal = StreamJournal(body.num_bytes if body.is_streamed else 0, relay.journals)
 
-    async def open(self) -> Answer:
+    async def open(self) -> NodeAnswer:
         """The answer once its first bytes are here. Raises RouterError."""
         answer = await self._answer()
         if self._journal is None or not answer.is_journaled:
@@ -185,7 +185,7 @@ class RelayedRequest:
         finally:  # also when this is cancelled, as when the client leaves now
             self._open_at_pair.close()
 
-    async def _read(self, journal: Journal) -> bytes:
+    async def _read(self, journal: StreamJournal) -> bytes:
         """What the client gets next, from one node after the other. Raises RouterError."""
         while True:
             if self._going_on is not None:
@@ -212,7 +212,7 @@ class RelayedRequest:
             else:
                 self._going_on = asyncio.create_task(self._go_on(journal, error))
 
-    async def _go_on(self, journal: Journal, error: NodeFailed | None) -> None:
+    async def _go_on(self, journal: StreamJournal, error: NodeFailed | None) -> None:
         """Go on at another node: the one that had the stream is lost, or leaves. Raises RouterError."""
         if error is None:
             error = StreamEnded(journal.unshown)
@@ -225,7 +225,7 @@ class RelayedRequest:
             raise NodeFailed(502, "the next decode node keeps no journal of the stream; upgrade it")
         self._read_node = answer.read
 
-    async def _answer(self) -> Answer:
+    async def _answer(self) -> NodeAnswer:
         """The answer of the first pair that gives one. Raises RouterError."""
         while True:
             try:
@@ -255,7 +255,7 @@ class RelayedRequest:
             excluded = set()
         return self._pool.pick(excluded, self._body.prompt)
 
-    async def _ask(self, pair: Pair) -> Answer:
+    async def _ask(self, pair: Pair) -> NodeAnswer:
         """The answer of the pair's decode node, once its first bytes are here. Raises RouterError."""
         num_resumes = self._num_resumes + (self._search is not None)
         if self._span is not None:

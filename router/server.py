@@ -28,22 +28,22 @@ from hisparse_pd.router.drain import Drain, ShuttingDown
 from hisparse_pd.router.errors import RouterError, StreamEnded
 from hisparse_pd.router.fleet import Fleet
 from hisparse_pd.router.health import LOADING, HealthWatch
-from hisparse_pd.router.journal import JournalBudget
 from hisparse_pd.router.live_page import PAGE_PATHS, page_routes
 from hisparse_pd.router.metrics import CLIENT_GONE, RouterMetrics
-from hisparse_pd.router.node_calls import Answer, NodeCalls
+from hisparse_pd.router.node_calls import NodeAnswer, NodeCalls
 from hisparse_pd.router.nodes import NodeKind, NodePool
 from hisparse_pd.router.relay import Relay
 from hisparse_pd.router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
 from hisparse_pd.router.status import StatusBoard
+from hisparse_pd.router.stream_journal import JournalBudget
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.keys import RequireKey, load_api_keys
 from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response
 from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.serving.api.pages import GuardFromPages
-from hisparse_pd.serving.http.clients import read_body, unless_client_leaves
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
 from hisparse_pd.serving.http.off_loop import parsed
+from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import RequestSpan
@@ -222,14 +222,14 @@ class _RelayEndpoint:
 
     async def _open(
         self, body: bytes, headers: RawHeaders, stack: AsyncExitStack, span: RequestSpan | None
-    ) -> Answer:
+    ) -> NodeAnswer:
         relay = self._router.relay
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
         request = await parsed(body, RequestBody.parse, body, self._endpoint)
         return await relay.open(self._endpoint, request, headers, stack, span=span)
 
-    async def _stream(self, answer: Answer, send: Send, span: RequestSpan | None) -> None:
+    async def _stream(self, answer: NodeAnswer, send: Send, span: RequestSpan | None) -> None:
         """Pass the answer on.
 
         When the node breaks it off, or the router's time is up, an event stream ends in an error event; any

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.drain import Drain
 from hisparse_pd.router.metrics import RouterMetrics
-from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
 from hisparse_pd.router.nodes import Node, NodePool
 from hisparse_pd.serving.http.node_load import NodeLoad
 
@@ -78,10 +78,10 @@ class StatusBoard:
         """``healthy`` and ``trouble``: the router's judgement. ``load_trouble``: why there is no ``load``."""
         load, load_trouble = None, ""
         try:
-            load = await self._calls.told(node, "/status", NODE_TIMEOUT_SECS, _LOAD_DECODER)
+            load = await self._calls.get_document(node, "/status", NODE_TIMEOUT_SECS, _LOAD_DECODER)
             if load.role != node.kind:
                 load, load_trouble = None, f"/status: it is no {node.kind} node"
-        except NotTold as error:
+        except NodeDocumentError as error:
             load_trouble = str(error)
         return {
             "url": node.url,

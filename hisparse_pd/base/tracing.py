@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.vocabulary import VERSION, StartError
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Tracer:
         """
         for name in ("opentelemetry", "urllib3"):  # of clients' headers, of each attempt
             logging.getLogger(name).setLevel(logging.ERROR)
-        complaints = Seldom()  # a collector that is away fails every batch
+        complaints = LogLimiter()  # a collector that is away fails every batch
         logging.getLogger(OTLPSpanExporter.__module__).addFilter(lambda record: complaints.permits())
         url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
         given = Resource.create(

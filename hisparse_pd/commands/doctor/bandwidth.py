@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from hisparse_pd.commands.doctor.channel import (
     DOCTOR_VERSION,
-    Answer,
     DoctorClient,
     DoctorError,
     DoctorServer,
     Offer,
     Question,
     Refused,
+    Reply,
 )
 from hisparse_pd.commands.doctor.lane import lane_to
 from hisparse_pd.protocol.lane import LaneOffer
@@ -145,7 +145,7 @@ def serve(
     ``lane``: offers it to processes of this machine.
     """
 
-    def answer(question: Question) -> Answer:
+    def answer(question: Question) -> Reply:
         if why := _why_refused(question, engine.transport.protocol, buffer.num_bytes):
             return Refused(why)
         crc32 = buffer.crc32(question.num_bytes)

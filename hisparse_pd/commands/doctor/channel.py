@@ -56,11 +56,11 @@ class Refused(Struct, frozen=True, array_like=True, tag=3):
     error: Text
 
 
-Answer = Offer | Refused
+Reply = Offer | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: TypedDecoder[Question] = TypedDecoder(Question)
-_answer_decoder: TypedDecoder[Answer] = TypedDecoder(Answer)
+_answer_decoder: TypedDecoder[Reply] = TypedDecoder(Reply)
 
 
 class _Socket(Generic[M]):
@@ -99,12 +99,12 @@ class DoctorServer(_Socket[Question]):
             raise DoctorError(f"cannot listen on {endpoint}: {error}") from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def serve_one(self, answer: Callable[[Question], Answer], timeout_secs: float) -> None:
+    def serve_one(self, answer: Callable[[Question], Reply], timeout_secs: float) -> None:
         """Answer one question if it comes in time. A malformed one is refused without asking ``answer``."""
         frame = self._receive(timeout_secs)
         if frame is None:
             return
-        reply: Answer
+        reply: Reply
         try:
             reply = answer(self._decoder.decode(frame))
         except msgspec.MsgspecError as error:
@@ -112,7 +112,7 @@ class DoctorServer(_Socket[Question]):
         self._socket.send(_encoder.encode(reply), zmq.NOBLOCK)
 
 
-class DoctorClient(_Socket[Answer]):
+class DoctorClient(_Socket[Reply]):
     """The end that asks, one question at a time."""
 
     def __init__(self, host: str, port: int, timeout_secs: float) -> None:
@@ -125,7 +125,7 @@ class DoctorClient(_Socket[Answer]):
             self.close()
             raise DoctorError(f"cannot connect to {self._endpoint}: {error}") from error
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: Question) -> Reply:
         """Raises DoctorError, after which no other question can be asked."""
         self._socket.send(_encoder.encode(question), zmq.NOBLOCK)
         frame = self._receive(self._timeout_secs)

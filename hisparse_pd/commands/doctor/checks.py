@@ -26,7 +26,7 @@ from hisparse_pd.core.memory.machine import (
     show_bytes,
     verbs_library_fault,
 )
-from hisparse_pd.serving.http.descriptors import OF_ROUTER, max_connections
+from hisparse_pd.serving.http.descriptors import PER_ROUTED_REQUEST, max_connections
 from hisparse_pd.transfer.errors import TransferSetupError
 from hisparse_pd.transfer.rdma import (
     RdmaDevice,
@@ -208,7 +208,7 @@ def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machin
 
 def check_descriptors(limit: int) -> Check:
     """Whether the descriptors that a process may have are enough for many clients."""
-    of_router = max_connections(limit, OF_ROUTER)
+    of_router = max_connections(limit, PER_ROUTED_REQUEST)
     found = f"limit {limit}: a router has {of_router} connections at most, a node {max_connections(limit)}"
     if of_router < _MANY_CONNECTIONS:
         remedy = "raise the hard limit: LimitNOFILE= (systemd), --ulimit nofile= (docker), ulimit -Hn"

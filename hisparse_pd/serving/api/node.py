@@ -34,8 +34,8 @@ from hisparse_pd.serving.http.engine_link import (
     least_loaded,
     samples_at_work,
 )
+from hisparse_pd.serving.http.first_front import EngineProcesses, EngineTarget, serve
 from hisparse_pd.serving.http.follower import follow
-from hisparse_pd.serving.http.front import EngineProcesses, EngineTarget, serve
 from hisparse_pd.serving.http.fronts import Fronts, serve_further
 from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics

@@ -1,8 +1,8 @@
-"""What the fronts of a node tell each other, in memory that they share: their counts, metrics and word.
+"""Memory that a node's fronts share: their counts, their metrics, and what the first one tells the others.
 
-Each place has one front that writes it, so there is no lock that a killed front could keep. Who takes a place
-in flight counts itself first and then looks at the sum of all rows: two fronts at once may both find the last
-place taken, never both free.
+Each number has one front that writes it, so there is no lock that a killed front could keep. A front that
+admits a request adds it to its own row before it reads the sum of all rows. Two fronts that do this at once
+may both find the node full, but never both find the last place free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IS_READY, _SAMPLES, _PROMPT_TOKENS, _OF_RANKS = range(4)
 """The columns of each front; behind them two for each rank."""
 
 
-class Word(IntEnum):
+class Instruction(IntEnum):
     """What the first front says to the others."""
 
     SERVE = 0
@@ -46,7 +46,7 @@ class Board:
         self._num_columns = num_columns
         size = 1 + num_fronts * num_columns
         self._numbers = multiprocessing.RawArray("q", size) if num_fronts > 1 else [0] * size
-        """The word, and then a row a front."""
+        """The instruction, then a row for each front."""
         places = num_fronts if num_fronts > 1 else 0
         self._metrics: list[Any] = [
             multiprocessing.RawArray("B", _METRICS_HEAD.size + MAX_METRICS_BYTES) for _ in range(places)
@@ -60,12 +60,12 @@ class Board:
         self._numbers[1 + front * self._num_columns + column] += num
 
     @property
-    def word(self) -> Word:
-        return Word(self._numbers[0])
+    def instruction(self) -> Instruction:
+        return Instruction(self._numbers[0])
 
-    def say(self, word: Word) -> None:
+    def instruct(self, instruction: Instruction) -> None:
         """By the first front."""
-        self._numbers[0] = word
+        self._numbers[0] = instruction
 
     def write_metrics(self, front: int, packed: bytes) -> None:
         """Raises ValueError for more than MAX_METRICS_BYTES."""
@@ -90,7 +90,7 @@ def make_board(num_ranks: int, num_fronts: int = 1) -> Board:
     return Board(_OF_RANKS + 2 * num_ranks, num_fronts)
 
 
-class InFlight:
+class InFlightCounts:
     """The counts as one front sees them: sums over all fronts, to which it adds its own."""
 
     def __init__(self, board: Board, front: int) -> None:

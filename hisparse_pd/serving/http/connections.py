@@ -53,7 +53,7 @@ _MAX_STEP_SECS = 2.0
 """What the time between two sweeps counts at most: after a long turn much has come that was not read."""
 
 
-class Kept(Protocol):
+class KeptConnection(Protocol):
     """A connection that a server keeps, with TLS or before it."""
 
     address: str
@@ -65,10 +65,10 @@ class Kept(Protocol):
         """Close it with whatever it has not read."""
 
 
-K = TypeVar("K", bound=Kept)
+K = TypeVar("K", bound=KeptConnection)
 
 
-class ByAddress(Generic[K]):
+class ConnectionsByAddress(Generic[K]):
     """Connections in the order in which they came, by the address that they came from."""
 
     def __init__(self) -> None:
@@ -106,8 +106,8 @@ class Connections:
     limit: int
     now: float = 0.0
     """Seconds that this server has served. What it stood still for is nobody's silence and counts little."""
-    live: set[Kept] = field(default_factory=set)
-    waits: ByAddress[Kept] = field(default_factory=ByAddress)
+    live: set[KeptConnection] = field(default_factory=set)
+    waits: ConnectionsByAddress[KeptConnection] = field(default_factory=ConnectionsByAddress)
     """Connections that make the server wait, who waits longest first."""
     closed: Counter[str] = field(default_factory=Counter)
     """Connections that were closed or refused and not yet reported, by the reason."""
@@ -115,7 +115,7 @@ class Connections:
     """Called when their number has changed."""
     _swept_at: float = float("inf")
 
-    def admit(self, connection: Kept) -> bool:
+    def admit(self, connection: KeptConnection) -> bool:
         """Take a new connection. False: there is no room for it, all others are being served."""
         self.live.add(connection)
         self.on_change()
@@ -124,12 +124,12 @@ class Connections:
             self.waits.oldest_of_most().drop()
         return len(self.live) <= self.limit
 
-    def forget(self, connection: Kept) -> None:
+    def forget(self, connection: KeptConnection) -> None:
         self.live.discard(connection)
         self.on_change()
         self.note(connection, waits=False)
 
-    def note(self, connection: Kept, *, waits: bool) -> None:
+    def note(self, connection: KeptConnection, *, waits: bool) -> None:
         """Whether the connection makes the server wait, from now on."""
         if waits:
             self.waits.add(connection)

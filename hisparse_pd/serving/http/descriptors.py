@@ -20,7 +20,7 @@ _TURNS_TO_CLOSE = 4
 """Of an event loop from taking a connection to having closed the one whose place it takes: accepted, made,
 heard of by the server, closed. In each of them more are taken."""
 
-OF_ROUTER = 2
+PER_ROUTED_REQUEST = 2
 """Descriptors of a request in the router: the client's connection and the one to its decode node."""
 
 _OWN = 128

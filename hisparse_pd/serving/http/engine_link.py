@@ -39,11 +39,11 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.sockets import Crossing
-from hisparse_pd.serving.http.board import Board, InFlight, make_board
+from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
 from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, QueueFull
-from hisparse_pd.serving.http.patience import Patience
 from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from hisparse_pd.serving.http.rank_link import RankLink
+from hisparse_pd.serving.http.wait_timer import WaitTimer
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class QueueLimits:
         return cls(max_running + settings.max_queued_requests, MAX_QUEUED_TOKENS)
 
 
-class _InFlight(NamedTuple):
+class _SampleInFlight(NamedTuple):
     group: SampleGroup
     rank: RankLink
     num_prompt_tokens: int
@@ -143,7 +143,7 @@ class SampleGroup:
         """``Tokens`` in the queue, by request id."""
         self._reader: asyncio.Future[None] | None = None
         """Waits for an event."""
-        self._patience: Patience | None = None
+        self._wait_timer: WaitTimer | None = None
         """Of the reader, from its first wait on."""
 
     def put(self, event: SampleEvent) -> None:
@@ -159,31 +159,31 @@ class SampleGroup:
             await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
         else:
             self._reader = asyncio.get_running_loop().create_future()
-            if self._patience is None:
-                self._patience = Patience(self._link.health_timeout_secs, self._look_at_engine)
-            self._patience.begin()
+            if self._wait_timer is None:
+                self._wait_timer = WaitTimer(self._link.health_timeout_secs, self._look_at_engine)
+            self._wait_timer.begin()
             try:
                 await self._reader
             finally:
                 self._reader = None
-                self._patience.end()
+                self._wait_timer.end()
         event = self._events.popleft()
         self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
         return event
 
     def close(self) -> None:
-        if self._patience is not None:
-            self._patience.close()
+        if self._wait_timer is not None:
+            self._wait_timer.close()
 
     def _look_at_engine(self) -> None:
         assert self._reader is not None
-        assert self._patience is not None
+        assert self._wait_timer is not None
         if self._reader.done():
             return
         if (stall := self._link.stall()) is not None:
             self._reader.set_exception(NodeUnavailable(stall))
         else:
-            self._patience.begin()
+            self._wait_timer.begin()
 
     def has_more_tokens(self, request_id: str) -> bool:
         """More output of the sample has come already."""
@@ -217,7 +217,7 @@ class EngineLink:
         self.health_timeout_secs = health_timeout_secs
         self.state = LinkState.LOADING
         self.front = front
-        self.counts = InFlight(board or make_board(len(endpoints)), front)
+        self.counts = InFlightCounts(board or make_board(len(endpoints)), front)
         self.ranks = [
             RankLink(
                 rank,
@@ -234,7 +234,7 @@ class EngineLink:
         self._on_stats = on_stats
         self._on_connected: Callable[[], None] | None = on_connected
         self._choose_rank = choose_rank
-        self._in_flight: dict[str, _InFlight] = {}
+        self._in_flight: dict[str, _SampleInFlight] = {}
 
     def start(self) -> None:
         """Bind the sockets and start talking; needs a running event loop. Raises OSError."""
@@ -299,7 +299,7 @@ class EngineLink:
         try:
             for rank, sample in samples:
                 num_tokens = sample.num_prompt_tokens
-                self._in_flight[sample.request_id] = _InFlight(group, rank, num_tokens)
+                self._in_flight[sample.request_id] = _SampleInFlight(group, rank, num_tokens)
             for rank, share in shares:
                 rank.put(share)
             yield group
@@ -484,7 +484,7 @@ class EngineLink:
             self._release(event.request_id)
         in_flight.group.put(event)
 
-    def _release(self, request_id: str) -> _InFlight:
+    def _release(self, request_id: str) -> _SampleInFlight:
         in_flight = self._in_flight.pop(request_id)
         in_flight.group.live.discard(request_id)
         self.counts.add(-1)

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 
 from hisparse_pd.base.process import setup_logging, stop_signals
 from hisparse_pd.base.vocabulary import StartError
-from hisparse_pd.serving.http.front import EngineProcesses, EngineTarget, S
+from hisparse_pd.serving.http.first_front import EngineProcesses, EngineTarget, S
 
 log = logging.getLogger(__name__)
 

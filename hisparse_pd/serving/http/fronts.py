@@ -15,7 +15,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp
 
 from hisparse_pd.base.process import die_with_parent
-from hisparse_pd.serving.http.board import Board, Word
+from hisparse_pd.serving.http.board import Board, Instruction
 from hisparse_pd.serving.http.children import EXIT_SECS, Children
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.listening import Listener
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 METRICS_SECS = 1.0
 """Between two times that a front writes on the board what it has counted."""
 _LISTEN_SECS = 0.05
-"""Between two looks at the first front's word."""
+"""Between two looks at the first front's instruction."""
 
 SHUTTING_DOWN = "the node is shutting down; send the request again"
 WHAT_DIED = {
-    Word.ENGINE_DIED: str(LinkState.GONE),
-    Word.FRONT_DIED: "a front process of the node has died",
+    Instruction.ENGINE_DIED: str(LinkState.GONE),
+    Instruction.FRONT_DIED: "a front process of the node has died",
 }
 
 
@@ -66,11 +66,11 @@ class Fronts(Children):
         await write_metrics(self._board, 0, self._metrics)
 
     def stop_accepting(self) -> None:
-        self._board.say(Word.STOP_ACCEPTING)
+        self._board.instruct(Instruction.STOP_ACCEPTING)
 
-    async def leave(self, word: Word) -> None:
-        """Until the others have left, or are overdue. ``word``: LEAVE, or what has died."""
-        self._board.say(word)
+    async def leave(self, instruction: Instruction) -> None:
+        """Until the others have left, or are overdue. ``instruction``: LEAVE, or what has died."""
+        self._board.instruct(instruction)
         deadline = time.monotonic() + EXIT_SECS
         while any(process.is_alive() for process in self.processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -85,13 +85,13 @@ async def serve_further(
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     writing = asyncio.create_task(write_metrics(board, number, metrics))
     try:
-        while (word := board.word) < Word.LEAVE and not serving.done():
-            if word is Word.STOP_ACCEPTING and link.state is LinkState.SERVING:
+        while (instruction := board.instruction) < Instruction.LEAVE and not serving.done():
+            if instruction is Instruction.STOP_ACCEPTING and link.state is LinkState.SERVING:
                 link.stop_accepting()
             await asyncio.sleep(_LISTEN_SECS)
-        if word in WHAT_DIED:
-            link.engine_died(WHAT_DIED[word])
-        elif word is Word.LEAVE:
+        if instruction in WHAT_DIED:
+            link.engine_died(WHAT_DIED[instruction])
+        elif instruction is Instruction.LEAVE:
             link.fail_all(503, SHUTTING_DOWN)
             await link.shut_engines_down()
         server.should_exit = True

@@ -16,7 +16,7 @@ from typing import Any
 
 from uvicorn.protocols.utils import get_remote_addr
 
-from hisparse_pd.serving.http.connections import ByAddress, Connections, address_of
+from hisparse_pd.serving.http.connections import Connections, ConnectionsByAddress, address_of
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Handshakes:
     def __init__(self, context: ssl.SSLContext, connections: Connections) -> None:
         self.context = context
         self.connections = connections
-        self.begun: ByAddress[Handshake] = ByAddress()
+        self.begun: ConnectionsByAddress[Handshake] = ConnectionsByAddress()
         self._asked: list[Handshake] = []
         """Their hello is here. Who came last is next: of too many for the time, that one still waits."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, FromEngine, ToEngine
 from hisparse_pd.engine.sockets import Crossing, FrontSocket
-from hisparse_pd.serving.http.board import InFlight
+from hisparse_pd.serving.http.board import InFlightCounts
 
 _SENT_A_TURN = 8
 """Messages, some of which have a prompt of megabytes."""
@@ -27,7 +27,7 @@ class RankLink:
         self,
         rank: int,
         endpoint: str,
-        in_flight: InFlight,
+        in_flight: InFlightCounts,
         on_message: Callable[[RankLink, FromEngine], None],
         on_lost: Callable[[RankLink], None],
         crossing: Crossing | None,

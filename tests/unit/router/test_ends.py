@@ -16,13 +16,13 @@ from hisparse_pd.base.settings import RouterSettings
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import RawHeaders
 from hisparse_pd.router.drain import Drain
-from hisparse_pd.router.journal import JournalBudget
 from hisparse_pd.router.metrics import RouterMetrics
-from hisparse_pd.router.node_calls import Answer, NodeCalls
+from hisparse_pd.router.node_calls import NodeAnswer, NodeCalls
 from hisparse_pd.router.nodes import Node, NodeKind, NodePool
 from hisparse_pd.router.relay import Relay, RelayedRequest
 from hisparse_pd.router.request_ids import RequestIds
 from hisparse_pd.router.server import _RelayEndpoint
+from hisparse_pd.router.stream_journal import JournalBudget
 from hisparse_pd.serving.api.bodies import Endpoint
 
 pytestmark = pytest.mark.anyio
@@ -57,10 +57,10 @@ class SlowToClose:
         self._headers = headers
         self.is_closed = False
 
-    async def open(self, *request: Any, span: None) -> Answer:
+    async def open(self, *request: Any, span: None) -> NodeAnswer:
         stack: AsyncExitStack = request[-1]
         stack.push_async_callback(self._close)
-        return Answer(200, self._headers, reading())
+        return NodeAnswer(200, self._headers, reading())
 
     async def _close(self) -> None:
         await take_turns()

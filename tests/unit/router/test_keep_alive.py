@@ -22,7 +22,7 @@ from hisparse_pd.router import connect
 from hisparse_pd.router.relay import DECODE_SILENCE_SECS
 from hisparse_pd.router.server import create_app
 from hisparse_pd.serving.api import frame
-from hisparse_pd.serving.http.patience import Patience
+from hisparse_pd.serving.http.wait_timer import WaitTimer
 from tests.unit.api import support
 from tests.unit.router.cluster import WAIT_SECS, FakeNode, computes, error_of, serving
 from tests.waiting import until
@@ -40,10 +40,10 @@ class Silence:
         self._now = 0.0
         self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
 
-    def patience(self, secs: float, on_lost: Callable[[], None]) -> Any:
-        """In place of a ``Patience``."""
+    def wait_timer(self, secs: float, on_lost: Callable[[], None]) -> Any:
+        """In place of a ``WaitTimer``."""
         if secs != DECODE_SILENCE_SECS:
-            return Patience(secs, on_lost)
+            return WaitTimer(secs, on_lost)
         number = next(_NUMBERS)
 
         def begin() -> None:
@@ -73,7 +73,7 @@ _NUMBERS = itertools.count()
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> Silence:
     silence = Silence()
-    monkeypatch.setattr(connect, "Patience", silence.patience)
+    monkeypatch.setattr(connect, "WaitTimer", silence.wait_timer)
     return silence
 
 

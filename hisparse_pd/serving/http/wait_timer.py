@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Patience:
+class WaitTimer:
     """Calls ``on_lost`` once when a wait has taken ``secs``. Needs a running event loop."""
 
     def __init__(self, secs: float, on_lost: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ QUIET_SECS = 60.0
 MAX_SUBJECTS = 64
 
 
-class Seldom:
+class LogLimiter:
     """Whether a line about a subject may be logged: one in ``QUIET_SECS``, and of all subjects beyond
     ``MAX_SUBJECTS`` together one. For one thread."""
 

@@ -30,7 +30,7 @@ from hisparse_pd.base.process import (
 from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.protocol.names import resolve
-from hisparse_pd.serving.http.board import Word
+from hisparse_pd.serving.http.board import Instruction
 from hisparse_pd.serving.http.children import Children
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts
@@ -167,16 +167,16 @@ async def serve(
             fronts.stop_accepting()
             await _drain(lambda: num_at_work(link) == 0, drain_timeout_secs, signals, died)
         status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
-        word = Word.LEAVE
+        instruction = Instruction.LEAVE
         if died.done():
             of_engines, of_fronts = engines.exits(), fronts.exits()
-            word = Word.FRONT_DIED if of_fronts and not of_engines else Word.ENGINE_DIED
-            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or WHAT_DIED[word])
-            link.engine_died(WHAT_DIED[word])
+            instruction = Instruction.FRONT_DIED if of_fronts and not of_engines else Instruction.ENGINE_DIED
+            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or WHAT_DIED[instruction])
+            link.engine_died(WHAT_DIED[instruction])
         else:
             link.fail_all(503, SHUTTING_DOWN)
-        leaving = asyncio.create_task(fronts.leave(word))
-        if word is Word.LEAVE:
+        leaving = asyncio.create_task(fronts.leave(instruction))
+        if instruction is Instruction.LEAVE:
             await link.shut_engines_down()
         for server in servers:
             server.should_exit = True

@@ -43,7 +43,7 @@ class JournalBudget:
         return fits
 
 
-class Journal:
+class StreamJournal:
     """The journal of one stream, which takes in what the nodes say, one after the other.
 
     ``num_body_bytes``: the size of its request, which is kept for as long.
