@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hisparse_pd.router.nodes import Node, NodePool
+from hisparse_pd.router.nodes import NodePool
+from hisparse_pd.router.route import Failure
 from hisparse_pd.router.stream_journal import JournalBudget
 
 CLIENT_GONE = 499
@@ -81,10 +82,10 @@ class RouterMetrics:
     def count_spans(self, outcome: str, num: int) -> None:
         self._trace_spans.labels(outcome).inc(num)
 
-    def count_retry(self, blamed: Node | None) -> None:
-        """A request that ``blamed`` failed with, or a node that nobody reached, goes to another pair."""
+    def count_retry(self, failure: Failure) -> None:
+        """Count a request that goes to another pair because of ``failure``."""
         self.retries.inc()
-        if blamed is not None and blamed.kind == "prefill":
+        if failure in (Failure.PREFILL_FAILED, Failure.TRANSFER_FAILED):
             self.prefill_retries.inc()
 
     def count_resume(self, reason: str, secs: float) -> None:
