@@ -20,7 +20,7 @@ from hisparse_pd.router.errors import LocalFault, NodeFailed, NodeRefused, NodeU
 from hisparse_pd.router.local_faults import local_fault
 from hisparse_pd.router.nodes import Node
 from hisparse_pd.serving.api.keys import ApiKeys, load_api_keys
-from hisparse_pd.serving.http.connections import TAKES_INTERIM
+from hisparse_pd.serving.http.http_connection import INTERIM_HEADER
 from hisparse_pd.serving.http.journal_lines import JOURNAL_HEADER
 
 CONNECT_TIMEOUT_SECS = 5.0
@@ -35,7 +35,7 @@ _HEADERS_TO_NODE = (
     (b"content-type", b"application/json"),
     (b"accept", b"*/*"),
     (b"accept-encoding", b"identity"),
-    (TAKES_INTERIM, b"1"),  # they are read over, and end a wait for the node, as any byte does
+    (INTERIM_HEADER, b"1"),  # they are read over, and end a wait for the node, as any byte does
 )
 _HOP_BY_HOP_HEADERS = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),

@@ -95,7 +95,6 @@ class Handshake(asyncio.Protocol):
         self.address = address_of(self.client)
         self._since = self._connections.now
         self._connections.admit(self)
-        self._connections.note(self, waits=True)
 
     def data_received(self, data: bytes) -> None:
         self._hello += data
@@ -151,16 +150,16 @@ class Handshake(asyncio.Protocol):
     # --- the ways out -----------------------------------------------------------------------------
 
     def expire(self, now: float) -> str | None:
-        """Close it when it has had its time; the reason."""
+        """Close the connection if its time is up. Returns the reason, None if it stays."""
         if now - self._since < HANDSHAKE_SECS:
             return None
-        return self.drop(f"closed: no TLS after {HANDSHAKE_SECS:g} s")
+        self.drop()
+        return f"closed: no TLS after {HANDSHAKE_SECS:g} s"
 
-    def drop(self, why: str = "") -> str:
-        """Close it; ``why``, for the log."""
+    def drop(self) -> None:
+        """Close the connection."""
         self._forget()
         self._transport.abort()
-        return why
 
     def _forget(self) -> None:
         self._all.begun.discard(self)

@@ -17,8 +17,9 @@ from starlette.types import ASGIApp
 
 from hisparse_pd.serving.http import descriptors
 from hisparse_pd.serving.http.certificates import Certificate
-from hisparse_pd.serving.http.connections import Connection, Connections
+from hisparse_pd.serving.http.connections import Connections
 from hisparse_pd.serving.http.handshakes import Handshake, Handshakes
+from hisparse_pd.serving.http.http_connection import HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Listener:
             *(self.port, connections.limit, limit),
             ": raise the limit of descriptors (ulimit -n)" if is_low else "",
         )
-        protocol: Any = functools.partial(Connection, connections)
+        protocol: Any = functools.partial(HttpConnection, connections)
         handshakes: Handshakes | None = None
         if self._certificate is not None:
             handshakes = Handshakes(self._certificate.context(), connections)

@@ -20,14 +20,13 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hisparse_pd.serving.http import connections, descriptors
-from hisparse_pd.serving.http.connections import (
+from hisparse_pd.serving.http.connections import Connections
+from hisparse_pd.serving.http.framing import MAX_SMALL_CHUNKS, SMALL_CHUNK_BYTES
+from hisparse_pd.serving.http.http_connection import (
     BODY_WINDOW_BYTES,
     BODY_WINDOW_SECS,
     HEAD_SECS,
-    MAX_SMALL_CHUNKS,
-    SMALL_CHUNK_BYTES,
     UNREAD_SECS,
-    Connections,
 )
 from hisparse_pd.serving.http.listening import HttpServer
 from tests.unit import servers
@@ -308,7 +307,7 @@ async def test_who_reads_nothing_makes_room_too() -> None:
 async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_bound() -> None:
     async with serving() as served:
         waits = [await served.connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n") for _ in range(LIMIT)]
-        await until(lambda: not served.connections.waits)
+        await until(lambda: not served.connections.waiting)
         early = await served.connect()
         refused = await served.get()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
