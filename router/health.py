@@ -1,4 +1,4 @@
-"""Watches the nodes: asks each for its health, and for its load when the policy looks at it.
+"""Watches the nodes: asks each for its health, and for its load where the policy needs it.
 
 A node that does not answer is asked more often than a healthy one, so that it is soon used again.
 """
@@ -22,18 +22,19 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_SECS = 5.0
 RECOVERY_INTERVAL_SECS = 1.0
 TIMEOUTS_BEFORE_UNHEALTHY = 2
-"""One slow answer on a busy machine must not take the only node of its kind out."""
+"""Timeouts in a row after which a node is unhealthy: one slow answer on a busy machine must not take it
+out."""
 
 LOADING = "it loads its model"
-"""The trouble of a node that will be healthy by itself."""
+"""The trouble of a node that will be healthy without help."""
 _TROUBLES = {"loading": LOADING, "leaving": LEAVING}
-"""By the status in the body of an unhealthy answer."""
+"""A node's trouble, by the ``status`` in its unhealthy answer."""
 
 
 class _Health(msgspec.Struct):
     status: str = ""
     role: str = ""
-    """The kind of a healthy node; empty where its release does not say it."""
+    """Kind of a healthy node; empty for a release that does not say it."""
 
 
 class _Load(msgspec.Struct):
@@ -46,7 +47,7 @@ _HEALTH_DECODER: TypedDecoder[_Health] = TypedDecoder.json(_Health)
 
 
 class HealthWatch:
-    """One task a node. ``start`` returns after the first round of checks."""
+    """Checks each node in a task of its own. ``start`` returns after the first round of checks."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class HealthWatch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def check(self, node: Node) -> None:
-        """One check of one node; its outcome goes to the pool."""
+        """Check one node, and report the outcome to the pool."""
         try:
             status, body = await self._calls.get(node, "/health", HEALTH_TIMEOUT_SECS)
         except TimeoutError:
@@ -115,7 +116,7 @@ class HealthWatch:
 
 
 def _by_rank(loads: Sequence[_Load]) -> list[int]:
-    """Requests of each rank; a node whose entries are not those of ranks 0, 1, … counts as one rank."""
+    """Return the requests of each rank. A node whose entries do not name ranks 0, 1, … counts as one rank."""
     of_rank = {load.dp_rank: load.num_reqs for load in loads}
     if 0 < len(loads) <= MAX_RANKS and set(of_rank) == set(range(len(loads))):
         return [of_rank[number] for number in range(len(loads))]

@@ -251,7 +251,7 @@ class RelayedRequest:
             self._span.event("retry", {"exception.message": str(error), **_names(pair)})
 
     def _leave_decode_node(self, attempt: Attempt, error: RouterError, *, is_leaving: bool) -> None:
-        """Begin the search for another pair, or continue it. Raises RouterError if the request ends here."""
+        """Begin the search for another pair, or continue it. Raises RouterError if the request ends."""
         journal = self._journal
         num_records = 0 if journal is None else journal.num_records
         if journal is not None and num_records and not journal.is_kept:

@@ -1,4 +1,4 @@
-"""Where one request goes after a failure: which nodes it avoids, how often and for how long it tries."""
+"""The way of one request after a failure: which nodes it avoids, how often and for how long it tries."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class Search:
 class Route:
     """Decides whether one request goes to another pair after a failure, and which nodes it avoids there.
 
-    A request whose client has nothing yet is retried ``max_retries`` times. After the loss of a decode node
-    it searches for another pair for ``resume_timeout_secs``, and retries do not count meanwhile.
+    A request is retried at most ``max_retries`` times. After the loss of a decode node it searches for another
+    pair for ``resume_timeout_secs`` instead, with as many tries as fit into that time.
     """
 
     def __init__(self, pool: NodePool, max_retries: int, resume_timeout_secs: float) -> None:
@@ -152,10 +152,9 @@ class Route:
     def leave_decode_node(
         self, error: RouterError, node: Node, *, is_leaving: bool, num_records: int
     ) -> None:
-        """Search for another pair: ``node`` is lost, or shuts down. Raises RouterError if the request ends
-        here.
+        """Search for another pair, since ``node`` is lost or shuts down.
 
-        ``num_records``: how many records the request's journal has.
+        ``num_records``: how many records the request's journal has. Raises RouterError if the request ends.
         """
         if is_leaving:
             self._pool.mark_unhealthy(node, LEAVING)
@@ -168,7 +167,7 @@ class Route:
             self.search = Search("moved" if is_leaving else "lost", self._resume_timeout_secs, error)
 
     def end_search(self) -> Search | None:
-        """A pair has answered. Returns the search that led to it, None if there was none."""
+        """End the search, since a pair has answered. Returns it, or None if there was none."""
         ended = self.search
         if ended is not None:
             self.search, self.avoided = None, frozenset()

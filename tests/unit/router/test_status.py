@@ -18,7 +18,7 @@ from hisparse_pd.engine.messages import EngineStats
 from hisparse_pd.router import status
 from hisparse_pd.router.drain import Drain
 from hisparse_pd.router.live_page import PAGE_PATHS
-from hisparse_pd.router.node_calls import MAX_TOLD_BYTES
+from hisparse_pd.router.node_calls import MAX_DOCUMENT_BYTES
 from hisparse_pd.serving.http.node_load import NodeLoad
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
 
@@ -144,7 +144,7 @@ async def _endless(node: FakeNode, send: Send) -> None:
         (PREFILLS, "no decode node"),
         (says(b"", 500), "answered 500"),
         (says(b"", 302), "answered 302"),
-        (_endless, f"more than {MAX_TOLD_BYTES} bytes"),
+        (_endless, f"more than {MAX_DOCUMENT_BYTES} bytes"),
     ],
 )
 async def test_a_node_that_tells_nothing_of_use_is_named(behaviour: Behaviour, trouble: str) -> None:
