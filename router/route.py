@@ -106,8 +106,8 @@ class Search:
 class Route:
     """Decides whether one request goes to another pair after a failure, and which nodes it avoids there.
 
-    A request is retried at most ``max_retries`` times. After the loss of a decode node it searches for another
-    pair for ``resume_timeout_secs`` instead, with as many tries as fit into that time.
+    A request is retried at most ``max_retries`` times. After the loss of a decode node it searches for
+    another pair for ``resume_timeout_secs`` instead, with as many tries as fit into that time.
     """
 
     def __init__(self, pool: NodePool, max_retries: int, resume_timeout_secs: float) -> None:

@@ -1,7 +1,7 @@
-"""The life of a machine of a node that has engines and no front: any but the first.
+"""A machine of a node that runs engines and no front: any machine but the first.
 
-Its engines connect to the fronts, on the first machine, which shut them down. What ends one of them ends the
-node.
+Its engines connect to the fronts on the first machine, which shut them down. When one of them ends, the whole
+node ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
-    """Run this machine's engines until the node ends. Returns the exit status; 0: the fronts ended it.
+    """Run this machine's engines until the node ends. Returns the exit status, 0 if the fronts ended it.
 
-    A cluster sends its signal to all machines, and the first one has requests to finish: this one leaves with
-    it, or when the time for that is over, or at the second signal.
+    A cluster sends its signal to all machines at once, but the first machine has requests to finish. This one
+    ends with it, when the time to finish is over, or at a second signal.
     """
     setup_logging(settings.log_level, f"{role} machine {settings.node_rank}")
     told, teller = socket.socketpair()
