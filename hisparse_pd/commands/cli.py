@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
@@ -198,6 +199,9 @@ def _only(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of options stay whole
 
 
 class _CommandParser(argparse.ArgumentParser):

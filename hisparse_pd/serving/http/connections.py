@@ -1,4 +1,4 @@
-"""Which connections an HTTP server keeps: their number, and which of them makes room for a new one.
+"""The connections that an HTTP server keeps: how many, and which one makes room for a new one.
 
 A connection waits while the server can do nothing for it before its client does something: send the head or
 the body of a request, or read its answer. Each such wait has a limit (``http_connection.py``,
@@ -25,7 +25,7 @@ class KeptConnection(Protocol):
     """A connection that a server keeps, in its TLS handshake or behind it."""
 
     address: str
-    """Where its client is, as ``address_of`` has it."""
+    """The client's address, from ``address_of``."""
 
     def expire(self, now: float) -> str | None:
         """Close the connection if its time is up. Returns the reason, None if it stays."""

@@ -8,7 +8,6 @@ Exception tree::
     +-- NodeUnavailable         503: the engine is not ready, not healthy or gone
     +-- QueueFull               429: this node has as many requests in flight as it accepts
     +-- RequestFailedError      the engine ended the request, with this status
-    +-- RouterError             errors of the router (``router/errors.py``)
 """
 
 from __future__ import annotations
