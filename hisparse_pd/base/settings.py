@@ -340,7 +340,7 @@ class NodeSettings(_Settings, TransportSettings):
         return self
 
     def devices_here(self, rank: int | None = None) -> list[str]:
-        """Return the device of each of ``ranks_here``. ``device`` is that of ``rank``, by default the first."""
+        """Return the device of each of ``ranks_here``. ``device`` is that of ``rank``, or of the first."""
         kind, _, number = self.device.partition(":")
         if kind != "cuda" or self.dp_size == 1:
             return [self.device] * len(self.ranks_here)
