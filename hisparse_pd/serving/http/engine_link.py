@@ -11,8 +11,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -42,13 +41,11 @@ from hisparse_pd.engine.messages import (
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
 from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, QueueFull
-from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
+from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 from hisparse_pd.serving.http.rank_link import RankLink
-from hisparse_pd.serving.http.wait_timer import WaitTimer
+from hisparse_pd.serving.http.sample_group import SampleEvent, SampleGroup
 
 log = logging.getLogger(__name__)
-
-SampleEvent = Tokens | PromptScores | RequestFailed
 
 MAX_QUEUED_TOKENS = 64 << 20
 """Limit of prompt tokens in flight. Beside the requests' bodies, a decode node holds 9 bytes for each: 5 in
@@ -72,39 +69,6 @@ class _SampleInFlight(NamedTuple):
     group: SampleGroup
     rank: RankLink
     num_prompt_tokens: int
-
-
-RankChoice = Callable[[Sequence[RankLink], GenerateGroup], Iterator[RankLink]]
-"""Yields the rank of each sample of a prompt. Each sample is counted before the next rank is chosen."""
-
-
-def least_loaded(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-    """Choose the rank with the fewest prompt tokens, and of equal ones that which was given the fewest
-    samples."""
-    for _ in prompt.samples:
-        yield min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
-
-
-class ByPrefix:
-    """Chooses the rank that had a prompt with the same beginning last, and may still keep its KV.
-
-    If that rank has more to do than LOAD_BOUND times the mean and this prompt, the least loaded one is
-    chosen.
-    """
-
-    def __init__(self) -> None:
-        self._prefixes: PrefixIndex[int] = PrefixIndex()
-
-    def __call__(self, ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-        keys = block_keys(prompt.prompt, prompt.root) if len(ranks) > 1 else []
-        for sample, least in zip(prompt.samples, least_loaded(ranks, prompt), strict=True):
-            rank = least
-            if (found := self._prefixes.find(keys)) is not None:
-                mean = sum(each.num_tokens_in_flight for each in ranks) / len(ranks)
-                if ranks[found].num_tokens_in_flight <= LOAD_BOUND * mean + sample.num_prompt_tokens:
-                    rank = ranks[found]
-            self._prefixes.note(keys, rank.rank)
-            yield rank
 
 
 def samples_at_work(link: EngineLink) -> int:
@@ -132,75 +96,6 @@ class LinkState(StrEnum):
     SERVING = "serving"
     STOPPING = "the node is shutting down"
     GONE = "the engine has died"
-
-
-class SampleGroup:
-    """The samples of one HTTP request and the queue of their events, for one reader."""
-
-    def __init__(self, link: EngineLink, ranks: Mapping[str, int], *, may_move: bool) -> None:
-        self._link = link
-        self.ranks = ranks
-        """Rank of each sample, by request id."""
-        self.may_move = may_move
-        """Whether the request moves to another node when this one shuts down."""
-        self.live = set(ranks)
-        self._events: deque[SampleEvent] = deque()
-        self._num_waiting_tokens: Counter[str] = Counter()
-        """Number of ``Tokens`` messages in the queue, by request id."""
-        self._reader: asyncio.Future[None] | None = None
-        """Future on which the reader waits for an event."""
-        self._wait_timer: WaitTimer | None = None
-        """Limits the reader's waits; made with the first one."""
-
-    def put(self, event: SampleEvent) -> None:
-        self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
-        self._events.append(event)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def next_event(self) -> SampleEvent:
-        """Return the next event of any live sample. Raises NodeUnavailable when the engine makes no progress.
-
-        While it makes progress there is no limit here: its own timeouts end requests.
-        """
-        if self._events:
-            await asyncio.sleep(0)  # let other requests have their turn
-        else:
-            self._reader = asyncio.get_running_loop().create_future()
-            if self._wait_timer is None:
-                self._wait_timer = WaitTimer(self._link.health_timeout_secs, self._look_at_engine)
-            self._wait_timer.begin()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-                self._wait_timer.end()
-        event = self._events.popleft()
-        self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
-        return event
-
-    def close(self) -> None:
-        if self._wait_timer is not None:
-            self._wait_timer.close()
-
-    def _look_at_engine(self) -> None:
-        assert self._reader is not None
-        assert self._wait_timer is not None
-        if self._reader.done():
-            return
-        if (stall := self._link.stall()) is not None:
-            self._reader.set_exception(NodeUnavailable(stall))
-        else:
-            self._wait_timer.begin()
-
-    def has_more_tokens(self, request_id: str) -> bool:
-        """Whether more output of the sample waits here."""
-        return self._num_waiting_tokens[request_id] > 0
-
-    def finish(self, request_id: str) -> None:
-        """Complete one sample, of which no event follows. The engine is told unless it ended the sample
-        itself."""
-        self._link.forget(self, request_id, has_finished=True)
 
 
 class EngineLink:
@@ -308,7 +203,13 @@ class EngineLink:
                 self.counts.take_back(rank.rank, sample.num_prompt_tokens)
             raise
         ranks = {sample.request_id: rank.rank for rank, sample in samples}
-        group = SampleGroup(self, ranks, may_move=may_move)
+        group = SampleGroup(
+            ranks,
+            may_move=may_move,
+            look_secs=self.health_timeout_secs,
+            stall=self.stall,
+            on_finish=partial(self.forget, has_finished=True),
+        )
         try:
             for rank, sample in samples:
                 num_tokens = sample.num_prompt_tokens
@@ -383,6 +284,7 @@ class EngineLink:
         return ready
 
     def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
+        """Drop a sample and tell its engine, unless the engine has ended it."""
         if request_id in group.live:
             self._abort(self._release(request_id).rank, Abort(request_id, has_finished))
 
