@@ -1,4 +1,4 @@
-"""How often what others send may be logged."""
+"""The limit of log lines about what others send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fronts beside a node's first one: the board that they share, their counts, who accepts a connection."""
+"""Several fronts of a node: the board that they share, their counts, and which one accepts a connection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_a_process_writes_is_read_by_others_when_it_is_whole() -> None:
     other.start()
     other.join(WAIT_SECS)
     assert board.metrics() == [b"first", b"second"]
-    memoryview(board._metrics[1]).cast("B")[8:9] = b"S"  # in the middle of the next one
+    memoryview(board._metrics[1]).cast("B")[8:9] = b"S"  # the next write has begun
     assert board.metrics() == [b"first", b"second"]
     board.write_metrics(1, b"x" * MAX_METRICS_BYTES)
     assert board.metrics()[1] == b"x" * MAX_METRICS_BYTES
@@ -150,7 +150,7 @@ def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.Mon
             with pytest.raises(BlockingIOError):
                 sockets[0].accept()
         now = 1.006
-        accept(0)  # nobody else did for so long
+        accept(0)  # no other process has accepted it in time
         now = 2.0
         with pytest.raises(BlockingIOError):
             sockets[0].accept()

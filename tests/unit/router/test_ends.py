@@ -1,4 +1,5 @@
-"""The end of a relayed answer: a client that has all of it may leave, and nothing of the request stays."""
+"""The end of a relayed answer: a client that has all of it may leave, and nothing of the request stays
+open."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ async def take_turns(num: int = 20) -> None:
 
 
 def reading() -> Callable[[], Awaitable[bytes]]:
-    """Of an answer of two chunks."""
+    """Return the ``read`` of an answer of two chunks."""
     chunks = [b"ab", b"cd"]
 
     async def read() -> bytes:
@@ -103,7 +104,7 @@ async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHead
 @pytest.mark.I8
 @pytest.mark.parametrize("num_turns", range(1, 4))
 async def test_a_search_ends_whenever_its_request_is_cancelled(num_turns: int) -> None:
-    """Nothing stays open at the pair that it tries."""
+    """Nothing stays open at its pair, either."""
     pool = NodePool.from_settings(SETTINGS)
     relay = Relay(pool, NodeCalls(1.0), never, RouterMetrics(pool, BUDGET), BUDGET, SETTINGS)
     relayed = RelayedRequest(
