@@ -35,7 +35,7 @@ class Fleet:
         answers = await self._ask_all(self._pool.healthy(NodeKind.DECODE), MODELS_PATH)
         lists = [None if isinstance(answer, str) else _models_in(answer) for answer in answers]
         if not any(models is not None for models in lists):
-            return self._nobody_told(MODELS_PATH)
+            return self._no_answer(MODELS_PATH)
         by_id = {model["id"]: model for models in lists for model in models or ()}
         return show_models(request, list(by_id.values()))
 
@@ -46,26 +46,26 @@ class Fleet:
         """Answer with what each node says of itself, or with the reason why it says nothing, by kind."""
         nodes = self._pool.nodes
         answers = await self._ask_all(nodes, "/server_info")
-        told: dict[str, list[dict[str, object]]] = {kind: [] for kind in NodeKind}
+        by_kind: dict[str, list[dict[str, object]]] = {kind: [] for kind in NodeKind}
         for node, answer in zip(nodes, answers, strict=True):
             said = {"trouble": answer} if isinstance(answer, str) else answer
-            told[node.kind].append({"url": node.url, **said})
-        return json_response({"version": VERSION, **told})
+            by_kind[node.kind].append({"url": node.url, **said})
+        return json_response({"version": VERSION, **by_kind})
 
     async def model_info(self, request: Request) -> Response:
         """Answer with the model as a decode node describes it; all nodes serve the same one."""
-        return await self._first_told("/model_info")
+        return await self._first_answer("/model_info")
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Answer with the tokenizer as a decode node describes it; prefill nodes have none."""
-        return await self._first_told("/tokenizer_info")
+        return await self._first_answer("/tokenizer_info")
 
-    async def _first_told(self, path: str) -> Response:
+    async def _first_answer(self, path: str) -> Response:
         """Answer with what the first healthy decode node says that answers."""
         for node in self._pool.healthy(NodeKind.DECODE):
             if not isinstance(answer := await self._ask(node, path), str):
                 return json_response(answer)
-        return self._nobody_told(path)
+        return self._no_answer(path)
 
     async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
         return await asyncio.gather(*(self._ask(node, path) for node in nodes))
@@ -78,7 +78,7 @@ class Fleet:
             log.warning("%s: %s", node.name, error)
             return str(error)
 
-    def _nobody_told(self, path: str) -> Response:
+    def _no_answer(self, path: str) -> Response:
         states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.of_kind(NodeKind.DECODE))
         return ApiError(503, f"{path}: no decode node answered ({states}); try again later").response()
 

@@ -89,12 +89,12 @@ class HealthWatch:
                 self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
             return
         self._num_timeouts[node] = 0
-        told = _told(body)
+        health = _decode_health(body)
         if not 200 <= status < 300:
-            self._pool.mark_unhealthy(node, _TROUBLES.get(told.status, f"/health answered {status}"))
+            self._pool.mark_unhealthy(node, _TROUBLES.get(health.status, f"/health answered {status}"))
             return
-        if told.role not in ("", node.kind):
-            self._pool.mark_unhealthy(node, f"it is a {told.role} node: name it with --{told.role}")
+        if health.role not in ("", node.kind):
+            self._pool.mark_unhealthy(node, f"it is a {health.role} node: name it with --{health.role}")
             return
         self._pool.mark_healthy(node)
         if self._with_load:
@@ -123,7 +123,7 @@ def _by_rank(loads: Sequence[_Load]) -> list[int]:
     return [sum(load.num_reqs for load in loads)]
 
 
-def _told(body: bytes) -> _Health:
+def _decode_health(body: bytes) -> _Health:
     try:
         return _HEALTH_DECODER.decode(body)
     except msgspec.MsgspecError:

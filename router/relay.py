@@ -65,7 +65,7 @@ class Relay:
         self.journals = journals
         self.max_retries = settings.max_retries
         self.resume_timeout_secs = settings.resume_timeout_secs
-        # A client's key goes to the nodes only if it is not one of the router's own keys.
+        # A client's key is passed on to the nodes only if the router checks no keys itself.
         self._passed_headers = (
             _PASSED_HEADERS if settings.api_key_file is not None else _PASSED_HEADERS + _KEY_HEADERS
         )

@@ -97,7 +97,7 @@ class Supervisor:
         return status if all_stopped else 1
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping.is_set():  # the second signal, after which services end requests in flight, too
+        if self._stopping.is_set():  # at the second signal, services give up their requests in flight
             for process in self._processes.values():
                 process.terminate()
         self._stopping.set()

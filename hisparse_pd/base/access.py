@@ -93,10 +93,10 @@ def exposure(hosts: Iterable[str], dangers: Iterable[str]) -> str | None:
     """Return a warning about a service at these ``hosts``; None if all are loopback or nothing is
     dangerous."""
     others = [host for host in dict.fromkeys(hosts) if not is_loopback(host)]
-    told = "; ".join(dangers)
-    if not others or not told:
+    dangers_text = "; ".join(dangers)
+    if not others or not dangers_text:
         return None
-    return f"this service is open to other machines at {' and '.join(others)}: {told}"
+    return f"this service is open to other machines at {' and '.join(others)}: {dangers_text}"
 
 
 def is_host(text: str) -> bool:

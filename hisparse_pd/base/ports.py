@@ -38,9 +38,8 @@ def _reserve(port: int) -> None:
     """Leave a connection of the port to itself in TIME_WAIT. Raises OSError if the port is taken."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
-        server.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # set before bind, it would share a taken port
+        # Set before bind, it would let two servers share the port.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.listen(1)
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             server.accept()[0].close()  # the side that closes first is left in TIME_WAIT

@@ -143,5 +143,5 @@ def info_metric(name: str, **labels: str) -> str:
     """Return name and labels of a gauge that is always 1, whose labels carry the information."""
     # Characters that would end a label or a line of Prometheus' text are replaced.
     harmless = str.maketrans('"{}\n\\', "'()  ")
-    told = ",".join(f'{label}="{value.translate(harmless)}"' for label, value in labels.items())
-    return f"{name}{{{told}}}"
+    shown = ",".join(f'{label}="{value.translate(harmless)}"' for label, value in labels.items())
+    return f"{name}{{{shown}}}"

@@ -88,7 +88,7 @@ class Connections:
     def admit(self, connection: KeptConnection) -> bool:
         """Take a new connection, which waits for its client. Returns whether there is room for it.
 
-        Where there is not, all other connections are being served, and this one stays to be told so.
+        Where there is not, all other connections are being served, and this one stays until it is refused.
         """
         self.live.add(connection)
         self.on_change()

@@ -113,7 +113,7 @@ class EngineLink:
         front: int = 0,
         crossing: Crossing | None = None,
     ) -> None:
-        """``endpoints``: one for each rank, as in RankLink. ``on_stats``: called with a rank and its news.
+        """``endpoints``: one for each rank, as in RankLink. ``on_stats``: called with a rank and its stats.
 
         ``on_connected``: called once all engines are connected to all fronts. ``board``: what the node's
         fronts share; None if this is the only one. ``front``: the number of this front.

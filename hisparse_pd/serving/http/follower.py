@@ -26,10 +26,10 @@ def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
     ends with it, when the time to finish is over, or at a second signal.
     """
     setup_logging(settings.log_level, f"{role} machine {settings.node_rank}")
-    told, teller = socket.socketpair()
-    with closing(told), closing(teller):
-        teller.setblocking(False)
-        signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+    wakeup_reader, wakeup_writer = socket.socketpair()
+    with closing(wakeup_reader), closing(wakeup_writer):
+        wakeup_writer.setblocking(False)
+        signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
         for number in stop_signals():
             signal.signal(number, lambda *_: None)
         try:
@@ -41,10 +41,10 @@ def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
             engines.start()
             ranks = settings.ranks_here
             log.info("ranks %d to %d, meeting at %s", ranks[0], ranks[-1], settings.dist_init_addr)
-            if told in wait([told, *engines.sentinels]):
-                told.recv(1)
+            if wakeup_reader in wait([wakeup_reader, *engines.sentinels]):
+                wakeup_reader.recv(1)
                 log.info("told to end: leaving with the node, in %g s at most", settings.drain_timeout_secs)
-                wait([told, *engines.sentinels], settings.drain_timeout_secs)
+                wait([wakeup_reader, *engines.sentinels], settings.drain_timeout_secs)
             engines.wait()
             log.info("%s", engines.exits())
             return 0 if engines.have_succeeded else 1

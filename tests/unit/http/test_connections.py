@@ -84,7 +84,7 @@ class Served:
         return client
 
     async def heard(self) -> None:
-        """Wait until the server has read what was sent: it reads one connection after the other."""
+        """Give the server, which runs in this loop, the turns to read what was sent."""
         for _ in range(5):
             await asyncio.sleep(0.002)
 
