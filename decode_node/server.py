@@ -28,9 +28,9 @@ from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.prompt_scores import Scores, with_lists, write_lists
 from hisparse_pd.serving.api.requests import grouped
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.serving.http.engine_link import ByPrefix
 from hisparse_pd.serving.http.http_errors import RequestFailedError
 from hisparse_pd.serving.http.off_loop import off_loop
+from hisparse_pd.serving.http.rank_choice import ByPrefix
 
 
 def run(settings: DecodeSettings) -> int:

@@ -18,7 +18,7 @@ from typing import assert_never
 import msgspec
 import torch
 
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.settings import PrefillSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory
@@ -119,7 +119,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.host, settings.control_port, self._control_keys, self._allowed, self._heartbeats
         )
         self._poller.register(self._control)
-        self._logged_refusals = Seldom()
+        self._logged_refusals = LogLimiter()
         self._peers = Registrations(self._geometry, self._transfer.transport.protocol, self._allowed)
         self._pusher = Pusher(
             self._sender,

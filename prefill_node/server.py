@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.settings import MAX_BODY_BYTES, PrefillSettings
 from hisparse_pd.base.vocabulary import RankPlace
 from hisparse_pd.engine.messages import EngineReady
@@ -130,7 +130,7 @@ def create_bootstrap_app(settings: PrefillSettings, front: NodeFront) -> Starlet
     Decode nodes take its answer for a sign of life while the engine is too busy to answer heartbeats.
     """
     gate = BootstrapGate(front.control_keys, PeerList.parse(settings.allowed_peers))
-    logged = Seldom()
+    logged = LogLimiter()
     for reason in BootstrapGate.REASONS:  # from 0: an alert must see the first one too
         front.metrics.bootstrap_refusals.labels(reason)
 

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from hisparse_pd.base.access import KeyFileError, PeerList, in_url, parse_address
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.protocol import messages
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.protocol.messages import ToDecode, ToPrefill
@@ -125,7 +125,7 @@ class _Channel(Generic[T]):
         heartbeats: Heartbeats | None,
     ) -> None:
         self.dropped: Counter[str] = Counter()
-        self._logged = Seldom()  # a peer that sends one malformed message sends many
+        self._logged = LogLimiter()  # a peer that sends one malformed message sends many
         self._decoder = decoder
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)

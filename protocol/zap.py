@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ZapHandler:
         self._refused = refused
         # The counter's owner iterates over it while this thread counts, so all keys must exist before.
         self._refused.update({FOREIGN_ADDRESS: 0, FOREIGN_KEY: 0})
-        self._logged = Seldom()  # peers that are refused try again several times a second
+        self._logged = LogLimiter()  # peers that are refused try again several times a second
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ENDPOINT)

@@ -1,4 +1,4 @@
-"""The body of a client's request: checked as JSON, otherwise untouched, and joined with the bootstrap fields.
+"""The body of a client's request: checked to be JSON, and passed on with the bootstrap fields added.
 
 Only the top level is taken apart. Every value stays the bytes that the client sent, so unknown fields and
 the way numbers are written survive.
@@ -21,14 +21,14 @@ from hisparse_pd.serving.http.http_errors import ApiError
 from hisparse_pd.serving.http.off_loop import taking_interpreter
 
 MAX_PROMPTS = 4096
-"""Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""
+"""Limit of prompts in one request; each adds about 60 bytes of bootstrap fields to the body."""
 
 MAX_OTHER_BYTES = 1 << 20
-"""Of all fields but those of the prompt and ``tools``: a body that is nothing but fields would take the loop
-seconds to take apart."""
+"""Limit of all fields but the prompt and ``tools`` together. A body of nothing but small fields would take
+seconds to take apart, in which the loop stands still."""
 
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
-"""Of a body whose nesting is known to be bounded."""
+"""Decodes a body whose nesting was checked by ``check_text``."""
 
 _PROMPT_FIELDS = {
     Endpoint.COMPLETIONS: ("prompt",),
@@ -37,10 +37,10 @@ _PROMPT_FIELDS = {
     Endpoint.MESSAGES: ("system", "messages"),
     Endpoint.RESPONSES: ("instructions", "input"),
 }
-"""Of ``/generate`` a request has one; of other endpoints all, in the order that they have in the prompt."""
+"""Fields with the prompt, in the order in which the prompt has them. ``/generate`` takes only one of them."""
 
 _ISOLATION_FIELDS = ("cache_salt", "extra_key")
-"""By which nodes keep prompts apart that begin alike."""
+"""Fields that keep prompts apart in the nodes' caches though they begin alike."""
 
 _LARGE_FIELDS = {*itertools.chain(*_PROMPT_FIELDS.values()), "tools"}
 _LARGE_DECODER = msgspec.json.Decoder(
@@ -54,22 +54,21 @@ _OWN_FIELDS = (
 """Fields by which the router tells the decode node something; a client's are replaced."""
 
 _WITH_LISTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
-"""Whose prompts may be lists of prompts."""
+"""Endpoints that take a list of prompts."""
 
 
 @dataclass(frozen=True)
 class RequestBody:
-    """``num_prompts`` is None for a single prompt and the length of a list of prompts otherwise.
+    """A client's body, taken apart at its top level.
 
-    With a list the bootstrap fields become lists of that length. The samples of ``n`` > 1 share the
-    prompt's room; the decode node derives theirs from it.
+    The samples of ``n`` > 1 share their prompt's room, from which the decode node derives theirs.
     """
 
     fields: dict[str, Raw]
     num_prompts: int | None
+    """Length of a list of prompts, for which the bootstrap fields become lists, too; None for one prompt."""
     prompt: memoryview
-    """The values of the fields that have the prompt, as JSON, behind those that set its KV apart; empty
-    without any."""
+    """The isolation fields and the prompt, as JSON. Bodies whose KV begins alike begin alike here."""
 
     @property
     def is_streamed(self) -> bool:
@@ -81,7 +80,7 @@ class RequestBody:
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
-        """Raises ApiError 400 for anything that is not a JSON object in UTF-8."""
+        """Take a body apart. Raises ApiError 400 for anything that is not a JSON object in UTF-8."""
         check_text(content)
         try:
             if len(content) > MAX_OTHER_BYTES:
@@ -111,10 +110,10 @@ class RequestBody:
         first_room: int,
         journal: Mapping[str, object] = MappingProxyType({}),
     ) -> bytes:
-        """The body for the decode node, as JSON, which names the prefill node and the prompts' rooms.
+        """Return the body for the decode node, as JSON, which names the prefill node and the prompts' rooms.
 
-        The router's fields in the client's body are replaced. ``journal``: those that a journal adds. The
-        prompts of a list after the first one get random rooms, and so spread over the prefill node's ranks.
+        The router's own fields in the client's body are replaced; ``journal`` has those about its journal. In
+        a list the prompts after the first one get random rooms, and so spread over the prefill node's ranks.
         """
         host: object = bootstrap_host
         port: object = bootstrap_port
@@ -129,7 +128,7 @@ class RequestBody:
 
 
 def _check_others(content: bytes) -> None:
-    """Raises ApiError 400 where they are too large, and what msgspec raises."""
+    """Raises ApiError 400 if fields beside the prompt and ``tools`` are too large, and msgspec's errors."""
     large = msgspec.structs.astuple(_LARGE_DECODER.decode(content))
     num_bytes = len(content) - sum(len(memoryview(value)) for value in large)
     if num_bytes > MAX_OTHER_BYTES:

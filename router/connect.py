@@ -1,7 +1,8 @@
-"""Calls to nodes over HTTP: each has a connection of its own, which is closed by whatever ends the call.
+"""Calls to nodes over HTTP: each has a connection of its own, which is closed when the call ends.
 
-A close is the node's abort signal, and no connection is stale when a node starts again. Pools of connections
-are made for requests that end by themselves; these may be cancelled at any moment, as when a client leaves.
+A node aborts a request when its connection closes, and no connection is stale after a node has restarted.
+Connection pools expect requests to end by themselves; these may be cancelled at any moment, for instance
+because a client leaves.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ import h11
 
 from hisparse_pd.base.settings import RouterSettings
 from hisparse_pd.base.vocabulary import StartError
-from hisparse_pd.serving.http.patience import Patience
+from hisparse_pd.serving.http.wait_timer import WaitTimer
 
 RawHeaders = list[tuple[bytes, bytes]]
 
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Trusts nobody. For http, or all certificates of the system would be read, for a tenth of a second."""
+"""A context that trusts nobody, for http nodes: reading the system's certificates takes 0.1 s."""
 _NEXT_ADDRESS_SECS = 0.25
-"""Of a name with several addresses (RFC 8305)."""
+"""Delay before the next address of a name is tried (RFC 8305)."""
 _MAX_UNREAD_BYTES = 1 << 18
 _MAX_HEAD_BYTES = 100 << 10
 _CHUNK_HEAD = re.compile(rb"(?:\r\n)?([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n]*)?\r\n")
-"""With the end of the chunk before, and the blanks that some servers write behind the length."""
+"""A chunk's head, with the end of the chunk before it, and the blanks that some servers write after the
+length."""
 _MAX_CHUNK_HEAD_BYTES = 4096
 
 
 def tls_context(settings: RouterSettings) -> ssl.SSLContext:
-    """For connections to the nodes. Raises StartError."""
+    """Return the context for connections to the nodes. Raises StartError."""
     if not any(url.startswith("https:") for url in (*dict(settings.prefill), *settings.decode)):
         return NO_TLS
     try:
@@ -42,31 +44,29 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext:
 
 
 class Call(asyncio.Protocol):
-    """The open connection to one node: one request to it, and its answer.
+    """A connection to one node, with one request and its answer: ``connect``, ``ask``, ``read``, ``close``.
 
-    ``silence_secs``: how long the node may say nothing.
-
-    All failures are OSErrors, a node's silence is a TimeoutError.
+    Every failure is an OSError; a node's silence is a TimeoutError.
     """
 
     def __init__(self, url: str, silence_secs: float) -> None:
-        """``url``: the node's, without a path."""
+        """``url``: the node's URL, without a path. ``silence_secs``: how long the node may be silent."""
         self.silence_secs = silence_secs
         self._url = urlsplit(url)
         self._http = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
-        self._patience = Patience(silence_secs, self._give_up)
+        self._wait_timer = WaitTimer(silence_secs, self._give_up)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_unread = 0
         self._lost: Exception | None = None
         self._is_closed = False
         self._body: _Body | None = None
-        """Once the head is here."""
+        """The answer's body, once its head is here."""
         self._first: bytes | None = None
-        """Of the body, until it is read."""
+        """First bytes of the body, until ``read`` returns them."""
         self.status = 0
         self.headers: RawHeaders = []
-        """Of the answer, names in small letters."""
+        """Headers of the answer, with names in lower case."""
 
     @property
     def is_success(self) -> bool:
@@ -74,11 +74,11 @@ class Call(asyncio.Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection was made, however it ended."""
+        """Whether a connection was made, even if it is closed by now."""
         return self._transport is not None
 
     async def connect(self, tls: ssl.SSLContext, timeout_secs: float) -> None:
-        """Raises OSError. A connection that nobody waits for any more is closed as soon as it is made."""
+        """Connect. Raises OSError. If this is cancelled, the connection is closed as soon as it is made."""
         connecting = asyncio.create_task(self._connect(tls, timeout_secs))
         connecting.add_done_callback(_note_failure)
         try:
@@ -114,11 +114,12 @@ class Call(asyncio.Protocol):
         self._body = _Body(self.headers, self._http.trailing_data[0])
 
     async def begin(self) -> None:
-        """Wait for the first bytes of the body, or its end, which ``read`` has then. Raises OSError."""
+        """Wait for the first bytes of the body, or its end, and keep them for ``read``. Raises OSError."""
         self._first = await self.read()
 
     async def read(self) -> bytes:
-        """What is here of the body, as soon as there is something; nothing at its end. Raises OSError."""
+        """Return what has come of the body, as soon as there is something; nothing at its end. Raises
+        OSError."""
         if (first := self._first) is not None:
             self._first = None
             return first
@@ -133,13 +134,13 @@ class Call(asyncio.Protocol):
         return data
 
     def close(self) -> None:
-        """At once, whatever is under way. May be called again."""
+        """Close the connection at once, whatever is under way. May be called twice."""
         self._is_closed = True
-        self._patience.close()
+        self._wait_timer.close()
         if self._transport is not None:
             self._transport.abort()
 
-    # --- what the loop says -----------------------------------------------------------------------
+    # --- events of the connection -----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -164,7 +165,7 @@ class Call(asyncio.Protocol):
     # --- waiting ----------------------------------------------------------------------------------
 
     async def _event(self) -> object:
-        """Of the answer's head."""
+        """Return the next event of the answer's head."""
         try:
             while (event := self._http.next_event()) is h11.NEED_DATA:
                 if self._lost is not None:
@@ -179,12 +180,12 @@ class Call(asyncio.Protocol):
             self._transport.resume_reading()
         self._num_unread = 0
         self._waiter = asyncio.get_running_loop().create_future()
-        self._patience.begin()
+        self._wait_timer.begin()
         try:
             await self._waiter
         finally:
             self._waiter = None
-            self._patience.end()
+            self._wait_timer.end()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -196,33 +197,33 @@ class Call(asyncio.Protocol):
 
 
 def _note_failure(connecting: asyncio.Task[None]) -> None:
-    """What fails when nobody waits for it any more is no error to report."""
+    """Take the error of a connection that nobody waits for any more, or asyncio would report it."""
     if not connecting.cancelled():
         connecting.exception()
 
 
 class _Body:
-    """The body of an answer, which comes cut anywhere: in chunks, of a length, or to the connection's end.
+    """Reads the body of an answer, framed by chunks, by a length, or by the end of the connection.
 
     h11, with its rules for each chunk, would take half of the router's time for a token.
     """
 
     def __init__(self, headers: RawHeaders, data: bytes) -> None:
-        """``headers``: as h11 has checked them. ``data``: what came behind them."""
+        """``headers`` were checked by h11; ``data`` came with them."""
         named = dict(headers)
         self._data = data
         self._is_chunked = b"transfer-encoding" in named
         self.ends_with_connection = not self._is_chunked and b"content-length" not in named
         length = sys.maxsize if self.ends_with_connection else int(named.get(b"content-length", 0))
         self._num_left = 0 if self._is_chunked else length
-        """Bytes of the chunk, or of all."""
+        """Bytes that are to come of the chunk, or of a body without chunks."""
         self.is_over = not self._is_chunked and length == 0
 
     def feed(self, data: bytes) -> None:
         self._data = self._data + data if self._data else data
 
     def take(self) -> bytes:
-        """All that is here. Raises ConnectionError."""
+        """Return all content that has come. Raises ConnectionError."""
         data, at = self._data, 0
         parts = []
         while at < len(data) and not self.is_over:
@@ -233,7 +234,7 @@ class _Body:
                     break
                 at = head.end()
                 self._num_left = int(head[1], 16)
-                self.is_over = self._num_left == 0  # what may stand behind the last chunk says nothing to us
+                self.is_over = self._num_left == 0  # trailers after the last chunk are ignored
             part = data[at : at + self._num_left]
             parts.append(part)
             at += len(part)

@@ -1,7 +1,7 @@
-"""The router's way out: no new requests, time for those in flight, a clear error for what is left.
+"""The router's shutdown: no new requests, time for those in flight, then an error for the rest.
 
-``Drain`` knows the requests in flight. It owns no socket: the server goes on listening meanwhile, so new
-clients get a 503 that tells them to come again, instead of a connection that nobody accepts.
+``Drain`` counts the requests in flight. It owns no socket: the server goes on listening, so that new clients
+get a 503 that tells them to retry, instead of a connection that nobody accepts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _POLL_SECS = 0.05
 
 
 class ShuttingDown(RouterError):
-    """The router stops: the request was not taken, or did not finish in time."""
+    """The router shuts down: the request was not accepted, or did not finish in time."""
 
     def __init__(self) -> None:
         super().__init__(503, "the router is shutting down; send the request again")
 
 
 class Drain:
-    """Requests in flight, from their first byte to the last of their answer."""
+    """Counts requests in flight, each until its answer is complete, and ends them when the router stops."""
 
     def __init__(self) -> None:
         self.is_draining = False
@@ -33,7 +33,8 @@ class Drain:
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Raises ShuttingDown once the drain has begun."""
+        """Count a request for as long as the context is open. Raises ShuttingDown once the drain has
+        begun."""
         if self.is_draining:
             raise ShuttingDown
         self.num_in_flight += 1
@@ -44,7 +45,7 @@ class Drain:
 
     @asynccontextmanager
     async def time_left(self) -> AsyncIterator[None]:
-        """Round what a request waits for. Raises ShuttingDown when the drain is over before it."""
+        """Limit a wait of a request to the drain's end. Raises ShuttingDown when the drain ends first."""
         limit = asyncio.timeout_at(self._ends_at)
         self._limits.add(limit)
         try:
@@ -58,9 +59,9 @@ class Drain:
             self._limits.discard(limit)
 
     async def finish(self, timeout_secs: float, is_hurried: Callable[[], bool]) -> None:
-        """Take no new request, and return when none is in flight.
+        """Accept no new request, and return when none is in flight or their time is up.
 
-        What is left after ``timeout_secs``, or as soon as ``is_hurried``, ends with ShuttingDown.
+        Requests that are left after ``timeout_secs``, or once ``is_hurried``, end with ShuttingDown.
         """
         self.is_draining = True
         loop = asyncio.get_running_loop()

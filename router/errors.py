@@ -1,4 +1,4 @@
-"""Errors of the router, in the JSON shape that the nodes use too.
+"""Errors of the router, in the JSON shapes of the nodes' errors.
 
 Exception tree::
 
@@ -6,8 +6,10 @@ Exception tree::
     +-- RouterError             has an HTTP status and a message for the client
         +-- NodeUnreachable     no connection to a node: the request goes to another pair
         +-- NodeFailed          a node broke off, timed out or answered nonsense
+        |   +-- StreamEnded     a decode node ended a stream early
         +-- NodeRefused         a node answered with an HTTP error
-        +-- LocalFault          this machine could not even try; nothing is known of the node
+        +-- LocalFault          this machine could not make a connection; the node is not at fault
+        +-- ShuttingDown        the router stops (``drain.py``)
 """
 
 from __future__ import annotations
@@ -35,17 +37,18 @@ class RouterError(ApiError):
 
 
 class NodeUnreachable(RouterError):
-    """The connection to a node could not be made. Nothing of the request reached it."""
+    """No connection to a node could be made. Nothing of the request reached it."""
 
 
 class NodeFailed(RouterError):
-    """A node closed the connection early, fell silent, or answered with something that is no HTTP answer."""
+    """A node closed the connection early, fell silent, or sent something that is no HTTP answer."""
 
 
 class StreamEnded(NodeFailed):
-    """A decode node ended a stream before its end, by itself if ``last_words``, the last event, says why."""
+    """A decode node ended a stream early."""
 
     def __init__(self, last_words: bytes) -> None:
+        """``last_words``: the last event, which is an error if the node ended the stream by itself."""
         error = _object_in(last_words.partition(b"data: ")[2]).get("error")
         why = f": {error.get('message')}" if isinstance(error, dict) else ""
         super().__init__(502, f"the decode node ended the stream before its end{why}")
@@ -53,14 +56,14 @@ class StreamEnded(NodeFailed):
 
 
 class LocalFault(RouterError):
-    """This machine lacks what a connection takes: descriptors, ports, memory."""
+    """This machine has no descriptors, ports or memory left for a connection."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(503, f"{fault}; send the request again later")
 
 
 class NodeRefused(RouterError):
-    """A node answered with an error status; what it said is passed on as it is if it has the right shape."""
+    """A node answered with an error status. Its body is passed on unchanged if it has the client's shape."""
 
     def __init__(self, status: int, message: str, node_body: bytes) -> None:
         super().__init__(status, message)
@@ -71,7 +74,7 @@ class NodeRefused(RouterError):
         if isinstance(error, dict):
             self._shape = ErrorShape.ANTHROPIC if decoded.get("type") == "error" else ErrorShape.OPENAI
         self.node_code = error.get("code") if isinstance(error, dict) else None
-        """What the node calls its error."""
+        """The ``code`` in the node's error, as in ``base/vocabulary.py``."""
 
     def body(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
         expected = ErrorShape.OPENAI if shape is ErrorShape.RESPONSES else shape

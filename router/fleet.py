@@ -1,4 +1,4 @@
-"""What the router tells of its nodes by asking them: their models, what each of them is."""
+"""Endpoints of the router that it answers by asking its nodes: their models and what each node is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.protocol.decoding import TypedDecoder
-from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
 from hisparse_pd.router.nodes import Node, NodeKind, NodePool
 from hisparse_pd.serving.api.models import MODELS_PATH, json_response, show_models
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -23,18 +23,19 @@ _OBJECT_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, o
 
 
 class Fleet:
-    """Endpoints of the router. Nodes are asked at once, each for ``ASK_TIMEOUT_SECS`` at most."""
+    """Endpoints about the nodes, which are asked concurrently, each for at most ``ASK_TIMEOUT_SECS``."""
 
     def __init__(self, pool: NodePool, calls: NodeCalls) -> None:
         self._pool = pool
         self._calls = calls
 
     async def models(self, request: Request) -> Response:
-        """The models of all healthy decode nodes, each once; or the one that the path names."""
+        """Answer with the models of all healthy decode nodes, each once, or with the one that the path
+        names."""
         answers = await self._ask_all(self._pool.healthy(NodeKind.DECODE), MODELS_PATH)
         lists = [None if isinstance(answer, str) else _models_in(answer) for answer in answers]
         if not any(models is not None for models in lists):
-            return self._nobody_told(MODELS_PATH)
+            return self._no_answer(MODELS_PATH)
         by_id = {model["id"]: model for models in lists for model in models or ()}
         return show_models(request, list(by_id.values()))
 
@@ -42,42 +43,42 @@ class Fleet:
         return json_response({"version": VERSION})
 
     async def server_info(self, request: Request) -> Response:
-        """What each node says of itself, by kind; of one that says nothing, why."""
+        """Answer with what each node says of itself, or with the reason why it says nothing, by kind."""
         nodes = self._pool.nodes
         answers = await self._ask_all(nodes, "/server_info")
-        told: dict[str, list[dict[str, object]]] = {kind: [] for kind in NodeKind}
+        by_kind: dict[str, list[dict[str, object]]] = {kind: [] for kind in NodeKind}
         for node, answer in zip(nodes, answers, strict=True):
             said = {"trouble": answer} if isinstance(answer, str) else answer
-            told[node.kind].append({"url": node.url, **said})
-        return json_response({"version": VERSION, **told})
+            by_kind[node.kind].append({"url": node.url, **said})
+        return json_response({"version": VERSION, **by_kind})
 
     async def model_info(self, request: Request) -> Response:
-        """The model's, of a decode node: the nodes serve one model."""
-        return await self._first_told("/model_info")
+        """Answer with the model as a decode node describes it; all nodes serve the same one."""
+        return await self._first_answer("/model_info")
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """The tokenizer's, of a decode node: prefill nodes have none."""
-        return await self._first_told("/tokenizer_info")
+        """Answer with the tokenizer as a decode node describes it; prefill nodes have none."""
+        return await self._first_answer("/tokenizer_info")
 
-    async def _first_told(self, path: str) -> Response:
-        """What the first healthy decode node that answers says."""
+    async def _first_answer(self, path: str) -> Response:
+        """Answer with what the first healthy decode node says that answers."""
         for node in self._pool.healthy(NodeKind.DECODE):
             if not isinstance(answer := await self._ask(node, path), str):
                 return json_response(answer)
-        return self._nobody_told(path)
+        return self._no_answer(path)
 
     async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
         return await asyncio.gather(*(self._ask(node, path) for node in nodes))
 
     async def _ask(self, node: Node, path: str) -> dict[str, object] | str:
-        """The JSON object that the node answers; as text what is wrong where it does not."""
+        """Return the JSON object that the node answers, or the reason, as text, why there is none."""
         try:
-            return await self._calls.told(node, path, ASK_TIMEOUT_SECS, _OBJECT_DECODER)
-        except NotTold as error:
+            return await self._calls.get_document(node, path, ASK_TIMEOUT_SECS, _OBJECT_DECODER)
+        except NodeDocumentError as error:
             log.warning("%s: %s", node.name, error)
             return str(error)
 
-    def _nobody_told(self, path: str) -> Response:
+    def _no_answer(self, path: str) -> Response:
         states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.of_kind(NodeKind.DECODE))
         return ApiError(503, f"{path}: no decode node answered ({states}); try again later").response()
 

@@ -1,4 +1,4 @@
-"""Watches the nodes: asks each for its health, and for its load when the policy looks at it.
+"""Watches the nodes: asks each for its health, and for its load where the policy needs it.
 
 A node that does not answer is asked more often than a healthy one, so that it is soon used again.
 """
@@ -14,7 +14,7 @@ import msgspec
 from hisparse_pd.base.vocabulary import MAX_RANKS
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.local_faults import local_fault
-from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
 from hisparse_pd.router.nodes import LEAVING, Node, NodePool
 
 log = logging.getLogger(__name__)
@@ -22,18 +22,19 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_SECS = 5.0
 RECOVERY_INTERVAL_SECS = 1.0
 TIMEOUTS_BEFORE_UNHEALTHY = 2
-"""One slow answer on a busy machine must not take the only node of its kind out."""
+"""Timeouts in a row after which a node is unhealthy: one slow answer on a busy machine must not take it
+out."""
 
 LOADING = "it loads its model"
-"""The trouble of a node that will be healthy by itself."""
+"""The trouble of a node that will be healthy without help."""
 _TROUBLES = {"loading": LOADING, "leaving": LEAVING}
-"""By the status in the body of an unhealthy answer."""
+"""A node's trouble, by the ``status`` in its unhealthy answer."""
 
 
 class _Health(msgspec.Struct):
     status: str = ""
     role: str = ""
-    """The kind of a healthy node; empty where its release does not say it."""
+    """Kind of a healthy node; empty for a release that does not say it."""
 
 
 class _Load(msgspec.Struct):
@@ -46,7 +47,7 @@ _HEALTH_DECODER: TypedDecoder[_Health] = TypedDecoder.json(_Health)
 
 
 class HealthWatch:
-    """One task a node. ``start`` returns after the first round of checks."""
+    """Checks each node in a task of its own. ``start`` returns after the first round of checks."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class HealthWatch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def check(self, node: Node) -> None:
-        """One check of one node; its outcome goes to the pool."""
+        """Check one node, and report the outcome to the pool."""
         try:
             status, body = await self._calls.get(node, "/health", HEALTH_TIMEOUT_SECS)
         except TimeoutError:
@@ -88,12 +89,12 @@ class HealthWatch:
                 self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
             return
         self._num_timeouts[node] = 0
-        told = _told(body)
+        health = _decode_health(body)
         if not 200 <= status < 300:
-            self._pool.mark_unhealthy(node, _TROUBLES.get(told.status, f"/health answered {status}"))
+            self._pool.mark_unhealthy(node, _TROUBLES.get(health.status, f"/health answered {status}"))
             return
-        if told.role not in ("", node.kind):
-            self._pool.mark_unhealthy(node, f"it is a {told.role} node: name it with --{told.role}")
+        if health.role not in ("", node.kind):
+            self._pool.mark_unhealthy(node, f"it is a {health.role} node: name it with --{health.role}")
             return
         self._pool.mark_healthy(node)
         if self._with_load:
@@ -101,8 +102,8 @@ class HealthWatch:
 
     async def _ask_load(self, node: Node) -> None:
         try:
-            load = await self._calls.told(node, "/get_load", HEALTH_TIMEOUT_SECS, _LOAD_DECODER)
-        except NotTold as error:
+            load = await self._calls.get_document(node, "/get_load", HEALTH_TIMEOUT_SECS, _LOAD_DECODER)
+        except NodeDocumentError as error:
             log.debug("%s told no load: %s", node.name, error)
             return
         self._pool.report_load(node, _by_rank(load if isinstance(load, list) else [load]))
@@ -115,14 +116,14 @@ class HealthWatch:
 
 
 def _by_rank(loads: Sequence[_Load]) -> list[int]:
-    """Requests of each rank; a node whose entries are not those of ranks 0, 1, … counts as one rank."""
+    """Return the requests of each rank. A node whose entries do not name ranks 0, 1, … counts as one rank."""
     of_rank = {load.dp_rank: load.num_reqs for load in loads}
     if 0 < len(loads) <= MAX_RANKS and set(of_rank) == set(range(len(loads))):
         return [of_rank[number] for number in range(len(loads))]
     return [sum(load.num_reqs for load in loads)]
 
 
-def _told(body: bytes) -> _Health:
+def _decode_health(body: bytes) -> _Health:
     try:
         return _HEALTH_DECODER.decode(body)
     except msgspec.MsgspecError:

@@ -1,8 +1,8 @@
-"""The live page at ``/``: a handful of static files, the same for everybody, so they need no API key.
+"""The live page at ``/``: a few static files, the same for everybody, which need no API key.
 
-The page asks ``/status`` once a second and sends prompts to ``/v1/chat/completions``; both need the key when
-the router has one, which the page keeps in memory only. Nothing is loaded from anywhere else, and the
-Content-Security-Policy holds the browser to that.
+The page asks ``/status`` once a second and sends prompts to ``/v1/chat/completions``. Both need a key if the
+router has keys; the page keeps it in memory only. Nothing is loaded from other servers, and the
+Content-Security-Policy lets the browser load nothing from them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """One route a file. The files are read here, once."""
+    """Return one route for each file. The files are read here, once."""
     return [_route(path, name, media_type) for path, (name, media_type) in _FILES.items()]
 
 

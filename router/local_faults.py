@@ -1,7 +1,7 @@
-"""Failures to reach a node that are this machine's own: they say nothing of the node.
+"""Failures to reach a node whose cause is this machine, so that they say nothing about the node.
 
-A router without a free descriptor can connect to nobody. Taking that for the nodes' death would end the
-service for as long as the next health checks take, for a fault that passes in a moment.
+A router without a free descriptor can connect to nobody. If it took its nodes for dead, a fault that passes
+in a moment would end the service until the next health checks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def local_fault(error: OSError) -> str | None:
-    """What this machine lacks, the bound and the remedy; None when ``error`` is about the other end."""
+    """Return what this machine lacks, with the bound and the remedy; None if ``error`` is about the other
+    end."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
     for number in (error.errno, cause and cause.errno):
         match number:

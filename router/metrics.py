@@ -1,4 +1,4 @@
-"""What the router counts, as Prometheus metrics with the prefix ``hisparse_pd:``.
+"""The router's Prometheus metrics, with the prefix ``hisparse_pd:``.
 
 Gauges about nodes are read from the pool when they are scraped, so the pool stays their only owner.
 """
@@ -12,18 +12,19 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hisparse_pd.router.journal import JournalBudget
-from hisparse_pd.router.nodes import Node, NodePool
+from hisparse_pd.router.nodes import NodePool
+from hisparse_pd.router.route import Failure
+from hisparse_pd.router.stream_journal import JournalBudget
 
 CLIENT_GONE = 499
-"""Status under which a request is counted whose client left before its answer was complete."""
+"""Status under which a request is counted if its client left before the answer was complete."""
 
 _PREFIX = "hisparse_pd:router_"
 _SECS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
 class RouterMetrics:
-    """What the router counts, and what ``/metrics`` shows.
+    """The router's counters and histograms, and the text of ``/metrics``.
 
     ``ttft`` is measured from the complete request body to the first bytes of the decode node's answer.
     """
@@ -46,7 +47,7 @@ class RouterMetrics:
             "Requests that went on at another decode node; lost: theirs was; moved: it was leaving",
             "reason",
         )
-        for reason in ("lost", "moved"):  # from 0: an alert must see the first one too
+        for reason in ("lost", "moved"):  # shown from 0 on, or an alert would miss the first one
             self._resumes.labels(reason)
         self._resume_secs = self._histogram(
             "resume", "From the loss of a request's decode node to the first bytes of the next one's answer"
@@ -81,10 +82,10 @@ class RouterMetrics:
     def count_spans(self, outcome: str, num: int) -> None:
         self._trace_spans.labels(outcome).inc(num)
 
-    def count_retry(self, blamed: Node | None) -> None:
-        """A request that ``blamed`` failed with, or a node that nobody reached, goes to another pair."""
+    def count_retry(self, failure: Failure) -> None:
+        """Count a request that goes to another pair because of ``failure``."""
         self.retries.inc()
-        if blamed is not None and blamed.kind == "prefill":
+        if failure in (Failure.PREFILL_FAILED, Failure.TRANSFER_FAILED):
             self.prefill_retries.inc()
 
     def count_resume(self, reason: str, secs: float) -> None:
@@ -92,7 +93,7 @@ class RouterMetrics:
         self._resume_secs.observe(secs)
 
     def answers(self) -> dict[str, int]:
-        """How many there were, by HTTP status."""
+        """Return the number of answers by HTTP status."""
         num: Counts[str] = Counts()
         for labels, count in _series(self.requests):
             num[labels["status"]] += count
@@ -105,12 +106,12 @@ class RouterMetrics:
         return sum(count for _, count in _series(self._resumes))
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 def _series(counter: Counter) -> Iterator[tuple[dict[str, str], int]]:
-    """Labels and value of each series, without the time of its creation."""
+    """Yield labels and value of each series, without its time of creation."""
     for family in counter.collect():
         for sample in family.samples:
             if sample.name.endswith("_total"):
@@ -118,14 +119,14 @@ def _series(counter: Counter) -> Iterator[tuple[dict[str, str], int]]:
 
 
 class _NodeCollector(Collector):
-    """Of the nodes, and of the journals."""
+    """Collects the metrics that the pool and the journals' budget have already."""
 
     def __init__(self, pool: NodePool, journals: JournalBudget) -> None:
         self._pool = pool
         self._journals = journals
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # keeps registration from scraping
+        return iter(())  # or registration would call collect
 
     def collect(self) -> Iterator[Metric]:
         in_flight = GaugeMetricFamily(

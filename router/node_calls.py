@@ -1,4 +1,4 @@
-"""What the router says to one node over HTTP, and what comes back; all errors of it are translated here."""
+"""Requests of the router to one node, and their answers. Errors of the network become the router's here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hisparse_pd.router.errors import LocalFault, NodeFailed, NodeRefused, NodeU
 from hisparse_pd.router.local_faults import local_fault
 from hisparse_pd.router.nodes import Node
 from hisparse_pd.serving.api.keys import ApiKeys, load_api_keys
-from hisparse_pd.serving.http.connections import TAKES_INTERIM
+from hisparse_pd.serving.http.http_connection import INTERIM_HEADER
 from hisparse_pd.serving.http.journal_lines import JOURNAL_HEADER
 
 CONNECT_TIMEOUT_SECS = 5.0
@@ -28,40 +28,38 @@ T = TypeVar("T")
 
 MAX_ERROR_BODY_BYTES = 1 << 20
 
-MAX_TOLD_BYTES = 4 << 20
-"""Of what a node tells of itself."""
+MAX_DOCUMENT_BYTES = 4 << 20
+"""Limit for a document in which a node describes itself."""
 
 _HEADERS_TO_NODE = (
     (b"content-type", b"application/json"),
     (b"accept", b"*/*"),
     (b"accept-encoding", b"identity"),
-    (TAKES_INTERIM, b"1"),  # they are read over, and end a wait for the node, as any byte does
+    (INTERIM_HEADER, b"1"),  # Call.ask skips interim responses, and they count as signs of life
 )
 _HOP_BY_HOP_HEADERS = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
     *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
-_OWN_HEADERS = {b"date", b"server"}  # uvicorn writes ours
+_OWN_HEADERS = {b"date", b"server"}  # uvicorn writes the router's
 
 
-class NotTold(Exception):
-    """A node did not say what it was asked for; the message says why, without the node's name."""
+class NodeDocumentError(Exception):
+    """A node did not give the document it was asked for; the message says why, without the node's name."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The decode node's answer from its first byte on.
-
-    ``read``: what comes next of the body, nothing at its end; it raises NodeFailed when the body breaks off.
-    """
+class NodeAnswer:
+    """A decode node's answer, whose body is yet to be read."""
 
     status: int
     headers: RawHeaders
     read: Callable[[], Awaitable[bytes]]
+    """Returns what comes next of the body, nothing at its end. Raises NodeFailed when the body breaks off."""
 
     @property
     def num_bytes(self) -> float:
-        """Of the body, as its headers have it; infinite when they do not say."""
+        """Length of the body according to its headers; infinite if they do not say it."""
         lengths = [value for name, value in self.headers if name == b"content-length"]
         return int(lengths[0]) if lengths and lengths[0].isdigit() else math.inf
 
@@ -69,8 +67,8 @@ class Answer:
     def is_journaled(self) -> bool:
         return (JOURNAL_HEADER, b"1") in self.headers
 
-    def without_journal(self, read: Callable[[], Awaitable[bytes]]) -> Answer:
-        """The same for the client, with a ``read`` that takes the journal's lines out."""
+    def without_journal(self, read: Callable[[], Awaitable[bytes]]) -> NodeAnswer:
+        """Return the answer for the client. Its ``read`` must leave out the journal's lines."""
         headers = [header for header in self.headers if header[0] != JOURNAL_HEADER]
         return replace(self, headers=headers, read=read)
 
@@ -83,7 +81,7 @@ class Answer:
 
 
 class NodeCalls:
-    """Calls to nodes. ``timeout_secs``: how long one may be silent; ``keys``: the router's own for them."""
+    """Makes calls to nodes, with the router's TLS settings and its key for them."""
 
     def __init__(
         self,
@@ -91,13 +89,14 @@ class NodeCalls:
         tls: ssl.SSLContext = NO_TLS,
         keys: ApiKeys | None = None,
     ) -> None:
+        """``timeout_secs``: how long a node may be silent. ``keys``: the nodes get the first one."""
         self._timeout_secs = timeout_secs
         self._tls = tls
         self._keys = keys
 
     @classmethod
     def of(cls, settings: RouterSettings) -> NodeCalls:
-        """Raises StartError."""
+        """Make calls as the settings say. Raises StartError."""
         return cls(
             settings.request_timeout_secs,
             tls_context(settings),
@@ -105,7 +104,7 @@ class NodeCalls:
         )
 
     async def get(self, node: Node, path: str, timeout_secs: float) -> tuple[int, bytes]:
-        """Status and body of what a node tells of itself. Raises OSError, TimeoutError among them."""
+        """Return status and body of a node's document. Raises OSError, of which TimeoutError is one."""
         async with asyncio.timeout(timeout_secs):
             with closing(Call(node.url, timeout_secs)) as call:
                 await call.connect(self._tls, timeout_secs)
@@ -113,26 +112,26 @@ class NodeCalls:
                 body = bytearray()
                 while chunk := await call.read():
                     body += chunk
-                    if len(body) > MAX_TOLD_BYTES:
-                        raise ConnectionError(f"more than {MAX_TOLD_BYTES} bytes")
+                    if len(body) > MAX_DOCUMENT_BYTES:
+                        raise ConnectionError(f"more than {MAX_DOCUMENT_BYTES} bytes")
                 return call.status, bytes(body)
 
-    async def told(self, node: Node, path: str, timeout_secs: float, decoder: TypedDecoder[T]) -> T:
-        """The document that a node tells of itself. Raises NotTold."""
+    async def get_document(self, node: Node, path: str, timeout_secs: float, decoder: TypedDecoder[T]) -> T:
+        """Return a document in which a node describes itself. Raises NodeDocumentError."""
         try:
             status, body = await self.get(node, path, timeout_secs)
             if not 200 <= status < 300:
-                raise NotTold(f"{path} answered {status}")
+                raise NodeDocumentError(f"{path} answered {status}")
             return decoder.decode(body)
         except TimeoutError as error:
-            raise NotTold(f"no answer to {path} in {timeout_secs:g} s") from error
+            raise NodeDocumentError(f"no answer to {path} in {timeout_secs:g} s") from error
         except (OSError, msgspec.MsgspecError) as error:
-            raise NotTold(f"{path}: {error or type(error).__name__}") from error
+            raise NodeDocumentError(f"{path}: {error or type(error).__name__}") from error
 
     def call(self, node: Node, silence_secs: float = math.inf) -> Call:
-        """A call that is to be sent, and to be closed by the caller.
+        """Make a call that is not connected yet; the caller closes it.
 
-        ``silence_secs``: how long the node may say nothing, if that is less than for other calls.
+        ``silence_secs``: how long the node may be silent, if that is less than for other calls.
         """
         return Call(node.url, min(silence_secs, self._timeout_secs))
 
@@ -144,10 +143,11 @@ class NodeCalls:
         content: bytes,
         headers: RawHeaders,
         added: Mapping[str, str],
-    ) -> Answer:
-        """The answer once the first bytes of its body are here, with the headers that are ``added``.
+    ) -> NodeAnswer:
+        """Send a request. Returns the answer, with ``added`` headers, once the first bytes of its body are
+        here.
 
-        Raises RouterError: for an error status, what the node says.
+        Raises RouterError, which for an error status has the node's own error.
         """
         try:
             await call.connect(self._tls, CONNECT_TIMEOUT_SECS)
@@ -159,10 +159,10 @@ class NodeCalls:
             raise _error_of(node, error, call) from error
         given = _headers_to_client(call)
         given += [(name.encode(), value.encode()) for name, value in added.items()]
-        return Answer(call.status, given, partial(_read, node, call))
+        return NodeAnswer(call.status, given, partial(_read, node, call))
 
     def _with_key(self, headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
-        """With the router's own key, if it has one, whatever the client sent."""
+        """Replace the client's key by the router's own, if it has one."""
         if self._keys is None:
             return list(headers)
         others = [header for header in headers if header[0] != b"authorization"]
@@ -170,7 +170,7 @@ class NodeCalls:
 
 
 async def _read(node: Node, call: Call) -> bytes:
-    """What comes next of the body, nothing at its end. Raises RouterError."""
+    """Return what comes next of the body, nothing at its end. Raises RouterError."""
     try:
         return await call.read()
     except OSError as error:
@@ -178,7 +178,7 @@ async def _read(node: Node, call: Call) -> bytes:
 
 
 async def _refusal(node: Node, call: Call) -> RouterError:
-    """The error that a node's answer with an error status amounts to."""
+    """Return the error for an answer whose status is not 2xx."""
     if call.status < 400:
         return NodeFailed(502, f"{node.name} answered with status {call.status}, expected 2xx")
     body = b""
@@ -195,7 +195,7 @@ async def _refusal(node: Node, call: Call) -> RouterError:
 
 
 def _error_of(node: Node, error: OSError, call: Call) -> RouterError:
-    """The boundary where errors of the network become ours, with the node's name."""
+    """Return the router's error for one of the network, with the node's name."""
     if (fault := local_fault(error)) is not None:
         return LocalFault(fault)
     if not call.is_connected:
@@ -207,7 +207,10 @@ def _error_of(node: Node, error: OSError, call: Call) -> RouterError:
 
 
 def headers_to_node(client_headers: RawHeaders, names: Collection[bytes]) -> RawHeaders:
-    """As bytes: what clients send need not be text in any encoding."""
+    """Return the headers for a node: the router's, and the client's with these ``names``.
+
+    They are bytes, since what clients send need not be text in any encoding.
+    """
     passed = [(name.lower(), value) for name, value in client_headers if name.lower() in names]
     return [*_HEADERS_TO_NODE, *passed]
 

@@ -1,6 +1,6 @@
 """The nodes behind the router: which are healthy, how loaded each is, and which pair serves next.
 
-``NodePool`` owns all of it. It runs no I/O; ``router.health`` reports what the nodes answer, and the
+``NodePool`` owns all of this and does no I/O. ``router/health.py`` reports what the nodes answer, and the
 relay what happened to its requests.
 """
 
@@ -26,14 +26,15 @@ log = logging.getLogger(__name__)
 
 NUM_ROOMS = 1 << 63
 LOAD_SLACK = 2
-"""Requests beyond that: where there are few, a short wait costs less than computing a long prompt again."""
+"""Requests that a preferred rank may have above LOAD_BOUND times the mean load: with few requests, a short
+wait costs less than computing a long prompt again."""
 
 LEAVING = "it is shutting down"
-"""The trouble of a node whose requests go on at another one of its kind, as soon as there is one."""
+"""The trouble of a node whose requests move to another one of its kind as soon as one is healthy."""
 
 
 def draw_room(rank: int = 0, num_ranks: int = 1) -> int:
-    """A random room of ``rank``, which is ``room % num_ranks``. All of them are equally likely."""
+    """Return a random room with ``room % num_ranks == rank``. All such rooms are equally likely."""
     return secrets.randbelow(NUM_ROOMS // num_ranks) * num_ranks + rank
 
 
@@ -43,13 +44,13 @@ class NodeKind(StrEnum):
 
     @property
     def header(self) -> str:
-        """Of an answer: it names the node of this kind that had the request."""
+        """Header of an answer that names the node of this kind that had the request."""
         return f"x-hisparse-pd-{self}"
 
 
 @dataclass(eq=False)
 class Node:
-    """One node. Changed only by the pool that holds it."""
+    """One node. Only its pool changes it."""
 
     kind: NodeKind
     url: str
@@ -61,16 +62,17 @@ class Node:
     """Requests of this router that the node works on."""
     last_picked: int = field(default=-1, repr=False)
     moves: set[Callable[[], None]] = field(default_factory=set, repr=False)
-    """What takes requests away that the node works on."""
+    """Callbacks of requests in flight that move them to another node."""
     ranks: list[Rank] = field(init=False, repr=False)
-    """What the pool chooses between: a prefill node's ranks under ``cache_aware``, else one for the node."""
+    """What the pool chooses from: a prefill node's ranks under ``cache_aware``, else one for the whole
+    node."""
 
     def __post_init__(self) -> None:
         self.ranks = [Rank(self, 0)]
 
     @classmethod
     def from_url(cls, kind: NodeKind, url: str, bootstrap_port: int | None = None) -> Node:
-        """Raises StartError."""
+        """Make a node from its URL. Raises StartError."""
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and is_host(parts.hostname or "") and parts.port != 0
@@ -90,14 +92,14 @@ class Node:
 
 @dataclass(eq=False)
 class Rank:
-    """One of a node's engines, each with a prefix cache of its own. Changed only by the pool."""
+    """One of a node's engines, which has its own prefix cache. Only the pool changes it."""
 
     node: Node
     number: int
     num_in_flight: int = 0
-    """Requests of this router that the rank works on, by their first room."""
+    """Requests of this router whose first room is the rank's."""
     num_foreign: int = 0
-    """Requests that it had beyond ours when its node last told its load."""
+    """Requests of others that the rank had when its node last reported its load."""
     last_picked: int = -1
 
     def draw_room(self) -> int:
@@ -106,11 +108,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class Pair:
-    """The nodes of a request. ``room``: its first prompt's, one of the rank that the pool chose."""
+    """The nodes of a request."""
 
     prefill: Node
     decode: Node
     room: int
+    """Room of the first prompt, which belongs to the prefill rank that the pool chose."""
 
     @property
     def urls(self) -> dict[NodeKind, str]:
@@ -118,7 +121,7 @@ class Pair:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every answer, error or not, that tell an operator which nodes had the request."""
+        """Headers of every answer, errors included, that tell an operator which nodes had the request."""
         return {kind.header: url for kind, url in self.urls.items()}
 
 
@@ -130,15 +133,15 @@ class NodePool:
         self._policy = policy
         self._pick_number = itertools.count()
         self._prefixes: dict[NodeKind, PrefixIndex[Rank]] = {kind: PrefixIndex() for kind in NodeKind}
-        """Where a prompt's beginning is: in a prefill rank's prefix cache, held by a decode node."""
+        """Ranks by the prompts that they had last, and whose KV they keep, for each kind of node."""
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
-        """Raises StartError."""
+        """Make the pool. Raises StartError."""
         prefill = [Node.from_url(NodeKind.PREFILL, url, port) for url, port in settings.prefill]
         decode = [Node.from_url(NodeKind.DECODE, url) for url in settings.decode]
         for name, times in Counter(node.name for node in (*prefill, *decode)).items():
-            if times > 1:  # as the other node, to which what it has goes on when it leaves
+            if times > 1:  # when it shuts down, its requests would move to its twin, which is itself
                 raise StartError(f"{name} is given {times} times; give it once")
         return cls(prefill, decode, settings.policy)
 
@@ -149,9 +152,9 @@ class NodePool:
         return [node for node in self.of_kind(kind) if node.healthy]
 
     def pick(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Pair:
-        """The nodes for the next request, ``prompt`` in any spelling that begins alike for like beginnings.
+        """Choose the nodes for the next request. Raises RouterError 503 if a kind has no healthy node left.
 
-        Raises RouterError 503 when one of the kinds has no healthy node left.
+        ``prompt`` may be spelled in any way in which prompts that begin alike have a common beginning.
         """
         keys = block_keys(prompt) if self._policy == "cache_aware" else []
         ranks = {kind: self._pick(kind, excluded, self._prefixes[kind].find(keys)) for kind in NodeKind}
@@ -161,22 +164,22 @@ class NodePool:
         return Pair(prefill.node, ranks[NodeKind.DECODE].node, prefill.draw_room())
 
     def has(self, kind: NodeKind, excluded: Collection[Node] = ()) -> bool:
-        """Whether there is a healthy node of this kind."""
+        """Whether there is a healthy node of this kind that is not excluded."""
         return bool(self._candidates(kind, excluded))
 
     def has_pair(self, excluded: Collection[Node] = ()) -> bool:
         return all(self.has(kind, excluded) for kind in NodeKind)
 
     def no_healthy(self, kind: NodeKind) -> RouterError:
-        """The error of a request that needs a node of this kind, where none is left for it."""
+        """Return the error for a request that needs a node of this kind, when none is left for it."""
         states = "; ".join(f"{node.url}: {node.trouble or 'just failed'}" for node in self.of_kind(kind))
         return RouterError(503, f"no healthy {kind} node ({states}); try again later")
 
     @contextmanager
     def working(self, node: Node, room: int, move: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Counts a request of ours on ``node`` as long as it lasts; ``room``: its first prompt's.
+        """Count a request on ``node`` for as long as the context is open; ``room`` is its first prompt's.
 
-        ``move``: called where the node leaves and there is another one, whenever either becomes known.
+        ``move`` is called when the node shuts down and another one is healthy, as soon as both are known.
         """
         rank = node.ranks[room % len(node.ranks)]
         node.num_in_flight += 1
@@ -206,9 +209,10 @@ class NodePool:
         self._move_requests(node.kind)
 
     def report_load(self, node: Node, num_requests: Sequence[int]) -> None:
-        """``num_requests``: running and waiting on each rank of the node, ours included."""
+        """Take in a node's load: how many requests run or wait on each of its ranks, this router's
+        included."""
         if self._policy != "cache_aware" or node.kind is NodeKind.DECODE:
-            num_requests = [sum(num_requests)]  # the node spreads them itself
+            num_requests = [sum(num_requests)]  # the node chooses the rank of a request itself
         if len(num_requests) != len(node.ranks):
             self._prefixes[node.kind].forget(node.ranks)
             node.ranks = [Rank(node, number) for number in range(len(num_requests))]
@@ -228,7 +232,7 @@ class NodePool:
         ranks = [rank for node in self._candidates(kind, excluded) for rank in node.ranks]
         if not ranks:
             raise self.no_healthy(kind)
-        # Least recently picked is round-robin that survives nodes coming and going; it also breaks ties.
+        # "Least recently picked" is round-robin that works while nodes come and go; it also breaks ties.
         picked = min(ranks, key=lambda rank: (self._load(rank), rank.node.last_picked, rank.last_picked))
         if preferred in ranks:
             mean = (sum(map(self._load, ranks)) + 1) / len(ranks)

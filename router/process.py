@@ -1,4 +1,4 @@
-"""The router's process: it serves until a signal, and finishes what is in flight."""
+"""The router's process: it serves until a signal, then finishes the requests in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: RouterSettings) -> int:
-    """Serve until SIGTERM or SIGINT; the process exit status."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status of the process."""
     setup_logging(settings.log_level, "router")
     descriptors.raise_limit()
     drain = Drain()
@@ -37,16 +37,16 @@ def run(settings: RouterSettings) -> int:
         return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
-    server = listener.server(app, "on", num_descriptors_each=descriptors.OF_ROUTER)
+    server = listener.server(app, "on", num_descriptors_each=descriptors.PER_ROUTED_REQUEST)
     try:
         asyncio.run(_serve(server, listener, drain, settings.drain_timeout_secs))
-    except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
+    except SystemExit:  # uvicorn could not start, and has logged why
         return 1
     return 0 if server.started else 1
 
 
 async def _serve(server: HttpServer, listener: Listener, drain: Drain, drain_timeout_secs: float) -> None:
-    """Until a signal; then requests in flight may finish. A second signal ends the wait."""
+    """Serve until a signal, then let requests in flight finish. A second signal ends that wait."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
     for number in stop_signals():

@@ -1,12 +1,12 @@
-"""Requests on their way: each goes to the decode node of a pair, whose answer goes to the client.
+"""Relays requests: each goes to the decode node of a pair, whose answer goes to the client.
 
-The body names the pair's prefill node, and the decode node has it compute what it lacks of the prompt's KV.
+The body names the pair's prefill node, and the decode node has it compute the KV that it lacks of the prompt.
 The router sends a prefill node nothing, and learns from the decode node's error that it failed.
 
 A request whose client has nothing yet goes to another pair when its decode node cannot be reached, is not
-ready or has a full queue, or when its prefill node failed with it: a prompt that is computed twice does no
-harm. When its decode node is lost, or leaves, it goes to another pair whatever the client has: a stream goes
-on behind what its journal says was shown, any other answer begins anew.
+ready or has a full queue, or when its prefill node failed: computing a prompt twice does no harm. When its
+decode node is lost or shuts down, a request goes to another pair whatever the client has. A stream resumes
+behind what its journal says was shown; any other answer begins anew.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, closing
-from functools import partial
+from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING
 
 from hisparse_pd.base.settings import RouterSettings
-from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
+from hisparse_pd.router.attempt import Attempt
 from hisparse_pd.router.body import RequestBody
-from hisparse_pd.router.connect import Call, RawHeaders
-from hisparse_pd.router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError, StreamEnded
-from hisparse_pd.router.journal import Journal, JournalBudget
+from hisparse_pd.router.connect import RawHeaders
+from hisparse_pd.router.errors import NodeFailed, NodeUnreachable, RouterError
 from hisparse_pd.router.metrics import RouterMetrics
-from hisparse_pd.router.node_calls import Answer, NodeCalls, headers_to_node
-from hisparse_pd.router.nodes import LEAVING, Node, NodeKind, NodePool, Pair
-from hisparse_pd.router.resume import Losses, Search
+from hisparse_pd.router.node_calls import NodeAnswer, NodeCalls, headers_to_node
+from hisparse_pd.router.nodes import Node, NodeKind, NodePool, Pair
+from hisparse_pd.router.resumable_stream import ResumableStream
+from hisparse_pd.router.route import Failure, Route
+from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.frame import PING_SECS, PINGS
 from hisparse_pd.serving.http.http_errors import ErrorShape
@@ -38,24 +38,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DECODE_SILENCE_SECS = 3 * PING_SECS
-"""A decode node that is silent for so long hangs: at work it says something in each PING_SECS."""
-
-_SEARCH_PING_SECS = 5.0
-"""A client hears something so often while its stream looks for another pair, and waits there: its node may
-have been silent for long before it was given up, and proxies cut what says nothing for a minute."""
+"""Silence after which a decode node counts as hanging; at work it sends something every PING_SECS."""
 
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
-_SERVER_ERROR, _BAD_GATEWAY, _UNAVAILABLE = 500, 502, 503
-_QUEUE_FULL = 429
+_KEY_HEADERS = (b"authorization", b"x-api-key")
+_UNAVAILABLE = 503
 
 
 class Relay:
-    """Sends requests to pairs, up to ``settings.max_retries`` times again.
-
-    ``check`` asks a node for its health and tells the pool. A client's key is for the nodes where the router
-    has no keys of its own. A request whose decode node was lost looks for another pair for
-    ``settings.resume_timeout_secs``.
-    """
+    """Sends requests to pairs of nodes."""
 
     def __init__(
         self,
@@ -66,6 +57,7 @@ class Relay:
         journals: JournalBudget,
         settings: RouterSettings,
     ) -> None:
+        """``check`` asks a node for its health and reports it to the pool."""
         self.pool = pool
         self.calls = calls
         self.check = check
@@ -73,9 +65,9 @@ class Relay:
         self.journals = journals
         self.max_retries = settings.max_retries
         self.resume_timeout_secs = settings.resume_timeout_secs
+        # A client's key is passed on to the nodes only if the router checks no keys itself.
         self._passed_headers = (
-            *_PASSED_HEADERS,
-            *((b"authorization", b"x-api-key") if settings.api_key_file is None else ()),
+            _PASSED_HEADERS if settings.api_key_file is not None else _PASSED_HEADERS + _KEY_HEADERS
         )
 
     async def open(
@@ -85,12 +77,10 @@ class Relay:
         client_headers: RawHeaders,
         stack: AsyncExitStack,
         span: RequestSpan | None = None,
-    ) -> Answer:
-        """Choose a pair, and wait for the first bytes of its decode node's answer.
+    ) -> NodeAnswer:
+        """Send a request to a pair. Returns the answer once its first bytes are here. Raises RouterError.
 
-        What is open then belongs to ``stack``: closing it closes the connection. A decode node that cannot be
-        reached is marked unhealthy. Its request goes to another pair under a new room, as does one that its
-        prefill node failed with or its decode node is not ready for. Raises RouterError.
+        Closing ``stack`` closes the connection, which aborts the request.
         """
         headers = headers_to_node(client_headers, self._passed_headers)
         relayed = RelayedRequest(self, endpoint, body, headers, span)
@@ -99,8 +89,8 @@ class Relay:
 
     async def ask_one(
         self, path: str, content: bytes, client_headers: RawHeaders, stack: AsyncExitStack
-    ) -> Answer:
-        """The answer of one healthy decode node, for what needs no pair; ``stack`` keeps it open.
+    ) -> NodeAnswer:
+        """Return the answer of any healthy decode node, for what needs no pair; ``stack`` keeps it open.
 
         Another node is asked where one cannot be reached or does not serve. Raises RouterError.
         """
@@ -108,7 +98,8 @@ class Relay:
         nodes = sorted(self.pool.healthy(NodeKind.DECODE), key=lambda node: node.num_in_flight)
         if not nodes:
             raise self.pool.no_healthy(NodeKind.DECODE)
-        for node, num_left in zip(nodes, range(min(len(nodes) - 1, self.max_retries), -1, -1), strict=False):
+        asked = nodes[: self.max_retries + 1]
+        for node in asked:
             try:
                 call = stack.enter_context(closing(self.calls.call(node)))
                 return await self.calls.post(node, call, path, content, headers, {node.kind.header: node.url})
@@ -117,18 +108,14 @@ class Relay:
                     self.pool.mark_unhealthy(node, str(error))
                 elif error.status != _UNAVAILABLE:
                     raise
-                if num_left == 0:
+                if node is asked[-1]:
                     raise
                 log.warning("%s: %s; asking another node", path, error)
-        raise RuntimeError("there is a last node")
+        raise AssertionError("the last node answers or raises")
 
 
 class RelayedRequest:
-    """One request on its way over successive pairs, and what was shown of its answer.
-
-    It has one call open at a time, to the decode node of the pair that has it. ``close`` ends that call, or
-    the search for another pair, and may be called twice.
-    """
+    """One request on its way, at one pair after the other until its answer is complete."""
 
     def __init__(
         self,
@@ -144,241 +131,153 @@ class RelayedRequest:
         self._body = body
         self._headers = headers
         self._span = span
-        self._pair: Pair
-        """The pair that has the request, or had it last."""
-        self._open_at_pair = ExitStack()
-        """The call to its decode node, and the request's part in that node's load."""
-        self._movable: Call | None = None
-        """That call, unless the client has something that no other node can go on with."""
-        self._is_moved = False
-        """The call was ended because the decode node leaves."""
-        self._excluded: set[Node] = set()
-        self._num_retries = 0
-        self._losses = Losses()
-        self._num_resumes = 0
-        self._search: Search | None = None
-        """The search that goes on for another pair."""
-        self._read_node: Callable[[], Awaitable[bytes]]
-        """Reads the answer that the client gets now, with the journal's lines."""
-        self._going_on: asyncio.Task[None] | None = None
-        """While no node has the stream that the client reads."""
-        self._journal: Journal | None = None
+        self._route = Route(relay.pool, relay.max_retries, relay.resume_timeout_secs)
+        self._attempt: Attempt | None = None
+        """The attempt under way, or the last one."""
+        self._stream: ResumableStream | None = None
+        self._journal: StreamJournal | None = None
+        """None where the router keeps no journals, and nothing resumes."""
         if relay.journals.max_bytes:
-            # Of an answer that is not streamed there will be no records: it begins anew.
-            self._journal = Journal(body.num_bytes if body.is_streamed else 0, relay.journals)
+            # An answer that is not streamed begins anew, so its journal needs no body and gets no records.
+            self._journal = StreamJournal(body.num_bytes if body.is_streamed else 0, relay.journals)
 
-    async def open(self) -> Answer:
-        """The answer once its first bytes are here. Raises RouterError."""
-        answer = await self._answer()
-        if self._journal is None or not answer.is_journaled:
-            return answer
-        self._read_node = answer.read
-        return answer.without_journal(partial(self._read, self._journal))
+    async def open(self) -> NodeAnswer:
+        """Return the answer once its first bytes are here. Raises RouterError."""
+        attempt = await self._first_to_answer()
+        if self._journal is None or not attempt.answer.is_journaled:
+            return attempt.answer
+        ping = PINGS[ErrorShape.of_path(self._endpoint)]
+        self._stream = ResumableStream(attempt, self._journal, self._pool, self._resume, ping)
+        return attempt.answer.without_journal(self._stream.read)
 
     async def close(self) -> None:
+        """End the attempt, or the search for another pair. May be called twice."""
         if self._journal is not None:
             self._journal.close()
         try:
-            if self._going_on is not None:
-                self._going_on.cancel()
-                await asyncio.gather(self._going_on, return_exceptions=True)
-        finally:  # also when this is cancelled, as when the client leaves now
-            self._open_at_pair.close()
+            if self._stream is not None:
+                await self._stream.close()
+        finally:  # also if the client leaves, and so cancels this, meanwhile
+            if self._attempt is not None:
+                self._attempt.close()
 
-    async def _read(self, journal: Journal) -> bytes:
-        """What the client gets next, from one node after the other. Raises RouterError."""
+    async def _first_to_answer(self) -> Attempt:
+        """Try pairs until one answers. Raises RouterError."""
         while True:
-            if self._going_on is not None:
-                done, _ = await asyncio.wait((self._going_on,), timeout=_SEARCH_PING_SECS)
-                if not done:
-                    return PINGS[ErrorShape.of_path(self._endpoint)]
-                task, self._going_on = self._going_on, None
-                await task
-            error = None
-            try:
-                chunk = await self._read_node()
-            except NodeFailed as failed:
-                chunk, error = b"", failed
-            if chunk:
-                was_leaving = journal.is_leaving
-                shown = journal.feed(chunk)
-                if journal.is_leaving and not was_leaving:
-                    # Moves what may move. Once: the node may be back before all that it said is read.
-                    self._pool.mark_unhealthy(self._pair.decode, LEAVING)
-                if shown:
-                    return shown
-            elif journal.is_over:
-                return b""
-            else:
-                self._going_on = asyncio.create_task(self._go_on(journal, error))
+            pair = await self._pick()
+            if pair is not None and (attempt := await self._try(pair)) is not None:
+                return attempt
+            if self._route.search is not None:
+                await self._route.search.pause()
 
-    async def _go_on(self, journal: Journal, error: NodeFailed | None) -> None:
-        """Go on at another node: the one that had the stream is lost, or leaves. Raises RouterError."""
-        if error is None:
-            error = StreamEnded(journal.unshown)
-        error.node_headers = self._pair.headers
-        self._open_at_pair.close()
-        self._note_lost(error, is_moved=journal.is_leaving or self._is_moved)
-        journal.next_node()
-        answer = await self._answer()
-        if not answer.is_journaled:
-            raise NodeFailed(502, "the next decode node keeps no journal of the stream; upgrade it")
-        self._read_node = answer.read
+    async def _pick(self) -> Pair | None:
+        """Choose a pair; None if there is none yet and a search goes on. Raises RouterError."""
+        search, avoided = self._route.search, self._route.avoided
+        if search is not None and not self._pool.has_pair(avoided):
+            # The avoided nodes may be back: the last round of checks is older than the loss.
+            await asyncio.gather(*map(self._relay.check, avoided))
+            avoided = ()
+        try:
+            return self._pool.pick(avoided, self._body.prompt)
+        except RouterError as error:
+            if search is None or search.is_late:
+                raise
+            log.info("%s: %s", self._endpoint, error)
+            return None
 
-    async def _answer(self) -> Answer:
-        """The answer of the first pair that gives one. Raises RouterError."""
-        while True:
-            try:
-                pair = await self._pick()
-            except RouterError as error:
-                if self._search is None or self._search.is_late:
-                    raise
-                log.info("%s: %s", self._endpoint, error)
-            else:
-                try:
-                    answer = await self._ask(pair)
-                except RouterError as error:
-                    self._open_at_pair.close()
-                    self._note_failure(error)
-                else:
-                    if self._search is not None:
-                        self._note_resumed(self._search)
-                    return answer
-            if self._search is not None:
-                await self._search.pause()
+    async def _try(self, pair: Pair) -> Attempt | None:
+        """Send the request to a pair; None if it failed and another try is due. Raises RouterError."""
+        call = self._relay.calls.call(pair.decode, DECODE_SILENCE_SECS)
+        attempt = self._attempt = Attempt(pair, call, self._pool, self._can_resume)
+        try:
+            attempt.answer = await self._send(attempt)
+        except RouterError as error:
+            attempt.close()
+            self._note_failure(attempt, error)
+            return None
+        attempt.is_movable = attempt.answer.is_journaled
+        self._note_success(attempt)
+        return attempt
 
-    async def _pick(self) -> Pair:
-        excluded = self._excluded
-        if self._search is not None and not self._pool.has_pair(excluded):
-            # They may be back. What the last round of checks found is older than the loss.
-            await asyncio.gather(*map(self._relay.check, excluded))
-            excluded = set()
-        return self._pool.pick(excluded, self._body.prompt)
-
-    async def _ask(self, pair: Pair) -> Answer:
-        """The answer of the pair's decode node, once its first bytes are here. Raises RouterError."""
-        num_resumes = self._num_resumes + (self._search is not None)
+    async def _send(self, attempt: Attempt) -> NodeAnswer:
+        """Return the decode node's answer once its first bytes are here. Raises RouterError."""
+        pair = attempt.pair
+        num_resumes = self._route.num_resumes
         if self._span is not None:
-            retries = {"hisparse_pd.room": pair.room, "hisparse_pd.retries": self._num_retries}
+            retries = {"hisparse_pd.room": pair.room, "hisparse_pd.retries": self._route.num_retries}
             self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_names(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None:
-            # A stream is taken away from a node that leaves (_move): only then is it known whether there was
-            # room for all of its journal. Without, it stays.
+            # A node may end an answer that is not streamed by itself when it shuts down. A stream is left to
+            # the router (Attempt._move), which alone knows whether all of its journal was kept.
             may_move = not self._body.is_streamed and self._pool.has(NodeKind.DECODE, (pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
-        call = self._relay.calls.call(pair.decode, DECODE_SILENCE_SECS)
-        self._pair, self._movable, self._is_moved = pair, call, False
-        self._open_at_pair.enter_context(closing(call))
-        self._open_at_pair.enter_context(self._pool.working(pair.decode, pair.room, self._move))
-        with self._pool.working(pair.prefill, pair.room):  # its part is over when the first token is here
-            answer = await self._relay.calls.post(
-                pair.decode, call, self._endpoint, content, self._headers, pair.headers
+        with self._pool.working(pair.prefill, pair.room):  # until the first token is here
+            return await self._relay.calls.post(
+                pair.decode, attempt.call, self._endpoint, content, self._headers, pair.headers
             )
-        if not answer.is_journaled:
-            self._movable = None
-        return answer
 
-    def _move(self) -> None:
-        if self._movable is not None and self._may_move():
-            self._is_moved = True
-            self._movable.close()
+    async def _resume(self, attempt: Attempt, error: NodeFailed) -> Attempt:
+        """Continue a stream at another pair: the attempt ended in ``error``. Raises RouterError."""
+        journal = self._journal
+        assert journal is not None, "only journaled streams resume"
+        error.node_headers = attempt.pair.headers
+        attempt.close()
+        self._leave_decode_node(attempt, error, is_leaving=journal.is_leaving or attempt.was_moved)
+        journal.next_node()
+        resumed = await self._first_to_answer()
+        if not resumed.answer.is_journaled:
+            raise NodeFailed(502, "the next decode node keeps no journal of the stream; upgrade it")
+        return resumed
 
-    def _may_move(self) -> bool:
-        """Whether it goes on elsewhere if its decode node ends now."""
+    def _can_resume(self) -> bool:
+        """Whether the request goes on at another pair if its decode node ends now."""
         journal = self._journal
         return self._relay.resume_timeout_secs > 0 and journal is not None and journal.is_kept
 
-    def _note_failure(self, error: RouterError) -> None:
-        """The pair gave no answer. Raises ``error`` if no other one may do better."""
-        pair, blamed = self._pair, None
+    def _note_failure(self, attempt: Attempt, error: RouterError) -> None:
+        """Prepare another try. Raises RouterError if none is due."""
+        pair, failure = attempt.pair, Failure.of(error)
         error.node_headers = pair.headers
-        if _tells_of_loss(error):
-            is_moved = self._is_moved or getattr(error, "node_code", None) == MOVED
-            self._note_lost(error, is_moved=is_moved)
+        if failure in (Failure.DECODE_LOST, Failure.DECODE_LEAVING):
+            is_leaving = attempt.was_moved or failure is Failure.DECODE_LEAVING
+            self._leave_decode_node(attempt, error, is_leaving=is_leaving)
             return
-        if isinstance(error, NodeUnreachable):
-            self._pool.mark_unhealthy(pair.decode, str(error))
-            self._excluded.add(pair.decode)
-        elif (blamed := _blamed(error, pair)) is not None:
-            # For this request; its health check judges the node. A write that failed may have been
-            # the connection alone: where there is no other node, the same one tries again.
-            others = self._excluded | {blamed}
-            if error.status != _BAD_GATEWAY or self._pool.has_pair(others):
-                self._excluded = others
-        else:
-            raise error
-        if self._search is not None:
-            if self._search.is_late:
-                raise error
-        elif self._num_retries == self._relay.max_retries or not self._pool.has_pair(self._excluded):
-            raise error
-        self._num_retries += 1
+        self._route.retry(error, failure, pair)
         log.warning("%s: %s; trying another pair", self._endpoint, error)
-        self._relay.metrics.count_retry(blamed)
+        self._relay.metrics.count_retry(failure)
         if self._span is not None:
             self._span.event("retry", {"exception.message": str(error), **_names(pair)})
 
-    def _note_lost(self, error: RouterError, *, is_moved: bool) -> None:
-        """The pair's decode node is lost, or leaves. Raises RouterError if the request does not go on."""
-        node, journal = self._pair.decode, self._journal
-        if journal is not None and journal.num_records and not journal.is_kept:
-            raise error
-        if is_moved:
-            self._pool.mark_unhealthy(node, LEAVING)
-        else:
-            num_records = 0 if journal is None else journal.num_records
-            if why := self._losses.add(node.url, num_records):
-                raise RouterError(502, f"{why}; it is not sent to another one: {error}") from error
-        if not self._relay.resume_timeout_secs:
-            raise error
-        self._excluded = {node}
-        if self._search is None:
-            self._search = Search("moved" if is_moved else "lost", self._relay.resume_timeout_secs, error)
+    def _leave_decode_node(self, attempt: Attempt, error: RouterError, *, is_leaving: bool) -> None:
+        """Begin the search for another pair, or continue it. Raises RouterError if the request ends."""
+        journal = self._journal
+        num_records = 0 if journal is None else journal.num_records
+        if journal is not None and num_records and not journal.is_kept:
+            raise error  # a part of what the client has is not known any more
+        self._route.leave_decode_node(
+            error, attempt.pair.decode, is_leaving=is_leaving, num_records=num_records
+        )
 
-    def _note_resumed(self, search: Search) -> None:
-        self._search = None
-        self._excluded = set()
-        self._num_resumes += 1
+    def _note_success(self, attempt: Attempt) -> None:
+        """Report the search that ends with this attempt, if there was one."""
+        if (search := self._route.end_search()) is None:
+            return
         secs = asyncio.get_running_loop().time() - search.began_at
         self._relay.metrics.count_resume(search.reason, secs)
-        num_records = self._journal.num_records if self._journal is not None else 0
         log.warning(
             "%s: %s; it went on at %s behind %d records after %.3f s",
             self._endpoint,
             search.error,
-            self._pair.decode.url,
-            num_records,
+            attempt.pair.decode.url,
+            0 if self._journal is None else self._journal.num_records,
             secs,
         )
         if self._span is not None:
-            self._span.event("resume", {"exception.message": str(search.error), **_names(self._pair)})
+            self._span.event("resume", {"exception.message": str(search.error), **_names(attempt.pair)})
 
 
 def _names(pair: Pair) -> dict[str, str]:
-    """The attributes of a trace that name the nodes."""
+    """Attributes of a trace that name the nodes."""
     return {f"hisparse_pd.{kind}_node": url for kind, url in pair.urls.items()}
-
-
-def _tells_of_loss(error: RouterError) -> bool:
-    """Whether the decode node is lost, or leaves."""
-    if isinstance(error, NodeRefused):
-        is_lost = error.node_code in (MOVED, ENGINE_LOST) or error.status == _SERVER_ERROR
-        return is_lost and not _is_about_prefill(error)
-    return isinstance(error, NodeFailed)
-
-
-def _blamed(error: RouterError, pair: Pair) -> Node | None:
-    """The node that failed with this request, where another one of its kind may not."""
-    if isinstance(error, NodeRefused):
-        if _is_about_prefill(error):
-            return pair.prefill
-        if error.status in (_UNAVAILABLE, _QUEUE_FULL):
-            return pair.decode  # not ready yet, or no longer, or full
-    return None
-
-
-def _is_about_prefill(refusal: NodeRefused) -> bool:
-    """Whether a decode node's refusal is about the prefill node; its 502 is about the transfer to it."""
-    return refusal.node_code == PREFILL_NODE_FAILED or refusal.status == _BAD_GATEWAY

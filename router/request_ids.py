@@ -1,6 +1,6 @@
-"""The name of each request, its client's or a new one: in the answer, in the log, and passed to the nodes.
+"""The id of each request, its client's or a new one: in the answer, in the log, and passed to the nodes.
 
-OpenAI's clients show ``x-request-id`` of an answer and of an error, Anthropic's ``request-id``.
+OpenAI's clients show ``x-request-id`` of an answer or error, Anthropic's show ``request-id``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _HEADER = b"x-request-id"
 ANSWERED_HEADERS = ("x-request-id", "request-id")
 _ANSWERED = tuple(name.encode() for name in ANSWERED_HEADERS)
-_USUAL = re.compile(rb"[!-~]{1,128}")
-"""Others are passed on as they are, and get a name here that can stand in a log."""
+_LOGGABLE = re.compile(rb"[!-~]{1,128}")
+"""Ids that may stand in a log. Others are passed on to the nodes, and replaced by a new one here."""
 _KEY = "hisparse_pd.request_id"
 
 
 class RequestIds:
-    """ASGI middleware in front of the check of keys: a refusal is named too."""
+    """ASGI middleware that gives each request its id. It runs before keys are checked, so a refusal has
+    one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -29,8 +30,8 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == _HEADER), None)
-        is_usual = given is not None and _USUAL.fullmatch(given) is not None
-        name = given if given is not None and is_usual else b"req_" + secrets.token_hex(12).encode()
+        is_loggable = given is not None and _LOGGABLE.fullmatch(given) is not None
+        name = given if given is not None and is_loggable else b"req_" + secrets.token_hex(12).encode()
         headers = scope["headers"] if given is not None else [*scope["headers"], (_HEADER, name)]
 
         async def send_named(message: Message) -> None:
@@ -43,6 +44,6 @@ class RequestIds:
 
 
 def request_id(scope: Scope) -> str:
-    """Of a request that came through ``RequestIds``."""
+    """Return the id of a request that came through ``RequestIds``."""
     name: str = scope[_KEY]
     return name

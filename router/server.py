@@ -28,22 +28,22 @@ from hisparse_pd.router.drain import Drain, ShuttingDown
 from hisparse_pd.router.errors import RouterError, StreamEnded
 from hisparse_pd.router.fleet import Fleet
 from hisparse_pd.router.health import LOADING, HealthWatch
-from hisparse_pd.router.journal import JournalBudget
 from hisparse_pd.router.live_page import PAGE_PATHS, page_routes
 from hisparse_pd.router.metrics import CLIENT_GONE, RouterMetrics
-from hisparse_pd.router.node_calls import Answer, NodeCalls
+from hisparse_pd.router.node_calls import NodeAnswer, NodeCalls
 from hisparse_pd.router.nodes import NodeKind, NodePool
 from hisparse_pd.router.relay import Relay
 from hisparse_pd.router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
 from hisparse_pd.router.status import StatusBoard
+from hisparse_pd.router.stream_journal import JournalBudget
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.keys import RequireKey, load_api_keys
 from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response
 from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.serving.api.pages import GuardFromPages
-from hisparse_pd.serving.http.clients import read_body, unless_client_leaves
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
 from hisparse_pd.serving.http.off_loop import parsed
+from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import RequestSpan
@@ -51,20 +51,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RELAYED = (*Endpoint, *TokenPath)
-"""What decode nodes answer, under the same paths."""
+"""Paths that decode nodes answer, too, and to which requests are relayed."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PAGE_PATHS
-"""Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
+"""Paths that need no API key: probes and monitoring have none, and on the page a key is entered."""
 
 
 def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlette:
-    """The ASGI application. ``drain`` ends its requests. Raises StartError."""
+    """Make the ASGI application; ``drain`` ends its requests. Raises StartError."""
     router = _Router(settings, drain or Drain())
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]
     middleware = [Middleware(RequestIds), *middleware, Middleware(GuardFromPages)]
     if settings.cors_allow_origins:
-        # In front of the key, which a browser does not send when it asks whether it may call.
+        # Before the check of keys: a browser's preflight request has none.
         middleware.insert(0, _cors(settings.cors_allow_origins))
     return Starlette(
         routes=[
@@ -79,7 +79,8 @@ def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlett
 
 
 def _cors(origins: Sequence[str]) -> Middleware:
-    """Lets pages of ``origins`` read answers. Keys come in a header that the page sets, so no credentials."""
+    """Let pages of ``origins`` read answers. A page sends its key in a header, so no credentials are
+    allowed."""
     return Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -90,7 +91,7 @@ def _cors(origins: Sequence[str]) -> Middleware:
 
 
 class _Router:
-    """What the endpoints work with."""
+    """The router's parts, which its endpoints share."""
 
     def __init__(self, settings: RouterSettings, drain: Drain) -> None:
         self.settings = settings
@@ -140,7 +141,7 @@ class _Router:
                 await asyncio.to_thread(self.tracer.close)
 
     async def _health(self, request: Request) -> Response:
-        """200 while a request could be served: one healthy node of each kind, and no shutdown."""
+        """Answer 200 while requests can be served: one healthy node of each kind, and no shutdown."""
         is_draining = self.drain.is_draining
         is_ready = self.pool.has_pair() and not is_draining
         nodes = [
@@ -158,7 +159,7 @@ class _Router:
 
 
 async def _liveness(request: Request) -> Response:
-    """200 from a process whose loop turns, whatever the nodes do."""
+    """Answer 200, which shows that the event loop turns, whatever the nodes do."""
     return json_response({"status": "ok"})
 
 
@@ -167,7 +168,8 @@ async def _openapi(request: Request) -> Response:
 
 
 class _RelayEndpoint:
-    """ASGI application of one relayed path: an Endpoint's go to a pair, a TokenPath's to any decode node."""
+    """ASGI application of one relayed path. An Endpoint's requests go to a pair, a TokenPath's to a decode
+    node."""
 
     def __init__(self, router: _Router, path: str) -> None:
         self._router = router
@@ -186,7 +188,7 @@ class _RelayEndpoint:
         try:
             with self._router.drain.in_flight():
                 status = await self._serve(request, send, span)
-        except ShuttingDown as error:  # it came too late
+        except ShuttingDown as error:  # the drain had begun before the request came
             status = await self._send_error(request, send, error, span)
         finally:
             if span is not None:
@@ -197,7 +199,7 @@ class _RelayEndpoint:
             log.info("%s %d in %.3f s, %s", self._path, status, secs, request_id(scope))
 
     async def _serve(self, request: Request, send: Send, span: RequestSpan | None) -> int:
-        """Answers the request; the status under which it is counted."""
+        """Answer the request. Returns the status under which it is counted."""
         reply = _Reply(send)
         try:
             body = await read_body(request, self._router.settings.request_timeout_secs)
@@ -222,18 +224,18 @@ class _RelayEndpoint:
 
     async def _open(
         self, body: bytes, headers: RawHeaders, stack: AsyncExitStack, span: RequestSpan | None
-    ) -> Answer:
+    ) -> NodeAnswer:
         relay = self._router.relay
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
         request = await parsed(body, RequestBody.parse, body, self._endpoint)
         return await relay.open(self._endpoint, request, headers, stack, span=span)
 
-    async def _stream(self, answer: Answer, send: Send, span: RequestSpan | None) -> None:
-        """Pass the answer on.
+    async def _stream(self, answer: NodeAnswer, send: Send, span: RequestSpan | None) -> None:
+        """Pass the answer on to the client.
 
-        When the node breaks it off, or the router's time is up, an event stream ends in an error event; any
-        other body is left short, and uvicorn closes the connection, which every client sees.
+        If the node breaks it off, or the drain ends, an event stream ends in an error event. Any other body
+        stays incomplete, and uvicorn closes the connection, which every client notices.
         """
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         tail = b"\n\n"
@@ -245,7 +247,7 @@ class _RelayEndpoint:
                     num_left -= len(chunk)
                     await send({"type": "http.response.body", "body": chunk, "more_body": num_left > 0})
                     if num_left <= 0:
-                        return  # the client has all of it, and may leave before the node's connection ends
+                        return  # the client has everything, and may leave before the node closes
         except RouterError as error:
             self._router.metrics.truncated.inc()
             log.warning("%s: %s", self._path, error)
@@ -270,7 +272,7 @@ class _RelayEndpoint:
 
 
 class _Reply:
-    """``send`` of one request, which knows whether all has been sent: no client leaves after that."""
+    """The ``send`` of one request. It knows when all has been sent: from then on a client may leave."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -282,7 +284,7 @@ class _Reply:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 in the same shape as every other error."""
+    """Answer 404 and 405 in the same shape as every other error."""
     if not isinstance(error, HTTPException):
         raise error
     message = f"{cut(f'{request.method} {request.url.path}')}: {error.detail}"

@@ -1,9 +1,8 @@
-"""``/status``: what the live page shows of the deployment, as one JSON document.
+"""``/status``: the state of the deployment that the live page shows, as one JSON document.
 
-Health comes from the router's own table, the rest from each node's ``/status``. One round over all nodes
-serves every viewer that asks within ``MAX_AGE_SECS``. A node that is silent, or says something else, has no
-numbers and a ``trouble`` of its own; the others are shown as ever. Nothing here changes which nodes get
-requests, nor the drain, of which it tells.
+Health comes from the router's pool, the rest from each node's ``/status``. One round over all nodes serves
+every viewer that asks within ``MAX_AGE_SECS``. A node that does not answer properly has a ``load_trouble``
+instead of numbers, and the others are shown as usual. Nothing here changes which nodes get requests.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from starlette.responses import Response
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.drain import Drain
 from hisparse_pd.router.metrics import RouterMetrics
-from hisparse_pd.router.node_calls import NodeCalls, NotTold
+from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
 from hisparse_pd.router.nodes import Node, NodePool
 from hisparse_pd.serving.http.node_load import NodeLoad
 
 MAX_AGE_SECS = 1.0
-"""How old an answer may be, so that many viewers cost one round."""
+"""Age up to which an answer is given again, so that many viewers cost one round."""
 
 NODE_TIMEOUT_SECS = 2.0
-"""For one node's answer, from connecting to the last byte."""
+"""Limit for one node's answer, from connecting to the last byte."""
 
 _LOAD_DECODER: TypedDecoder[NodeLoad] = TypedDecoder.json(NodeLoad)
 
 
 class StatusBoard:
-    """Owns the latest answer. ``calls``: to the nodes."""
+    """Answers ``/status``, and owns the latest answer."""
 
     def __init__(
         self,
@@ -53,15 +52,18 @@ class StatusBoard:
         self._asked_at = -math.inf
 
     async def answer(self, request: Request) -> Response:
-        async with self._lock:  # who comes during a round gets its result
+        async with self._lock:  # requests that come during a round get its result
             if time.monotonic() - self._asked_at >= MAX_AGE_SECS:
                 status = await self._ask_all()
                 self._body, self._asked_at = msgspec.json.encode(status), time.monotonic()
         return Response(self._body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def _ask_all(self) -> dict[str, object]:
-        """``at``: seconds since the epoch when the round ended. ``answers``: this router's, by HTTP status.
-        ``ready``: as ``/readiness`` has it, a pair is healthy and the router is not ``draining``."""
+        """Make a round over all nodes, and return the document.
+
+        ``at``: when the round ended, in seconds since the epoch. ``answers``: this router's answers by HTTP
+        status. ``ready``: whether a pair is healthy and the router is not ``draining``, as in ``/readiness``.
+        """
         nodes = await asyncio.gather(*(self._ask(node) for node in self._pool.nodes))
         return {
             "at": time.time(),
@@ -75,13 +77,17 @@ class StatusBoard:
         }
 
     async def _ask(self, node: Node) -> dict[str, object]:
-        """``healthy`` and ``trouble``: the router's judgement. ``load_trouble``: why there is no ``load``."""
+        """Return the part about one node.
+
+        ``healthy`` and ``trouble`` are the router's judgement; ``load_trouble`` says why there is no
+        ``load``.
+        """
         load, load_trouble = None, ""
         try:
-            load = await self._calls.told(node, "/status", NODE_TIMEOUT_SECS, _LOAD_DECODER)
+            load = await self._calls.get_document(node, "/status", NODE_TIMEOUT_SECS, _LOAD_DECODER)
             if load.role != node.kind:
                 load, load_trouble = None, f"/status: it is no {node.kind} node"
-        except NotTold as error:
+        except NodeDocumentError as error:
             load_trouble = str(error)
         return {
             "url": node.url,

@@ -1,8 +1,8 @@
 """Runs services as child processes: starts them, waits until they are healthy, and stops them together.
 
-A node that loads says how far it is, and is waited for as long as it gets further (``ProgressTimeout``).
-``Supervisor`` owns the child processes. When one dies, all go; a signal to the parent stops all in order; and
-should the parent itself be killed, the kernel ends the children.
+A node that loads reports its progress, and is waited for as long as it makes any (``ProgressTimeout``). When
+a child dies, the others are stopped. A signal to the parent stops all of them in order. If the parent itself
+is killed, the kernel ends the children.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True)
 class Child:
-    """One service: its command, and the URL that answers 2xx when it is healthy."""
+    """One service to run."""
 
     name: str
     command: list[str]
     health_url: str
+    """URL that answers 2xx when the service is healthy."""
     drain_timeout_secs: float = 0.0
-    """What it takes at most to finish its requests, before STOP_TIMEOUT_SECS begins."""
+    """Time that the service may take to finish its requests, before STOP_TIMEOUT_SECS begins."""
 
 
 class ProgressTimeout:
-    """A time-out that begins again with every progress."""
+    """A timeout that begins anew with every progress."""
 
     def __init__(self, timeout_secs: float) -> None:
         self._timeout_secs = timeout_secs
@@ -54,7 +55,7 @@ class ProgressTimeout:
         self._renewed_at = time.monotonic()
 
     def note(self, name: str, progress: object) -> None:
-        """How far ``name`` is. None: it does not say, which is no progress."""
+        """Note how far service ``name`` is; None, for a service that does not say, is no progress."""
         if progress is not None and progress != self._progress.get(name):
             self._progress[name] = progress
             self._renewed_at = time.monotonic()
@@ -74,7 +75,10 @@ class Supervisor:
         self._stopping = threading.Event()
 
     def run(self, on_healthy: Callable[[], None]) -> int:
-        """Until a signal (exit status 0) or the death of a child (1). Call it from the main thread."""
+        """Run the children until a signal or the death of one. Must be called from the main thread.
+
+        Returns the exit status: 0 after a signal, 1 after the death of a child.
+        """
         for number in stop_signals():
             signal.signal(number, self._on_signal)
         status = 0
@@ -93,23 +97,23 @@ class Supervisor:
         return status if all_stopped else 1
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping.is_set():  # the second signal: the services give up their requests in flight too
+        if self._stopping.is_set():  # at the second signal, services give up their requests in flight
             for process in self._processes.values():
                 process.terminate()
         self._stopping.set()
 
     def _start(self, child: Child) -> None:
-        # Its own process group: Ctrl-C reaches the parent alone, which then stops the children in order.
+        # In a process group of its own: Ctrl-C reaches the parent alone, which stops the children in order.
         self._processes[child.name] = subprocess.Popen(
             child.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent()
         )
         log.info("started the %s service, pid %d", child.name, self._processes[child.name].pid)
 
     def _wait_healthy(self) -> bool:
-        """True once all children are healthy, False when a signal came first. Raises ServiceError."""
+        """Wait for all children. Returns False if a signal came first. Raises ServiceError."""
         limit = ProgressTimeout(self._startup_timeout_secs)
         waiting = list(self._children)
-        # Whatever its certificate: it is our own child.
+        # Certificates are not checked: the services are this process's own children.
         with httpx.Client(timeout=PROBE_TIMEOUT_SECS, trust_env=False, verify=False) as client:
             while waiting:
                 if self._stopping.wait(POLL_INTERVAL_SECS):
@@ -137,7 +141,7 @@ class Supervisor:
                 raise ServiceError(f"the {name} service {how}; stopping the others")
 
     def _stop_all(self) -> bool:
-        """SIGTERM, the time to finish, then SIGKILL. False when one had to be killed."""
+        """Send SIGTERM, wait, then send SIGKILL. Returns False if a child had to be killed."""
         all_stopped = True
         for child in reversed(self._children):
             process = self._processes.get(child.name)
@@ -157,14 +161,15 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class Health:
-    """What a service answered. ``loading``: how far a node is that loads, None for any other."""
+    """What a service answered to a probe."""
 
     is_healthy: bool = False
     loading: object = None
+    """How far a node is that loads its model; None for any other service."""
 
 
 def probe(client: httpx.Client, health_url: str) -> Health:
-    """One look at ``/health``. A service that does not answer is not healthy."""
+    """Ask ``/health`` once. A service that does not answer is not healthy."""
     try:
         answer = client.get(health_url)
         return Health(answer.is_success, None if answer.is_success else answer.json().get("loading"))
@@ -173,7 +178,7 @@ def probe(client: httpx.Client, health_url: str) -> Health:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """What a child does before exec: ask the kernel for SIGTERM when its parent is gone (Linux)."""
+    """Return what a child calls before exec: on Linux, ask the kernel for SIGTERM when the parent is gone."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.protocol.lane import (
     MAX_LANE_MESSAGE_BYTES,
     SOCKET_PREFIX,
@@ -98,7 +98,7 @@ class LaneHost:
         self._lock = threading.Lock()
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
-        self._logged = Seldom()  # denied callers, by user
+        self._logged = LogLimiter()  # denied callers, by user
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()

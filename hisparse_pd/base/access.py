@@ -1,8 +1,7 @@
-"""Which addresses may reach this node.
+"""The addresses that may reach this node, and what hosts and addresses look like.
 
-Pure functions over addresses. The control socket (``zap.py``), the bootstrap endpoint and look-up
-(``bootstrap.py``), the registration (``prefill_node/registrations.py``) and the KV ports
-(``transfer/listeners.py``) ask the same ``PeerList``.
+The control socket (``zap.py``), the bootstrap endpoint and look-up (``bootstrap.py``), registrations
+(``prefill_node/registrations.py``) and the KV ports (``transfer/listeners.py``) ask the same ``PeerList``.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from hisparse_pd.base.vocabulary import StartError
 Network = IPv4Network | IPv6Network
 
 MAX_NETWORKS = 256
-"""Each is a few instructions of the filter before the KV ports, of which the kernel takes 4096."""
+"""Limit of entries in a list. Each takes a few instructions in the KV ports' packet filter, and the kernel
+accepts filters of 4096."""
 
 MAX_HOST_CHARS = 253
 
 WILDCARD_HOSTS = ("", "0.0.0.0", "::", "*")
-"""Every address of a machine: right to bind, and none that a peer could connect to."""
+"""Hosts that stand for every address of a machine. A socket can bind them, but no peer can connect to
+them."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
 _LOOPBACK = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
 
 
 class KeyFileError(StartError):
-    """A file with keys cannot be used. The message names it and never shows what stands in it."""
+    """A file with keys cannot be used. The message names the file and never shows its content."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PeerList:
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> PeerList:
-        """Raises ValueError for an entry that is neither an address nor a network."""
+        """Parse the entries. Raises ValueError for one that is neither an address nor a network."""
         networks = tuple(_network(entry) for entry in entries)
         if len(networks) > MAX_NETWORKS:
             raise ValueError(f"{len(networks)} entries, {MAX_NETWORKS} at most; name networks, not addresses")
@@ -48,21 +49,21 @@ class PeerList:
 
     @classmethod
     def loopback(cls) -> PeerList:
-        """This machine alone."""
+        """Return the list that allows this machine alone."""
         return cls(_LOOPBACK)
 
     def __bool__(self) -> bool:
         return bool(self.networks)
 
     def allows(self, address: str) -> bool:
-        """Whether a peer may have ``address``. With a list, a name or any other text is refused."""
+        """Whether a peer with ``address`` is allowed. A name or other text is not, unless everything is."""
         if not self.networks:
             return True
         peer = parse_address(address)
         return peer is not None and any(peer in network for network in self.networks)
 
     def why_refused(self, address: str) -> str | None:
-        """Why a peer may not have ``address``, naming it and the list; None when it may."""
+        """Return why a peer with ``address`` is not allowed, naming it and the list; None if it is."""
         if self.allows(address):
             return None
         return f"address {address[:MAX_HOST_CHARS]!r} is not in allowed_peers ({self})"
@@ -75,7 +76,10 @@ class PeerList:
 
 
 def parse_address(text: str) -> IPv4Address | IPv6Address | None:
-    """An address without brackets and scope; IPv4 that a dual-stack socket shows as IPv6 is IPv4."""
+    """Parse an address, which may have brackets and a scope; None if it is none.
+
+    IPv4 in the form in which a dual-stack socket shows it becomes IPv4.
+    """
     try:
         address = ip_address(text.strip("[]").partition("%")[0])
     except ValueError:
@@ -86,12 +90,13 @@ def parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def exposure(hosts: Iterable[str], dangers: Iterable[str]) -> str | None:
-    """One warning about a service that binds, or is reached at, ``hosts``; None when all are loopback."""
+    """Return a warning about a service at these ``hosts``; None if all are loopback or nothing is
+    dangerous."""
     others = [host for host in dict.fromkeys(hosts) if not is_loopback(host)]
-    told = "; ".join(dangers)
-    if not others or not told:
+    dangers_text = "; ".join(dangers)
+    if not others or not dangers_text:
         return None
-    return f"this service is open to other machines at {' and '.join(others)}: {told}"
+    return f"this service is open to other machines at {' and '.join(others)}: {dangers_text}"
 
 
 def is_host(text: str) -> bool:
@@ -101,12 +106,12 @@ def is_host(text: str) -> bool:
 
 
 def in_url(host: str) -> str:
-    """A host as it stands before a port: an IPv6 address in brackets."""
+    """Return a host as it stands in a URL, with brackets around an IPv6 address."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a socket bound to ``host`` is reached from this machine alone."""
+    """Whether only this machine reaches a socket bound to ``host``."""
     address = parse_address(host)
     return host == "localhost" if address is None else address.is_loopback
 

@@ -1,4 +1,4 @@
-"""Free ports for processes that are started with them."""
+"""Finds free ports for processes that are yet to be started."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import random
 import socket
 
 _FREE_PORTS = range(20_000, 32_768)
-"""Below those that Linux gives to outgoing connections, above those that Mooncake takes."""
+"""Ports below those that Linux gives to outgoing connections, and above those that Mooncake uses."""
 
 
 def free_port() -> int:
-    """A free port of loopback, for a process that is started with it. Raises OSError when none is free.
+    """Return a free port of loopback, for a process that is started with it. Raises OSError if none is free.
 
-    For a minute the kernel keeps it from every other caller, and from whoever binds it without SO_REUSEADDR,
-    which servers set: a connection of ours to itself is left in TIME_WAIT.
+    A connection of the port to itself is left in TIME_WAIT. For a minute the kernel therefore gives the port
+    to no other caller, nor to anyone who binds it without SO_REUSEADDR, which servers set.
     """
     for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):
         with contextlib.suppress(OSError):
@@ -35,10 +35,11 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def _reserve(port: int) -> None:
-    """Raises OSError when another has the port."""
+    """Leave a connection of the port to itself in TIME_WAIT. Raises OSError if the port is taken."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before bind: it would share
+        # Set before bind, it would let two servers share the port.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.listen(1)
         with socket.create_connection(("127.0.0.1", port), timeout=5):
-            server.accept()[0].close()  # who closes first is left in TIME_WAIT
+            server.accept()[0].close()  # the side that closes first is left in TIME_WAIT

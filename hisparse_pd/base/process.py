@@ -1,6 +1,4 @@
-"""What every process of a node does first: log in one format, into nothing else's descriptor, and not outlive
-the process that started it.
-"""
+"""First steps of every process: standard streams, logging, signals, and ending with the parent process."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from contextlib import contextmanager
 log = logging.getLogger(__name__)
 
 BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
-"""For engines on a CPU, of which several may share its cores. Between two parallel regions each thread of
-GNU's OpenMP, which torch comes with, spins for some 10 ms, and takes a core from those that have work."""
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Environment of engines on a CPU, of which several may share its cores. Between two parallel regions each
+thread of GNU's OpenMP, which torch uses, would spin for some 10 ms and keep a core from threads with work."""
+_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 _STDERR = 2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -28,9 +26,9 @@ _LOG_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
 
 
 def occupy_standard_streams() -> None:
-    """Have something behind descriptors 0, 1 and 2, also in the processes that are started from here.
+    """Open descriptors 0, 1 and 2 if they are closed, for this process and its children.
 
-    Where they are closed, the next socket or pool gets their numbers, and whatever a library prints.
+    Otherwise the next socket or pool would get one of these numbers, and with it what a library prints.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
@@ -38,7 +36,7 @@ def occupy_standard_streams() -> None:
 
 
 def setup_logging(level: str, name: str) -> None:
-    """Log to stderr from ``level`` ("debug" … "error") on; ``name`` tells this process from others."""
+    """Log to stderr from ``level`` ("debug" … "error") on. ``name`` is this process's name in the log."""
     log_format = _LOG_FORMAT.format(name=name)
     logging.basicConfig(level=level.upper(), format=log_format, stream=sys.stderr, force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
@@ -46,23 +44,24 @@ def setup_logging(level: str, name: str) -> None:
 
 
 def say(words: str) -> None:
-    """On standard output; in the log where that takes nothing: nobody reads it, or its disk is full."""
+    """Print on standard output, or log if that fails because nobody reads it or its disk is full."""
     try:
         print(words, flush=True)
     except OSError as error:
         log.error("standard output takes nothing: %s; %s", error.strerror, words)
-        with open(os.devnull, "wb") as nowhere:  # else what it still holds is an error at the exit
+        with open(os.devnull, "wb") as nowhere:  # or flushing the rest would fail at the exit
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def chooses_its_waiting() -> bool:
-    """Whether the environment says already how OpenMP's threads wait."""
-    return any(name in os.environ for name in _WAITING)
+    """Whether the environment already says how OpenMP's threads wait."""
+    return any(name in os.environ for name in _WAIT_VARIABLES)
 
 
 @contextmanager
 def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
-    """Around starts of processes that are to have ``variables`` before they import anything."""
+    """Set ``variables`` for processes that are started in the context, so that they have them from the
+    start."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -76,17 +75,20 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What ends a service in order: also that its terminal is gone, unless it was started to outlive that
-    (``nohup``)."""
-    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in _STOP_SIGNALS if not (is_deaf and number is signal.SIGHUP)]
+    """Return the signals that stop a service in order.
+
+    SIGHUP, for a terminal that is gone, is one of them, unless the service was started to ignore it
+    (``nohup``).
+    """
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _STOP_SIGNALS if not (ignores_hangup and number is signal.SIGHUP)]
 
 
 def die_with_parent() -> None:
     """Make a child started by ``multiprocessing`` end with its parent, and leave signals to the parent.
 
-    The kernel kills this process when the parent's starting thread ends, however it ends. A parent that died
-    before the call is noticed here. Does nothing in a process that ``multiprocessing`` did not start.
+    The kernel kills this process when the parent's starting thread ends in any way. A parent that died before
+    the call is noticed here. Does nothing in a process that ``multiprocessing`` did not start.
     """
     if multiprocessing.parent_process() is None:
         return
@@ -95,16 +97,14 @@ def die_with_parent() -> None:
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if threading.current_thread() is threading.main_thread():
-        for number in _STOP_SIGNALS:  # terminals and supervisors send them to all processes of a service
+        for number in _STOP_SIGNALS:  # which terminals and supervisors send to all processes of a service
             signal.signal(number, signal.SIG_IGN)
     if not parent_is_alive():
         raise SystemExit("the process that started this one is gone")
 
 
 def parent_is_alive() -> bool:
-    """False once the process that started this one is gone; an engine loop asks now and then.
-
-    Always true in a process that ``multiprocessing`` did not start.
-    """
+    """Whether the process that started this one still runs; always true if ``multiprocessing`` did not start
+    it."""
     parent = multiprocessing.parent_process()
     return parent is None or parent.pid == os.getppid()

@@ -1,8 +1,8 @@
 """Settings of the three services: frozen, validated once, the same from the command line and from a file.
 
-Each field's description gives its unit; ``hisparse_pd.commands.cli`` turns the fields into options
-(``page_size`` is ``--page-size``) and reads the same names from a TOML or YAML file. Unknown keys and bad
-values raise ``pydantic.ValidationError``.
+Each field's description is the help of its option, and gives its unit. ``hisparse_pd.commands.cli`` turns the
+fields into options (``page_size`` is ``--page-size``) and reads the same names from a TOML or YAML file.
+Unknown keys and bad values raise ``pydantic.ValidationError``.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def _networks(entries: tuple[str, ...]) -> tuple[str, ...]:
 Networks = Annotated[tuple[str, ...], AfterValidator(_networks)]
 
 STREAMS_A_FRONT = 256
-"""A step gives each of them a token: a burst of some 10 ms for one process."""
+"""Streams for which a node starts one front: their tokens of one step take a process some 10 ms."""
 MAX_FRONTS = 64
 MAX_BODY_BYTES = 16 << 20
-"""Of an HTTP request, at a node and at the router."""
+"""Limit for the body of an HTTP request, at a node and at the router."""
 MAX_HEARTBEAT_FAILURES = 2
-"""In a row: after so many intervals without a sign of life a peer is lost."""
+"""Heartbeat intervals without a sign of life after which a peer is lost."""
 HEALTH_TIMEOUT_SECS = 30.0
-"""Silence of an engine that fails ``/health``, unless six heartbeat intervals are longer."""
+"""Silence of an engine after which ``/health`` fails, unless six heartbeat intervals are longer."""
 STARTUP_TIMEOUT_SECS = 900.0
-"""Loading without progress that fails ``/liveness``, and the wait for other ranks and machines of a node. 500
-GB of shared memory take six minutes to be touched and registered, in which nothing moves."""
+"""Time without progress in loading after which ``/liveness`` fails, and limit of the wait for other ranks and
+machines of a node. Touching and registering 500 GB of shared memory shows no progress for six minutes."""
 
 _OPEN_API = "anybody can use its HTTP API (--api-key-file)"
 _OPEN_CONTROL = "anybody can register and read the control traffic (--control-key-file)"
@@ -59,14 +59,14 @@ _OPEN_KV = "the KV ports, which know no keys, take connections from anywhere (--
 
 
 class HisparsePolicy(StrEnum):
-    """What a request without the flag gets; a request's own flag always wins."""
+    """The mode of requests without the flag ``hisparse``; a request's own flag always wins."""
 
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
 
 
-_OF_ONE_MACHINE = {
+_PER_MACHINE = {
     *("node_rank", "dist_init_addr", "host", "port", "bootstrap_port", "control_port", "advertise_host"),
     *("model_path", "served_model_name", "control_key_file", "api_key_file", "allowed_peers"),
     *("ssl_certfile", "ssl_keyfile", "device", "ib_device", "numa", "num_threads", "log_level"),
@@ -76,31 +76,38 @@ _OF_ONE_MACHINE = {
 
 
 class FrozenSettings(BaseModel):
-    """Knows no other keys than its fields. ``model_`` is no prefix of pydantic's here."""
+    """Immutable settings that refuse unknown keys. Fields may begin with pydantic's prefix ``model_``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class _Settings(FrozenSettings):
-    """What every service has, for it speaks HTTP."""
+    """Settings of every service, since each speaks HTTP."""
 
     host: str = Field("127.0.0.1", description="address that the HTTP server binds")
     api_key_file: Path | None = Field(
-        None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
+        None,
+        description="file with API keys, one a line, of which each HTTP request needs one; default: requests "
+        "need no key",
     )
     ssl_certfile: Path | None = Field(
         None,
-        description="file with the certificate and its chain (PEM), for https; read again when changed",
+        description="file with the certificate and its chain (PEM); makes the server speak https, and is "
+        "read again when it changes; default: http",
     )
     ssl_keyfile: Path | None = Field(
-        None, description="file with its key (PEM), without a password; default: in --ssl-certfile"
+        None,
+        description="file with the certificate's key (PEM), without a password; default: the key is in "
+        "--ssl-certfile",
     )
     drain_timeout_secs: DrainSecs = Field(
         15.0,
-        description="what requests in flight have to finish after SIGTERM, in seconds; the rest is answered "
-        "503",
+        description="time that requests in flight have to finish after SIGTERM, in seconds; later ones end "
+        "with a 503",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level of messages that are logged"
+    )
 
     @model_validator(mode="after")
     def _key_has_a_certificate(self) -> Self:
@@ -112,53 +119,54 @@ class _Settings(FrozenSettings):
 
 
 class _TracedSettings(FrozenSettings):
-    """What services have that make traces of requests."""
+    """Settings of services that make traces of requests."""
 
     otlp_traces_endpoint: CollectorUrl = Field(
         "",
-        description="collector that gets traces, by OTLP over HTTP (protobuf), such as "
-        "http://collector:4318; its path, if none is given, is /v1/traces; OTEL_ variables say the rest; "
-        "default: no traces",
+        description="URL of a collector for traces, by OTLP over HTTP (protobuf), such as "
+        "http://collector:4318; without a path it is /v1/traces; OTEL_ variables set the rest; default: no "
+        "traces",
         title="URL",
     )
 
 
 class TransportSettings(FrozenSettings):
-    """What the KV transport of a node on this machine is to be; the doctor is told the same."""
+    """Settings of a node's KV transport on this machine, which the doctor takes, too."""
 
     host: str = Field("127.0.0.1", description="address that this process listens on")
-    device: Device = Field("cpu", description="cpu, cuda or cuda:N: of the model and the device pool")
+    device: Device = Field("cpu", description="device of the model and the device pool: cpu, cuda or cuda:N")
     transfer_protocol: TransferProtocol = Field(
         "tcp",
-        description="what the KV transport runs on, the same on all nodes; rdma: or not at all; "
+        description="protocol of the KV transport, the same on all nodes; rdma: refuse to start without it; "
         "auto: rdma where it can be used, else tcp",
     )
     ib_device: str = Field(
         "",
         description="RDMA devices for rdma and auto, such as mlx5_0,mlx5_1, which must all be usable; "
-        "default: all that are, of those nearest to a rank's NUMA node if it has one",
+        "default: all usable ones, or the nearest of them to a rank's NUMA node if it has one",
     )
     numa: Numa = Field(
         "auto",
-        description="NUMA node that a rank's engine, threads and pools are on; auto: its GPU's, where the "
+        description="NUMA node of a rank's engine, threads and pools; auto: that of its GPU, where the "
         "machine has several; off: nothing is placed; N or N,N…: one for all ranks of this machine, or one "
         "for each",
         title="auto|off|N[,N...]",
     )
     advertise_host: str = Field(
-        "", description="address that peers reach this node at, for control and KV; default: --host"
+        "",
+        description="address at which peers reach this node, for control messages and KV; default: --host",
     )
     same_host_dir: str = Field(
         "",
         max_length=64,
-        description="directory that all nodes of one machine see, for the decode nodes' sockets, where "
-        "containers have networks of their own; default: names of the network namespace",
+        description="directory for the decode nodes' sockets that all nodes of one machine see; needed where "
+        "containers have separate networks; default: abstract socket names of the network namespace",
         title="DIR",
     )
     allowed_peers: Networks = Field(
         (),
-        description="addresses and networks of the other nodes, such as 10.0.0.0/24; repeatable; no other "
-        "reaches bootstrap, control and KV ports; default: any",
+        description="addresses and networks of the other nodes, such as 10.0.0.0/24; no others reach the "
+        "bootstrap, control and KV ports; repeatable; default: any address",
         title="NETWORK",
     )
 
@@ -168,64 +176,70 @@ class TransportSettings(FrozenSettings):
 
 
 class NodeSettings(_Settings, TransportSettings):
-    """What prefill and decode nodes share."""
+    """Settings that prefill and decode nodes share."""
 
     model_path: Path = Field(description="directory of the checkpoint in the Hugging Face layout")
     load_format: Literal["auto", "dummy"] = Field(
         "auto",
-        description="where weights come from, the same on all nodes; auto: the checkpoint; dummy: they are "
-        "drawn, for measuring, and of the checkpoint only configuration and tokenizer are needed",
+        description="source of the weights, the same on all nodes; auto: the checkpoint; dummy: random "
+        "weights, for measurements, which need only the checkpoint's configuration and tokenizer",
     )
-    served_model_name: str = Field("", description="name in the API; default: the last part of --model-path")
+    served_model_name: str = Field(
+        "", description="name of the model in the API; default: the last part of --model-path"
+    )
     port: Port = Field(30000, description="port of the HTTP server")
     page_size: int = Field(64, ge=1, le=65536, description="token slots in a page")
-    max_running_requests: int = Field(64, ge=1, le=65536, description="requests in a batch at most")
+    max_running_requests: int = Field(64, ge=1, le=65536, description="maximum number of requests in a batch")
     context_length: int = Field(
-        0, ge=0, description="prompt plus output of a request at most, in tokens; 0: the model's own"
+        0, ge=0, description="maximum of a request's prompt plus output, in tokens; 0: the model's own"
     )
     kv_cache_dtype: CacheDtype = Field(
         "auto", description="format of the KV items, the same on all nodes; auto: --dtype"
     )
     indexer_cache_dtype: CacheDtype = Field(
-        "auto", description="format of the indexer keys, the same on all nodes; auto: like the KV items"
+        "auto", description="format of the indexer keys, the same on all nodes; auto: that of the KV items"
     )
     attention_backend: AttentionBackend = Field(
-        "auto", description="what computes the sparse attention; auto: the fastest that runs here"
+        "auto", description="implementation of the sparse attention; auto: the fastest that runs here"
     )
     attention_split_tile_size: int | None = Field(
         None,
         ge=0,
         le=65536,
-        description="positions of a split of a query's attention in decode steps on a GPU, the same on all "
-        "nodes: small ones are faster for few requests and slower for many; 0: no query is split; default: "
-        "512 with FlashMLA, 256 with Triton",
+        description="positions in one split of a query's attention in decode steps on a GPU, the same on all "
+        "nodes; small splits are faster for few requests and slower for many; 0: queries are not split; "
+        "default: 512 with FlashMLA, 256 with Triton",
     )
     dp_size: int = Field(
         1,
         ge=1,
         le=MAX_RANKS,
-        description="ranks: engine processes of this node, each with its own requests, pools and GPU, from "
-        "--device on, and with its share of the routed experts. Sizes of pools and batches are a rank's",
+        description="number of ranks: engine processes of this node, each with its own requests and pools, "
+        "its own GPU from --device on, and its share of the routed experts; sizes of pools and batches are "
+        "per rank",
     )
     nnodes: int = Field(
         1,
         ge=1,
         le=MAX_RANKS,
-        description="machines that the ranks are on, as many on each; the node is started on every one of "
-        "them, with the same settings",
+        description="number of machines of this node, each with the same number of ranks; the node is "
+        "started on every one of them, with the same settings",
     )
     node_rank: int = Field(
-        0, ge=0, lt=MAX_RANKS, description="which of --nnodes machines this is; 0 has the HTTP port"
+        0,
+        ge=0,
+        lt=MAX_RANKS,
+        description="number of this machine, from 0 to --nnodes - 1; machine 0 has the HTTP port",
     )
     dist_init_addr: str = Field(
         "",
-        description="HOST:PORT of machine 0 where the ranks of several machines meet; the ports behind it "
-        "are taken too, one a rank and front",
+        description="HOST:PORT of machine 0 where the ranks of several machines meet; the following ports "
+        "are used, too, one for each rank and front",
     )
     rank_exchange: Literal["auto", "nccl"] = Field(
         "auto",
         description="how ranks on GPUs exchange tokens in each layer of experts; auto: over each other's "
-        "memory, where all are on one machine and each reaches all others, else by NCCL",
+        "memory if all are on one machine and each reaches all others, else by NCCL",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
@@ -234,45 +248,48 @@ class NodeSettings(_Settings, TransportSettings):
         0.85,
         gt=0,
         lt=1,
-        description="share of the GPU's memory for weights, pools and tables together, where the size of the "
-        "device pool is left to the node",
+        description="share of the GPU's memory for weights, pools and tables together, if the node chooses "
+        "the size of the device pool",
     )
     same_host_lane: Literal["auto", "off"] = Field(
         "auto",
-        description="whether KV goes through shared memory between two nodes of one machine; auto: where "
-        "both see the same memory, else over --transfer-protocol",
+        description="shared memory as the way of KV between two nodes of one machine; auto: used if both see "
+        "the same memory, else --transfer-protocol; off: not used",
     )
     control_key_file: Path | None = Field(
-        None, description="file with the cluster's CURVE secret key (Z85); unset: control traffic is plain"
+        None,
+        description="file with the cluster's CURVE secret key (Z85); default: control traffic is not "
+        "encrypted",
     )
     room_timeout_secs: Secs = Field(
         300.0,
-        description="a room's wait for its KV at most, in seconds; a prefill node keeps it for the heartbeat "
-        "limit longer",
+        description="maximum time that a room waits for its KV, in seconds; a prefill node keeps the room "
+        "longer by the heartbeat limit",
     )
     heartbeat_interval_secs: Secs = Field(
         5.0,
-        description="between heartbeats of a decode node, the same on all nodes, in seconds; a peer is lost "
-        f"after {MAX_HEARTBEAT_FAILURES} without a sign of life",
+        description="interval of a decode node's heartbeats, in seconds, the same on all nodes; a peer is "
+        f"lost after {MAX_HEARTBEAT_FAILURES} intervals without a sign of life",
     )
     max_queued_requests: int = Field(
         4096,
         ge=0,
-        description="requests, each sample for one, that wait beside --max-running-requests; more are "
-        "answered 429",
+        description="maximum number of samples that wait beside --max-running-requests; requests beyond it "
+        "are answered 429",
     )
     num_threads: int = Field(
-        0, ge=0, le=4096, description="torch CPU threads of the engine; 0: torch's own choice"
+        0, ge=0, le=4096, description="CPU threads of torch in each engine; 0: torch's own choice"
     )
     disable_prefix_cache: bool = Field(
         False,
-        description="keep no KV of requests that have ended; otherwise one that begins alike finds it: a "
-        "prefill node computes only the rest, and a decode node is sent only the rest",
+        description="keep no KV of requests that have ended; if it is kept, a request with the same "
+        "beginning uses it: a prefill node computes only the rest, and only the rest is sent to a decode "
+        "node",
     )
     verify_rows: bool = Field(
         True,
-        description="keep a check of each KV item, and end a request whose attention would read an item that "
-        "is not the one that was written",
+        description="keep a check of each KV item, and end a request whose attention would read an item "
+        "that is not the one that was written",
     )
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
 
@@ -323,7 +340,7 @@ class NodeSettings(_Settings, TransportSettings):
         return self
 
     def devices_here(self, rank: int | None = None) -> list[str]:
-        """The device of each of ``ranks_here``; ``device`` is that of ``rank``, by default of the first."""
+        """Return the device of each of ``ranks_here``. ``device`` is that of ``rank``, or of the first."""
         kind, _, number = self.device.partition(":")
         if kind != "cuda" or self.dp_size == 1:
             return [self.device] * len(self.ranks_here)
@@ -332,12 +349,12 @@ class NodeSettings(_Settings, TransportSettings):
 
     @property
     def meeting(self) -> tuple[str, int]:
-        """Host and port of ``dist_init_addr``; the port is 0 where none is given."""
+        """Host and port of ``dist_init_addr``; the port is 0 if none is given."""
         host, _, port = self.dist_init_addr.rpartition(":")
         return host.strip("[]"), int(port) if port.isascii() and port.isdecimal() and len(port) < 6 else 0
 
     def ranks_of(self, machine: int) -> range:
-        """The ranks of the machine with that ``node_rank``."""
+        """Return the ranks of the machine with this ``node_rank``."""
         num_each = self.dp_size // self.nnodes
         return range(machine * num_each, (machine + 1) * num_each)
 
@@ -351,7 +368,7 @@ class NodeSettings(_Settings, TransportSettings):
         return 1
 
     def of_rank(self, rank: int) -> Self:
-        """The settings of the engine of one of ``ranks_here``: its GPU, or its share of the CPU."""
+        """Return the settings for the engine of one of ``ranks_here``: its GPU, or its share of the CPU."""
         if self.dp_size == 1:
             return self
         if self.device.startswith("cuda"):
@@ -361,8 +378,8 @@ class NodeSettings(_Settings, TransportSettings):
 
     @property
     def of_all_machines(self) -> dict[str, Any]:
-        """What has to be the same on every machine of a node, by name."""
-        return self.model_dump(mode="json", exclude=_OF_ONE_MACHINE)
+        """Settings that must be the same on every machine of a node, by name."""
+        return self.model_dump(mode="json", exclude=_PER_MACHINE)
 
     @property
     def model_name(self) -> str:
@@ -370,7 +387,7 @@ class NodeSettings(_Settings, TransportSettings):
 
     @property
     def num_draft_layers(self) -> int | None:
-        """How many the node runs, as ``hisparse_pd.core.model.spec.load_spec`` takes it."""
+        """Number of draft layers that the node runs, as ``core/model/spec.py``'s ``load_spec`` takes it."""
         return 0
 
     @property
@@ -383,7 +400,7 @@ class NodeSettings(_Settings, TransportSettings):
         return max(HEALTH_TIMEOUT_SECS, 6 * self.heartbeat_interval_secs)
 
     def _check_free_memory_is_known(self, name: str, num_tokens: int) -> None:
-        """Raises ValueError for a pool that is to take free GPU memory where there is no GPU."""
+        """Raises ValueError if a pool is to be sized by free GPU memory and the node is not on a GPU."""
         if num_tokens == 0 and not self.device.startswith("cuda"):
             raise ValueError(
                 f"{name} 0: the size comes from free GPU memory with --device cuda only, and this node is on "
@@ -392,7 +409,7 @@ class NodeSettings(_Settings, TransportSettings):
 
     @property
     def exposure(self) -> str | None:
-        """What other machines can do to this node, and the options against it; None when they cannot."""
+        """Warning about what other machines can do to this node, with the remedies; None if nothing."""
         dangers = {
             _OPEN_API: self.api_key_file is None,
             _OPEN_CONTROL: self.control_key_file is None,
@@ -406,9 +423,11 @@ class PrefillSettings(NodeSettings):
 
     bootstrap_port: Port = Field(8998, description="port of the bootstrap endpoint")
     control_port: Port = Field(
-        0, description="port of the control socket, the next ranks have the next ones; 0: any free one"
+        0,
+        description="port of the first rank's control socket; further ranks have the following ones; 0: any "
+        "free ones",
     )
-    chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
+    chunked_prefill_size: Tokens = Field(2048, description="maximum number of tokens computed in one step")
     kv_pool_tokens: TokensOrFree = Field(
         65536,
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
@@ -454,35 +473,35 @@ class DecodeSettings(NodeSettings, _TracedSettings):
     default_max_tokens: int = Field(
         0,
         ge=0,
-        description="tokens of a chat's answer at most whose request has no max_tokens, the same on all "
-        "decode nodes; 0: all that context and pools leave",
+        description="maximum number of tokens in the answer to a chat without max_tokens, the same on all "
+        "decode nodes; 0: as many as context and pools leave",
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="what temperature, top_p and top_k are for a request that does not say, the same on "
-        "all decode nodes; model: what generation_config.json of the checkpoint names; openai: 1, 1 and no "
-        "top_k",
+        description="temperature, top_p and top_k of a request that does not set them, the same on all "
+        "decode nodes; model: those in the checkpoint's generation_config.json; openai: 1, 1 and no top_k",
     )
     chat_control_tokens: Literal["template", "anyone"] = Field(
         "template",
-        description="who writes control tokens in chats, the same on all decode nodes; template: the model's "
-        "chat template alone, and what clients write is text; anyone: clients, too, who can forge messages "
-        "so",
+        description="who may write control tokens in chats, the same on all decode nodes; template: only the "
+        "model's chat template, and what clients write is text; anyone: clients, too, who can then forge "
+        "messages",
     )
     api_server_count: int = Field(
         0,
         ge=0,
         le=MAX_FRONTS,
-        description="front processes of this node, which serve HTTP on its port together; 0: one for every "
-        f"{STREAMS_A_FRONT} requests that may run, --dp-size times --max-running-requests",
+        description="number of front processes, which serve the node's HTTP port together; 0: one for every "
+        f"{STREAMS_A_FRONT} requests that may run, which are --dp-size times --max-running-requests",
     )
     hisparse: HisparsePolicy = Field(
         HisparsePolicy.AUTO,
-        description="what a request without the flag gets: auto picks dense while the device pool has room",
+        description="mode of requests without the flag hisparse; auto: dense while the device pool has room",
     )
     device_buffer_size: TokensOrFree = Field(
         0,
-        description="tokens in a request's hot buffer at most; 0: 4096, or what the drafts of a step need",
+        description="maximum size of a request's hot buffer, in tokens; 0: 4096, or what the drafts of a "
+        "step need",
     )
     host_pool_tokens: Tokens = Field(262144, description="token slots in the registered host pool")
     device_pool_tokens: TokensOrFree = Field(
@@ -490,8 +509,8 @@ class DecodeSettings(NodeSettings, _TracedSettings):
     )
     quarantine_secs: Secs = Field(
         60.0,
-        description="wait before slots or pages of a failed write are reused, in seconds; above "
-        "Mooncake's 30",
+        description="time before slots or pages of a failed write are reused, in seconds; more than the 30 "
+        "seconds for which Mooncake may still write",
     )
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
@@ -500,35 +519,35 @@ class DecodeSettings(NodeSettings, _TracedSettings):
         1,
         ge=1,
         le=1024,
-        description="tokens of a request that leave for its client together; more spare the servers work "
-        "where hundreds of requests stream, and a request's first and last tokens never wait",
+        description="number of tokens that are sent to a client together; larger values save the servers "
+        "work when hundreds of requests stream; a request's first and last tokens never wait",
     )
     cuda_graph_max_bs: int | None = Field(
         None,
         ge=0,
         le=65536,
-        description="largest batch that a captured CUDA graph runs; default: --max-running-requests; "
-        "0: no graphs",
+        description="largest batch for which a CUDA graph is captured; 0: no graphs; default: "
+        "--max-running-requests",
     )
     micro_batch_min_bs: int | None = Field(
         None,
         ge=0,
         le=65536,
-        description="hisparse requests in a batch from which on a GPU splits it in two, one of which copies "
-        "misses while the other computes; 0: never; default: from where that is faster, which the node "
-        "measures when it starts",
+        description="number of hisparse requests from which on a GPU splits a batch in two, so that one half "
+        "copies misses while the other computes; 0: never split; default: the number from which on this is "
+        "faster, which the node measures when it starts",
     )
     speculative_num_steps: int = Field(
         0,
         ge=0,
         le=MAX_DRAFTS,
-        description="tokens that the checkpoint's draft layer guesses a step at most, which the next step "
-        "verifies; how many it is follows what they have brought; 0: none",
+        description="maximum number of drafts: tokens that the checkpoint's draft layer guesses in a step "
+        "and the next step verifies; the node chooses how many, by how often they were right; 0: no drafts",
     )
 
     @property
     def num_fronts(self) -> int:
-        """``api_server_count``, or its default."""
+        """Processes that serve the node's HTTP port: ``api_server_count``, or its default."""
         by_size = -(-self.dp_size * self.max_running_requests // STREAMS_A_FRONT)
         return self.api_server_count or min(by_size, MAX_FRONTS)
 
@@ -552,7 +571,7 @@ class DecodeSettings(NodeSettings, _TracedSettings):
 
     @property
     def graph_batches(self) -> list[int]:
-        """Batch sizes that CUDA graphs are captured of, smallest first; none: no graphs."""
+        """Batch sizes for which CUDA graphs are captured, smallest first; empty: no graphs."""
         most = self.max_running_requests
         if self.cuda_graph_max_bs is not None:
             most = min(self.cuda_graph_max_bs, most)
@@ -565,45 +584,49 @@ class RouterSettings(_Settings, _TracedSettings):
 
     port: Port = Field(8000, description="port of the HTTP server")
     prefill: tuple[tuple[str, int | None], ...] = Field(
-        description="prefill node: URL and, when it is not the node's own, the bootstrap port; repeatable"
+        description="URL of a prefill node and, if it differs from the node's own, its bootstrap port; "
+        "repeatable"
     )
-    decode: tuple[str, ...] = Field(description="decode node: URL; repeatable")
+    decode: tuple[str, ...] = Field(description="URL of a decode node; repeatable")
     node_ca_file: Path | None = Field(
         None, description="file with the CA certificates (PEM) of https nodes; default: the system's"
     )
     node_api_key_file: Path | None = Field(
         None,
-        description="file whose first key goes to the nodes; unset: the client's, if it is not needed here",
+        description="file whose first key is sent to the nodes; default: the client's key, unless the router "
+        "checks keys itself",
     )
     cors_allow_origins: tuple[Origin, ...] = Field(
         (),
         description="origin whose pages may call the API in a browser, such as https://chat.example.com, or "
-        "* for any; repeatable; none: only the router's own page",
+        "* for any; repeatable; default: only the router's own page may",
     )
     policy: RouterPolicy = Field(
         "round_robin",
-        description="how a pair of nodes is picked for a request; cache_aware: by load, but prompts that "
-        "begin alike go to the same nodes while these have little more to do than the others",
+        description="how a pair of nodes is chosen for a request; cache_aware: by load, but prompts with the "
+        "same beginning go to the same nodes while these have little more to do than the others",
     )
-    health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
-    request_timeout_secs: Secs = Field(600.0, description="silence of a node in a request, in seconds")
+    health_interval_secs: Secs = Field(5.0, description="interval of a node's health checks, in seconds")
+    request_timeout_secs: Secs = Field(
+        600.0, description="silence of a node after which its request fails, in seconds"
+    )
     max_retries: int = Field(
         1,
         ge=0,
         le=8,
-        description="times that a request goes to another pair when a node cannot be reached, is not ready, "
-        "or, the prefill node, fails before its client has a byte",
+        description="how often a request that its client has nothing of yet is sent to another pair "
+        "because a node cannot be reached, is not ready, or, for a prefill node, failed",
     )
     resume_timeout_secs: DrainSecs = Field(
         30.0,
-        description="how long a request whose decode node is lost, or leaves, looks for another pair to go "
-        "on with, in seconds; 0: it ends",
+        description="time that a request whose decode node is lost or shuts down may take to find another "
+        "pair, in seconds; 0: such a request ends",
     )
     journal_bytes: int = Field(
         256 << 20,
         ge=0,
-        description="bytes that may be remembered of all streams together, for another decode node to go on "
-        "with; a stream for which there is no room ends with its node; 0: none goes on",
+        description="memory for all streams' journals, in bytes, from which another decode node can resume "
+        "them; a stream without room for its journal ends with its node; 0: no stream resumes",
     )
 
     @model_validator(mode="after")
@@ -615,5 +638,5 @@ class RouterSettings(_Settings, _TracedSettings):
 
     @property
     def exposure(self) -> str | None:
-        """What other machines can do to the router; None when they cannot."""
+        """Warning about what other machines can do to the router; None if nothing."""
         return exposure((self.host,), () if self.api_key_file is not None else (_OPEN_API,))

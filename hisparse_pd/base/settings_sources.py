@@ -1,7 +1,7 @@
-"""Where settings come from: options of the command line, and TOML or YAML files.
+"""Reads settings from options of the command line and from TOML or YAML files.
 
-Both know a setting under the name of its field in ``hisparse_pd.base.settings``. Whatever is wrong raises
-SettingsError, which says where the value came from and what is allowed.
+Both name a setting as its field in ``hisparse_pd.base.settings``. Whatever is wrong raises SettingsError,
+which says where the value came from and what is allowed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ class SettingsError(ValueError):
 
 
 def load_settings(model: type[S], given: Mapping[str, Any], config: Path | None = None) -> S:
-    """Settings from a file, overridden by ``given`` from the command line. Raises SettingsError."""
+    """Return settings from a file, overridden by ``given`` from the command line. Raises SettingsError."""
     from_file = read_file(config) if config is not None else {}
     check_known(from_file, model.model_fields, str(config))
     return validate(model, from_file, str(config), given)
 
 
 def validate(model: type[S], from_file: Mapping[str, Any], source: str, given: Mapping[str, Any]) -> S:
-    """Settings from known keys; ``given`` wins. ``source`` names the file in errors. Raises SettingsError."""
+    """Make settings from known keys. Raises SettingsError.
+
+    ``given``: values from the command line, which win. ``source``: name of the file in errors.
+    """
     for name, value in from_file.items():
         field = model.model_fields[name]
-        if isinstance(value, bool) and field.annotation is not bool:  # pydantic would read it as 0 or 1
+        if isinstance(value, bool) and field.annotation is not bool:  # which pydantic would read as 0 or 1
             raise SettingsError(f"{source}: {name}: expected {metavar(field)}, got {value}")
     values = {**from_file, **given}
     if model is RouterSettings and isinstance(values.get("prefill"), list):
@@ -52,7 +55,7 @@ def validate(model: type[S], from_file: Mapping[str, Any], source: str, given: M
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The top level of a TOML or YAML file, with underscores in the keys. Raises SettingsError."""
+    """Return the top level of a TOML or YAML file, with underscores in the keys. Raises SettingsError."""
     suffix = path.suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         raise SettingsError(f"--config {path}: expected a .toml, .yaml or .yml file, got {suffix!r}")
@@ -61,7 +64,7 @@ def read_file(path: Path) -> dict[str, Any]:
         content: Any = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text) or {}
     except RecursionError as error:
         raise SettingsError(f"--config {path}: it is nested too deeply") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: also impossible dates and numbers
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError for impossible dates and numbers, too
         raise SettingsError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--config {path}: expected keys with values, got a {type(content).__name__}")
@@ -69,7 +72,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def with_underscores(section: Mapping[Any, Any], source: str) -> dict[str, Any]:
-    """``page-size`` and ``page_size`` are one key. Raises SettingsError when both are there."""
+    """Replace dashes in keys by underscores. Raises SettingsError if that makes two keys the same."""
     renamed: dict[str, Any] = {}
     for key, value in section.items():
         name = str(key).replace("-", "_")
@@ -80,7 +83,7 @@ def with_underscores(section: Mapping[Any, Any], source: str) -> dict[str, Any]:
 
 
 def check_known(section: Mapping[str, Any], known: Iterable[str], source: str) -> None:
-    """Raises SettingsError for a key that is not in ``known``."""
+    """Raises SettingsError for a key of ``section`` that is not in ``known``."""
     allowed = sorted(known)
     for name in section:
         if name not in allowed:
@@ -89,7 +92,7 @@ def check_known(section: Mapping[str, Any], known: Iterable[str], source: str) -
 
 
 def to_options(settings: BaseModel) -> list[str]:
-    """The command-line options that give these settings again."""
+    """Return command-line options that give these settings."""
     options: list[str] = []
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
@@ -108,12 +111,12 @@ def to_options(settings: BaseModel) -> list[str]:
 
 
 def flag(name: str) -> str:
-    """The option of a field."""
+    """Return the option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def metavar(field: FieldInfo) -> str:
-    """What kind of value a field takes, for people."""
+    """Return a word for the values that a field takes, as ``--help`` shows it."""
     if field.title is not None:
         return field.title
     if allowed := choices(field):
@@ -125,7 +128,7 @@ def metavar(field: FieldInfo) -> str:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The values of a field that allows only some words, else nothing."""
+    """Return the words that a field allows, nothing if it allows other values."""
     annotation = field.annotation
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
@@ -135,7 +138,7 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message that suggests close matches, empty when there are none."""
+    """Return an end for an error message that suggests close matches, empty if there are none."""
     close = difflib.get_close_matches(word, list(known), n=3)
     return f", did you mean {' or '.join(close)}?" if close else ""
 
@@ -144,7 +147,7 @@ def _explain(
     model: type[BaseModel], problem: Mapping[str, Any], source: str, given: Mapping[str, Any]
 ) -> str:
     location = problem["loc"]
-    if not location:  # a rule over several fields, which names them itself
+    if not location:  # a rule over several fields, whose message names them
         return str(problem["msg"]).removeprefix("Value error, ")
     name = str(location[0])
     field = model.model_fields[name]
@@ -156,7 +159,7 @@ def _explain(
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, whatever it is."""
+    """Return a value for a message, shortened if it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # Python writes no integer of thousands of digits
@@ -165,7 +168,7 @@ def _shown(value: Any) -> str:
 
 
 def _with_bootstrap_port(entry: Any) -> Any:
-    """``URL``, ``[URL]`` or ``[URL, PORT]`` as the pair that the settings hold."""
+    """Turn ``URL``, ``[URL]`` or ``[URL, PORT]`` into a pair of URL and port."""
     match entry:
         case str():
             return (entry, None)

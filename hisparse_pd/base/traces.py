@@ -1,4 +1,4 @@
-"""Whether this process makes traces. What it takes, with opentelemetry, is in ``tracing.py``."""
+"""Opens this process's traces, if it makes any. What needs opentelemetry is in ``tracing.py``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def open_tracer(
     *,
     follows: bool = True,
 ) -> Tracer | None:
-    """As of ``Tracer``; None without an ``endpoint``. Raises StartError."""
+    """Make a ``Tracer``, which takes the same arguments; None without an ``endpoint``. Raises StartError."""
     if not endpoint:
         return None
-    # Late: who has no traces does not pay for them, not even with an import.
+    # Imported here: a process without traces does not pay for the import.
     from hisparse_pd.base.tracing import Tracer
 
     return Tracer(endpoint, service_name, instance, count, follows=follows)

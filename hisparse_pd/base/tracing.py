@@ -1,9 +1,9 @@
 """Traces: the spans of this process and their way to a collector, over OTLP (HTTP, protobuf).
 
-Imported only where traces are on, for it alone imports opentelemetry. One thread, the SDK's, sends. What
-waits for it is bounded, and what finds no place is dropped and counted: no request waits for a collector. The
-SDK's variables hold: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*,
-OTEL_EXPORTER_OTLP_HEADERS and so on.
+This module is imported only if traces are on, since it alone imports opentelemetry. One thread, the SDK's,
+sends spans. The number of spans that wait for it is limited, and further ones are dropped and counted, so
+that no request waits for a collector. The SDK's variables apply: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS and so on.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.vocabulary import VERSION, StartError
 
 log = logging.getLogger(__name__)
 
 FLUSH_SECS = 2.0
-"""What the spans that wait have to leave when the process ends."""
+"""Time for waiting spans to be sent when the process ends."""
 
 MAX_WAITING_SPANS = 2048
-"""Unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; some kilobytes each."""
+"""Limit of waiting spans, unless OTEL_BSP_MAX_QUEUE_SIZE sets another; each takes some kilobytes."""
 
 _MAX_TEXT_CHARS = 1024
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 Count = Callable[[str, int], None]
-"""Told what became of how many spans: exported, failed (not taken by the collector), dropped (no place)."""
+"""Called with an outcome and a number of spans: exported, failed (refused by the collector), or dropped (too
+many waited)."""
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -53,14 +54,16 @@ class Tracer:
     def __init__(
         self, endpoint: str, service_name: str, instance: str, count: Count, *, follows: bool = True
     ) -> None:
-        """``endpoint``: a collector's URL; without a path it is that of ``/v1/traces``.
+        """``endpoint``: a collector's URL; without a path, ``/v1/traces`` is added.
 
-        ``instance``: which of the services of that name. ``follows``: the sampler hears whether the caller
-        records the request, in which clients have no say. Raises StartError for variables that cannot be.
+        ``instance``: names this process among services of the same name. ``follows``: whether the sampler
+        learns that the caller records the request; false for callers that must not decide it, such as
+        clients. Raises StartError for invalid OTEL_ variables.
         """
-        for name in ("opentelemetry", "urllib3"):  # of clients' headers, of each attempt
+        # opentelemetry warns about clients' headers, urllib3 about each failed attempt.
+        for name in ("opentelemetry", "urllib3"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        complaints = Seldom()  # a collector that is away fails every batch
+        complaints = LogLimiter()  # a collector that is away fails every batch
         logging.getLogger(OTLPSpanExporter.__module__).addFilter(lambda record: complaints.permits())
         url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
         given = Resource.create(
@@ -80,11 +83,11 @@ class Tracer:
         self._tracer = self._provider.get_tracer("hisparse_pd", VERSION)
 
     def request(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> RequestSpan:
-        """A span that begins now, of a POST to ``path``, in the trace that its ``headers`` name, if any."""
+        """Begin the span of a POST to ``path``, in the trace that its ``headers`` name, if they do."""
         return RequestSpan(self._tracer, path, headers)
 
     def close(self) -> None:
-        """Send what waits, for ``FLUSH_SECS`` at most; the rest is lost."""
+        """Send waiting spans for ``FLUSH_SECS`` at most. The rest is lost."""
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECS)
@@ -94,7 +97,7 @@ class Tracer:
 
 
 class RequestSpan:
-    """The span of one HTTP request, and of its parts, which are told of when they are over."""
+    """The span of one HTTP request, and those of its parts, which are reported when they are over."""
 
     def __init__(self, tracer: trace.Tracer, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._tracer = tracer
@@ -106,12 +109,12 @@ class RequestSpan:
         )
         self._context = trace.set_span_in_context(self._span)
         self.error = ""
-        """Why there is no answer, or why it broke off, as far as anybody said."""
+        """Why there is no answer, or why it broke off; empty if nothing was reported."""
         self.is_recording = self._span.is_recording()
-        """False: it was not drawn for the sample; all that is said of it is ignored."""
+        """False for a request that was not sampled; everything about it is ignored."""
 
     def passed_on(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """A request's headers for another service, which is to have this span for its parent."""
+        """Return a request's headers for another service, with this span as the parent."""
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, self._context)
         kept = [(name, value) for name, value in headers if name.lower() not in _CONTEXT_HEADERS]
@@ -126,7 +129,7 @@ class RequestSpan:
     def part(
         self, name: str, started_at: float, ended_at: float, attributes: Attributes, error: str = ""
     ) -> None:
-        """A span of its own below this one; times are Unix time, in seconds. ``error``: it ended in that."""
+        """Report a part of the request as a span below this one. Times are Unix times in seconds."""
         span = self._tracer.start_span(
             name, self._context, attributes=attributes, start_time=int(started_at * 1e9)
         )
@@ -135,8 +138,10 @@ class RequestSpan:
         span.end(int(ended_at * 1e9))
 
     def end(self, status: int) -> None:
-        """``status``: of the answer. A refused request (4xx) is no error of the service; that its client left
-        (499) is one of the request, for what was done for it is lost.
+        """End the span with the answer's ``status``.
+
+        A refused request (4xx) is no error of the service. A client that left (499) makes an error of the
+        span, since the work for it is lost.
         """
         self._span.set_attribute("http.response.status_code", status)
         if status >= 400 or self.error:
@@ -148,7 +153,7 @@ class RequestSpan:
 
 
 def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
-    """Of two traceparents neither holds, as W3C has it."""
+    """Return the headers of the trace context; with two traceparents none, as W3C has it."""
     carrier: dict[str, list[str]] = {}
     for name, value in headers:
         if name.lower() in _CONTEXT_HEADERS:
@@ -157,7 +162,8 @@ def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
 
 
 class _OwnSampler(Sampler):
-    """Asks another sampler as if the request had no caller, by a trace id that its client did not choose."""
+    """Asks another sampler as if the request had no caller, with a trace id that its client did not
+    choose."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -177,7 +183,7 @@ class _OwnSampler(Sampler):
 
 
 class _CountingExporter(SpanExporter):
-    """Sends, in the SDK's thread, and knows how many spans wait for it."""
+    """Sends spans, in the SDK's thread, and counts those that wait."""
 
     def __init__(self, exporter: SpanExporter, count: Count) -> None:
         self._exporter = exporter
@@ -188,13 +194,13 @@ class _CountingExporter(SpanExporter):
 
     @property
     def num_held(self) -> int:
-        """Spans of which nobody knows yet what becomes of them."""
+        """Spans that wait or are being sent."""
         return self._num_waiting + self._num_sending
 
-    def add(self, most: int) -> bool:
-        """One more waits, unless there are as many as may."""
+    def add(self, max_waiting: int) -> bool:
+        """Count one more waiting span. Returns False if there are ``max_waiting`` already."""
         with self._lock:
-            if self._num_waiting >= most:
+            if self._num_waiting >= max_waiting:
                 return False
             self._num_waiting += 1
             return True
@@ -213,7 +219,7 @@ class _CountingExporter(SpanExporter):
 
 
 class _BoundedProcessor(BatchSpanProcessor):
-    """The SDK's queue drops as well, its oldest, and tells nobody how many."""
+    """Bounds the SDK's queue. The queue itself would drop its oldest spans, and count nothing."""
 
     def __init__(self, exporter: _CountingExporter, count: Count) -> None:
         most = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) or MAX_WAITING_SPANS)

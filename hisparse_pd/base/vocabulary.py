@@ -1,4 +1,4 @@
-"""The words of all rooms: what a request asks for, how it was served, how it ended. Imports none of ours."""
+"""Words that all rooms share: what a request asks for, how it was served, how it ended."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from msgspec import Struct
 VERSION = "0.1.0"
 
 PREFILL_NODE_FAILED = "prefill_node_failed"
-"""Code of a decode node's error that is about its request's prefill node: another one may do better. Without
-it a 503 is about the decode node, and a 502 about the transfer to it."""
+"""Error code of a decode node whose request's prefill node failed; another prefill node may serve it. Without
+this code, a 503 is about the decode node, and a 502 about the transfer to it."""
 
 ENGINE_LOST = "engine_lost"
-"""Code of an error of a node one of whose engines has died, or stands still: the node ends."""
+"""Error code of a node one of whose engines has died or stands still; the node ends."""
 
 MOVED = "moved"
-"""Code of an error of a node that leaves: its requests go on at another one."""
+"""Error code of a node that shuts down; the request goes on at another node."""
 
 KV_ROW_CORRUPT = "kv_row_corrupt"
-"""Code of an error of a decode node, which found that a row of KV was not as it was written. What the request
-had of it until then is right, and another node can go on with it."""
+"""Error code of a decode node that found a row of KV that is not as it was written. The tokens that the
+request had until then are right, and another node can continue it."""
 
 MAX_RANKS = 64
-"""Of a node."""
+"""Limit of ranks in a node."""
 
 MAX_DRAFTS = 7
-"""Of a request that a step verifies: as many as GLM-5.2's draft layer was trained to make."""
+"""Limit of drafts that a step verifies for a request: as many as GLM-5.2's draft layer was trained to
+make."""
 
 
 class RankPlace(Struct, frozen=True):
-    """One engine process of a node of ``size``.
+    """The place of one engine process in a node of ``size`` ranks.
 
-    They meet in the file ``meeting_path`` or, when the node has several machines, at the address
-    ``meeting_host`` and the port ``meeting_port`` of rank 0's.
+    The ranks meet by the file ``meeting_path`` or, in a node of several machines, at the address
+    ``meeting_host`` and port ``meeting_port`` of rank 0's machine.
     """
 
     rank: int = 0
@@ -46,7 +47,7 @@ class RankPlace(Struct, frozen=True):
 
 
 class StartError(Exception):
-    """What was configured cannot work here, and the message says what to do; a traceback would bury it."""
+    """What was configured cannot work here. The message says what to do, and is shown without a traceback."""
 
 
 class CheckpointError(StartError):
@@ -54,7 +55,7 @@ class CheckpointError(StartError):
 
 
 class HisparseFlag(StrEnum):
-    """What a request asks for. ``AUTO`` lets the decode node choose by the room in its device pool."""
+    """What a request asks for. ``AUTO`` lets the decode node choose by the free space in its device pool."""
 
     TRUE = "true"
     FALSE = "false"
@@ -74,11 +75,11 @@ class FinishReason(StrEnum):
 
 
 MAX_LOGIT_BIAS = 1024
-"""Tokens that a request may bias."""
+"""Limit of tokens that a request may bias."""
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
-    """Validated sampling settings of one sample. Stop strings are the front's business, not the engine's."""
+    """Validated sampling settings of one sample. Stop strings are not among them: fronts look for them."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -91,22 +92,22 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
-    """None: no logprobs; n: the sampled token's and those of the n likeliest tokens."""
+    """None: no logprobs; n: those of the sampled token and of the n likeliest tokens."""
     min_p: float = 0.0
     """Tokens less likely than this share of the likeliest one's probability are left out."""
     presence_penalty: float = 0.0
-    """Taken off the logit of each token that the output has."""
+    """Subtracted once from the logit of each token in the output."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of a token for each time that the output has it."""
+    """Subtracted from the logit of a token for each time that it is in the output."""
     repetition_penalty: float = 1.0
-    """The logit of each token that prompt or output has is divided by it, or multiplied when negative."""
+    """Divisor of the logit of each token in prompt or output; a negative logit is multiplied by it."""
     logit_bias: bytes = b""
-    """As of ``pack_logit_bias``: added to the logits of these token ids."""
+    """Biases to add to logits, from ``pack_logit_bias``."""
     grammar: str = ""
-    """What the output has to be, as llguidance reads it: Lark with ``%json``; empty: anything."""
+    """Grammar of the output, as llguidance reads it (Lark with ``%json``); empty: any output."""
     num_resumed_tokens: int = 0
-    """The last of the prompt are the first of an output that goes on here: draws, penalties and the grammar
-    go on behind them. The two bounds of new tokens do not count them."""
+    """Number of tokens at the prompt's end that are the beginning of a resumed output. Draws, penalties and
+    the grammar continue after them. The two bounds of new tokens do not count them."""
 
     @property
     def needs_prompt(self) -> bool:
@@ -122,14 +123,16 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 
 
 def pack_logit_bias(biases: Sequence[tuple[int, float]]) -> bytes:
-    """Token ids, int32, and behind all of them their biases, float32, little endian: each sample has its own
-    copy of a thousand of them, which as objects would be fifteen times as much."""
+    """Pack all token ids (int32) and then all biases (float32), little endian.
+
+    Each sample has a copy of up to a thousand of them, which would take fifteen times as much as objects.
+    """
     token_ids, values = (token_id for token_id, _ in biases), (bias for _, bias in biases)
     return struct.pack(f"<{len(biases)}i{len(biases)}f", *token_ids, *values)
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """Natural-log probability of a sampled token under the unscaled logits, with the likeliest ones."""
+    """Natural-log probability of a sampled token under the unscaled logits, and of the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -137,8 +140,8 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 def info_metric(name: str, **labels: str) -> str:
-    """Name and labels of a gauge that is always 1, and whose labels tell something."""
-    # What would end a label or a line of Prometheus' text is no part of any label but by accident.
+    """Return name and labels of a gauge that is always 1, whose labels carry the information."""
+    # Characters that would end a label or a line of Prometheus' text are replaced.
     harmless = str.maketrans('"{}\n\\', "'()  ")
-    told = ",".join(f'{label}="{value.translate(harmless)}"' for label, value in labels.items())
-    return f"{name}{{{told}}}"
+    shown = ",".join(f'{label}="{value.translate(harmless)}"' for label, value in labels.items())
+    return f"{name}{{{shown}}}"

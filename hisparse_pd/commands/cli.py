@@ -1,8 +1,8 @@
 """The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen``.
 
 Options are made from the fields of ``hisparse_pd.base.settings``, so the command line, a ``--config`` file
-and the code know the same names. The command line wins over the file. Services are imported only when they
-are run, so ``--help`` answers at once.
+and the code use the same names. The command line wins over the file. Services are imported only when they are
+run, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
@@ -54,16 +55,16 @@ S = TypeVar("S", PrefillSettings, DecodeSettings, RouterSettings)
 
 
 class PairSettings(FrozenSettings):
-    """What ``pair`` has of its own: where it puts the nodes."""
+    """Settings of ``pair`` alone: where it places the nodes."""
 
     prefill_port: Port = Field(
-        30000, description="port of the prefill node; 0: any free one, as for a default that is taken"
+        30000, description="port of the prefill node; 0: any free one, which also replaces a default in use"
     )
     decode_port: Port = Field(
-        30001, description="port of the decode node; 0: any free one, as for a default that is taken"
+        30001, description="port of the decode node; 0: any free one, which also replaces a default in use"
     )
     decode_device: Device | None = Field(
-        None, description="the decode node's device where it is another than the prefill node's"
+        None, description="device of the decode node; default: the prefill node's (--device)"
     )
 
 
@@ -72,24 +73,24 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "decode": DecodeSettings,
     "router": RouterSettings,
 }
-"""The services of a pair, each with the section that it has in the pair's file."""
+"""Settings of each service of a pair, by the service's section in the pair's file."""
 
-_NO_SETTINGS = frozenset(("parser", "command", "config", "json"))
+_NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
 _SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
-"""The nodes of a pair stay on loopback."""
+"""Settings of ``pair`` that concern its router alone, since its nodes stay on loopback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process exit status. Usage errors exit with status 2."""
+    """Run one command. Returns the exit status of the process; usage errors exit with status 2."""
     occupy_standard_streams()
     parser = _make_parser()
     namespace, unknown = parser.parse_known_args(argv)
     command_parser: _CommandParser = namespace.parser
     if unknown:
         command_parser.error(_unknown_options(unknown, command_parser))
-    given = {name: value for name, value in vars(namespace).items() if name not in _NO_SETTINGS}
+    given = {name: value for name, value in vars(namespace).items() if name not in _NOT_SETTINGS}
     try:
         match namespace.command:
             case "keygen":
@@ -126,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def pair_settings(
     given: Mapping[str, Any], config: Path | None = None
 ) -> tuple[PairSettings, PrefillSettings, DecodeSettings, RouterSettings]:
-    """The settings of ``pair`` and of its three services.
+    """Return the settings of ``pair`` and of its three services. Raises SettingsError.
 
     The file has sections ``prefill``, ``decode`` and ``router``. A key outside them goes to every service
-    that knows it, a section's key wins over it, and the command line wins over both. Raises SettingsError.
+    that knows it, a section's key wins over it, and the command line wins over both.
     """
     from_file = read_file(config) if config is not None else {}
     sections: dict[str, dict[str, Any]] = {}
@@ -181,7 +182,7 @@ def _pair_fields() -> dict[str, FieldInfo]:
 
 
 def _shared(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values outside any section that are for one service."""
+    """Return the values outside any section that are for the service of ``section``."""
     own = _only(SECTIONS[section], values)
     if section != "router":
         own = {name: value for name, value in own.items() if name not in _ROUTER_ONLY_IN_PAIR}
@@ -199,10 +200,13 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of options stay whole
+
 
 class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Without the usage, which lists forty options and buries the message."""
+        """Print the message without the usage, whose forty options would bury it."""
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\n")
 
 
@@ -237,15 +241,20 @@ def _make_parser() -> argparse.ArgumentParser:
     add("router", "Run the router: the OpenAI API in front of the nodes.", RouterSettings.model_fields)
     add("pair", "Run a prefill node, a decode node and a router on this machine.", _pair_fields())
     doctor = add("doctor", "Check this machine before a node is deployed on it.", DoctorSettings.model_fields)
-    doctor.add_argument("--json", action="store_true", help="report as JSON")
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     keygen = commands.add_parser(
         "keygen", help="Write a new key.", description="Write a new control key, or a new API key."
     )
     keygen.set_defaults(parser=keygen)
     keygen.add_argument(
-        "path", type=Path, metavar="PATH", help="file for the key; must not exist, only its owner can read it"
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="new file for the key, which only its owner can read; it must not exist",
     )
-    keygen.add_argument("--api", action="store_true", help="an API key, for --api-key-file")
+    keygen.add_argument(
+        "--api", action="store_true", help="write an API key, for --api-key-file, instead of a control key"
+    )
     return parser
 
 
@@ -359,8 +368,10 @@ def _keygen(path: Path, *, for_api: bool) -> int:
 
 
 def _with_ports(settings: S, **was_chosen: bool) -> S:
-    """With a free port in place of each of these that is 0, which the others of a pair could not know, and of
-    each that nobody chose and another process has, such as a pair beside this one.
+    """Replace ports by free ones: a port that is 0, which the other services of the pair could not know, and
+    a default that another process uses, for instance another pair.
+
+    ``was_chosen``: for each field with a port, whether the user set it.
     """
     ports = {name: getattr(settings, name) for name in was_chosen}
     free = {
@@ -372,7 +383,7 @@ def _with_ports(settings: S, **was_chosen: bool) -> S:
 
 
 def _node_url(settings: PrefillSettings | DecodeSettings | RouterSettings) -> str:
-    """Where this machine reaches the service."""
+    """Return the URL at which this machine reaches the service."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{settings.port}" if ":" in host else f"{scheme}://{host}:{settings.port}"

@@ -1,4 +1,4 @@
-// The live page: asks /status once a second and shows it. Text only ever goes in as textContent.
+// The live page: asks /status once a second and shows it. Text is inserted as textContent only.
 
 import { setUpPrompt } from "/page/prompt.js";
 
@@ -12,7 +12,7 @@ const number = (value) => value.toLocaleString("en-US");
 const percent = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-// Of all ranks of some nodes: the numbers of a metric with this label, or with any.
+// The sum of a metric over all ranks of some nodes: of the series with this label, or of all series.
 const labelled = (loads, name, label = "") =>
   sum(loads.flatMap((load) => load.ranks).map((rank) => rank.numbers[name]?.[label] ?? 0));
 const inAll = (loads, name) =>
@@ -25,10 +25,10 @@ export function bytes(value) {
 }
 
 function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text; // spares screen readers what has not changed
+  if (element.textContent !== text) element.textContent = text; // screen readers read every change
 }
 
-// --- what is asked -------------------------------------------------------------------------------------
+// --- requests ------------------------------------------------------------------------------------------
 
 const authorization = () => {
   const key = byId("key").value.trim();
@@ -86,7 +86,7 @@ function setState(text, kind) {
   document.title = kind === "good" ? "hisparse-pd" : `hisparse-pd: ${text}`;
 }
 
-// --- what is shown -------------------------------------------------------------------------------------
+// --- numbers -------------------------------------------------------------------------------------------
 
 function show(status) {
   const loads = status.nodes.filter((node) => node.load).map((node) => ({ kind: node.kind, ...node.load }));
@@ -132,7 +132,7 @@ function showTiles(decode, prefill) {
 const totals = [];
 
 function showRates(at, decode, prefill) {
-  if (totals.at(-1)?.at === at) return; // an answer that was kept for a second
+  if (totals.at(-1)?.at === at) return; // the router gave the same answer again
   const generated = inAll(decode, "generation_tokens_total");
   const transferred = labelled(prefill, "kv_transfer_bytes_total");
   totals.push({ at, generated, transferred });
@@ -147,7 +147,7 @@ function showRates(at, decode, prefill) {
   byId("link").classList.toggle("flowing", linkRate > 0);
 }
 
-// A node that restarts, or is away, makes a total smaller: no rate then, instead of a negative one.
+// A node that restarts or is away makes a total smaller; no rate is shown then, instead of a negative one.
 function rate(name, from, to) {
   return to.at > from.at ? Math.max(0, (to[name] - from[name]) / (to.at - from.at)) : 0;
 }
@@ -236,7 +236,7 @@ function showPools(container, load) {
   });
 }
 
-// A line for each rank of a node that has several: what it has to do, and how full its pools are.
+// A line for each rank of a node of several: its requests, and how full its pools are.
 function showRanks(table, ranks) {
   const names = poolNames({ ranks });
   const rows = ranks.map((rank) => {

@@ -1,4 +1,4 @@
-// The prompt box: one chat request, its streamed answer, and what the service says about it in the end.
+// The prompt box: one chat request, its streamed answer, and the service's numbers about it.
 
 const byId = (id) => document.getElementById(id);
 const number = (value) => value.toLocaleString("en-US");
@@ -86,7 +86,7 @@ async function errorText(answer) {
   }
 }
 
-// The JSON of each server-sent event, up to [DONE]. Raises when the connection breaks off before it.
+// Yields the JSON of each server-sent event up to [DONE]. Raises when the connection breaks off before it.
 async function* events(body) {
   let text = "";
   for await (const piece of pieces(body.pipeThrough(new TextDecoderStream()))) {
@@ -103,7 +103,7 @@ async function* events(body) {
   throw new Error("The answer broke off.");
 }
 
-// Not every browser lets a stream be iterated.
+// Not every browser can iterate over a stream.
 async function* pieces(stream) {
   const reader = stream.getReader();
   try {
@@ -121,7 +121,7 @@ function showUsage(usage, finish, times, headers) {
   const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } =
     usage.completion_tokens_details ?? {};
   const tokens = usage.completion_tokens;
-  const rest = 1000 * (tokens - 1); // the time of the others begins with the first one
+  const rest = 1000 * (tokens - 1); // from the first token on
   const rows = [
     ["served as", mode ?? "–"],
     ["prompt tokens", number(usage.prompt_tokens)],

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hisparse_pd.router.journal import Journal, JournalBudget
-from hisparse_pd.router.resume import MAX_LOSSES, Losses
+from hisparse_pd.router.route import MAX_LOSSES, Losses
+from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.frame import PINGS
 from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER, journal_line
 
@@ -36,7 +36,7 @@ class Streams(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.budget = JournalBudget(1 << 20)
-        self.journal = Journal(100, self.budget)
+        self.journal = StreamJournal(100, self.budget)
         self.shown = b""
         self.num_resumes = 0
         self.unsaid = said(0)
@@ -95,23 +95,23 @@ TestStreams = Streams.TestCase
 
 def test_a_stream_for_which_there_is_no_room_is_shown_all_the_same() -> None:
     budget = JournalBudget(130)
-    other = Journal(50, budget)
-    journal = Journal(50, budget)
+    other = StreamJournal(50, budget)
+    journal = StreamJournal(50, budget)
     assert journal.feed(said(0)) == b"".join(EVENTS)
     assert (journal.is_over, journal.is_kept, budget.num_dropped) == (True, False, 1)
     assert (other.is_kept, budget.num_bytes) == (True, 50)
-    assert not Journal(500, budget).is_kept
+    assert not StreamJournal(500, budget).is_kept
 
 
 @pytest.mark.parametrize("word", [b"", b"over", b"leaving", b"[0,[1]]"])
 def test_a_line_that_has_not_ended_shows_nothing(word: bytes) -> None:
-    journal = Journal(0, JournalBudget(1000))
+    journal = StreamJournal(0, JournalBudget(1000))
     assert journal.feed(EVENTS[0] + MARK + word + b"\n") == b""
     assert (journal.num_records, journal.is_over, journal.is_leaving) == (0, False, False)
 
 
 def test_a_word_of_a_later_release_is_passed_over() -> None:
-    journal = Journal(0, JournalBudget(1 << 20))
+    journal = StreamJournal(0, JournalBudget(1 << 20))
     assert journal.feed(EVENTS[0] + journal_line(b"[0,[1]]") + journal_line(b"later")) == EVENTS[0]
     assert json.loads(bytes(journal.fields(may_move=False, num_resumes=1)["journal_records"])) == [[[0, [1]]]]
 

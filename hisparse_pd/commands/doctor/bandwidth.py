@@ -1,8 +1,8 @@
 """Measures how fast one machine writes to another through the KV transport, by message size.
 
-Two doctors of one machine measure the lane between its nodes as well. The serving side registers a buffer and
-answers questions; the measuring side writes to it as a prefill node would, in batches of descriptors, and in
-the end compares checksums: a rate of bytes that did not arrive is none.
+Two doctors on one machine measure the lane between its nodes, too. The serving side registers a buffer and
+answers questions. The measuring side writes to it as a prefill node would, in batches of descriptors, and
+compares checksums at the end, since only bytes that have arrived count.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from hisparse_pd.commands.doctor.channel import (
     DOCTOR_VERSION,
-    Answer,
     DoctorClient,
     DoctorError,
     DoctorServer,
     Offer,
     Question,
     Refused,
+    Reply,
 )
 from hisparse_pd.commands.doctor.lane import lane_to
 from hisparse_pd.protocol.lane import LaneOffer
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 << 20
-"""What is offered. The largest message and the longest batch fit in it."""
+"""Size of the offered buffer, in which the largest message and the longest batch fit."""
 MESSAGE_BYTES = (1152, 4096, 65536, 1 << 20, 4 << 20)
-"""Sizes that are measured; the first is a token's item in bf16."""
+"""Sizes of messages that are measured; the first is a token's item in bf16."""
 
 MAX_ATTEMPTS = 2
 _POLL_SECS = 0.2
@@ -54,18 +54,17 @@ _SEED = 20261121
 
 
 class Buffer:
-    """Registered memory on ``device`` (a torch device), zeroed. ``close`` before the engine closes.
-
-    ``shared``: of a memfd, where that can be had, on the CPU. Raises TransferError, DoctorError.
-    """
+    """Registered and zeroed memory on a torch device. It must be closed before the engine is."""
 
     def __init__(
         self, engine: TransferEngine, num_bytes: int, device: str = "cpu", *, shared: bool = False
     ) -> None:
+        """``shared``: use shared memory (a memfd) on the CPU if possible. Raises TransferError,
+        DoctorError."""
         self.num_bytes = num_bytes
         self._engine = engine
         self._pool: HostPool | None = None
-        try:  # imported here: a doctor of a machine where torch is broken has to say so
+        try:  # imported here: on a machine with a broken torch, the doctor has to report it
             import torch
 
             from hisparse_pd.core.memory.host import allocate_host
@@ -83,13 +82,13 @@ class Buffer:
 
     @property
     def shared_memory(self) -> tuple[SharedMemory, ...]:
-        """What processes of this machine can be given of it."""
+        """The part of the buffer that other processes of this machine can map."""
         if self._pool is None:
             return ()
         return (SharedMemory(self.base_addr, self.num_bytes, self._pool.shared_fd),)
 
     def gpu_writer(self) -> GpuWriter | None:
-        """What copies from it on a GPU; None: a CPU does."""
+        """Return the writer that copies from the buffer on a GPU; None if it is on the CPU."""
         if self._memory.device.type == "cpu":
             return None
         from hisparse_pd.core.memory.peer import GpuWriter
@@ -97,7 +96,7 @@ class Buffer:
         return GpuWriter(self._memory.device, (self._memory,))
 
     def fill(self, content: NDArray[np.uint8]) -> None:
-        """``content``: [num_bytes]."""
+        """Fill the buffer with ``content``, whose shape is [num_bytes]."""
         import torch
 
         self._memory.copy_(torch.from_numpy(content))
@@ -105,7 +104,7 @@ class Buffer:
             torch.cuda.synchronize(self._memory.device)
 
     def crc32(self, num_bytes: int) -> int:
-        """Of the first ``num_bytes``."""
+        """Return the checksum of the first ``num_bytes``."""
         return zlib.crc32(self._memory[:num_bytes].cpu().numpy().tobytes())
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Rate:
-    """``num_messages`` of ``message_bytes`` each were written in ``secs`` over tcp, rdma or shm."""
+    """A measurement: ``num_messages`` of ``message_bytes`` were written in ``secs`` over tcp, rdma or shm."""
 
     message_bytes: int
     num_messages: int
@@ -142,10 +141,10 @@ def serve(
 ) -> None:
     """Offer the buffer to whoever asks, until ``deadline_secs`` of the monotonic clock or ``is_stopped``.
 
-    ``lane``: offers it to processes of this machine.
+    ``lane`` is the offer for processes of this machine.
     """
 
-    def answer(question: Question) -> Answer:
+    def answer(question: Question) -> Reply:
         if why := _why_refused(question, engine.transport.protocol, buffer.num_bytes):
             return Refused(why)
         crc32 = buffer.crc32(question.num_bytes)
@@ -163,10 +162,10 @@ def measure(
     device: str = "cpu",
     directory: str = "",
 ) -> tuple[list[Rate], Lane]:
-    """Write to the buffer of the doctor behind ``client``, ``secs_per_size`` and one batch at least a size.
+    """Measure writes to the other doctor's buffer, each size for ``secs_per_size`` and at least one batch.
 
-    Over the network, and over the lane of one machine when that can be had; the lane says why not. Raises
-    DoctorError, TransferError.
+    Returns the rates over the network and, if there is one, over the lane of one machine, and the lane, which
+    otherwise says why not. ``directory``: that of the lane's sockets. Raises DoctorError, TransferError.
     """
     offer = _ask(client, engine)
     if offer.num_bytes < max(message_bytes):
@@ -218,8 +217,9 @@ def _measure_size(
 
 
 def _write(writer: Writer, session: str, writes: Descriptors) -> None:
-    """Write, and again where the transport failed: a connection that broke, or that did not come up in time,
-    is made anew. Raises TransferError, which says how often it was tried.
+    """Write, and try again if the transport failed, which makes a new connection.
+
+    Raises TransferError, which says how often it was tried.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
@@ -233,7 +233,8 @@ def _write(writer: Writer, session: str, writes: Descriptors) -> None:
 
 
 def _batch_length(message_bytes: int, buffer_bytes: int) -> int:
-    """Messages in one batch: as many as a prefill node sends at once, if the buffer has room for them."""
+    """Return the messages in one batch: as many as a prefill node sends at once, if they fit in the
+    buffer."""
     return min(MAX_BATCH_DESCRIPTORS, buffer_bytes // message_bytes)
 
 
@@ -253,7 +254,7 @@ def _why_refused(asked: Question, transfer_protocol: str, buffer_bytes: int) -> 
 
 
 def _ask(client: DoctorClient, engine: TransferEngine, num_bytes: int = 0) -> Offer:
-    """With the checksum of the first ``num_bytes``."""
+    """Ask for the other doctor's offer, with the checksum of its first ``num_bytes``. Raises DoctorError."""
     answer = client.ask(Question(DOCTOR_VERSION, engine.transport.protocol, num_bytes))
     if isinstance(answer, Refused):
         raise DoctorError(f"the other doctor refuses: {answer.error}")

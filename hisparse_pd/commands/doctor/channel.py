@@ -1,7 +1,8 @@
-"""How two doctors meet: a question and its answer over a ZMQ REQ/REP pair, in msgpack like control messages.
+"""The channel between two doctors: questions and replies over a ZMQ REQ/REP pair, in msgpack.
 
-The one that serves offers a buffer that the other may write to, with the checksum of what has arrived. It is
-not encrypted: what passes is the address of an empty buffer. Every wait has a timeout.
+The serving doctor offers a buffer that the other may write to, with the checksum of what has arrived. The
+channel is not encrypted, since it carries nothing but the address of an empty buffer. Every wait has a
+timeout.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ M = TypeVar("M")
 
 
 class DoctorError(Exception):
-    """The other doctor is not there, refuses, or got other bytes than were sent; or no buffer can be had."""
+    """The other doctor is not there, refuses, or got other bytes than were sent, or a buffer cannot be
+    made."""
 
 
 class Question(Struct, frozen=True, array_like=True, tag=1):
-    """Answered by Offer, or by Refused when the versions or the transports differ, or the buffer is shorter.
+    """Asks for an Offer with the checksum of the buffer's first ``num_bytes``.
 
-    ``num_bytes``: of the buffer's beginning, whose checksum is wanted.
+    The reply is Refused if versions or transports differ, or if the buffer is shorter.
     """
 
     version: Annotated[int, Meta(ge=0, lt=2**16)]
@@ -40,31 +42,30 @@ class Question(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Offer(Struct, frozen=True, array_like=True, tag=1):
-    """Memory that may be written to, ``num_bytes`` from ``base_addr``, through ``session``.
-
-    ``lane``: how processes of the same machine get at it; None: not at all. ``crc32``: of what was asked for.
-    """
+    """Offers memory for writes through ``session``: ``num_bytes`` from ``base_addr`` on."""
 
     session: Name
     base_addr: Address
     num_bytes: Count
     lane: LaneOffer | None = None
+    """How processes of the same machine can map the memory; None if they cannot."""
     crc32: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    """Checksum of the bytes in the question."""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=3):
     error: Text
 
 
-Answer = Offer | Refused
+Reply = Offer | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: TypedDecoder[Question] = TypedDecoder(Question)
-_answer_decoder: TypedDecoder[Answer] = TypedDecoder(Answer)
+_answer_decoder: TypedDecoder[Reply] = TypedDecoder(Reply)
 
 
 class _Socket(Generic[M]):
-    """One end, with a context of its own. ``M``: what it receives."""
+    """One end of the channel, with its own ZMQ context, which receives messages of type ``M``."""
 
     def __init__(self, kind: int, decoder: TypedDecoder[M], is_ipv6: bool) -> None:
         self._decoder = decoder
@@ -79,7 +80,7 @@ class _Socket(Generic[M]):
         self._context.term()
 
     def _receive(self, timeout_secs: float) -> bytes | None:
-        """One message; None when none came in time."""
+        """Return one message, None if none came in time."""
         if not self._socket.poll(round(timeout_secs * 1000)):
             return None
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -87,9 +88,10 @@ class _Socket(Generic[M]):
 
 
 class DoctorServer(_Socket[Question]):
-    """The end that serves. ``port`` 0 takes any free one. Raises DoctorError."""
+    """The serving end."""
 
     def __init__(self, host: str, port: int) -> None:
+        """Listen; ``port`` 0 is any free one. Raises DoctorError."""
         super().__init__(zmq.REP, _question_decoder, ":" in host)
         endpoint = f"tcp://{in_url(host)}:{port or '*'}"
         try:
@@ -99,12 +101,12 @@ class DoctorServer(_Socket[Question]):
             raise DoctorError(f"cannot listen on {endpoint}: {error}") from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def serve_one(self, answer: Callable[[Question], Answer], timeout_secs: float) -> None:
+    def serve_one(self, answer: Callable[[Question], Reply], timeout_secs: float) -> None:
         """Answer one question if it comes in time. A malformed one is refused without asking ``answer``."""
         frame = self._receive(timeout_secs)
         if frame is None:
             return
-        reply: Answer
+        reply: Reply
         try:
             reply = answer(self._decoder.decode(frame))
         except msgspec.MsgspecError as error:
@@ -112,8 +114,8 @@ class DoctorServer(_Socket[Question]):
         self._socket.send(_encoder.encode(reply), zmq.NOBLOCK)
 
 
-class DoctorClient(_Socket[Answer]):
-    """The end that asks, one question at a time."""
+class DoctorClient(_Socket[Reply]):
+    """The asking end, which asks one question at a time."""
 
     def __init__(self, host: str, port: int, timeout_secs: float) -> None:
         super().__init__(zmq.REQ, _answer_decoder, ":" in host)
@@ -125,8 +127,8 @@ class DoctorClient(_Socket[Answer]):
             self.close()
             raise DoctorError(f"cannot connect to {self._endpoint}: {error}") from error
 
-    def ask(self, question: Question) -> Answer:
-        """Raises DoctorError, after which no other question can be asked."""
+    def ask(self, question: Question) -> Reply:
+        """Ask a question. Raises DoctorError, after which no other question can be asked."""
         self._socket.send(_encoder.encode(question), zmq.NOBLOCK)
         frame = self._receive(self._timeout_secs)
         if frame is None:

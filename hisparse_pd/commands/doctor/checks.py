@@ -1,7 +1,7 @@
-"""What a machine needs before a node is deployed on it, one check a function.
+"""Checks of what a machine needs before a node is deployed on it, one in each function.
 
-A check gets the facts, or the ``Machine`` that it reads them from, and returns what it found. FAIL is for
-what the configuration asked for cannot do without; WARN for what works worse than it could, or only perhaps.
+A check gets facts, or the ``Machine`` from which it reads them, and returns what it found. FAIL: the given
+settings cannot work. WARN: they work worse than they could, or only perhaps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hisparse_pd.core.memory.machine import (
     show_bytes,
     verbs_library_fault,
 )
-from hisparse_pd.serving.http.descriptors import OF_ROUTER, max_connections
+from hisparse_pd.serving.http.descriptors import PER_ROUTED_REQUEST, max_connections
 from hisparse_pd.transfer.errors import TransferSetupError
 from hisparse_pd.transfer.rdma import (
     RdmaDevice,
@@ -54,15 +54,15 @@ _MANY_CONNECTIONS = 1000
 class Status(StrEnum):
     OK = "ok"
     INFO = "info"
-    """Not needed for what is asked."""
+    """The given settings do not need it."""
     WARN = "warn"
     FAIL = "fail"
 
 
 _RDMA_STATUS: dict[AskedProtocol, Status] = {"tcp": Status.INFO, "auto": Status.WARN, "rdma": Status.FAIL}
-"""How bad it is that something is missing that RDMA needs."""
-_OF_GPU = ((Status.INFO, Status.INFO), (Status.OK, Status.FAIL))
-"""What it is that something of a GPU is there, and that it is missing: on a CPU node, and on a GPU node."""
+"""Status of a check if something is missing that RDMA needs, by the protocol that is asked for."""
+_GPU_STATUSES = ((Status.INFO, Status.INFO), (Status.OK, Status.FAIL))
+"""Statuses of a check of GPUs that succeeds and that fails, on a CPU node and on a GPU node."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,25 @@ class Check:
 
     @classmethod
     def of(cls, name: str, fault: Fault, status: Status) -> Check:
-        """What a fault comes to. Where nothing of it is needed, nothing is to be done."""
+        """Make a check of a fault. Its remedy is left out if the status says that it is not needed."""
         return cls(name, status, fault.what, "" if status is Status.INFO else fault.remedy)
 
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What torch says. ``error``: why there is no torch or no device. ``pin_error``: of pinning 64 MiB."""
+    """What torch says about CUDA."""
 
     torch_version: str = ""
     cuda_version: str = ""
     devices: tuple[str, ...] = ()
     error: str = ""
+    """Why there is no torch or no device."""
     pin_error: str = ""
+    """Why 64 MiB cannot be pinned."""
 
 
 def failed(name: str, error: Exception, consequence: str = "") -> Check:
-    """An error whose message ends in "; " and the remedy."""
+    """Make a failed check of an error whose message ends with "; " and the remedy."""
     what, _, remedy = str(error).partition("; ")
     return Check(name, Status.FAIL, f"{consequence}{what}", remedy)
 
@@ -101,7 +103,7 @@ def failed(name: str, error: Exception, consequence: str = "") -> Check:
 
 
 def mooncake_version() -> str:
-    """Package and version, once it is loaded. Raises ImportError."""
+    """Import Mooncake. Returns its package and version. Raises ImportError."""
     import mooncake.engine  # noqa: F401
 
     for package in metadata.packages_distributions().get("mooncake", ()):
@@ -111,7 +113,7 @@ def mooncake_version() -> str:
 
 
 def cuda_facts() -> CudaFacts:
-    """Never raises: whatever torch does wrong is an ``error``."""
+    """Ask torch for the facts. Never raises: whatever goes wrong is the ``error``."""
     try:
         import torch
 
@@ -134,7 +136,7 @@ def cuda_facts() -> CudaFacts:
 
 
 def without_network(host: str) -> Status:
-    """What it means that KV cannot go over a network: nodes on loopback share their memory."""
+    """Return the status if KV cannot go over a network, which nodes on loopback do not need."""
     return Status.WARN if is_loopback(host) else Status.FAIL
 
 
@@ -151,7 +153,7 @@ def check_mooncake(host: str, version: Callable[[], str]) -> Check:
 
 
 def check_verbs(host: str, machine: Machine) -> Check:
-    """Mooncake does not load without the library, not even for TCP."""
+    """Check libibverbs, without which Mooncake does not load, not even for TCP."""
     if (fault := verbs_library_fault(machine)) is not None:
         return Check.of("libibverbs", fault, without_network(host))
     devices = ", ".join(machine.verbs_devices()) or "none"
@@ -159,7 +161,7 @@ def check_verbs(host: str, machine: Machine) -> Check:
 
 
 def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
-    good, bad = _OF_GPU[device.startswith("cuda")]
+    good, bad = _GPU_STATUSES[device.startswith("cuda")]
     driver = _driver_version(machine)
     if facts.devices:
         found = f"{', '.join(facts.devices)}; driver {driver}, torch {facts.torch_version}"
@@ -169,9 +171,9 @@ def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
 
 
 def check_pinned(device: str, facts: CudaFacts) -> Check:
-    """Whether the driver pins main memory for the GPU."""
+    """Check whether the driver pins main memory for the GPU."""
     name, shown = "pinned memory", show_bytes(_PIN_TEST_BYTES)
-    good, bad = _OF_GPU[device.startswith("cuda")]
+    good, bad = _GPU_STATUSES[device.startswith("cuda")]
     if facts.pin_error:
         remedy = "raise the memory limit of the container, look at the kernel log (dmesg)"
         return Check.of(name, Fault(f"{shown} cannot be pinned: {facts.pin_error}", remedy), bad)
@@ -184,7 +186,8 @@ def check_pinned(device: str, facts: CudaFacts) -> Check:
 
 
 def check_memory(num_bytes: int, machine: Machine) -> Check:
-    """Whether ``num_bytes`` are free, in the machine and in this process's control group; 0: just tells."""
+    """Check whether ``num_bytes`` are free in the machine and in this process's control group; 0: only
+    report."""
     free = free_memory(machine)
     if free is None:
         return Check("free memory", Status.WARN, f"{machine.proc / 'meminfo'} does not tell")
@@ -196,7 +199,7 @@ def check_memory(num_bytes: int, machine: Machine) -> Check:
 
 
 def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machine: Machine) -> Check:
-    """Whether ``num_bytes`` of main memory may be registered with each of ``num_devices``."""
+    """Check whether ``num_bytes`` of main memory may be registered with each of ``num_devices``."""
     limit = machine.memlock_bytes()
     if (fault := memlock_fault(num_bytes, max(num_devices, 1), machine)) is not None:
         return Check.of("locked memory", fault, _RDMA_STATUS[asked])
@@ -207,8 +210,8 @@ def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machin
 
 
 def check_descriptors(limit: int) -> Check:
-    """Whether the descriptors that a process may have are enough for many clients."""
-    of_router = max_connections(limit, OF_ROUTER)
+    """Check whether a process may have enough descriptors for many clients."""
+    of_router = max_connections(limit, PER_ROUTED_REQUEST)
     found = f"limit {limit}: a router has {of_router} connections at most, a node {max_connections(limit)}"
     if of_router < _MANY_CONNECTIONS:
         remedy = "raise the hard limit: LimitNOFILE= (systemd), --ulimit nofile= (docker), ulimit -Hn"
@@ -220,7 +223,7 @@ def check_descriptors(limit: int) -> Check:
 
 
 def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Machine) -> list[Check]:
-    """A line for each device that is there or named."""
+    """Check each RDMA device that exists or is named."""
     devices = read_devices(machine)
     if not devices:
         return [Check.of("RDMA", no_device_fault(machine), _RDMA_STATUS[asked])]
@@ -242,7 +245,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
 
 
 def check_gpu_direct(device: str, asked: AskedProtocol, machine: Machine) -> Check:
-    """Whether a network card can write to GPU memory; needed by RDMA on a GPU node."""
+    """Check whether a network card can write to GPU memory, which RDMA needs on a GPU node."""
     is_needed = device.startswith("cuda") and asked != "tcp"
     if (fault := gpu_direct_fault(machine)) is not None:
         return Check.of("GPU direct", fault, _RDMA_STATUS[asked] if is_needed else Status.INFO)
@@ -250,7 +253,7 @@ def check_gpu_direct(device: str, asked: AskedProtocol, machine: Machine) -> Che
 
 
 def check_address(host: str) -> Check:
-    """The advertised address. Loopback is as good as any for a pair on one machine, and for no other."""
+    """Check the advertised address. Loopback works for a pair on one machine only."""
     name = "advertised address"
     if (fault := address_fault(host)) is not None:
         return Check.of(name, fault, Status.WARN)
@@ -262,7 +265,10 @@ def check_address(host: str) -> Check:
 def check_transport(
     settings: TransportSettings, num_host_bytes: int, machine: Machine, near: Sequence[str] = ()
 ) -> tuple[Check, Transport | None]:
-    """What a node would run on, with RDMA devices ``near`` its memory, and None when it would not start."""
+    """Check the KV transport, with RDMA devices ``near`` a node's memory.
+
+    Returns what a node would run on, None if it would not start.
+    """
     try:
         if (fault := environment_fault(machine)) is not None:
             raise TransferSetupError(str(fault))
@@ -273,7 +279,7 @@ def check_transport(
 
 
 def _describe(device: RdmaDevice, host: str, machine: Machine) -> str:
-    """State, link layer and GID of a device without fault, and what select_devices has to say of it."""
+    """Describe a device without fault: its state, link layer and GID, and the notes of select_devices."""
     port = device.port
     assert port is not None, "a device without a port has a fault"
     words = [f"{port.state}, {port.link_layer}"]

@@ -1,7 +1,6 @@
-"""``hisparse-pd doctor``: whether a machine can be deployed on, and how fast it writes to its peer.
+"""``hisparse-pd doctor``: checks a machine before a deployment, and measures how fast it writes to its peer.
 
-Exit status 0: nothing is missing that the asked-for configuration needs; 1: something is. Warnings do not
-count.
+The exit status is 0 if nothing is missing that the given settings need, else 1. Warnings do not count.
 """
 
 from __future__ import annotations
@@ -61,17 +60,19 @@ from hisparse_pd.transfer.rdma import wanted_devices
 from hisparse_pd.transfer.transport import Transport, choose_transport, select_devices
 
 SERVE_SECS = 3600.0
+"""How long ``--serve`` serves."""
 MEASURE_SECS = 1.0
-"""Of one message size."""
+"""Length of the measurement of one message size."""
 _STYLES = {Status.OK: "green", Status.INFO: "dim", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found. ``transport``: None when a node would not start."""
+    """What the doctor found."""
 
     checks: tuple[Check, ...]
     transport: Transport | None
+    """What a node would run on; None if it would not start."""
     rates: tuple[Rate, ...] = ()
 
     @property
@@ -79,7 +80,7 @@ class Report:
         return all(check.status is not Status.FAIL for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the report as a document for JSON."""
         return {
             "ok": self.is_ok,
             "transport": asdict(self.transport) if self.transport else None,
@@ -96,8 +97,8 @@ class Report:
 
 
 def run(settings: DoctorSettings, *, as_json: bool) -> int:
-    """The command. Returns the exit status of the process."""
-    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)  # what there is to say is in the report
+    """Run the command. Returns the exit status of the process."""
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)  # the report has the rest
     quiet_mooncake_logs()
     if settings.serve:
         return run_server(settings, as_json=as_json)
@@ -112,7 +113,7 @@ def run(settings: DoctorSettings, *, as_json: bool) -> int:
 
 
 def examine(settings: DoctorSettings, machine: Machine) -> Report:
-    """All checks, and the measurement when there is a peer to measure and nothing is missing for it."""
+    """Make all checks, and the measurement if there is a peer and nothing is missing for it."""
     asked, device, host = settings.transfer_protocol, settings.device, settings.reachable_host
     num_bytes = settings.host_pool_bytes + (BUFFER_BYTES if settings.peer else 0)
     cuda = cuda_facts()
@@ -144,13 +145,13 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
 
 
 def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, list[Rate]]:
-    """Meet the doctor at ``settings.peer`` and write to it."""
+    """Connect to the doctor at ``settings.peer`` and measure writes to it."""
     name = f"peer {settings.peer}"
     host, port = settings.peer_address
     try:
         with closing(DoctorClient(host, int(port), settings.peer_timeout_secs)) as client:
             allowed = PeerList.parse(settings.allowed_peers)
-            is_asked_back = transport.protocol == "rdma"  # for the GID; over TCP nobody is
+            is_asked_back = transport.protocol == "rdma"  # an RDMA peer connects back for the GID
             with guarded_listeners(settings.reachable_host, allowed, has_peers=is_asked_back):
                 engine = TransferEngine(settings.reachable_host, transport)
             here = (settings.device, settings.same_host_dir)
@@ -166,7 +167,7 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
 
 
 def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
-    """Offer a buffer to other doctors for a while; SIGTERM or SIGINT ends it. Returns the exit status."""
+    """Offer a buffer to other doctors, until SIGTERM, SIGINT or ``SERVE_SECS``. Returns the exit status."""
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -214,7 +215,7 @@ def _announce(settings: DoctorSettings, port: int, engine: TransferEngine, *, as
     )
 
 
-# --- the report for people --------------------------------------------------------------------------------
+# --- the report as text -----------------------------------------------------------------------------------
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -252,5 +253,5 @@ def _rates_table(rates: tuple[Rate, ...]) -> Table:
 
 
 def _plain(text: str) -> str:
-    """Text with brackets, such as IPv6 addresses, that are no markup."""
+    """Escape brackets, as in IPv6 addresses, which rich would take for markup."""
     return text.replace("[", r"\[")

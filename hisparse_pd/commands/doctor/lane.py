@@ -1,6 +1,6 @@
-"""The lane between two nodes of one machine: whether this machine has what it needs, and one to measure.
+"""The lane between two nodes of one machine: checks that it works here, and opens one for a measurement.
 
-What is tried is what nodes do: memory is handed over a Unix socket, mapped and written to.
+The check does what nodes do: it hands memory over a Unix socket, maps it and writes to it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
     from hisparse_pd.core.memory.peer import GpuWriter
 
 OPEN_SECS = 30.0
-"""For the other doctor's memory to be opened and registered with CUDA, whose first use takes seconds."""
+"""Limit for opening the other doctor's memory and registering it with CUDA, whose first use takes seconds."""
 _TRIAL_BYTES = 4096
 _REGISTER_BYTES_PER_SEC = 1.5e9
-"""What CUDA makes of shared memory in pages of 4 KiB."""
+"""Speed at which CUDA registers shared memory with pages of 4 KiB."""
 _HUGE = ("always", "within_size", "advise", "force")
-"""Settings with which shared memory that asks for huge pages gets them."""
+"""Values of ``shmem_enabled`` with which shared memory gets the huge pages that it asks for."""
 
 
 def check_lane(directory: str) -> Check:
-    """Hand memory from one end to the other, with the socket in ``directory``, and write to it."""
+    """Check the lane: hand memory from one end to the other, with the socket in ``directory``, and write to
+    it."""
     from hisparse_pd.core.memory.host import HostMemoryError, allocate_host
 
     name, where = "same-host lane", f"sockets in {directory}" if directory else "abstract names"
@@ -63,7 +64,7 @@ def check_lane(directory: str) -> Check:
 
 
 def check_shared_pages(device: str, num_bytes: int, machine: Machine) -> Check:
-    """Whether a shared pool of ``num_bytes`` gets the huge pages that it asks for; 0: of no known size."""
+    """Check whether a shared pool of ``num_bytes`` gets huge pages; 0: its size is not known."""
     path = machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled"
     name, is_needed = "pages of shared memory", device.startswith("cuda")
     match = re.search(r"\[(\w+)\]", read_text(path))
@@ -90,8 +91,10 @@ def lane_to(
     directory: str,
     gpu: GpuWriter | None,
 ) -> Iterator[tuple[Lanes, Lane]]:
-    """The lane to another doctor, whose memory is ``region``: address and bytes. ``Lane.kind`` is shm, or
-    that of the network with the reason."""
+    """Open the lane to another doctor, whose memory is ``region`` (address and bytes).
+
+    ``Lane.kind`` is shm, or else the network's, and the lane has the reason.
+    """
     decided = threading.Event()
     lanes = Lanes(
         engine,

@@ -1,5 +1,5 @@
-"""Where the ranks of a node on this machine would be: the NUMA node of each GPU, its CPUs, RDMA devices and
-pools."""
+"""Checks where the ranks of a node would be placed on this machine: the NUMA node of each GPU, with its CPUs,
+RDMA devices and pools."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _NAME = "NUMA"
 def check_numa(
     settings: DoctorSettings, machine: Machine, bind: MemoryBinder = mbind
 ) -> tuple[list[Check], tuple[str, ...]]:
-    """A line for each GPU from ``--device`` on, as if each had a rank, or one where nothing is placed; and
-    the RDMA devices beside the first of them. ``--host-pool-gib`` is shared equally by the ranks."""
+    """Check each GPU from ``--device`` on as if it had a rank, with an equal share of ``--host-pool-gib``.
+
+    Returns one check for each, or a single one if nothing is placed, and the RDMA devices near the first GPU.
+    """
     devices = _devices(settings.device, machine)
     try:
         placements = place_ranks(settings.numa, devices, machine)
@@ -72,8 +74,7 @@ def _check(
 
 
 def _far_cards(placement: Placement, settings: DoctorSettings, machine: Machine) -> Sequence[str]:
-    """What to do where all RDMA devices that would be used hang on other nodes; nothing where one does
-    not."""
+    """Return a remedy if all RDMA devices that would be used are on other NUMA nodes, else nothing."""
     if settings.transfer_protocol == "tcp":
         return ()
     nodes = nodes_of_nics(machine)

@@ -1,4 +1,4 @@
-"""Settings of ``hisparse-pd doctor``: what a node on this machine is to be, and the peer to measure."""
+"""Settings of ``hisparse-pd doctor``: those of a planned node's transport, and the peer to measure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from hisparse_pd.base.settings import Port, Secs, TransportSettings
 
 
 class DoctorSettings(TransportSettings):
-    """With the names and meanings of a node's own settings."""
+    """The doctor's settings; a node's own settings keep their names and meanings."""
 
     host_pool_gib: float = Field(
         0.0, ge=0, le=1 << 20, description="main memory that the node is to register, in GiB; 0: not checked"
     )
 
-    serve: bool = Field(False, description="check nothing, but let the doctor of another machine write here")
+    serve: bool = Field(
+        False, description="make no checks, but let the doctor of another machine write to this one"
+    )
     port: Port = Field(8997, description="port of --serve; 0: any free one")
-    peer: str = Field("", description="HOST:PORT of a doctor that serves: measure how fast it is written to")
-    peer_timeout_secs: Secs = Field(10.0, description="wait for an answer of --peer at most, in seconds")
+    peer: str = Field(
+        "", description="HOST:PORT of a doctor with --serve; measure how fast this machine writes to it"
+    )
+    peer_timeout_secs: Secs = Field(
+        10.0, description="maximum time to wait for an answer from --peer, in seconds"
+    )
 
     @model_validator(mode="after")
     def _peer_is_an_address(self) -> Self:

@@ -14,10 +14,10 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from hisparse_pd.serving.http.clients import read_body, unless_client_leaves
-from hisparse_pd.serving.http.connections import INTERIM, TAKES_INTERIM
+from hisparse_pd.serving.http.http_connection import INTERIM_EXTENSION, INTERIM_HEADER
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
-from hisparse_pd.serving.http.patience import Patience
+from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
+from hisparse_pd.serving.http.wait_timer import WaitTimer
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import RequestSpan, Tracer
@@ -99,13 +99,13 @@ class KeepAlive:
         self._send_piece = send_piece
         self._ping = PINGS[shape]
         headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
-        takes_interim = (TAKES_INTERIM, b"1") in headers
+        takes_interim = (INTERIM_HEADER, b"1") in headers
         self._interim: Callable[[], None] | None = (
-            scope.get("extensions", {}).get(INTERIM) if takes_interim else None
+            scope.get("extensions", {}).get(INTERIM_EXTENSION) if takes_interim else None
         )
         self._has_begun = False
         self._sending: asyncio.Task[None] | None = None
-        self._silence = Patience(PING_SECS, self._break)
+        self._silence = WaitTimer(PING_SECS, self._break)
         self._silence.begin()
 
     def note_piece(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hisparse_pd.base.access import KeyFileError
-from hisparse_pd.base.seldom import Seldom
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.serving.http.certificates import stamp_of
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, shown
 
@@ -75,7 +75,7 @@ class RequireKey:
         self._keys = keys
         self._open_paths = open_paths
         self._on_refused = on_refused
-        self._logged = Seldom()
+        self._logged = LogLimiter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open_paths:

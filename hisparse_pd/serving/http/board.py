@@ -1,8 +1,8 @@
-"""What the fronts of a node tell each other, in memory that they share: their counts, metrics and word.
+"""Memory that a node's fronts share: their counts, their metrics, and what the first one tells the others.
 
-Each place has one front that writes it, so there is no lock that a killed front could keep. Who takes a place
-in flight counts itself first and then looks at the sum of all rows: two fronts at once may both find the last
-place taken, never both free.
+Each number has one front that writes it, so there is no lock that a killed front could keep. A front that
+admits a request adds it to its own row before it reads the sum of all rows. Two fronts that do this at once
+may both find the node full, but never both find the last place free.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ from enum import IntEnum
 from typing import Any
 
 MAX_METRICS_BYTES = 1 << 18
-"""Of a front; 12 kB are usual."""
+"""Limit for a front's metrics; 12 kB are usual."""
 
 _METRICS_HEAD = struct.Struct("=II")
-"""Bytes of the metrics and their checksum: who reads them while they are written finds it wrong."""
+"""Length and checksum of the metrics. The checksum is wrong for whoever reads them while they are written."""
 
 _IS_READY, _SAMPLES, _PROMPT_TOKENS, _OF_RANKS = range(4)
-"""The columns of each front; behind them two for each rank."""
+"""The columns of a front's row; from ``_OF_RANKS`` on each rank has two: its prompt tokens, and how many
+samples it was ever given."""
 
 
-class Word(IntEnum):
-    """What the first front says to the others."""
+class Instruction(IntEnum):
+    """What the first front tells the others to do."""
 
     SERVE = 0
     STOP_ACCEPTING = 1
-    """New requests are refused, those in flight go on."""
+    """Refuse new requests; those in flight go on."""
     LEAVE = 2
-    """End what is in flight, tell the engines, and exit."""
+    """End the requests in flight, tell the engines, and exit."""
     ENGINE_DIED = 3
+    """Exit: an engine has died."""
     FRONT_DIED = 4
-    """The same, and why."""
+    """Exit: a front has died."""
 
 
 class Board:
-    """It is handed to the fronts when they are spawned. A node of one front shares nothing."""
+    """The shared memory, which fronts get when they are spawned. A node of one front shares nothing."""
 
     def __init__(self, num_columns: int, num_fronts: int = 1) -> None:
-        """``num_columns``: of numbers that each front has, and that are added up."""
+        """``num_columns``: how many numbers each front has, which are added up over the fronts."""
         self.num_fronts = num_fronts
         self._num_columns = num_columns
         size = 1 + num_fronts * num_columns
         self._numbers = multiprocessing.RawArray("q", size) if num_fronts > 1 else [0] * size
-        """The word, and then a row a front."""
+        """The instruction, then a row for each front."""
         places = num_fronts if num_fronts > 1 else 0
         self._metrics: list[Any] = [
             multiprocessing.RawArray("B", _METRICS_HEAD.size + MAX_METRICS_BYTES) for _ in range(places)
@@ -60,22 +62,22 @@ class Board:
         self._numbers[1 + front * self._num_columns + column] += num
 
     @property
-    def word(self) -> Word:
-        return Word(self._numbers[0])
+    def instruction(self) -> Instruction:
+        return Instruction(self._numbers[0])
 
-    def say(self, word: Word) -> None:
-        """By the first front."""
-        self._numbers[0] = word
+    def instruct(self, instruction: Instruction) -> None:
+        """Tell the other fronts what to do. Only the first front may call this."""
+        self._numbers[0] = instruction
 
     def write_metrics(self, front: int, packed: bytes) -> None:
-        """Raises ValueError for more than MAX_METRICS_BYTES."""
+        """Publish a front's metrics. Raises ValueError for more than MAX_METRICS_BYTES."""
         if len(packed) > MAX_METRICS_BYTES:
             raise ValueError(f"front {front}: {len(packed)} bytes of metrics; {MAX_METRICS_BYTES} have room")
         head = _METRICS_HEAD.pack(len(packed), zlib.crc32(packed))
         memoryview(self._metrics[front]).cast("B")[: len(head) + len(packed)] = head + packed
 
     def metrics(self) -> Sequence[bytes]:
-        """Those of all fronts, as each wrote them last; none of a node of one front."""
+        """Return what each front wrote last; nothing in a node of one front."""
         for front, place in enumerate(self._metrics):
             num_bytes, checksum = _METRICS_HEAD.unpack_from(place)
             start = _METRICS_HEAD.size
@@ -86,12 +88,12 @@ class Board:
 
 
 def make_board(num_ranks: int, num_fronts: int = 1) -> Board:
-    """With the numbers of these ranks."""
+    """Make a board with columns for ``num_ranks`` ranks."""
     return Board(_OF_RANKS + 2 * num_ranks, num_fronts)
 
 
-class InFlight:
-    """The counts as one front sees them: sums over all fronts, to which it adds its own."""
+class InFlightCounts:
+    """Counts of what is in flight. They are read as sums over all fronts, and one front changes its own."""
 
     def __init__(self, board: Board, front: int) -> None:
         self._board = board
@@ -99,7 +101,7 @@ class InFlight:
 
     @property
     def num_samples(self) -> int:
-        """Of all fronts, those included whose abort has not gone to their engine yet."""
+        """Samples in flight, those included whose abort has not gone to their engine yet."""
         return self._board.sum(_SAMPLES)
 
     @property
@@ -109,16 +111,16 @@ class InFlight:
 
     @property
     def others_load(self) -> bool:
-        """Whether some are, and others not."""
+        """Whether some fronts are connected to all engines, and others are not yet."""
         return 0 < self._board.sum(_IS_READY) < self._board.num_fronts
 
-    def is_ready(self) -> None:
-        """This front is connected to all engines."""
+    def set_ready(self) -> None:
+        """Note that this front is connected to all engines."""
         self._board.add(self._front, _IS_READY, 1)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Once on each rank that has samples of a prompt."""
+        """Prompt tokens in flight. A prompt counts once on each rank that has samples of it."""
         return self._board.sum(_PROMPT_TOKENS)
 
     def add(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
@@ -130,14 +132,14 @@ class InFlight:
         return self._board.sum(_OF_RANKS + 2 * rank)
 
     def given_to(self, rank: int) -> int:
-        """Samples that the rank ever got."""
+        """Samples that the rank was ever given."""
         return self._board.sum(_OF_RANKS + 2 * rank + 1)
 
     def give(self, rank: int, num_tokens: int) -> None:
-        """One sample."""
+        """Count a sample that the rank is given."""
         self._board.add(self._front, _OF_RANKS + 2 * rank, num_tokens)
         self._board.add(self._front, _OF_RANKS + 2 * rank + 1, 1)
 
     def take_back(self, rank: int, num_tokens: int) -> None:
-        """It has ended there, or was not sent after all."""
+        """Count a sample that has ended on the rank, or was not sent after all."""
         self._board.add(self._front, _OF_RANKS + 2 * rank, -num_tokens)

@@ -1,4 +1,4 @@
-"""TLS of an HTTP server: the files with its certificate and key, which may change while it serves."""
+"""The certificate and key of an HTTP server with TLS, whose files may change while it serves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 class Certificate:
     """A certificate with its chain, and its key, both in PEM; the key may be in the same file.
 
-    Connections that begin after the files have changed get the new certificate. Files that do not fit, as for
-    a moment while they are exchanged, are reported once and leave the old one in use.
+    Connections that begin after the files have changed get the new certificate. If certificate and key do not
+    fit, as for a moment while they are replaced, this is logged once and the old certificate stays in use.
     """
 
     certfile: Path
@@ -24,7 +24,7 @@ class Certificate:
     _stamp: object = field(default=None, repr=False)
 
     def check(self) -> None:
-        """Raises OSError, which names the files, for such that no server can use."""
+        """Check that a server can use the files. Raises OSError, which names them."""
         self._stamp = stamp_of(self.certfile, self.keyfile)
         try:
             self.context()
@@ -33,17 +33,17 @@ class Certificate:
             raise OSError(f"certificate {self.certfile}{key}: {_reason(error)}") from error
 
     def context(self) -> ssl.SSLContext:
-        """For a server. Raises OSError and ValueError where ``check`` would."""
+        """Make the context of a server. Raises OSError and ValueError where ``check`` would."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load(context)
         return context
 
     def refresh(self, context: ssl.SSLContext) -> None:
-        """Give ``context``, which is in use, what the files hold by now. A look at two files most times."""
+        """Load the files into ``context``, which is in use, if they have changed."""
         if stamp_of(self.certfile, self.keyfile) == self._stamp:
             return
         try:
-            self.check()  # a key that does not fit would be gone from the context
+            self.check()  # in a context of its own: a key that does not fit would break the one in use
             self._load(context)
             log.info("certificate %s has changed and is in use", self.certfile)
         except OSError as error:
@@ -54,7 +54,7 @@ class Certificate:
 
 
 def stamp_of(*paths: Path | None) -> object:
-    """What changes with the content of the files; a file need not be there."""
+    """Return a value that changes with the content of the files, which need not exist."""
     stamps: list[object] = []
     for path in filter(None, paths):
         try:
@@ -66,7 +66,7 @@ def stamp_of(*paths: Path | None) -> object:
 
 
 def _no_password() -> bytes:
-    """Else OpenSSL would ask for that of an encrypted key at the terminal."""
+    """Refuse an encrypted key, for whose password OpenSSL would otherwise ask at the terminal."""
     raise ValueError("the key is encrypted; store it without a password, readable by this user only")
 
 

@@ -1,4 +1,4 @@
-"""Processes of a node that its first one on a machine starts, and that end with it."""
+"""Child processes of a node's first process on a machine, which end with it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from multiprocessing.process import BaseProcess
 log = logging.getLogger(__name__)
 
 EXIT_SECS = 5.0
-"""For one that was told to leave: its last answers, and the interpreter's end."""
+"""Time that a child has to exit, for its last answers and the interpreter's shutdown."""
 
 
 class Children:
-    """Engines, or fronts."""
+    """The child processes of one kind: engines or fronts."""
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
-        self._told: list[BaseProcess] = []
-        """Those of whose exit ``exits`` has told."""
+        self._reported: list[BaseProcess] = []
+        """Processes that ``exits`` has reported."""
 
     def spawn(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """From the main thread: the kernel ends the children when the thread that started them ends."""
+        """Start a child. Must be called from the main thread: the kernel ends a child with its starting
+        thread."""
         process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name)
         process.start()
         self.processes.append(process)
@@ -35,26 +36,29 @@ class Children:
         return [process.sentinel for process in self.processes]
 
     def exits(self) -> str:
-        """Which have exited, and how; a sentinel says so a moment before the status can be read."""
+        """Report, in words, the children that have exited. Returns an empty string if there are none.
+
+        A sentinel becomes readable a moment before the status does, so this waits for the status.
+        """
         ready = multiprocessing.connection.wait(self.sentinels, timeout=0)
         exited = [process for process in self.processes if process.sentinel in ready]
         _join(exited)
-        self._told += exited
+        self._reported += exited
         return _statuses(exited)
 
     def wait(self) -> None:
-        """Until all have ended, or are overdue, when one has or they were told to.
+        """Wait until all have ended, for ``EXIT_SECS`` at most, once one has ended or all were told to.
 
-        The log names those that fail meanwhile: a killed rank ends later than one that notices its loss.
+        Children that fail meanwhile are logged: a killed rank may end later than one that notices its loss.
         """
         _join(self.processes)
         if failed := [
-            process for process in self.processes if process.exitcode and process not in self._told
+            process for process in self.processes if process.exitcode and process not in self._reported
         ]:
             log.error("%s, too", _statuses(failed))
 
     def kill(self) -> None:
-        """Whoever is left: they ignore the signals that are for the first process."""
+        """Kill children that still run: they ignore signals, which are for the first process."""
         for process in (alive := [process for process in self.processes if process.is_alive()]):
             log.info("%s still runs: kill", process.name)
             process.kill()

@@ -1,7 +1,8 @@
-"""A front's side of the conversation with its engines: who waits for what, and whether the engines live.
+"""A front's side of the conversation with its engines: which request waits for what, and whether engines
+work.
 
-Each sample is one rank's. Every message goes to the group of samples that waits for it. Opening and closing a
-group never waits, so a cancelled handler still aborts what it left.
+Each sample belongs to one rank. Every message goes to the group of samples that waits for it. Opening and
+closing a group never waits, so that a cancelled handler still aborts its samples.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -39,24 +39,22 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.sockets import Crossing
-from hisparse_pd.serving.http.board import Board, InFlight, make_board
+from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
 from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, QueueFull
-from hisparse_pd.serving.http.patience import Patience
-from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
+from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 from hisparse_pd.serving.http.rank_link import RankLink
+from hisparse_pd.serving.http.sample_group import SampleEvent, SampleGroup
 
 log = logging.getLogger(__name__)
 
-SampleEvent = Tokens | PromptScores | RequestFailed
-
 MAX_QUEUED_TOKENS = 64 << 20
-"""Prompt tokens of what runs and waits. A decode node holds 9 bytes of each beside the requests' bodies: 5
-in its engine, the id and a share of its page's key, and 4 in a front."""
+"""Limit of prompt tokens in flight. Beside the requests' bodies, a decode node holds 9 bytes for each: 5 in
+its engine (the id, and a share of its page's key) and 4 in a front."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may be in flight. A prompt's tokens count once on each rank that has samples of it."""
+    """Limits of what may be in flight. A prompt counts once on each rank that has samples of it."""
 
     max_requests: int
     max_prompt_tokens: int
@@ -67,51 +65,23 @@ class QueueLimits:
         return cls(max_running + settings.max_queued_requests, MAX_QUEUED_TOKENS)
 
 
-class _InFlight(NamedTuple):
+class _SampleInFlight(NamedTuple):
     group: SampleGroup
     rank: RankLink
     num_prompt_tokens: int
 
 
-RankChoice = Callable[[Sequence[RankLink], GenerateGroup], Iterator[RankLink]]
-"""Whose each sample of a prompt is; asked for the next one when the one before is counted."""
-
-
-def least_loaded(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-    """Of equals the one that was given least so far."""
-    for _ in prompt.samples:
-        yield min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
-
-
-class ByPrefix:
-    """The least loaded rank, or the one that had a prompt with the same beginning last, and may hold it.
-
-    That one while it has no more than a quarter above the mean and a prompt like this to do.
-    """
-
-    def __init__(self) -> None:
-        self._prefixes: PrefixIndex[int] = PrefixIndex()
-
-    def __call__(self, ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-        keys = block_keys(prompt.prompt, prompt.root) if len(ranks) > 1 else []
-        for sample, least in zip(prompt.samples, least_loaded(ranks, prompt), strict=True):
-            rank = least
-            if (found := self._prefixes.find(keys)) is not None:
-                mean = sum(each.num_tokens_in_flight for each in ranks) / len(ranks)
-                if ranks[found].num_tokens_in_flight <= LOAD_BOUND * mean + sample.num_prompt_tokens:
-                    rank = ranks[found]
-            self._prefixes.note(keys, rank.rank)
-            yield rank
-
-
 def samples_at_work(link: EngineLink) -> int:
-    """Samples in flight of all fronts."""
+    """Return the number of samples in flight in all fronts."""
     return link.counts.num_samples
 
 
 def rooms_at_work(link: EngineLink) -> int:
-    """What the engines have in hand that no front gave them, as they last said; one that has said nothing
-    since the node began to leave may have begun a room in the meantime, and counts for one."""
+    """Return how many rooms the engines have, as they last reported.
+
+    An engine that has not reported since the node began to shut down may have begun a room in the meantime,
+    and counts as having one more.
+    """
     num = 0
     for rank in link.ranks:
         if rank.stats is not None:
@@ -128,74 +98,8 @@ class LinkState(StrEnum):
     GONE = "the engine has died"
 
 
-class SampleGroup:
-    """The samples of one HTTP request and the queue of their events, for one reader."""
-
-    def __init__(self, link: EngineLink, ranks: Mapping[str, int], *, may_move: bool) -> None:
-        self._link = link
-        self.ranks = ranks
-        """By request id."""
-        self.may_move = may_move
-        """It goes on at another node where this one leaves."""
-        self.live = set(ranks)
-        self._events: deque[SampleEvent] = deque()
-        self._num_waiting_tokens: Counter[str] = Counter()
-        """``Tokens`` in the queue, by request id."""
-        self._reader: asyncio.Future[None] | None = None
-        """Waits for an event."""
-        self._patience: Patience | None = None
-        """Of the reader, from its first wait on."""
-
-    def put(self, event: SampleEvent) -> None:
-        self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
-        self._events.append(event)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def next_event(self) -> SampleEvent:
-        """The next event of any live sample. Waits as long as the engine makes progress, whose own timeouts
-        end requests. Raises NodeUnavailable when it makes none."""
-        if self._events:
-            await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
-        else:
-            self._reader = asyncio.get_running_loop().create_future()
-            if self._patience is None:
-                self._patience = Patience(self._link.health_timeout_secs, self._look_at_engine)
-            self._patience.begin()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-                self._patience.end()
-        event = self._events.popleft()
-        self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
-        return event
-
-    def close(self) -> None:
-        if self._patience is not None:
-            self._patience.close()
-
-    def _look_at_engine(self) -> None:
-        assert self._reader is not None
-        assert self._patience is not None
-        if self._reader.done():
-            return
-        if (stall := self._link.stall()) is not None:
-            self._reader.set_exception(NodeUnavailable(stall))
-        else:
-            self._patience.begin()
-
-    def has_more_tokens(self, request_id: str) -> bool:
-        """More output of the sample has come already."""
-        return self._num_waiting_tokens[request_id] > 0
-
-    def finish(self, request_id: str) -> None:
-        """One sample is complete; no event of it follows. The engine is told unless it said so itself."""
-        self._link.forget(self, request_id, has_finished=True)
-
-
 class EngineLink:
-    """Owner of the requests in flight, and of the links to the engines of all ranks."""
+    """Owns a front's requests in flight, and its links to the engines of all ranks."""
 
     def __init__(
         self,
@@ -209,15 +113,16 @@ class EngineLink:
         front: int = 0,
         crossing: Crossing | None = None,
     ) -> None:
-        """``endpoints``: one a rank, as of RankLink. ``on_connected``: called once all engines are ready, and
-        so connected, to all fronts. ``board``: of the node, of which this is ``front``; None: its only one.
-        ``on_stats``: with the rank.
+        """``endpoints``: one for each rank, as in RankLink. ``on_stats``: called with a rank and its stats.
+
+        ``on_connected``: called once all engines are connected to all fronts. ``board``: what the node's
+        fronts share; None if this is the only one. ``front``: the number of this front.
         """
         self.limits = limits
         self.health_timeout_secs = health_timeout_secs
         self.state = LinkState.LOADING
         self.front = front
-        self.counts = InFlight(board or make_board(len(endpoints)), front)
+        self.counts = InFlightCounts(board or make_board(len(endpoints)), front)
         self.ranks = [
             RankLink(
                 rank,
@@ -230,14 +135,14 @@ class EngineLink:
             for rank, endpoint in enumerate(endpoints)
         ]
         self.lost = asyncio.Event()
-        """A process of the node is gone, on this machine or another; the log says which."""
+        """Set once a process of the node is gone, on this machine or another; the log says which."""
         self._on_stats = on_stats
         self._on_connected: Callable[[], None] | None = on_connected
         self._choose_rank = choose_rank
-        self._in_flight: dict[str, _InFlight] = {}
+        self._in_flight: dict[str, _SampleInFlight] = {}
 
     def start(self) -> None:
-        """Bind the sockets and start talking; needs a running event loop. Raises OSError."""
+        """Bind the sockets and begin to talk to the engines. Needs a running event loop. Raises OSError."""
         for rank in self.ranks:
             rank.start()
 
@@ -247,7 +152,8 @@ class EngineLink:
 
     @property
     def ready(self) -> EngineReady | None:
-        """What the engines said, with the bounds that hold for all; None while one loads."""
+        """What the engines reported when they were ready, with bounds that hold for all; None while one
+        loads."""
         ready = [rank.ready for rank in self.ranks if rank.ready is not None]
         if len(ready) < len(self.ranks):
             return None
@@ -259,28 +165,30 @@ class EngineLink:
 
     @property
     def loading(self) -> EngineLoading | None:
-        """How far the rank is that has most left; None once all are ready, and before they said anything."""
+        """Progress of the rank that has most left to load; None before any reported and once all are
+        ready."""
         loading = [rank.loading for rank in self.ranks if rank.loading is not None]
         return max(loading, key=lambda of_rank: of_rank.num_bytes - of_rank.num_done, default=None)
 
     @property
     def is_loading(self) -> bool:
-        """Until all fronts of the node are connected to all engines, so that each says the same."""
+        """Whether some front is not yet connected to all engines. All fronts of a node say the same."""
         return self.state is LinkState.LOADING or (
             self.state is LinkState.SERVING and self.counts.others_load
         )
 
     @property
     def num_in_flight(self) -> int:
-        """Of this front."""
+        """Samples in flight in this front."""
         return len(self._in_flight)
 
     @contextlib.contextmanager
     def open(self, prompts: Sequence[GenerateGroup], *, may_move: bool = False) -> Iterator[SampleGroup]:
-        """Send the samples of one HTTP request. On leaving, whatever has not ended is aborted.
+        """Send the samples of one HTTP request. Those that have not ended are aborted when the context
+        closes.
 
-        ``may_move``: as soon as the node takes nothing new they end, with an error of that code. Raises
-        NodeUnavailable unless the engine serves, and QueueFull.
+        ``may_move``: they end with the code MOVED when the node begins to shut down. Raises NodeUnavailable
+        unless the engines serve, QueueFull, and ApiError for a request that is too large.
         """
         self.require_serving()
         shares = [share for prompt in prompts for share in self._shares(prompt)]
@@ -295,11 +203,17 @@ class EngineLink:
                 self.counts.take_back(rank.rank, sample.num_prompt_tokens)
             raise
         ranks = {sample.request_id: rank.rank for rank, sample in samples}
-        group = SampleGroup(self, ranks, may_move=may_move)
+        group = SampleGroup(
+            ranks,
+            may_move=may_move,
+            look_secs=self.health_timeout_secs,
+            stall=self.stall,
+            on_finish=partial(self.forget, has_finished=True),
+        )
         try:
             for rank, sample in samples:
                 num_tokens = sample.num_prompt_tokens
-                self._in_flight[sample.request_id] = _InFlight(group, rank, num_tokens)
+                self._in_flight[sample.request_id] = _SampleInFlight(group, rank, num_tokens)
             for rank, share in shares:
                 rank.put(share)
             yield group
@@ -308,11 +222,12 @@ class EngineLink:
             for request_id in list(group.live):
                 self.forget(group, request_id)
             for rank, share in shares:
-                # Behind the last word about them: their prompts are no longer held here.
+                # The tokens count until the aborts before this have gone: only then are the prompts freed.
                 rank.put(None, partial(self.counts.add, 0, -share.samples[0].num_prompt_tokens))
 
     def _shares(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
-        """What of the samples is whose, with the prompt for each rank that has one. Counts them there."""
+        """Choose a rank for each sample and count it there. Returns the prompt for each rank that has
+        samples."""
         shares: dict[int, list[Generate]] = {}
         for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
             self.counts.give(rank.rank, sample.num_prompt_tokens)
@@ -325,10 +240,10 @@ class EngineLink:
     def require_place(
         self, num_samples: int, num_prompt_tokens: int = 0, *, are_counted: bool = False
     ) -> None:
-        """Raises QueueFull when so much does not fit beside what is in flight, ApiError when it never does.
+        """Check the limits. Raises QueueFull if these samples do not fit now, ApiError if they never do.
 
         A request whose client left is in flight until its abort has gone to the engine. ``are_counted``:
-        these are counted by now.
+        whether these samples are part of the counts already.
         """
         for num, most, name in (
             (num_samples, self.limits.max_requests, "samples"),
@@ -351,24 +266,25 @@ class EngineLink:
 
     @property
     def is_leaving(self) -> bool:
-        """Nothing new is taken, and what is in flight goes on."""
+        """Whether new requests are refused while those in flight go on."""
         return self.state is LinkState.STOPPING
 
     def require_serving(self) -> EngineReady:
-        """What the ready engine said. Raises NodeUnavailable."""
+        """Return what the engines reported. Raises NodeUnavailable unless they serve."""
         ready = self.ready
         if ready is None or self.state is not LinkState.SERVING:
             raise NodeUnavailable(str(self.state))
         return ready
 
     def require_engine(self) -> EngineReady:
-        """The same for requests in flight, which go on while the node shuts down. Raises NodeUnavailable."""
+        """Return what the engines reported, also while the node shuts down. Raises NodeUnavailable."""
         ready = self.ready
         if ready is None or self.state is LinkState.GONE:
             raise NodeUnavailable(str(self.state))
         return ready
 
     def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
+        """Drop a sample and tell its engine, unless the engine has ended it."""
         if request_id in group.live:
             self._abort(self._release(request_id).rank, Abort(request_id, has_finished))
 
@@ -387,7 +303,7 @@ class EngineLink:
         self.ranks[rank].put(ReleasePage(pool, start))
 
     def stop_accepting(self) -> None:
-        """New requests are refused; those in flight go on, elsewhere if they may."""
+        """Refuse new requests. Those in flight go on, or end with the code MOVED if they may move."""
         if self.state is not LinkState.GONE:
             self.state = LinkState.STOPPING
         for rank in self.ranks:
@@ -397,14 +313,15 @@ class EngineLink:
                 self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
 
     async def shut_engines_down(self) -> None:
-        """Ask the engines to exit, after everything that was sent before."""
+        """Ask the engines to exit, after all messages that were sent before."""
         for rank in self.ranks:
             rank.put(Shutdown(self.front))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(rank.flush() for rank in self.ranks)), timeout=1.0)
 
     def engine_died(self, what: str = LinkState.GONE) -> None:
-        """One engine is enough: the others have not all experts. ``what``: as the requests are told."""
+        """End all requests: without one engine the others lack its experts. ``what``: why, for the
+        clients."""
         self.state = LinkState.GONE
         self.fail_all(503, f"{what}; the request is lost, send it again", ENGINE_LOST)
 
@@ -419,7 +336,7 @@ class EngineLink:
         self._abort(rank, Abort(request_id))
 
     def trouble(self) -> str | None:
-        """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
+        """Return why this node cannot serve, None if it can. Peers play no part."""
         if self.is_loading:
             return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
         if self.state is not LinkState.SERVING:
@@ -427,7 +344,7 @@ class EngineLink:
         return self.stall() or next((of_rank for rank in self.ranks if (of_rank := _trouble(rank))), None)
 
     def stall(self) -> str | None:
-        """Why an engine gets nowhere, or None while all make progress, loading included."""
+        """Return why an engine makes no progress, None while all do. Loading is progress, too."""
         if self.state is LinkState.GONE:
             return str(self.state)
         for rank in self.ranks:
@@ -465,7 +382,7 @@ class EngineLink:
     def _all_ready(self, ready: EngineReady) -> None:
         if self.state is LinkState.LOADING:
             self.state = LinkState.SERVING
-        self.counts.is_ready()
+        self.counts.set_ready()
         log.info("the engine is ready: context of %d tokens", ready.context_length)
 
     def _check_connected(self) -> None:
@@ -474,7 +391,7 @@ class EngineLink:
             on_connected()
 
     def _dispatch(self, event: SampleEvent) -> None:
-        """Hand over, and drop the route with the last event. Events of aborted samples have no taker."""
+        """Give an event to its group. Events of aborted samples are dropped."""
         in_flight = self._in_flight.get(event.request_id)
         if in_flight is None:
             return
@@ -484,7 +401,7 @@ class EngineLink:
             self._release(event.request_id)
         in_flight.group.put(event)
 
-    def _release(self, request_id: str) -> _InFlight:
+    def _release(self, request_id: str) -> _SampleInFlight:
         in_flight = self._in_flight.pop(request_id)
         in_flight.group.live.discard(request_id)
         self.counts.add(-1)

@@ -1,7 +1,7 @@
-"""The life of a machine of a node that has engines and no front: any but the first.
+"""A machine of a node that runs engines and no front: any machine but the first.
 
-Its engines connect to the fronts, on the first machine, which shut them down. What ends one of them ends the
-node.
+Its engines connect to the fronts on the first machine, which shut them down. When one of them ends, the whole
+node ends.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from multiprocessing.connection import wait
 
 from hisparse_pd.base.process import setup_logging, stop_signals
 from hisparse_pd.base.vocabulary import StartError
-from hisparse_pd.serving.http.front import EngineProcesses, EngineTarget, S
+from hisparse_pd.serving.http.first_front import EngineProcesses, EngineTarget, S
 
 log = logging.getLogger(__name__)
 
 
 def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
-    """Run this machine's engines until the node ends. Returns the exit status; 0: the fronts ended it.
+    """Run this machine's engines until the node ends. Returns the exit status, 0 if the fronts ended it.
 
-    A cluster sends its signal to all machines, and the first one has requests to finish: this one leaves with
-    it, or when the time for that is over, or at the second signal.
+    A cluster sends its signal to all machines at once, but the first machine has requests to finish. This one
+    ends with it, when the time to finish is over, or at a second signal.
     """
     setup_logging(settings.log_level, f"{role} machine {settings.node_rank}")
-    told, teller = socket.socketpair()
-    with closing(told), closing(teller):
-        teller.setblocking(False)
-        signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+    wakeup_reader, wakeup_writer = socket.socketpair()
+    with closing(wakeup_reader), closing(wakeup_writer):
+        wakeup_writer.setblocking(False)
+        signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
         for number in stop_signals():
             signal.signal(number, lambda *_: None)
         try:
@@ -41,10 +41,10 @@ def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
             engines.start()
             ranks = settings.ranks_here
             log.info("ranks %d to %d, meeting at %s", ranks[0], ranks[-1], settings.dist_init_addr)
-            if told in wait([told, *engines.sentinels]):
-                told.recv(1)
+            if wakeup_reader in wait([wakeup_reader, *engines.sentinels]):
+                wakeup_reader.recv(1)
                 log.info("told to end: leaving with the node, in %g s at most", settings.drain_timeout_secs)
-                wait([told, *engines.sentinels], settings.drain_timeout_secs)
+                wait([wakeup_reader, *engines.sentinels], settings.drain_timeout_secs)
             engines.wait()
             log.info("%s", engines.exits())
             return 0 if engines.have_succeeded else 1

@@ -1,8 +1,8 @@
-"""The fronts of a node, which serve on one port: how they start, and their end.
+"""The fronts of a node, which serve one port together: how they start and end.
 
-The first front starts the engines and the other fronts, gets the signals, and decides when all of them leave.
-One that leaves by itself ends the node, for a supervisor to start all of it again. What they must share is on
-the ``Board``.
+The first front starts the engines and the other fronts, gets the signals, and decides when all of them exit.
+A front that exits by itself ends the node, and a supervisor starts all of it again. What fronts must share is
+on the ``Board``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp
 
 from hisparse_pd.base.process import die_with_parent
-from hisparse_pd.serving.http.board import Board, Word
+from hisparse_pd.serving.http.board import Board, Instruction
 from hisparse_pd.serving.http.children import EXIT_SECS, Children
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.listening import Listener
@@ -24,41 +24,42 @@ from hisparse_pd.serving.http.metrics import FrontMetrics
 log = logging.getLogger(__name__)
 
 METRICS_SECS = 1.0
-"""Between two times that a front writes on the board what it has counted."""
-_LISTEN_SECS = 0.05
-"""Between two looks at the first front's word."""
+"""Interval at which a front publishes its metrics on the board."""
+_POLL_SECS = 0.05
+"""Interval at which a front looks for the first one's instructions."""
 
 SHUTTING_DOWN = "the node is shutting down; send the request again"
 WHAT_DIED = {
-    Word.ENGINE_DIED: str(LinkState.GONE),
-    Word.FRONT_DIED: "a front process of the node has died",
+    Instruction.ENGINE_DIED: str(LinkState.GONE),
+    Instruction.FRONT_DIED: "a front process of the node has died",
 }
 
 
 async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None:
-    """For as long as the front serves, if others ask for them. What has no room is said once, in the log."""
-    is_told = False
+    """Publish a front's metrics until cancelled, if the node has several fronts. Logs once if they are too
+    long."""
+    is_logged = False
     while board.num_fronts > 1:
         try:
             board.write_metrics(front, metrics.pack())
         except ValueError as error:
-            if not is_told:
+            if not is_logged:
                 log.error("%s: /metrics shows what it had counted before; restart the node", error)
-            is_told = True
+            is_logged = True
         await asyncio.sleep(METRICS_SECS)
 
 
 class Fronts(Children):
-    """The first front's side: the others, numbered from 1, in processes that die with this one."""
+    """The other fronts, numbered from 1, as the first one has them: child processes that die with it."""
 
     def __init__(self, board: Board, metrics: FrontMetrics) -> None:
-        """``metrics``: the first one's own."""
+        """``metrics``: the first front's own."""
         super().__init__()
         self._board = board
         self._metrics = metrics
 
     def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """``target(number, *arguments)`` runs a front; it is imported by name in the child."""
+        """Start them. ``target(number, *arguments)`` runs a front; the child imports it by name."""
         for number in range(1, self._board.num_fronts):
             self.spawn(f"{name} {number}", _run, target, number, *arguments)
 
@@ -66,11 +67,14 @@ class Fronts(Children):
         await write_metrics(self._board, 0, self._metrics)
 
     def stop_accepting(self) -> None:
-        self._board.say(Word.STOP_ACCEPTING)
+        self._board.instruct(Instruction.STOP_ACCEPTING)
 
-    async def leave(self, word: Word) -> None:
-        """Until the others have left, or are overdue. ``word``: LEAVE, or what has died."""
-        self._board.say(word)
+    async def leave(self, instruction: Instruction) -> None:
+        """Tell the others to exit, and wait for them for ``EXIT_SECS`` at most.
+
+        ``instruction``: LEAVE, or the one that says what has died.
+        """
+        self._board.instruct(instruction)
         deadline = time.monotonic() + EXIT_SECS
         while any(process.is_alive() for process in self.processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -79,19 +83,20 @@ class Fronts(Children):
 async def serve_further(
     number: int, link: EngineLink, metrics: FrontMetrics, board: Board, listener: Listener, app: ASGIApp
 ) -> None:
-    """Front ``number``, until the first one says so. The death of that one is the kernel's to see to."""
+    """Serve as front ``number`` until the first front tells it to exit. If that one dies, the kernel ends
+    it."""
     link.start()
     server = listener.server(app, process=number)
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     writing = asyncio.create_task(write_metrics(board, number, metrics))
     try:
-        while (word := board.word) < Word.LEAVE and not serving.done():
-            if word is Word.STOP_ACCEPTING and link.state is LinkState.SERVING:
+        while (instruction := board.instruction) < Instruction.LEAVE and not serving.done():
+            if instruction is Instruction.STOP_ACCEPTING and link.state is LinkState.SERVING:
                 link.stop_accepting()
-            await asyncio.sleep(_LISTEN_SECS)
-        if word in WHAT_DIED:
-            link.engine_died(WHAT_DIED[word])
-        elif word is Word.LEAVE:
+            await asyncio.sleep(_POLL_SECS)
+        if instruction in WHAT_DIED:
+            link.engine_died(WHAT_DIED[instruction])
+        elif instruction is Instruction.LEAVE:
             link.fail_all(503, SHUTTING_DOWN)
             await link.shut_engines_down()
         server.should_exit = True

@@ -1,8 +1,8 @@
-"""TLS of connections that have just begun: owns how many handshakes there are, and how many begin in a turn.
+"""TLS handshakes of new connections: how many are under way, and how many begin in a turn of the loop.
 
-A handshake costs memory and a signature, so a connection gets neither before its client's hello is here: one
-that says nothing is as cheap as one without TLS. What many clients ask for at once begins over several turns
-of the loop. One handshake more than the bound takes the place of another, as among connections.
+A handshake costs memory and a signature. It begins once the client's hello is here, so that a silent
+connection is as cheap as one without TLS. When many hellos come at once, their handshakes begin over several
+turns of the loop. A handshake beyond the limit takes the place of another one, as a connection does.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 from uvicorn.protocols.utils import get_remote_addr
 
-from hisparse_pd.serving.http.connections import ByAddress, Connections, address_of
+from hisparse_pd.serving.http.connections import Connections, ConnectionsByAddress, address_of
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECS = 10.0
-"""From the connection to the end of TLS's handshake."""
+"""Limit from the connection to the end of its handshake."""
 
 MAX_HANDSHAKES = 512
-"""That have begun in a server and are not over; 64 kB each."""
+"""Handshakes under way in a server; each takes 64 kB."""
 
 _BEGUN_A_TURN = 4
-"""A signature with an RSA key of 2048 bits takes 0.6 ms."""
+"""Handshakes that begin in one turn of the loop; a signature with an RSA key of 2048 bits takes 0.6 ms."""
 
 _RECORD_HEAD_BYTES = 5
 _HANDSHAKE_RECORD = 22
@@ -35,29 +35,30 @@ _MAX_RECORD_BYTES = 1 << 14
 
 
 class _Tls(SSLProtocol):
-    """asyncio's, with a buffer for two records: its own has 256 KiB for each connection."""
+    """asyncio's TLS with a buffer for two records; by default it has 256 KiB for each connection."""
 
     max_size = 2 * _MAX_RECORD_BYTES
 
 
 class Handshakes:
-    """Those of one server. ``context``: its certificate, which may change."""
+    """The handshakes of one server. ``context`` has its certificate, which may change."""
 
     def __init__(self, context: ssl.SSLContext, connections: Connections) -> None:
         self.context = context
         self.connections = connections
-        self.begun: ByAddress[Handshake] = ByAddress()
+        self.begun: ConnectionsByAddress[Handshake] = ConnectionsByAddress()
         self._asked: list[Handshake] = []
-        """Their hello is here. Who came last is next: of too many for the time, that one still waits."""
+        """Handshakes whose hello is here. The latest begins first: its client is the likeliest to still
+        wait."""
 
     def ask(self, handshake: Handshake) -> None:
-        """Let it begin, soon."""
+        """Let a handshake begin in one of the next turns."""
         self._asked.append(handshake)
         if len(self._asked) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def drop_all(self) -> None:
-        """Whoever has no TLS yet; a server that ends would wait for them."""
+        """Drop connections that have no TLS yet, since a server that ends would wait for them."""
         for connection in tuple(self.connections.live):
             if isinstance(connection, Handshake):
                 connection.drop()
@@ -70,9 +71,10 @@ class Handshakes:
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until it has TLS, when it is handed to the protocol that ``make`` gives."""
+    """A connection until it has TLS."""
 
     def __init__(self, handshakes: Handshakes, make: Callable[[], asyncio.Protocol]) -> None:
+        """``make`` returns the protocol that takes the connection over once it has TLS."""
         self.client: tuple[str, int] | None = None
         self.address = ""
         self._all = handshakes
@@ -86,7 +88,7 @@ class Handshake(asyncio.Protocol):
     # --- before TLS -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Twice: by TCP, and by TLS."""
+        """Called after TCP connects and again after the handshake."""
         if self._has_begun:
             self._hand_over(transport)
             return
@@ -95,7 +97,6 @@ class Handshake(asyncio.Protocol):
         self.address = address_of(self.client)
         self._since = self._connections.now
         self._connections.admit(self)
-        self._connections.note(self, waits=True)
 
     def data_received(self, data: bytes) -> None:
         self._hello += data
@@ -109,10 +110,10 @@ class Handshake(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
 
-    # --- with it ----------------------------------------------------------------------------------
+    # --- the handshake ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Nothing happens to one that is gone by now."""
+        """Begin the handshake, unless the connection has closed."""
         if self._transport.is_closing():
             return
         self._has_begun = True
@@ -137,7 +138,7 @@ class Handshake(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _note_end(self, over: asyncio.Future[None]) -> None:
-        """However it ended; a client that does not trust the certificate is no error of the server's."""
+        """Note the end of the handshake. A client that does not trust the certificate is no server error."""
         if not over.cancelled() and (error := over.exception()) is not None:
             log.debug("TLS with %s: %s", self.address, error)
         self._forget()
@@ -148,19 +149,19 @@ class Handshake(asyncio.Protocol):
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
 
-    # --- the ways out -----------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def expire(self, now: float) -> str | None:
-        """Close it when it has had its time; the reason."""
+        """Close the connection if its time is up. Returns the reason, None if it stays."""
         if now - self._since < HANDSHAKE_SECS:
             return None
-        return self.drop(f"closed: no TLS after {HANDSHAKE_SECS:g} s")
+        self.drop()
+        return f"closed: no TLS after {HANDSHAKE_SECS:g} s"
 
-    def drop(self, why: str = "") -> str:
-        """Close it; ``why``, for the log."""
+    def drop(self) -> None:
+        """Close the connection."""
         self._forget()
         self._transport.abort()
-        return why
 
     def _forget(self) -> None:
         self._all.begun.discard(self)
@@ -168,7 +169,7 @@ class Handshake(asyncio.Protocol):
 
 
 def _may_be_hello(data: bytes) -> bool:
-    """Whether ``data`` may be the beginning of a client's first record."""
+    """Whether a client's first record may begin with ``data``."""
     is_handshake = data[0] == _HANDSHAKE_RECORD and data[1:2] in (b"", b"\x03")
     return is_handshake and (len(data) < _RECORD_HEAD_BYTES or 0 < _num_bytes(data) <= _MAX_RECORD_BYTES)
 
@@ -178,5 +179,5 @@ def _is_whole(data: bytes) -> bool:
 
 
 def _num_bytes(data: bytes) -> int:
-    """Of the record, behind its head."""
+    """Return the length of the record without its head."""
     return int.from_bytes(data[3:_RECORD_HEAD_BYTES], "big")

@@ -1,4 +1,4 @@
-"""The errors that an HTTP front answers with: in OpenAI's shape, on Anthropic's paths in Anthropic's.
+"""Errors that an HTTP server answers with, in OpenAI's shape, and on Anthropic's paths in Anthropic's.
 
 Exception tree::
 
@@ -6,8 +6,8 @@ Exception tree::
     +-- FieldRefused            400: names one field of the body and what is wrong with it
     |   +-- InvalidField        the same with its value and the bound
     +-- NodeUnavailable         503: the engine is not ready, not healthy or gone
-    +-- QueueFull               429: as much is in flight as this node takes
-    +-- RequestFailedError      the status that the engine gave, for a request that it ended
+    +-- QueueFull               429: this node has as many requests in flight as it accepts
+    +-- RequestFailedError      the engine ended the request, with this status
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from starlette.responses import Response
 _MAX_SHOWN_CHARS = 80
 
 RETRY_AFTER_SECS = 5
-"""For a place in a queue, or for a node in place of one that is gone. Clients' libraries wait as long and ask
-again; without it they ask twice within two seconds, and give up."""
+"""Value of ``retry-after`` when a queue is full or a node is gone. Client libraries wait that long and ask
+again; without the header they ask twice within two seconds and give up."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -35,15 +35,15 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Of other statuses: ``invalid_request_error`` below 500, ``api_error`` from there on."""
+"""Anthropic's error types by status; others are ``invalid_request_error`` below 500, else ``api_error``."""
 
 
 class ErrorShape(Enum):
-    """How an error is written: whole, and as the event that ends a stream."""
+    """How an error is written, as a whole answer and as the event that ends a stream."""
 
     OPENAI = auto()
     RESPONSES = auto()
-    """OpenAI's of ``/v1/responses``: the same, but for the event."""
+    """OpenAI's shape on ``/v1/responses``, which differs in the event alone."""
     ANTHROPIC = auto()
 
     @classmethod
@@ -54,7 +54,7 @@ class ErrorShape(Enum):
 
 
 class ApiError(Exception):
-    """Ends a request with ``status``. ``param`` is the field at fault, when there is one."""
+    """Ends a request with ``status``. ``param`` names the field at fault, if there is one."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -66,7 +66,8 @@ class ApiError(Exception):
         self.code = code or _status_name(status)
 
     def to_dict(self, shape: ErrorShape = ErrorShape.OPENAI) -> dict[str, object]:
-        """The error object; Anthropic's has ``code`` besides, by which a router knows whose fault it is."""
+        """Return the error as an object. Anthropic's has a ``code``, too, by which a router finds the
+        cause."""
         is_clients = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
         match shape:
             case ErrorShape.OPENAI | ErrorShape.RESPONSES:
@@ -81,7 +82,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of an answer that the error is, beside those of its body."""
+        """Headers of the error's answer, beside those about its body."""
         is_passing = self.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
         return {"retry-after": str(RETRY_AFTER_SECS)} if is_passing else {}
 
@@ -89,11 +90,11 @@ class ApiError(Exception):
         return msgspec.json.encode(self.to_dict(shape))
 
     def event(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
-        """The server-sent event that ends a stream."""
+        """Return the server-sent event that ends a stream."""
         match shape:
             case ErrorShape.OPENAI:
                 return b"data: " + self.body() + b"\n\n"
-            case ErrorShape.RESPONSES:  # its fields, and the object by which clients know errors of streams
+            case ErrorShape.RESPONSES:  # its own fields, and the object that clients look for in streams
                 event: dict[str, object] = {"type": "error", "code": self.code, "message": self.message}
                 body = msgspec.json.encode(event | {"param": self.param} | self.to_dict())
                 return b"event: error\ndata: " + body + b"\n\n"
@@ -103,13 +104,13 @@ class ApiError(Exception):
     def response(
         self, headers: Mapping[str, str] | None = None, shape: ErrorShape = ErrorShape.OPENAI
     ) -> Response:
-        """The whole answer, an ASGI application; ``headers`` beside its own."""
+        """Return the whole answer, an ASGI application, with ``headers`` beside the error's own."""
         all_headers = {**self.headers, **(headers or {})}
         return Response(self.body(shape), self.status, all_headers, media_type="application/json")
 
 
 class FieldRefused(ApiError):
-    """The request is not served for ``field``, because of what ``why`` says."""
+    """The request is refused because of ``field``; ``why`` says what is wrong with it."""
 
     def __init__(self, field: str, why: str, *, code: str | None = None) -> None:
         super().__init__(400, f"{field}: {why}", param=field, code=code)
@@ -130,7 +131,7 @@ class NodeUnavailable(ApiError):
 
 
 class QueueFull(ApiError):
-    """This node has as much to do as it takes; later, or on another one, there is a place."""
+    """This node accepts no more requests now; the client may try later, or on another node."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(429, reason)
@@ -141,13 +142,13 @@ class RequestFailedError(ApiError):
 
 
 def shown(value: object) -> str:
-    """A JSON value as it appears in an error message: short, whatever its size."""
+    """Return a JSON value for an error message, shortened if it is long."""
     match value:
         case dict():
             return f"an object with {len(value)} fields"
         case list():
             return f"a list with {len(value)} entries"
-        case str():  # cut first: a prompt of megabytes is not encoded to show its start
+        case str():  # cut before it is encoded: a prompt may have megabytes
             text = json.dumps(value[: _MAX_SHOWN_CHARS + 1], ensure_ascii=False)
         case _:
             text = json.dumps(value)
@@ -155,7 +156,7 @@ def shown(value: object) -> str:
 
 
 def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """The beginning of a text that a client chose, for a message: all of it where it is short."""
+    """Return a text that a client chose, for a message, cut to ``max_chars``."""
     return text if len(text) <= max_chars else text[:max_chars] + "…"
 
 

@@ -1,25 +1,25 @@
-"""What a decode node says between the events of a stream to a router that keeps its journal.
+"""Lines that a decode node sends between the events of a stream to a router that keeps its journal.
 
-Each line is a comment of server-sent events, which the router takes out. It ends a unit: the events between
-two lines were made of the tokens that the second one names, and are shown once that is there. A line with
-another word stands behind a unit, and a router that does not know it passes over it.
+Each line is a comment of server-sent events, which the router takes out. A record ends a unit: the events
+since the line before were made of the tokens in the record, and the router shows them once it has it. A line
+with a word stands after a unit, and a router skips words that it does not know.
 """
 
 from __future__ import annotations
 
 JOURNAL_HEADER = b"x-hisparse-pd-journal"
-"""Of a stream that has such lines, with the value 1; the router's alone."""
+"""Response header of a stream with such lines, with the value 1; clients never get it."""
 
 MARK = b":journal "
-"""No event has it at the beginning of a line: in JSON there is no end of a line."""
+"""Beginning of a line. No event has it at the beginning of a line, since JSON has no line breaks."""
 
 OVER = b"over"
-"""The stream is complete, or ended by an error that every node would give."""
+"""Word for the end: the stream is complete, or ended by an error that every node would give."""
 LEAVING = b"leaving"
-"""The node takes nothing new. The stream goes on here unless the router takes it to another node. This line
-stands behind another one, with no event between them."""
+"""Word for a node that shuts down. The stream continues there unless the router moves it to another node.
+This line follows another one, with no event between them."""
 
 
 def journal_line(content: bytes) -> bytes:
-    """``content``: one of the words above, or a record as JSON, which is the nodes' affair."""
+    """Make a line. ``content`` is one of the words above, or a record as JSON, which only nodes read."""
     return MARK + content + b"\n\n"

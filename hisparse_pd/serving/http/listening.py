@@ -1,4 +1,4 @@
-"""The sockets of HTTP servers, taken before anything slow begins."""
+"""Listening sockets of HTTP servers, which are bound before anything slow begins, and the servers on them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from starlette.types import ASGIApp
 
 from hisparse_pd.serving.http import descriptors
 from hisparse_pd.serving.http.certificates import Certificate
-from hisparse_pd.serving.http.connections import Connection, Connections
+from hisparse_pd.serving.http.connections import Connections
 from hisparse_pd.serving.http.handshakes import Handshake, Handshakes
+from hisparse_pd.serving.http.http_connection import HttpConnection
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _LAST_ANSWERS_SECS = 2
 _OTHERS_SECS = 0.005
-"""For a process with fewer connections to accept one."""
+"""Time for a process with fewer connections to accept a new one."""
 _TICKS_A_SWEEP = 10
 """uvicorn ticks ten times a second."""
 
 
 class Listener:
-    """A socket that listens, for one HTTP server."""
+    """A listening socket for one HTTP server."""
 
     def __init__(self, host: str, port: int, certificate: Certificate | None = None) -> None:
-        """``host`` "::" takes IPv4 as well; ``port`` 0 any free one; ``certificate``: for https.
+        """Listen. ``host`` "::" takes IPv4 as well, ``port`` 0 is any free one, a ``certificate`` makes it
+        https.
 
-        Raises OSError when the address cannot be bound, or the certificate cannot be used.
+        Raises OSError if the address cannot be bound or the certificate cannot be used.
         """
         if certificate is not None:
             certificate.check()
@@ -61,7 +63,7 @@ class Listener:
         return "http" if self._certificate is None else "https"
 
     def share(self, num_processes: int) -> None:
-        """Before it is handed to processes that accept from it as well."""
+        """Prepare the socket for several processes. Must be called before it is handed to them."""
         self._num_connections = multiprocessing.RawArray("q", num_processes) if num_processes > 1 else ()
 
     def server(
@@ -73,8 +75,10 @@ class Listener:
         num_servers: int = 1,
         process: int = 0,
     ) -> HttpServer:
-        """``num_descriptors_each``: of a request; ``num_servers``: of this process, this one included;
-        ``process``: the number of this one, of those that share the socket.
+        """Make the server of this process.
+
+        ``num_descriptors_each``: descriptors of a request. ``num_servers``: servers of this process, this one
+        included. ``process``: the number of this process among those that share the socket.
         """
         limit = descriptors.limit()
         connections = Connections(descriptors.max_connections(limit, num_descriptors_each, num_servers))
@@ -87,7 +91,7 @@ class Listener:
             *(self.port, connections.limit, limit),
             ": raise the limit of descriptors (ulimit -n)" if is_low else "",
         )
-        protocol: Any = functools.partial(Connection, connections)
+        protocol: Any = functools.partial(HttpConnection, connections)
         handshakes: Handshakes | None = None
         if self._certificate is not None:
             handshakes = Handshakes(self._certificate.context(), connections)
@@ -97,7 +101,7 @@ class Listener:
             http=protocol,
             backlog=1 if self._num_connections else descriptors.MAX_ACCEPTED_AT_ONCE,
             log_config=None,
-            log_level="error",  # its warnings are about clients that speak no HTTP/1.1, such as h2c probes
+            log_level="error",  # warnings are about clients that speak no HTTP/1.1, such as h2c probes
             access_log=False,
             lifespan=lifespan,
             ws="none",
@@ -110,33 +114,38 @@ class Listener:
 
 
 def _handshake(handshakes: Handshakes, protocol: Any, **given: Any) -> Handshake:
-    """What a server with TLS makes of a connection, in place of ``protocol(**given)``."""
+    """Make the protocol of a new connection with TLS; ``protocol(**given)`` takes over from it."""
     return Handshake(handshakes, functools.partial(protocol, **given))
 
 
 class _SharedSocket(socket.socket):
-    """One that several processes accept from. All of them wake up for a connection; who has fewest takes it.
+    """A socket from which several processes accept. All wake up for a connection; the one with fewest takes
+    it.
 
-    Otherwise the kernel would give nearly all to one of them, as long as that one has nothing else to do.
+    Otherwise the kernel would give nearly all of them to one process, as long as it has nothing else to do.
     """
 
     def __init__(
         self, sock: socket.socket, connections: Connections, num_connections: Any, process: int
     ) -> None:
-        """Takes ``sock`` over. ``num_connections``: of each process, in memory that they share."""
+        """Take ``sock`` over. ``num_connections``: each process's number of connections, in shared memory."""
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self._connections = connections
         self._num_connections = num_connections
         self._process = process
         connections.on_change = self._publish
         self._left_since = self._left_at = -math.inf
-        """When a connection was left to the others, first and last."""
+        """When the present connection was left to the other processes, for the first and for the last
+        time."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises BlockingIOError where another process should, for a while: it may be busy, or gone."""
+        """Accept a connection. Raises BlockingIOError while it is left to a process with fewer of them.
+
+        That process may be busy or gone, so it gets ``_OTHERS_SECS``.
+        """
         now = time.monotonic()
         if len(self._connections.live) > min(self._num_connections):
-            if now - self._left_at >= _OTHERS_SECS:  # they have taken that one: this is another
+            if now - self._left_at >= _OTHERS_SECS:  # that one was accepted, and this is another
                 self._left_since = now
             self._left_at = now
             if now - self._left_since < _OTHERS_SECS:
@@ -148,7 +157,7 @@ class _SharedSocket(socket.socket):
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to its process, which lets requests finish before any server of it ends."""
+    """uvicorn's server, which leaves signals to its process: that lets requests finish before servers end."""
 
     def __init__(
         self,
@@ -157,7 +166,7 @@ class HttpServer(uvicorn.Server):
         certificate: Certificate | None,
         handshakes: Handshakes | None,
     ) -> None:
-        """``certificate`` and ``handshakes``: of a server with TLS."""
+        """``certificate`` and ``handshakes`` are None for a server without TLS."""
         super().__init__(config)
         self.connections = connections
         self._certificate = certificate
@@ -166,7 +175,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(_BACKLOG)  # in the kernel, where waiting takes none of our descriptors
+            listening.listen(_BACKLOG)  # connections wait in the kernel, where they take no descriptors
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_A_SWEEP == 0:

@@ -1,7 +1,7 @@
-"""What ``/metrics`` of a node shows: the engine's latest numbers and the front's own histograms.
+"""``/metrics`` of a node: the engines' latest numbers and the fronts' own histograms.
 
-Every name has the prefix ``hisparse_pd:``. The engine names its gauges and counters itself, with labels as in
-``requests_total{mode="dense"}``; they are passed on as they are.
+Every name has the prefix ``hisparse_pd:``. Engines name their gauges and counters themselves, with labels as
+in ``requests_total{mode="dense"}``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _HELP = {
     "running_reqs": "requests in the running batch, by mode",
     "num_paused_reqs": "running requests that sit steps out until there are slots for their next token",
     "num_queue_reqs": "requests that wait for admission or prefill",
-    "queue_reqs": "requests that wait for admission, by what they asked for",
-    "num_transfer_queue_reqs": "requests whose KV is under way",
+    "queue_reqs": "requests that wait for admission, by the hisparse flag that they have",
+    "num_transfer_queue_reqs": "requests whose KV is being transferred",
     "token_usage": "share of the busiest pool in use, 0 to 1",
-    "pool_used_tokens": "token slots in use, those of held prefixes left out",
-    "pool_held_tokens": "token slots of held prefixes, which are given up for whoever needs them",
+    "pool_used_tokens": "token slots in use, without those of held prefixes",
+    "pool_held_tokens": "token slots of held prefixes, which are evicted when others need them",
     "pool_total_tokens": "token slots of the pool",
     "quarantined_tokens": "token slots that a remote write may still reach",
     "stuck_rooms": "quarantined rooms of which their prefill node has said nothing for quarantine_secs",
     "set_aside_tokens": "token slots that nobody gets, because a row there was not what was written",
     "kv_rows_corrupt_total": "rows of KV that were not what was written, by where that was found",
     "aux_slots_used": "aux records in use or quarantined",
-    "aux_slots_total": "aux records that there are",
+    "aux_slots_total": "all aux records",
     "cache_hit_rate": "share of prompt tokens found in the prefix cache",
     "num_registered_peers": "peers with a live registration",
     "gen_throughput": "generated tokens a second",
@@ -54,32 +54,32 @@ _HELP = {
     "kv_transfer_bytes_total": "KV bytes moved",
     "kv_transfer_seconds_total": "seconds in KV transfers",
     "kv_transfer_failures_total": "KV transfers that failed",
-    "transfer_info": "1; the labels say what the KV transport runs on, and why",
-    "lane_info": "1; the labels say what KV takes between this node and a registered peer, and why",
+    "transfer_info": "always 1; the labels say what the KV transport runs on, and why",
+    "lane_info": "always 1; the labels say how KV goes between this node and a registered peer, and why",
     "swap_in_hits_total": "selected entries found in the hot buffer",
     "swap_in_misses_total": "selected entries paged in from the host pool",
     "swap_in_bytes_total": "KV bytes that misses brought from the host pool",
-    "swap_in_evictions_total": "hot-buffer entries that made room",
+    "swap_in_evictions_total": "hot-buffer entries that were replaced",
     "prompt_tokens_total": "prompt tokens",
     "cached_tokens_total": "prompt tokens found in the prefix cache",
     "held_tokens_total": "prompt tokens whose KV the decode node held, so that it was not sent",
     "held_hits_total": "delivered requests that began with a held prefix",
-    "held_evicted_tokens_total": "tokens of held prefixes that were given up for whoever needed the slots",
+    "held_evicted_tokens_total": "tokens of held prefixes that were evicted because others needed the slots",
     "generation_tokens_total": "generated tokens",
     "verifying_steps_total": "times that a step verified drafts of a request",
     "drafted_tokens_total": "tokens of the draft layer that steps verified",
-    "accepted_draft_tokens_total": "of them those that became output",
-    "spec_accept_length": "tokens that a request got of a step that verified drafts of it, on average",
+    "accepted_draft_tokens_total": "tokens of the draft layer that became output",
+    "spec_accept_length": "mean number of tokens that a request got from a step that verified its drafts",
     "control_messages_dropped_total": "control messages dropped, by reason",
-    "aborted_requests_total": "requests aborted by their client, or given up by the decode node",
+    "aborted_requests_total": "requests aborted by their client or by the decode node",
     "failed_requests_total": "requests that ended in an error",
 }
 
 
 class FrontMetrics:
-    """A front's own histograms and counters, and what the engines said last, which all fronts hear.
+    """A front's own histograms and counters, and the engines' latest numbers, which every front gets.
 
-    What comes from the engines of a node of several ranks has the label ``dp_rank``.
+    In a node of several ranks, the engines' numbers have the label ``dp_rank``.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -96,8 +96,8 @@ class FrontMetrics:
         )
         self._phases = self._histogram(
             "request_phase_seconds",
-            "what a request went through, one after the other, by phase; those of its prefill node "
-            "(prefill_queue, prefill, transfer) end with its landing",
+            "phases of a request, which follow each other; those of its prefill node (prefill_queue, "
+            "prefill, transfer) end when its KV has landed",
             _PHASE_BUCKETS,
             "phase",
         )
@@ -129,11 +129,11 @@ class FrontMetrics:
         self._engine.stats[rank] = stats
 
     def pack(self) -> bytes:
-        """This front's own, for those who render those of all."""
+        """Return this front's own numbers, for the front that renders those of all."""
         return pack(self.registry)
 
     def render(self, of_fronts: Sequence[bytes] = ()) -> bytes:
-        """Prometheus text of the node, whose fronts these are, packed; of none, this front's own."""
+        """Return the node's Prometheus text. ``of_fronts``: packed numbers of its fronts, if several."""
         return render(self._engine, of_fronts or (self.pack(),))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -144,14 +144,14 @@ class FrontMetrics:
 
 
 class _EngineCollector(Collector):
-    """The latest EngineStats of each rank as metric families."""
+    """Collects the latest EngineStats of each rank as metric families."""
 
     def __init__(self, num_ranks: int) -> None:
         self.stats: dict[int, EngineStats] = {}
         self._num_ranks = num_ranks
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: what there is, the engine says later."""
+        """Describe nothing: the engine names its metrics later."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -173,25 +173,25 @@ class _EngineCollector(Collector):
 
 
 def split_labels(labelled_name: str) -> tuple[str, dict[str, str]]:
-    """``name{label="value"}`` to name and labels. Raises ValueError."""
+    """Split ``name{label="value"}`` into name and labels. Raises ValueError."""
     match = _LABELLED.fullmatch(labelled_name)
     if match is None:
         raise ValueError(f'metric {labelled_name!r}: expected name or name{{label="value"}}')
     return match[1], dict(_LABEL.findall(match[2] or ""))
 
 
-# --- of several processes ----------------------------------------------------------------------------
+# --- numbers of several processes --------------------------------------------------------------------
 
 
 def pack(registry: CollectorRegistry) -> bytes:
-    """The present numbers of one process, for another one of the same program."""
+    """Return the present numbers of this process, for another process of the same program."""
     return pickle.dumps(list(registry.collect()))
 
 
-def render(of_all: Collector, packed: Sequence[bytes]) -> bytes:
-    """Prometheus text: ``of_all``, which is known here, and the sums of what is ``packed``."""
+def render(collector: Collector, packed: Sequence[bytes]) -> bytes:
+    """Return Prometheus text of one collector, and of the sums of all ``packed`` numbers."""
     registry = CollectorRegistry()
-    registry.register(of_all)
+    registry.register(collector)
     registry.register(_Sums(packed))
     return generate_latest(registry)
 
@@ -201,11 +201,11 @@ class _Sums(Collector):
         self._packed = packed
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering is not to collect."""
+        """Describe nothing, or registration would collect."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """The families of all processes; a sample is their sum, ``_created`` the oldest one's."""
+        """Yield the families of all processes. A sample is the sum, and ``_created`` the earliest time."""
         families: dict[str, Metric] = {}
         values: defaultdict[str, defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = (
             defaultdict(lambda: defaultdict(list))

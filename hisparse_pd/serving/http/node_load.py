@@ -1,4 +1,4 @@
-"""``/status`` of a node: what its engines said last, as a document that a router shows."""
+"""``/status`` of a node: the engines' latest numbers, as a document that the router shows."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ Number = Annotated[float, Meta(ge=0)]
 
 
 class RankLoad(Struct, frozen=True):
-    """``numbers``: gauges and counters by their names in ``/metrics``, each by the value of its label, or "".
-
-    Counters count from the node's start.
-    """
+    """Gauges and counters of one rank. Counters count from the node's start."""
 
     dp_rank: Annotated[int, Meta(ge=0)]
     numbers: dict[str, dict[str, Number]]
+    """Values by metric's name, as in ``/metrics``, and then by the value of its label, "" without one."""
 
 
 class NodeLoad(Struct, frozen=True):
-    """``ranks``: those that have said something."""
+    """The numbers of a node."""
 
     role: str
     ranks: tuple[RankLoad, ...]
+    """Ranks whose engines have reported."""
 
     @classmethod
     def of(cls, role: str, stats: Mapping[int, EngineStats]) -> NodeLoad:
-        """``stats``: by rank."""
+        """Make the document from the latest stats by rank."""
         return cls(role, tuple(RankLoad(rank, _numbers(stats[rank])) for rank in sorted(stats)))
 
 

@@ -1,7 +1,8 @@
-"""Work of requests that takes long, in threads beside the event loop.
+"""Long work of requests, which runs in threads beside the event loop.
 
-Few threads, so that requests cannot fill the machine, and work in pieces, so that they get their turns.
-Python runs one thread at a time: a piece is either short, or a call that lets the others run meanwhile.
+There are few threads, so that requests cannot fill the machine, and work comes in pieces, so that each
+request gets its turn. Python runs one thread at a time: a piece is either short, or a call that releases the
+interpreter.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ T = TypeVar("T")
 _NUM_THREADS = 2
 
 _INLINE_BODY_BYTES = 1 << 16
-"""Up to this size, a body is parsed at once: in a millisecond."""
+"""Size up to which a body is parsed on the loop, which takes a millisecond."""
 
 _MAX_PARSING_SECS = 0.02
-"""For the bodies that are parsed at once in one turn of the loop."""
+"""Time that one turn of the loop may spend on parsing bodies."""
 
 _MAX_REST_SECS = 0.25
+"""Longest rest of a thread after a call that kept the interpreter."""
 
 
 class _Thread(threading.local):
@@ -45,19 +47,19 @@ _executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", init
 
 
 async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of ``function``, which waits for its turn behind the pieces of other requests.
+    """Return the result of ``function``, which runs in a thread after the pieces of other requests.
 
-    A piece whose request was cancelled in the meantime is not begun.
+    If its request is cancelled before that, it does not run.
     """
     future = _executor.submit(function, *args, **kwargs)
     return await asyncio.wrap_future(future)
 
 
 async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``parse`` makes of ``body``, which is among its arguments.
+    """Return what ``parse`` makes of ``body``, which is one of its arguments.
 
-    A large body is parsed in a thread, a small one at once, or in a later turn of the loop when others have
-    had this one.
+    A large body is parsed in a thread. A small one is parsed here, in a later turn of the loop if this one
+    has spent its time on others.
     """
     if len(body) > _INLINE_BODY_BYTES:
         return await off_loop(parse, *args, **kwargs)
@@ -69,7 +71,8 @@ async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.
 
 
 class _Turn:
-    """What the present turn of an event loop has spent on bodies, of which hundreds may come at once."""
+    """Measures what the present turn of an event loop has spent on bodies, since hundreds may come at
+    once."""
 
     def __init__(self) -> None:
         self.parsing_secs = 0.0
@@ -77,7 +80,7 @@ class _Turn:
     @contextmanager
     def parsing(self) -> Iterator[None]:
         if not self.parsing_secs:
-            # The next turn begins with it: whoever waits for that turn began to wait later.
+            # This runs first in the next turn: whatever else waits for that turn is queued later.
             asyncio.get_running_loop().call_soon(self._end)
         began = time.monotonic()
         try:
@@ -94,9 +97,11 @@ _turns = WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]()
 
 @contextmanager
 def taking_interpreter(num_bytes: int) -> Iterator[None]:
-    """Round a call over so many bytes, large or small, in which no other thread runs. Large ones are made one
-    at a time, and their thread rests for as long as each took: the loop needs the interpreter some ten times
-    to answer a request."""
+    """Wrap a call over ``num_bytes`` that keeps the interpreter, so that no other thread runs meanwhile.
+
+    Large calls in threads are made one at a time, and after each the thread rests for as long as it took: the
+    loop needs the interpreter some ten times to answer a request.
+    """
     if num_bytes <= _INLINE_BODY_BYTES or not _thread.is_beside_loop:
         yield
         return

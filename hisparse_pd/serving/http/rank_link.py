@@ -1,7 +1,7 @@
-"""The front's side of one engine: the socket, what waits to be sent, and what the engine last said of itself.
+"""A front's link to the engine of one rank: the socket, messages to be sent, and the engine's latest reports.
 
-A node has one engine a rank. No task waits here: what has come is handed on, and what is to go leaves, in
-turns of the event loop that take a bounded time each.
+There is no task: messages are received and sent in turns of the event loop, each of which takes a bounded
+time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, FromEngine, ToEngine
 from hisparse_pd.engine.sockets import Crossing, FrontSocket
-from hisparse_pd.serving.http.board import InFlight
+from hisparse_pd.serving.http.board import InFlightCounts
 
 _SENT_A_TURN = 8
-"""Messages, some of which have a prompt of megabytes."""
+"""Messages that are sent in one turn; some have a prompt of megabytes."""
 
 
 class RankLink:
@@ -27,22 +27,23 @@ class RankLink:
         self,
         rank: int,
         endpoint: str,
-        in_flight: InFlight,
+        in_flight: InFlightCounts,
         on_message: Callable[[RankLink, FromEngine], None],
         on_lost: Callable[[RankLink], None],
         crossing: Crossing | None,
     ) -> None:
-        """``endpoint``: ZMQ's, which the socket binds; ``in_flight``: the node's, in which it is counted.
+        """``endpoint``: the ZMQ endpoint that the socket binds. ``in_flight``: the node's counts.
 
-        ``on_lost``: called when an engine on another machine is gone that had said something.
+        ``on_lost``: called when an engine on another machine is gone after it had reported. ``crossing``:
+        what a connection to another machine needs.
         """
         self.rank = rank
         self.loading: EngineLoading | None = None
-        """How far it was when it last said so, until it is ready."""
+        """Latest progress of an engine that loads; None once it is ready."""
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.has_told_since_leaving = True
-        """Whether ``stats`` are younger than the node's decision to leave."""
+        """Whether ``stats`` are younger than the beginning of the node's shutdown."""
         self._endpoint = endpoint
         self._in_flight = in_flight
         self._on_message = on_message
@@ -55,21 +56,21 @@ class RankLink:
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Prompt tokens of the samples that it has, of all fronts."""
+        """Prompt tokens of the samples that the engine has, from all fronts."""
         return self._in_flight.tokens_of(self.rank)
 
     @property
     def num_given(self) -> int:
-        """Samples that it ever got, of all fronts."""
+        """Samples that the engine was ever given, by all fronts."""
         return self._in_flight.given_to(self.rank)
 
     def start(self) -> None:
-        """Bind the socket and start talking; needs a running event loop. Raises OSError."""
+        """Bind the socket and begin to talk. Needs a running event loop. Raises OSError."""
         self._socket = FrontSocket(self._endpoint, self._crossing)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._wake)
         if (losses := self._socket.loss_fileno) is not None:
             asyncio.get_running_loop().add_reader(losses, self._check_loss)
-            self._check_loss()  # only who has looked is told of what follows
+            self._check_loss()  # the descriptor reports later losses only after a first look
         self._wake()
 
     def close(self) -> None:
@@ -83,18 +84,21 @@ class RankLink:
             self._socket = None
 
     def put(self, message: ToEngine | None, on_sent: Callable[[], None] = lambda: None) -> None:
-        """Never waits. ``on_sent``: called once it, and all before it, has gone. None: nothing goes."""
+        """Queue a message, without waiting. ``on_sent`` is called once it and all before it have gone.
+
+        With None nothing is sent, and ``on_sent`` is called all the same.
+        """
         self._outbox.append((message, on_sent))
         self._wake()
 
     async def flush(self) -> None:
-        """Until all that was put has gone."""
+        """Wait until all queued messages have gone."""
         gone = asyncio.Event()
         self.put(None, gone.set)
         await gone.wait()
 
     def note(self, message: EngineLoading | EngineReady | EngineStats) -> None:
-        """What the engine says of itself."""
+        """Take in a report of the engine about itself."""
         now = time.monotonic()
         match message:
             case EngineLoading():
@@ -112,7 +116,7 @@ class RankLink:
                 self.stats, self.has_told_since_leaving = message, True
 
     def stall(self, health_timeout_secs: float) -> str | None:
-        """Why the engine gets nowhere, or None while it makes progress, loading included."""
+        """Return why the engine makes no progress, None while it does. Loading is progress, too."""
         now = time.monotonic()
         if self.ready is None:
             still_secs = now - self._last_progress_at
@@ -131,7 +135,7 @@ class RankLink:
             self._on_lost(self)
 
     def _wake(self) -> None:
-        """Take a turn soon, behind those who have something to do already."""
+        """Schedule a turn after the callbacks that are due already."""
         if self._next_turn is None and self._socket is not None:
             self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
 
@@ -146,6 +150,6 @@ class RankLink:
             on_sent()
         for received in self._socket.receive():
             self._on_message(self, received)
-        self._check_loss()  # with the first message it is known which connection is the engine's
+        self._check_loss()  # the first message shows which connection is the engine's
         if self._socket.is_ready(to_send=bool(self._outbox)):
             self._wake()

@@ -72,7 +72,7 @@ def run_prefill(model_path: Path, port: int, num_fronts: int, drain_timeout_secs
 def run_decode(model_path: Path, port: int, num_fronts: int, drain_timeout_secs: float) -> int:
     from hisparse_pd.decode_node.server import apps
     from hisparse_pd.serving.api.node import run_front
-    from hisparse_pd.serving.http.engine_link import least_loaded
+    from hisparse_pd.serving.http.rank_choice import least_loaded
 
     settings = DecodeSettings(
         model_path=model_path,

@@ -45,8 +45,7 @@ from hisparse_pd.serving.api import node
 from hisparse_pd.serving.api.app import Work, create_app
 from hisparse_pd.serving.api.frame import Answer
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.serving.http import front as front_module
-from hisparse_pd.serving.http import rank_link
+from hisparse_pd.serving.http import first_front, rank_link
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics
@@ -750,7 +749,7 @@ def test_a_front_that_cannot_start_says_why(
 
 
 def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:
-    process = front_module.EngineProcesses(_never, DecodeSettings(model_path=tmp_path), "engine")
+    process = first_front.EngineProcesses(_never, DecodeSettings(model_path=tmp_path), "engine")
     directory = Path(process.endpoints_of(0)[0].removeprefix("ipc://")).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     process.stop(graceful=False)
@@ -779,7 +778,7 @@ def test_engines_on_a_cpu_spin_briefly_unless_the_operator_says_how_they_wait(
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
     settings = DecodeSettings(model_path=tmp_path, device=device)
-    processes = front_module.EngineProcesses(_never, settings, "engine")
+    processes = first_front.EngineProcesses(_never, settings, "engine")
     others = multiprocessing.active_children()
     try:
         processes.start()

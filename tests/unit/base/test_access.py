@@ -1,4 +1,4 @@
-"""Lists of peers, and what a service opens to other machines with the settings it has."""
+"""Lists of peers, and warnings about what a service opens to other machines."""
 
 from __future__ import annotations
 

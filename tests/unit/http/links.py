@@ -1,4 +1,4 @@
-"""A front's links to engines that are not there: what goes to them stays in the outboxes of their ranks."""
+"""A front's links to engines that do not run, so that messages stay in the ranks' outboxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.engine.messages import EngineReady, Generate, GenerateGroup, ToEngine
 from hisparse_pd.serving.http.board import Board
-from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits, RankChoice
+from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits
+from hisparse_pd.serving.http.rank_choice import RankChoice
 from hisparse_pd.serving.http.rank_link import RankLink
 
 ROOMY = QueueLimits(100, 1000)
@@ -21,7 +22,7 @@ def make_link(
     board: Board | None = None,
     front: int = 0,
 ) -> EngineLink:
-    """One whose engines are ready."""
+    """Make a link whose engines are ready."""
     endpoints = [f"ipc://unused-{rank}" for rank in range(num_ranks)]
     link = EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose_rank, board=board, front=front)
     for rank in link.ranks:
@@ -30,20 +31,20 @@ def make_link(
 
 
 def by_room(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-    """A choice that a test knows beforehand."""
+    """Choose the rank by the room, so that a test knows it beforehand."""
     for sample in prompt.samples:
         yield ranks[sample.room % len(ranks)]
 
 
 def group_of(rooms: range, num_prompt_tokens: int = 7) -> GenerateGroup:
-    """A sample for each room, with the request id ``rROOM``."""
+    """Make a group with a sample for each room, with the request id ``rROOM``."""
     greedy = SamplingParams(1, temperature=0.0)
     samples = (Generate(f"r{room}", room, num_prompt_tokens, greedy, "127.0.0.1", 1) for room in rooms)
     return GenerateGroup(tuple(samples), NO_ISOLATION, b"prompt")
 
 
 def sent(link: EngineLink) -> list[list[ToEngine]]:
-    """What goes to each rank; as their turns do it."""
+    """Take what goes to each rank out of the outboxes, as the links' turns do."""
     messages: list[list[ToEngine]] = []
     for rank in link.ranks:
         messages.append([])

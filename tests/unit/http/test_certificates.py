@@ -26,7 +26,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def presented(port: int) -> bytes:
-    """The certificate that a new connection is shown."""
+    """Return the certificate that a new connection gets."""
     anybody = ssl.create_default_context()
     anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=anybody)
@@ -47,7 +47,7 @@ async def test_https_with_a_certificate_that_is_exchanged(
             with pytest.raises(httpx.HTTPError):
                 await old.get(url.replace("https:", "http:"))
             other = make_tls_files(tmp_path / "other")
-            other.key.replace(files.key)  # which does not fit
+            other.key.replace(files.key)  # a key that does not fit
             await until(lambda: "stays as it was" in caplog.text)
             assert str(files.cert) in caplog.text
             assert (await presented(port)) == files.der
@@ -56,7 +56,7 @@ async def test_https_with_a_certificate_that_is_exchanged(
             async with asyncio.timeout(WAIT_SECS):
                 while await presented(port) != new_der:
                     await asyncio.sleep(0.05)
-            assert (await old.get(url)).text == "https"  # on the connection that stood
+            assert (await old.get(url)).text == "https"  # on the connection from before
         async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as new:
             assert (await new.get(url)).text == "https"
         assert caplog.text.count("stays as it was") == 1

@@ -1,4 +1,4 @@
-"""What a node's first process says of those that it has started."""
+"""Reports of a node's first process about its children."""
 
 from __future__ import annotations
 

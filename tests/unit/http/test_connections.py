@@ -20,14 +20,13 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hisparse_pd.serving.http import connections, descriptors
-from hisparse_pd.serving.http.connections import (
+from hisparse_pd.serving.http.connections import Connections
+from hisparse_pd.serving.http.framing import MAX_SMALL_CHUNKS, SMALL_CHUNK_BYTES
+from hisparse_pd.serving.http.http_connection import (
     BODY_WINDOW_BYTES,
     BODY_WINDOW_SECS,
     HEAD_SECS,
-    MAX_SMALL_CHUNKS,
-    SMALL_CHUNK_BYTES,
     UNREAD_SECS,
-    Connections,
 )
 from hisparse_pd.serving.http.listening import HttpServer
 from tests.unit import servers
@@ -42,7 +41,7 @@ POST = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n"
 
 
 class Client:
-    """A raw connection, from an address of loopback."""
+    """A raw connection from an address of loopback."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -51,7 +50,7 @@ class Client:
         self._writer.write(data)
 
     async def read(self) -> bytes:
-        """All until the other end closes."""
+        """Return all that comes until the other end closes."""
         try:
             return await asyncio.wait_for(self._reader.read(), WAIT_SECS)
         except ConnectionResetError:
@@ -73,7 +72,7 @@ class Served:
         self.clients: list[Client] = []
 
     async def connect(self, data: bytes = b"", source: str = "127.0.0.1", **options: int) -> Client:
-        """A new client that has sent ``data``, once the server has heard it; see ``Connections`` for how."""
+        """Connect a new client and send ``data``. Returns once the server has read it."""
         opened = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0), **options)
         client = Client(*opened)
         self.clients.append(client)
@@ -85,7 +84,7 @@ class Served:
         return client
 
     async def heard(self) -> None:
-        """All that was sent has been read: what comes in later on another connection has."""
+        """Give the server, which runs in this loop, the turns to read what was sent."""
         for _ in range(5):
             await asyncio.sleep(0.002)
 
@@ -308,7 +307,7 @@ async def test_who_reads_nothing_makes_room_too() -> None:
 async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_bound() -> None:
     async with serving() as served:
         waits = [await served.connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n") for _ in range(LIMIT)]
-        await until(lambda: not served.connections.waits)
+        await until(lambda: not served.connections.waiting)
         early = await served.connect()
         refused = await served.get()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -342,8 +341,10 @@ SERVER = """
 
 
 def test_more_silent_connections_than_there_are_descriptors_lock_nobody_out(tmp_path: Path) -> None:
-    """They come at once, to a server with 320 descriptors, of which it uses 110 itself, and no descriptor is
-    missing: without one, a loop accepts nobody for a second."""
+    """They come at once to a server with 320 descriptors, 110 of which it uses itself.
+
+    It never runs out of them: without a descriptor, a loop accepts nobody for a second.
+    """
     with server_process(tmp_path, SERVER) as (server, port), ExitStack() as stack:
         server.send_signal(signal.SIGSTOP)
         for number in range(700):

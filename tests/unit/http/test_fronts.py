@@ -1,4 +1,4 @@
-"""Fronts beside a node's first one: the board that they share, their counts, who accepts a connection."""
+"""Several fronts of a node: the board that they share, their counts, and which one accepts a connection."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from hisparse_pd.serving.http import fronts, metrics
-from hisparse_pd.serving.http.board import MAX_METRICS_BYTES, Board, Word
+from hisparse_pd.serving.http.board import MAX_METRICS_BYTES, Board, Instruction
 from hisparse_pd.serving.http.connections import Connections
 from hisparse_pd.serving.http.listening import Listener, _SharedSocket
-from hisparse_pd.serving.http.patience import Patience
+from hisparse_pd.serving.http.wait_timer import WaitTimer
 from tests.waiting import WAIT_SECS
 
 # --- the board ---------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def test_what_a_process_writes_is_read_by_others_when_it_is_whole() -> None:
     other.start()
     other.join(WAIT_SECS)
     assert board.metrics() == [b"first", b"second"]
-    memoryview(board._metrics[1]).cast("B")[8:9] = b"S"  # in the middle of the next one
+    memoryview(board._metrics[1]).cast("B")[8:9] = b"S"  # the next write has begun
     assert board.metrics() == [b"first", b"second"]
     board.write_metrics(1, b"x" * MAX_METRICS_BYTES)
     assert board.metrics()[1] == b"x" * MAX_METRICS_BYTES
@@ -44,8 +44,8 @@ def test_what_a_process_writes_is_read_by_others_when_it_is_whole() -> None:
 
 def test_a_front_alone_shares_nothing() -> None:
     board = Board(1)
-    board.say(Word.LEAVE)
-    assert (board.word, list(board.metrics())) == (Word.LEAVE, [])
+    board.instruct(Instruction.LEAVE)
+    assert (board.instruction, list(board.metrics())) == (Instruction.LEAVE, [])
 
 
 @pytest.mark.anyio
@@ -150,7 +150,7 @@ def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.Mon
             with pytest.raises(BlockingIOError):
                 sockets[0].accept()
         now = 1.006
-        accept(0)  # nobody else did for so long
+        accept(0)  # no other process has accepted it in time
         now = 2.0
         with pytest.raises(BlockingIOError):
             sockets[0].accept()
@@ -180,14 +180,14 @@ def test_patience_counts_the_present_wait_alone(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patch:
             patch.setattr(loop, "time", lambda: now)
             patch.setattr(loop, "call_at", call_at)
-            patience = Patience(10.0, lambda: lost.append(now))
-            patience.begin()
+            timer = WaitTimer(10.0, lambda: lost.append(now))
+            timer.begin()
             now = 101.0
-            patience.end()
-            patience.begin()
+            timer.end()
+            timer.begin()
             now = 109.0
-            patience.end()
-            patience.begin()
+            timer.end()
+            timer.begin()
             assert [when for when, _ in timers] == [110.0], "one timer for all of them"
             now = 110.0
             timers.pop()[1]()
@@ -196,12 +196,12 @@ def test_patience_counts_the_present_wait_alone(monkeypatch: pytest.MonkeyPatch)
             now = 119.0
             timers.pop()[1]()
             assert lost == [119.0]
-            patience.begin()
-            patience.end()
+            timer.begin()
+            timer.end()
             timers.pop()[1]()
             assert not timers, "nobody waits"
-            patience.begin()
-            patience.close()
+            timer.begin()
+            timer.close()
             assert not timers
         assert lost == [119.0]
 

@@ -1,4 +1,4 @@
-"""Connections that have no TLS yet: cheap before their hello, bounded after it, and nobody is locked out."""
+"""Connections without TLS yet are cheap before their hello, bounded after it, and lock nobody out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Served:
     async def stranger(
         self, data: bytes = b"", source: str = "127.0.0.1"
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A raw connection that has sent ``data``, once the server has it."""
+        """Open a raw connection and send ``data``. Returns once the server has the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
         name = writer.get_extra_info("sockname")
         try:
@@ -79,7 +79,7 @@ async def serving(files: TlsFiles, limit: int = LIMIT) -> AsyncIterator[Served]:
 
 
 def hello() -> bytes:
-    """What a client says first."""
+    """Return the first bytes that a TLS client sends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):

@@ -7,9 +7,10 @@ import multiprocessing
 import pytest
 
 from hisparse_pd.engine.messages import EngineReady, EngineStats, GenerateGroup
-from hisparse_pd.serving.http.board import Board, InFlight, make_board
-from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits, RankChoice, least_loaded
+from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
+from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits
 from hisparse_pd.serving.http.http_errors import QueueFull
+from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 from tests.unit.http.links import group_of, make_link, sent
 from tests.waiting import WAIT_SECS
 
@@ -57,8 +58,8 @@ def test_ranks_are_chosen_by_the_load_of_all_fronts() -> None:
 
 def _count(board: Board, front: int) -> None:
     for _ in range(1000):
-        InFlight(board, front).add(3, 5)
-        InFlight(board, front).add(-2, -4)
+        InFlightCounts(board, front).add(3, 5)
+        InFlightCounts(board, front).add(-2, -4)
 
 
 def test_processes_lose_no_count_of_each_other() -> None:
@@ -68,7 +69,7 @@ def test_processes_lose_no_count_of_each_other() -> None:
     other.start()
     _count(board, 0)
     other.join(WAIT_SECS)
-    seen = InFlight(board, 0)
+    seen = InFlightCounts(board, 0)
     assert (seen.num_samples, seen.num_prompt_tokens) == (2000, 2000)
 
 

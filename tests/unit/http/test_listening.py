@@ -1,4 +1,4 @@
-"""Ports that are given out for processes still to be started."""
+"""Free ports for processes that are yet to be started."""
 
 from __future__ import annotations
 

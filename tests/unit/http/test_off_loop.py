@@ -1,4 +1,4 @@
-"""Calls that let no other thread run: one at a time, and the loop has its turns between them."""
+"""Calls that keep the interpreter are made one at a time, and the loop gets its turns between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node had the longest beginning of a prompt."""
+"""The index finds the node that had the longest beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ prompts = st.lists(st.sampled_from(PARTS), max_size=5).map(b"".join)
 
 @given(st.lists(prompts, max_size=12), prompts)
 def test_the_node_with_the_longest_common_beginning_is_found(noted: list[bytes], prompt: bytes) -> None:
-    """The one that had it last, where several did."""
+    """If several had it, the last one is found."""
     index: PrefixIndex[int] = PrefixIndex()
     for number, earlier in enumerate(noted):
         index.note(block_keys(earlier), number)

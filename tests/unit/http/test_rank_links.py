@@ -1,4 +1,4 @@
-"""A front with engines of several ranks: whose a sample is, and what holds for all of them together."""
+"""A front with engines of several ranks: which rank gets a sample, and what holds for all ranks together."""
 
 from __future__ import annotations
 
@@ -18,16 +18,10 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     Tokens,
 )
-from hisparse_pd.serving.http.engine_link import (
-    ByPrefix,
-    EngineLink,
-    LinkState,
-    QueueLimits,
-    least_loaded,
-    rooms_at_work,
-)
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, rooms_at_work
 from hisparse_pd.serving.http.http_errors import QueueFull
 from hisparse_pd.serving.http.prefixes import BLOCK_BYTES
+from hisparse_pd.serving.http.rank_choice import ByPrefix, least_loaded
 from tests.unit.http.links import by_room, group_of, make_link, sent
 
 
@@ -110,7 +104,8 @@ def test_a_prompt_counts_for_each_rank_that_holds_it_until_all_is_said() -> None
 
 
 def test_a_prefill_node_that_leaves_waits_for_rooms_of_which_no_front_knows() -> None:
-    """And, after its decision to leave, for a word of each engine: a room may have begun since the last."""
+    """It also waits for a report of each engine since its shutdown began, for rooms may have begun since the
+    last."""
     link = make_link(by_room, num_ranks=2)
 
     def tell(rank: int, num_running: int, num_waiting: int) -> None:

@@ -1,4 +1,4 @@
-"""Real HTTP servers on loopback that play the nodes' side of the contract, and a real router before them."""
+"""Real HTTP servers on loopback that answer as nodes do, and a real router before them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
 
 @asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application; yields its URL."""
+    """Serve an ASGI application. Yields its URL."""
     async with servers.serving(app, lifespan="on" if isinstance(app, Starlette) else "off") as (_, port):
         yield f"http://127.0.0.1:{port}"
 
 
 @dataclass
 class FakeNode:
-    """Answers as ``behaviour`` says, and keeps what it was sent and whether its client left early.
+    """A node that answers as ``behaviour`` says, and records its requests and whether its client left early.
 
-    A prefill node has a behaviour for what the router asks it about itself; it is sent no request.
+    A prefill node needs a behaviour for the router's questions about the node; it gets no other requests.
     """
 
     behaviour: Behaviour
     models: tuple[str, ...] = ("tiny",)
     loads: list[int] = field(default_factory=lambda: [0])
-    """Of its ranks."""
+    """Number of requests of each rank."""
     healthy: bool = True
     health: bytes = b""
     """Body of its /health while it is healthy."""
@@ -49,9 +49,9 @@ class FakeNode:
     """Body of its /health while it is not healthy."""
     requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
     says: bytes | None = None
-    """Of its load, its models and itself, instead of what they are."""
+    """Answer to questions about its load, its models and itself, if it is not to tell the truth."""
     asked: list[tuple[str, str | None]] = field(default_factory=list)
-    """What the router asked for itself: path and Authorization."""
+    """The router's own questions: path and Authorization header."""
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
@@ -121,16 +121,16 @@ async def write(send: Send, chunk: bytes, *, more: bool = True) -> None:
 
 
 async def computes(node: FakeNode, send: Send) -> None:
-    """What a prefill node does for the decode node; the router has nothing to ask of it."""
+    """Behaviour of a prefill node, which the router sends no requests."""
     await answer(send, b"", 404)
 
 
 class CutConnection(Exception):
-    """Raised by a behaviour: the node's end of the connection goes away."""
+    """Raised by a behaviour to close the node's end of the connection."""
 
 
 def at_first(first: Behaviour, then: Behaviour) -> Behaviour:
-    """A node's first request, and those after it."""
+    """Make a behaviour from one for the first request and one for those after it."""
 
     async def behaviour(node: FakeNode, send: Send) -> None:
         await (first if len(node.requests) == 1 else then)(node, send)
@@ -194,7 +194,7 @@ class Cluster:
         return [*self.prefill, *self.decode]
 
     def prefill_of(self, body: dict[str, Any]) -> FakeNode:
-        """The prefill node that a decode node was told to take."""
+        """Return the prefill node that the body of a decode node's request names."""
         port = body["bootstrap_port"]
         return self.prefill[(port[0] if isinstance(port, list) else port) - FIRST_BOOTSTRAP_PORT]
 
@@ -202,7 +202,7 @@ class Cluster:
         return (await self.client.get("/metrics")).text
 
     async def until_counted(self, line: str) -> None:
-        """Until ``line`` is among the metrics."""
+        """Wait until ``line`` is among the metrics."""
 
         async def is_counted() -> bool:
             return line in await self.metrics()
@@ -224,7 +224,7 @@ async def cluster(
     num_ranks: int = 1,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """Fake nodes with the given behaviours behind a real router; ``num_ranks``: of each prefill node.
+    """Yield fake nodes behind a real router; each prefill node has ``num_ranks``.
 
     In the end, no prefill node may have been sent a body.
     """

@@ -1,4 +1,4 @@
-"""What the router makes of a client's body: the prompts in it, what it adds, and what is refused."""
+"""The router takes a client's body apart, adds its fields, and refuses what is no body."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
 def test_prompts_are_told_apart_by_all_that_is_in_them(
     endpoint: Endpoint, body: bytes, prompt: bytes
 ) -> None:
-    """Behind the keys that isolate them."""
+    """The fields that isolate prompts come before them."""
     parsed = RequestBody.parse(body, endpoint)
     assert bytes(parsed.prompt) == prompt
     assert parsed.num_prompts is None

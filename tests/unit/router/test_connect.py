@@ -23,7 +23,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nmore\r\n"
 
 
 class Node:
-    """Answers with the beginning of a stream, and knows which connections stand."""
+    """A node that answers with the beginning of a stream, and knows its open connections."""
 
     def __init__(self) -> None:
         self.num_accepted = 0
@@ -61,7 +61,7 @@ async def node_and_url(tls: TlsFiles | None = None) -> AsyncIterator[tuple[Node,
 async def chunks(
     url: str, trusted: TlsFiles | None = None, connect_secs: float = WAIT_SECS
 ) -> AsyncIterator[bytes]:
-    """Of the answer to a call."""
+    """Yield the chunks of the answer to a call."""
     with closing(Call(url, WAIT_SECS)) as call:
         await call.connect(trusted.trusting() if trusted else NO_TLS, connect_secs)
         await call.ask("GET", "/", [])
@@ -82,7 +82,8 @@ def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
 
 @pytest.mark.I8
 async def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment(tls: TlsFiles | None) -> None:
-    """Also between a connection's making and its first byte, and again while it is being closed."""
+    """This also holds between connecting and the first byte, and for a second cancellation while it
+    closes."""
     async with node_and_url(tls) as (node, url):
         for num_steps in range(60):
             for num_more in (0, 1, 3):
@@ -105,7 +106,7 @@ async def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment(
 
 @pytest.mark.I8
 async def test_what_nobody_reads_is_not_taken_in() -> None:
-    """All of it comes as soon as somebody does, however much is here at once."""
+    """As soon as it is read, all of it comes, however much that is."""
     content = bytes(20 << 20)
     has_sent = asyncio.Event()
 
@@ -240,7 +241,7 @@ TO_ITS_END = b"\r\n" + CONTENT
 
 
 async def body_of(*pieces: bytes) -> bytes:
-    """Of the answer of a node that says this, piece by piece as it is read, and closes the connection."""
+    """Return the body, piece by piece as it is read, of a node that sends this and closes the connection."""
 
     async def says(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

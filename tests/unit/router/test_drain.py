@@ -1,4 +1,5 @@
-"""What SIGTERM does: requests in flight finish, new ones get a 503, and the exit is clean and bounded."""
+"""After SIGTERM requests in flight finish, new ones get a 503, and the process exits cleanly in bounded
+time."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest(numbe
 
 @pytest.mark.parametrize("timeout_secs", [0.2, NEVER_SECS], ids=["late", "second signal"])
 async def test_what_does_not_finish_in_time_or_is_hurried_ends_with_an_error(timeout_secs: float) -> None:
-    """A stream in an event, a request without an answer yet with a 503."""
+    """A stream ends with an event, a request without an answer with a 503."""
     options = ("--drain-timeout-secs", str(timeout_secs))
     async with router_process(*options, decode=at_first(in_two_steps, never)) as router:
         async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
@@ -135,7 +136,8 @@ async def test_what_does_not_finish_in_time_or_is_hurried_ends_with_an_error(tim
 async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For longer than ``health_timeout_secs``, while stats come; time goes on by these."""
+    """It waits for longer than ``health_timeout_secs`` while stats arrive; each of these advances the
+    clock."""
     may_speak, now = threading.Event(), time.monotonic()
     monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
 

@@ -1,4 +1,5 @@
-"""The end of a relayed answer: a client that has all of it may leave, and nothing of the request stays."""
+"""The end of a relayed answer: a client that has all of it may leave, and nothing of the request stays
+open."""
 
 from __future__ import annotations
 
@@ -13,16 +14,19 @@ import pytest
 from starlette.types import Message
 
 from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.router.attempt import Attempt
 from hisparse_pd.router.body import RequestBody
-from hisparse_pd.router.connect import RawHeaders
+from hisparse_pd.router.connect import Call, RawHeaders
 from hisparse_pd.router.drain import Drain
-from hisparse_pd.router.journal import JournalBudget
+from hisparse_pd.router.errors import RouterError
 from hisparse_pd.router.metrics import RouterMetrics
-from hisparse_pd.router.node_calls import Answer, NodeCalls
-from hisparse_pd.router.nodes import Node, NodeKind, NodePool
+from hisparse_pd.router.node_calls import NodeAnswer, NodeCalls
+from hisparse_pd.router.nodes import Node, NodePool, Pair
 from hisparse_pd.router.relay import Relay, RelayedRequest
 from hisparse_pd.router.request_ids import RequestIds
+from hisparse_pd.router.resumable_stream import ResumableStream
 from hisparse_pd.router.server import _RelayEndpoint
+from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.bodies import Endpoint
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +42,7 @@ async def take_turns(num: int = 20) -> None:
 
 
 def reading() -> Callable[[], Awaitable[bytes]]:
-    """Of an answer of two chunks."""
+    """Return the ``read`` of an answer of two chunks."""
     chunks = [b"ab", b"cd"]
 
     async def read() -> bytes:
@@ -57,10 +61,10 @@ class SlowToClose:
         self._headers = headers
         self.is_closed = False
 
-    async def open(self, *request: Any, span: None) -> Answer:
+    async def open(self, *request: Any, span: None) -> NodeAnswer:
         stack: AsyncExitStack = request[-1]
         stack.push_async_callback(self._close)
-        return Answer(200, self._headers, reading())
+        return NodeAnswer(200, self._headers, reading())
 
     async def _close(self) -> None:
         await take_turns()
@@ -100,15 +104,21 @@ async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHead
 @pytest.mark.I8
 @pytest.mark.parametrize("num_turns", range(1, 4))
 async def test_a_search_ends_whenever_its_request_is_cancelled(num_turns: int) -> None:
-    """With what is open at the pair that it tries."""
+    """Nothing stays open at its pair, either."""
     pool = NodePool.from_settings(SETTINGS)
     relay = Relay(pool, NodeCalls(1.0), never, RouterMetrics(pool, BUDGET), BUDGET, SETTINGS)
     relayed = RelayedRequest(
         relay, Endpoint.COMPLETIONS, RequestBody.parse(BODY, Endpoint.COMPLETIONS), [], None
     )
-    node = pool.of_kind(NodeKind.DECODE)[0]
-    relayed._open_at_pair.enter_context(pool.working(node, 1))
-    relayed._going_on = asyncio.create_task(takes_turns_to_end())
+    prefill, node = pool.nodes
+    attempt = Attempt(Pair(prefill, node, room=1), Call(node.url, 1.0), pool, lambda: False)
+    stream = ResumableStream(attempt, StreamJournal(0, BUDGET), pool, takes_turns_to_end, b"")
+    attempt.answer = NodeAnswer(200, [], ends_early)
+    relayed._attempt, relayed._stream = attempt, stream
+    reading_on = asyncio.create_task(stream.read())
+    await take_turns(2)
+    assert node.num_in_flight == 1
+    reading_on.cancel()
     await take_turns(1)
     closing = asyncio.create_task(relayed.close())
     await take_turns(num_turns)
@@ -118,11 +128,16 @@ async def test_a_search_ends_whenever_its_request_is_cancelled(num_turns: int) -
     assert node.num_in_flight == 0
 
 
-async def takes_turns_to_end() -> None:
+async def ends_early() -> bytes:
+    return b""
+
+
+async def takes_turns_to_end(attempt: Attempt, error: RouterError) -> Attempt:
     try:
         await asyncio.Event().wait()
     finally:
         await take_turns()
+    return attempt
 
 
 async def never(node: Node) -> None:

@@ -1,4 +1,5 @@
-"""Nodes that cannot be reached, fail, are full or not ready: who takes the request, what the client hears."""
+"""Nodes that cannot be reached, fail, are full or not ready: where the request goes, and what its client
+gets."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ PREFILL_FAILED = about(PREFILL_NODE_FAILED)
 
 @pytest.mark.parametrize("status", [400, 404, 500, 503, 504])
 async def test_a_decode_nodes_error_is_the_clients(status: int) -> None:
-    """Where no other one may do better."""
+    """It is passed on if another node would give it, too."""
     error = json.dumps({"error": {"message": "prompt too long", "type": "x", "code": "y"}}).encode()
     async with cluster(decode=says(error, status)) as pair:
         response = await pair.client.post("/v1/completions", json={"prompt": "a"})
@@ -66,7 +67,7 @@ async def test_an_error_that_is_no_json_becomes_some() -> None:
 
 @pytest.mark.I7
 async def test_a_stream_that_breaks_off_ends_in_an_error_event() -> None:
-    """The client has a byte: no other pair has the request."""
+    """The client has a byte, so the request goes to no other pair."""
     async with cluster([computes] * 2, [breaks_off, OK]) as pair:
         response = await pair.client.post("/generate", json={"stream": True})
         assert response.status_code == 200
@@ -125,7 +126,7 @@ async def test_without_a_spare_node_the_error_names_the_node() -> None:
 
 
 async def test_a_prefill_node_that_cannot_be_reached_is_found_by_its_health_check() -> None:
-    """The router has no other business with it."""
+    """The router sends it nothing else."""
     async with cluster([computes] * 2, OK, health_interval_secs=0.05) as pair:
         gone, spare = pair.prefill
         await gone.close()
@@ -202,7 +203,7 @@ async def test_what_this_machine_lacks_is_no_nodes_fault(monkeypatch: pytest.Mon
 async def test_a_request_whose_prefill_node_failed_goes_on_with_another_one(
     fails: Behaviour, stream: bool, answers: Behaviour
 ) -> None:
-    """By the word of its decode node, which is not to blame."""
+    """Its decode node says so, and is not blamed itself."""
     async with cluster([computes] * 2, at_first(fails, answers)) as pair:
         broken, spare = pair.prefill
         (decode,) = pair.decode
@@ -254,7 +255,7 @@ async def test_a_decode_node_that_is_not_ready_or_full_is_passed_over(status: in
 @pytest.mark.I8
 @pytest.mark.parametrize(("max_retries", "num_asked"), [(0, 1), (1, 2), (2, 3)])
 async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
-    """Where each prefill node fails with a request, it comes to none of them twice."""
+    """A request with which every prefill node fails goes to none of them twice."""
     async with cluster([computes] * 4, says(BROKEN_TRANSFER, 502), max_retries=max_retries) as pair:
         response = await pair.client.post("/generate", json={})
         assert (response.status_code, response.content) == (502, BROKEN_TRANSFER)
@@ -349,7 +350,7 @@ async def test_a_node_that_refuses_what_needs_no_pair_has_the_word() -> None:
 
 
 async def test_a_node_of_the_other_kind_gets_no_requests() -> None:
-    """Its answers would look like answers."""
+    """Its answers would look like those of the right kind."""
     async with cluster(decode=says(b"{}"), health_interval_secs=0.05) as pair:
         for node, kind in ((pair.prefill[0], b"prefill"), (pair.decode[0], b"decode")):
             node.health = b'{"status": "ok", "role": "%s"}' % kind

@@ -1,4 +1,4 @@
-"""Answers that take longer than ``--request-timeout-secs``: it counts the silence of a node, not its work."""
+"""Answers may take longer than ``--request-timeout-secs``, which limits a node's silence and not its work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hisparse_pd.router import connect
 from hisparse_pd.router.relay import DECODE_SILENCE_SECS
 from hisparse_pd.router.server import create_app
 from hisparse_pd.serving.api import frame
-from hisparse_pd.serving.http.patience import Patience
+from hisparse_pd.serving.http.wait_timer import WaitTimer
 from tests.unit.api import support
 from tests.unit.router.cluster import WAIT_SECS, FakeNode, computes, error_of, serving
 from tests.waiting import until
@@ -33,17 +33,17 @@ BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 
 
 class Silence:
-    """The router's clock of a decode node's silence, which goes on when a test says so, and not by itself."""
+    """The router's clock for a decode node's silence, which only the test advances."""
 
     def __init__(self) -> None:
         self._num_waits = 0
         self._now = 0.0
         self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
 
-    def patience(self, secs: float, on_lost: Callable[[], None]) -> Any:
-        """In place of a ``Patience``."""
+    def wait_timer(self, secs: float, on_lost: Callable[[], None]) -> Any:
+        """Make the replacement of a ``WaitTimer``."""
         if secs != DECODE_SILENCE_SECS:
-            return Patience(secs, on_lost)
+            return WaitTimer(secs, on_lost)
         number = next(_NUMBERS)
 
         def begin() -> None:
@@ -56,7 +56,7 @@ class Silence:
         return SimpleNamespace(begin=begin, end=end, close=end)
 
     async def waited_for_again(self) -> None:
-        """Until the router, which has heard something of the node, waits for more."""
+        """Wait until the router has received something from the node and waits for more."""
         num_waits = self._num_waits
         await until(lambda: self._num_waits > num_waits)
 
@@ -73,13 +73,13 @@ _NUMBERS = itertools.count()
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> Silence:
     silence = Silence()
-    monkeypatch.setattr(connect, "Patience", silence.patience)
+    monkeypatch.setattr(connect, "WaitTimer", silence.wait_timer)
     return silence
 
 
 @asynccontextmanager
 async def routed(decode: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a real router before the decode node at this URL."""
+    """Yield a client of a real router before the decode node at this URL."""
     async with serving(FakeNode(computes)) as prefill:
         settings = RouterSettings(
             prefill=((prefill, 7000),),
@@ -99,7 +99,7 @@ async def routed(decode: str) -> AsyncIterator[httpx.AsyncClient]:
 async def test_an_answer_may_take_long_while_its_node_makes_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence, stream: bool
 ) -> None:
-    """The engine says nothing for longer than any limit before its first token, and again before its last."""
+    """The engine is silent for longer than any limit before its first token, and again before its last."""
     monkeypatch.setattr(frame, "PING_SECS", 0.02)
     may_speak = [threading.Event(), threading.Event()]
 
@@ -159,7 +159,7 @@ async def test_a_node_that_says_so_no_more_is_given_up(said: bytes, silence: Sil
 async def test_only_a_client_that_says_so_gets_interim_responses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not every client reads over them."""
+    """Not every client skips them."""
     monkeypatch.setattr(frame, "PING_SECS", 0.02)
     may_speak = threading.Event()
 

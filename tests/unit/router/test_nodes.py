@@ -1,4 +1,4 @@
-"""Which nodes and ranks serve next: by turns, by load, and by what each of them has of a prompt."""
+"""The choice of nodes and ranks: in turn, by load, and by the prefixes that they have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ of_each_kind = pytest.mark.parametrize("kind", list(NodeKind))
 def pool_of(
     num_prefill: int = 1, num_decode: int = 1, policy: RouterPolicy = "cache_aware", num_ranks: int = 1
 ) -> NodePool:
-    """Healthy nodes; ``num_ranks``: of each."""
+    """Make a pool of healthy nodes with ``num_ranks`` each."""
     prefill = [Node.from_url(NodeKind.PREFILL, f"http://p:{i}") for i in range(1, num_prefill + 1)]
     decode = [Node.from_url(NodeKind.DECODE, f"http://d:{i}") for i in range(1, num_decode + 1)]
     pool = NodePool(prefill, decode, policy)
@@ -141,7 +141,7 @@ def load(num_reqs: int, **more: Any) -> dict[str, Any]:
     ids=["one", "two", "no list", "no ranks", "twice", "a hole", "too many", "none", "no number", "no load"],
 )
 async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[int]) -> None:
-    """What makes no sense as ranks counts as one; what makes none at all was not said."""
+    """A load whose ranks make no sense counts as one rank's; an unreadable one is ignored."""
 
     class Calls(NodeCalls):
         async def get(self, *asked: object) -> tuple[int, bytes]:
@@ -156,7 +156,7 @@ async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[in
 
 
 async def test_a_conversation_stays_at_its_rank_and_its_decode_node() -> None:
-    """Each turn has the ones before it; all share a system prompt of less than a block."""
+    """Each turn contains the turns before it; all share a system prompt that is shorter than a block."""
     async with cluster([computes] * 2, [OK] * 2, num_ranks=4, policy="cache_aware") as pair:
         talks = [[{"role": "system", "content": "Be kind."}] for _ in range(6)]
         for turn in range(4):
@@ -250,7 +250,7 @@ def test_what_no_rank_has_goes_in_turns() -> None:
 
 
 def test_what_no_rank_has_goes_by_load() -> None:
-    """By our own requests, and by what the node says that it has beyond them."""
+    """The load is this router's own requests and those of others that the node reports."""
     pool = pool_of(num_ranks=3)
     (node,) = pool.of_kind(NodeKind.PREFILL)
     rooms = [pool.pick(prompt=prompt).room for prompt in (A, B)]

@@ -1,4 +1,4 @@
-"""The router between real HTTP servers, of which those that play decode nodes are lost in the middle."""
+"""Streams that resume: the router between real HTTP servers, while those that play decode nodes are lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def journaled(*pieces: bytes, cut: bool = False) -> Behaviour:
         for piece in pieces:
             await write(send, piece)
         if cut:
-            await asyncio.sleep(0.1)  # what is written leaves
+            await asyncio.sleep(0.1)  # until what is written has been sent
             raise CutConnection
         await write(send, b"", more=False)
 
@@ -62,13 +62,13 @@ SHOWN = "".join(f'data: {{"n": {number}}}\n\n' for number in (1, 2, 3)) + "data:
 
 
 def journals_of(pair: Cluster) -> list[dict[str, Any]]:
-    """The bodies that decode nodes got, in the order of their resumes."""
+    """Return the bodies that decode nodes got, in the order of their resumes."""
     bodies = [json.loads(request[2]) for node in pair.decode for request in node.requests]
     return sorted(bodies, key=lambda body: int(body["journal"]["num_resumes"]))
 
 
 async def leaves_behind_one(node: FakeNode, send: Send) -> None:
-    """And would go on, if it were not taken away."""
+    """Send an event and say that the node leaves; the stream would go on if it were not moved."""
     await start(send, x_hisparse_pd_journal="1")
     await write(send, unit(1) + journal_line(LEAVING))
     await node.client_left.wait()
@@ -96,12 +96,12 @@ async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
 
 
 async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says when it wakes up is not shown."""
+    """What it sends when it wakes up is not shown."""
 
     async def hangs(node: FakeNode, send: Send) -> None:
         monkeypatch.setattr(
             "hisparse_pd.router.relay.DECODE_SILENCE_SECS", NEVER_SECS
-        )  # for whoever comes next
+        )  # the next node has no limit
         await start(send, x_hisparse_pd_journal="1")
         await write(send, unit(1))
         await node.release.wait()
@@ -124,7 +124,7 @@ async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.M
     ],
 )
 async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third(second: Behaviour, why: str) -> None:
-    """Its error has what the last one said."""
+    """The client's error has that of the last node."""
     nodes = [LOST, second, GOES_ON]
     async with cluster(decode=nodes, resume_timeout_secs=NEVER_SECS) as pair:
         text = (await pair.client.post(PATH, json=BODY)).text
@@ -136,7 +136,8 @@ async def test_a_request_with_which_two_nodes_are_lost_goes_to_no_third(second: 
 
 
 async def test_a_lost_node_has_the_stream_again_once_it_is_healthy() -> None:
-    """Nobody else is there. What stands before the node takes connections for it meanwhile, and cuts them."""
+    """There is no other node. Meanwhile, whatever is in front of the node accepts connections and cuts
+    them."""
 
     async def dies(node: FakeNode, send: Send) -> None:
         node.healthy = False
@@ -168,7 +169,7 @@ NOT_READY = says(b'{"error": {"message": "not yet"}}', 503)
     ],
 )
 async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(others: list[Behaviour], told: str) -> None:
-    """In time: what refuses for now is asked again until then."""
+    """It ends when its time is up; until then, nodes that refuse it for now are asked again."""
     async with cluster(decode=[at_first(LOST, NOT_READY), *others], resume_timeout_secs=1.0) as pair:
         shown, error = (await pair.client.post(PATH, json=BODY)).text.removesuffix("\n\n").split("\n\n")
         assert shown == 'data: {"n": 1}'
@@ -176,7 +177,7 @@ async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(others: list[B
 
 
 async def test_a_stream_whose_next_prefill_node_fails_goes_on_with_another_one() -> None:
-    """At the same decode node, and behind the same records."""
+    """It resumes at the same decode node, with the same records."""
     fails = at_first(says(error_body(PREFILL_NODE_FAILED), 503), GOES_ON)
     async with cluster([computes] * 2, [LOST, fails], resume_timeout_secs=NEVER_SECS, max_retries=0) as pair:
         assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
@@ -203,13 +204,13 @@ async def test_what_is_no_nodes_fault_is_shown_and_not_asked_again() -> None:
 async def test_a_client_hears_something_until_its_stream_goes_on(
     monkeypatch: pytest.MonkeyPatch, path: str, ping: str
 ) -> None:
-    """The next node takes its time."""
+    """The next node is slow to answer."""
 
     async def waits(node: FakeNode, send: Send) -> None:
         await node.release.wait()
         await GOES_ON(node, send)
 
-    monkeypatch.setattr("hisparse_pd.router.relay._SEARCH_PING_SECS", 0.05)
+    monkeypatch.setattr("hisparse_pd.router.resumable_stream._SEARCH_PING_SECS", 0.05)
     async with (
         cluster(decode=[LOST, waits], resume_timeout_secs=NEVER_SECS) as pair,
         pair.client.stream("POST", path, json=BODY) as response,
@@ -235,7 +236,7 @@ async def test_a_client_that_leaves_while_its_stream_looks_for_a_node_is_forgott
 
 @pytest.mark.parametrize("journal_bytes", [6, 1100])
 async def test_a_stream_for_whose_journal_there_is_no_room_ends_with_its_node(journal_bytes: int) -> None:
-    """From the beginning, or once it is too long."""
+    """There is no room from the beginning, or none once the journal is too long."""
     lost = journaled(*map(unit, range(400)), cut=True)
     async with cluster(
         decode=[lost, GOES_ON], resume_timeout_secs=NEVER_SECS, journal_bytes=journal_bytes
@@ -272,7 +273,7 @@ async def test_a_whole_answer_begins_anew(first: Behaviour, reason: str) -> None
 
 
 async def waits(node: FakeNode, send: Send) -> None:
-    """A whole answer, unless its client leaves before."""
+    """Give a whole answer, unless the client leaves before."""
     await node.release.wait()
     await WHOLE_ANSWER(node, send)
 
@@ -285,7 +286,7 @@ async def waits_in_the_middle(node: FakeNode, send: Send) -> None:
 
 
 async def until_healthy(pair: Cluster, *, num: int) -> None:
-    """Until the router knows so many healthy decode nodes."""
+    """Wait until the router knows so many healthy decode nodes."""
 
     async def are_known() -> bool:
         told = (await pair.client.get("/health")).json()["nodes"]
@@ -301,7 +302,7 @@ async def until_healthy(pair: Cluster, *, num: int) -> None:
 async def test_a_node_that_is_there_later_has_the_requests_of_one_that_leaves(
     first: Behaviour, then: Behaviour, body: dict[str, Any], shown: str
 ) -> None:
-    """They stay where they are until then."""
+    """They stay at the leaving node until then."""
     async with cluster(
         decode=[first, then], resume_timeout_secs=NEVER_SECS, health_interval_secs=0.05
     ) as pair:
@@ -331,7 +332,8 @@ async def test_a_node_that_is_there_later_has_the_requests_of_one_that_leaves(
 async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
     first: Behaviour, settings: dict[str, Any]
 ) -> None:
-    """Without room for a journal, at routers that resume nothing, and at nodes that keep no journal."""
+    """These are streams without room for a journal, of routers that resume nothing, and of nodes without
+    journals."""
     options = {"resume_timeout_secs": NEVER_SECS, "health_interval_secs": 0.05} | settings
     async with (
         cluster(decode=[first, GOES_ON], **options) as pair,
@@ -351,7 +353,7 @@ async def test_what_cannot_go_on_stays_at_a_node_that_leaves(
 async def test_a_node_that_is_back_stays_in_service_while_the_last_of_its_run_is_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """By a client that is slow, of a stream that cannot go on elsewhere."""
+    """The reader is a slow client, whose stream cannot resume elsewhere."""
 
     async def leaves(node: FakeNode, send: Send) -> None:
         await start(send, x_hisparse_pd_journal="1")
@@ -372,7 +374,7 @@ async def test_a_node_that_is_back_stays_in_service_while_the_last_of_its_run_is
 
 
 async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -> None:
-    """That it would was not known when the node was asked."""
+    """When the node was asked, the journal still had room."""
 
     async def leaves(node: FakeNode, send: Send) -> None:
         await start(send, x_hisparse_pd_journal="1")
@@ -392,7 +394,7 @@ async def test_a_stream_that_outgrew_its_journal_stays_at_a_node_that_leaves() -
 
 @pytest.mark.parametrize("lost", [journaled(cut=True), says(error_body(ENGINE_LOST), 503)])
 async def test_a_whole_answer_with_which_two_nodes_are_lost_goes_to_no_third(lost: Behaviour) -> None:
-    """As a stream of which nothing was shown between the losses."""
+    """It counts as a stream of which nothing was shown between the losses."""
     async with cluster(decode=[lost, lost, WHOLE_ANSWER], resume_timeout_secs=NEVER_SECS) as pair:
         response = await pair.client.post(PATH, json=WHOLE)
         assert response.status_code == 502

@@ -1,4 +1,4 @@
-"""The router between real HTTP servers on loopback that play the nodes' side of the contract."""
+"""The router between real HTTP servers on loopback that answer as nodes do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_the_decode_node_alone_gets_the_body_with_the_bootstrap_fields(pat
 
 
 async def test_headers_that_matter_are_passed_and_no_others() -> None:
-    """As they are, also where they are no text."""
+    """They are passed unchanged, even if they are no text."""
     names = (b"authorization", b"x-request-id", b"traceparent", b"tracestate", b"x-correlation-id")
     values = [
         b"a=b",
@@ -83,7 +83,9 @@ async def test_every_answer_names_its_request() -> None:
         assert {named.headers[name] for name in ("x-request-id", "request-id")} == {"mine-7"}
         new = [
             (await pair.client.post("/generate", json={})).headers["x-request-id"],
-            (await pair.client.post("/generate", content=b"[]")).headers["x-request-id"],  # a 400 of our own
+            (await pair.client.post("/generate", content=b"[]")).headers[
+                "x-request-id"
+            ],  # a 400 of the router
             (await pair.client.get("/nowhere")).headers["x-request-id"],
             (await pair.client.get("/nowhere", headers={"x-request-id": "x" * 200})).headers["x-request-id"],
         ]
@@ -128,7 +130,7 @@ def in_flight(node: FakeNode, kind: str, num: float) -> str:
 @pytest.mark.I8
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_a_client_that_leaves_closes_the_connection(has_begun: bool) -> None:
-    """Before the answer, or within it."""
+    """The client leaves before the answer, or within it."""
     async with cluster(decode=_endless if has_begun else never) as pair:
         (prefill,), (decode,) = pair.prefill, pair.decode
         if has_begun:
@@ -209,7 +211,8 @@ async def test_what_cannot_be_relayed_is_answered_in_json() -> None:
 
 @pytest.mark.I7
 async def test_errors_on_anthropics_paths_have_its_shape() -> None:
-    """The router's own, and a node's in another shape; of a node that breaks off, in an event with a name."""
+    """This holds for the router's own errors, for a node's in another shape, and for the event of a broken
+    stream."""
     body = {"max_tokens": 1, "messages": [], "system": "S"}
     async with cluster(decode=breaks_off) as pair:
         refused = await pair.client.post("/v1/messages", content=b"[]")
@@ -284,7 +287,7 @@ async def test_the_first_decode_node_that_is_healthy_tells_of_what_all_have(path
     [b"", b"\xff", b"[1]", b"[" * 100_000, b'{"a": "\xff"}', b'{"data": {}}', b'{"data": [1, {"id": [2]}]}'],
 )
 async def test_what_a_node_says_of_itself_may_be_anything(said: bytes) -> None:
-    """It counts as nothing said; above all, the watch over the node goes on."""
+    """It is ignored, and the health watch over the node goes on."""
     async with cluster(policy="least_loaded", health_interval_secs=0.05) as pair:
         (node,) = pair.decode
         node.says = said
@@ -315,7 +318,7 @@ NODE_KEY = "the-key-of-the-nodes"
 
 
 def key_files(tmp_path: Path) -> tuple[Path, Path]:
-    """The clients' keys and the nodes', of which the first is the router's."""
+    """Write files with the clients' keys and with the nodes' keys, whose first one the router sends."""
     clients, nodes = tmp_path / "clients", tmp_path / "nodes"
     clients.write_text(f"{CLIENT_KEY}\n")
     nodes.write_text(f"{NODE_KEY}\nthe-key-of-the-day-after\n")

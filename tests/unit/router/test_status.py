@@ -1,4 +1,4 @@
-"""``/status`` and the live page: what they say of nodes that are well, away, slow or talk nonsense."""
+"""``/status`` and the live page, with nodes that are healthy, away, slow, or answer nonsense."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hisparse_pd.engine.messages import EngineStats
 from hisparse_pd.router import status
 from hisparse_pd.router.drain import Drain
 from hisparse_pd.router.live_page import PAGE_PATHS
-from hisparse_pd.router.node_calls import MAX_TOLD_BYTES
+from hisparse_pd.router.node_calls import MAX_DOCUMENT_BYTES
 from hisparse_pd.serving.http.node_load import NodeLoad
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
 
@@ -95,7 +95,7 @@ async def test_a_dead_node_is_named_and_the_others_are_shown() -> None:
         assert gone["load"] is None
         assert "/status" in gone["load_trouble"]
         assert alive["load"]["role"] == "decode"
-        assert status["ready"] is True  # /status only looks: the table is the health watch's
+        assert status["ready"] is True  # only the health watch changes the pool
 
 
 async def test_the_routers_judgement_is_shown() -> None:
@@ -128,7 +128,7 @@ async def _endless(node: FakeNode, send: Send) -> None:
     await start(send, content_type="text/plain")
     while True:
         await write(send, b"# nothing to see here\n" * 4096)
-        await asyncio.sleep(0)  # once the router has left, a write waits for nothing
+        await asyncio.sleep(0)  # once the router has closed, a write does not wait
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def _endless(node: FakeNode, send: Send) -> None:
         (PREFILLS, "no decode node"),
         (says(b"", 500), "answered 500"),
         (says(b"", 302), "answered 302"),
-        (_endless, f"more than {MAX_TOLD_BYTES} bytes"),
+        (_endless, f"more than {MAX_DOCUMENT_BYTES} bytes"),
     ],
 )
 async def test_a_node_that_tells_nothing_of_use_is_named(behaviour: Behaviour, trouble: str) -> None:

@@ -1,4 +1,4 @@
-"""The router's spans: of a whole request, with the nodes that had it and every retry."""
+"""The router's span of a request, which has its nodes and every retry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 
 
 def root(receiver: Receiver) -> Span:
-    """There is one, once the router has ended."""
+    """Return the only root span, once the router has ended."""
     (span,) = receiver.spans
     return span
 

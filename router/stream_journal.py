@@ -1,8 +1,8 @@
-"""What the router remembers of a stream, so that it can go on at another node: body, records, what was shown.
+"""What the router remembers of a stream, so that another decode node can continue it.
 
-The decode node says by lines between the events which tokens they are made of (``journal_lines``). What is
-between two lines is shown once the second one is there, and so whatever the client has is in the journal.
-Records are the nodes' own words, and go to the next node as they came.
+The decode node sends lines between the events, which record the tokens that these are made of
+(``journal_lines.py``). The events before a line are shown once the line is here, so the journal has all that
+the client has. Only nodes read the records: the router passes them to the next node as they came.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hisparse_pd.serving.api.frame import PINGS
 from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER
 
 _MAX_JOURNAL_BYTES = MAX_BODY_BYTES - (1 << 20)
-"""Of one request; what is sent to the next nodes is a body."""
+"""Limit for one journal, which the next node gets in the body of a request."""
 _BLOCK_BYTES = 1 << 16
-"""Of records that a node decodes at a time."""
+"""Bytes of records in a block, which a node decodes in one piece."""
 _PIECE_BYTES = 1 << 10
-"""By which a journal grows; to ask for each record would cost as much as to keep it."""
+"""Bytes by which a journal's share of the budget grows; to ask for each record would cost too much."""
 _LINE = b"\n" + MARK
 _PINGS = frozenset(PINGS.values())
 
@@ -35,27 +35,27 @@ class JournalBudget:
     max_bytes: int
     num_bytes: int = 0
     num_dropped: int = 0
-    """Journals for which there was no room, or not enough: their streams cannot go on."""
+    """Journals that were given up for lack of room; their streams cannot resume."""
 
     def take(self, num_bytes: int) -> bool:
+        """Take bytes if they are left. Returns whether they were."""
         fits = self.num_bytes + num_bytes <= self.max_bytes
         self.num_bytes += num_bytes * fits
         return fits
 
 
-class Journal:
-    """The journal of one stream, which takes in what the nodes say, one after the other.
-
-    ``num_body_bytes``: the size of its request, which is kept for as long.
-    """
+class StreamJournal:
+    """The journal of one stream, which reads what its nodes send, one node after the other."""
 
     def __init__(self, num_body_bytes: int, budget: JournalBudget) -> None:
+        """``num_body_bytes``: size of the request's body, which is kept for as long and counts, too."""
         self._budget = budget
         self._blocks: list[bytearray] = []
-        """Of records, with a comma behind each."""
+        """Records, with a comma after each."""
         self._num_bytes = 0
+        """Bytes taken from the budget."""
         self._num_free = 0
-        """Of these, for further records."""
+        """Bytes of these that are left for further records."""
         self._head: dict[str, object] = {
             "id": secrets.token_hex(16),
             "created": int(time.time()),
@@ -63,27 +63,28 @@ class Journal:
         }
         self.num_records = 0
         self.is_kept = True
-        """False: it was too large, and the stream cannot go on."""
+        """False once it was given up for lack of room; the stream cannot resume then."""
         self.is_over = False
-        """The client has the end of the stream."""
+        """Whether the client has the end of the stream."""
         self.unshown = b""
-        """What the node that has the stream now said behind its last line: its error, if it ended there."""
+        """What the present node sent after its last line. If it ends there, this is its error."""
         self.is_leaving = False
-        """The node that has the stream now is about to end, as it said itself."""
+        """Whether the present node said that it shuts down."""
         self._grow(num_body_bytes)
 
     def fields(self, *, may_move: bool, num_resumes: int) -> Mapping[str, object]:
-        """Of a body that says to the nodes with what to go on."""
+        """Return the body fields that let a node resume this stream."""
         head = self._head | {"may_move": may_move and self.is_kept, "num_resumes": num_resumes}
         records = b",".join(b"[" + block[:-1] + b"]" for block in self._blocks)
         return {"journal": head, "journal_records": Raw(b"[" + records + b"]")}
 
     def next_node(self) -> None:
-        """Another node has the stream; what the old one said behind its last line is not shown."""
+        """Continue with another node. What the old one sent after its last line is never shown."""
         self.unshown, self.is_leaving = b"", False
 
     def feed(self, chunk: bytes) -> bytes:
-        """What the client may have now of a node's stream, which comes in chunks that are cut anywhere."""
+        """Read a chunk of a node's stream, which may be cut anywhere. Returns what the client may have
+        now."""
         if self.is_over:
             return b""
         data = self.unshown + chunk if self.unshown else chunk
@@ -98,7 +99,7 @@ class Journal:
                 break
             if content == LEAVING:
                 self.is_leaving = True
-            elif content.startswith(b"["):  # a record; what else there may be, this release does not know
+            elif content.startswith(b"["):  # a record; other lines are of a later release
                 self._add(content)
         self.unshown = data[start:]
         if self.unshown and self.unshown in _PINGS:
@@ -125,7 +126,7 @@ class Journal:
         return True
 
     def close(self) -> None:
-        """The stream is over. May be called again."""
+        """Give the journal's bytes back. May be called twice."""
         self._budget.num_bytes -= self._num_bytes
         self._num_bytes = self._num_free = 0
         self._blocks.clear()
@@ -143,8 +144,10 @@ class Journal:
 
 
 def _next_line(data: bytes, start: int) -> int:
-    """Where the next line of the journal begins, between ``start``, where an event or a line begins, and the
-    end; -1: nowhere."""
+    """Return where the next line of the journal begins, or -1.
+
+    ``start``: where to look from; an event or a line begins there.
+    """
     if data.startswith(MARK, start):
         return start
     before = data.find(_LINE, start)

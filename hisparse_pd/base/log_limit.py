@@ -1,4 +1,4 @@
-"""Lines of the log about what others send, of which somebody may send any number."""
+"""Limits log lines about what others send, which they may send any number of times."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import time
 from collections.abc import Hashable
 
 QUIET_SECS = 60.0
+"""Time after a line in which no other line about the same subject is logged."""
 MAX_SUBJECTS = 64
+"""Number of subjects that are told apart."""
 
 
-class Seldom:
-    """Whether a line about a subject may be logged: one in ``QUIET_SECS``, and of all subjects beyond
-    ``MAX_SUBJECTS`` together one. For one thread."""
+class LogLimiter:
+    """Permits one log line in ``QUIET_SECS`` for each subject, and for all beyond ``MAX_SUBJECTS`` together.
+
+    Only one thread may use it.
+    """
 
     def __init__(self) -> None:
         self._quiet_until: dict[Hashable, float] = {}
 
     def permits(self, subject: Hashable = None) -> bool:
+        """Whether a line about ``subject`` may be logged now. If so, it counts as logged."""
         now = time.monotonic()
         if subject not in self._quiet_until and len(self._quiet_until) >= MAX_SUBJECTS:
             self._quiet_until = {of: until for of, until in self._quiet_until.items() if until > now}

@@ -1,7 +1,7 @@
-"""A limit for each of many waits that are nearly always short: for each token of a stream, say.
+"""A limit for each of many short waits, for instance for each token of a stream.
 
-A timer for each wait would cost more than the wait. This one is set once, looks when it fires how long the
-present wait has taken, and is set again for what is left of it.
+A timer for each wait would cost more than the wait. This one is set once. When it fires, it looks how long
+the present wait has lasted, and is set again for the rest.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 
 
-class Patience:
-    """Calls ``on_lost`` once when a wait has taken ``secs``. Needs a running event loop."""
+class WaitTimer:
+    """Calls ``on_lost`` once when a wait has lasted ``secs``. Needs a running event loop."""
 
     def __init__(self, secs: float, on_lost: Callable[[], None]) -> None:
         self._secs = secs
@@ -21,13 +21,13 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """A wait begins now."""
+        """Begin a wait."""
         self._began_at = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_at(self._began_at + self._secs, self._look)
 
     def end(self) -> None:
-        """Nobody waits."""
+        """End the wait."""
         self._began_at = None
 
     def close(self) -> None:

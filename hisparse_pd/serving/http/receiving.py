@@ -1,4 +1,4 @@
-"""What an endpoint expects of its client: a body of bounded size, in time, and that the client stays."""
+"""Receiving from a client: its body, within limits of size and time, and the notice that it has left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 async def read_body(request: Request, timeout_secs: float) -> bytes:
-    """Raises ApiError 415, 413 or 408, or ClientDisconnect."""
+    """Return the whole body. Raises ApiError 415, 413 or 408, or ClientDisconnect."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise ApiError(415, f"Content-Encoding: {shown(encoding)} is not taken; send the body without it")
@@ -44,9 +44,9 @@ def _too_large() -> ApiError:
 async def unless_client_leaves(
     receive: Receive, work: Coroutine[Any, Any, T], is_answered: Callable[[], bool] = lambda: False
 ) -> T:
-    """The result of ``work``, which is cancelled when the client leaves before it ``is_answered``.
+    """Return the result of ``work``, which is cancelled if the client leaves before it ``is_answered``.
 
-    Raises ClientDisconnect.
+    Raises ClientDisconnect in that case.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_client_leaves(receive))

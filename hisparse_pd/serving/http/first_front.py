@@ -1,8 +1,8 @@
-"""The life of a node's first process: the engines that it starts, and serving HTTP until a child ends.
+"""A node's first process: it starts the engines, and serves HTTP until a signal or until a child dies.
 
-An engine, one a rank, runs in a spawned child, as do further fronts; their ipc sockets are in a private
-directory until they are connected. When a child dies, the requests in flight fail, and this process ends the
-others and exits with status 1, for a supervisor to start all of them again.
+The engine of each rank runs in a spawned child, as does each further front. Their ipc sockets are in a
+private directory until they are connected. When a child dies, the requests in flight fail, and this process
+ends the other children and exits with status 1, so that a supervisor starts all of them again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hisparse_pd.base.process import (
 from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.protocol.names import resolve
-from hisparse_pd.serving.http.board import Word
+from hisparse_pd.serving.http.board import Instruction
 from hisparse_pd.serving.http.children import Children
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts
@@ -49,9 +49,9 @@ class EngineProcesses(Children):
     """The engines of this machine's ranks in child processes, and the directory of their sockets."""
 
     def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
-        """``target(settings, endpoints, place)`` runs an engine; it is imported by name in the child.
+        """``target(settings, endpoints, place)`` runs an engine; the child imports it by name.
 
-        Raises StartError when the node has several machines and the first one is not known.
+        Raises StartError if the node has several machines and the first one's name has no address.
         """
         super().__init__()
         self._target: EngineTarget[Any] = target
@@ -61,7 +61,7 @@ class EngineProcesses(Children):
         self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
 
     def endpoints_of(self, front: int) -> list[str]:
-        """Of one front: that of each rank of the node."""
+        """Return one front's endpoint for each rank of the node."""
         return [self._endpoint(rank, front) for rank in range(self._settings.dp_size)]
 
     def _endpoint(self, rank: int, front: int) -> str:
@@ -77,7 +77,7 @@ class EngineProcesses(Children):
         return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=self._settings.meeting[1])
 
     def start(self) -> None:
-        """From the main thread, as ``spawn``."""
+        """Start the engines of this machine. Must be called from the main thread, as ``spawn``."""
         settings = self._settings
         spins = settings.device == "cpu" and not chooses_its_waiting()
         with environment_of_children(BRIEF_SPIN if spins else {}):
@@ -88,7 +88,8 @@ class EngineProcesses(Children):
                 self.spawn(name, _run_engine, self._target, of_rank, endpoints, self._place(rank), name)
 
     def remove_directory(self) -> None:
-        """Once nobody connects any more, so that a kill leaves nothing behind. May be called again."""
+        """Remove the sockets' directory once all are connected, so that a kill leaves no files. May be
+        repeated."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
@@ -96,7 +97,7 @@ class EngineProcesses(Children):
         return all(process.exitcode == 0 for process in self.processes)
 
     def stop(self, *, graceful: bool) -> None:
-        """End the engines. ``graceful``: they were told to shut down, so wait for that."""
+        """End the engines. ``graceful``: wait first, since they were told to shut down."""
         try:
             if graceful:
                 self.wait()
@@ -106,9 +107,10 @@ class EngineProcesses(Children):
 
 
 def _meeting_address(settings: NodeSettings) -> str:
-    """The address of the first machine, of a node of several; empty for a node of one.
+    """Return the address of the first machine of a node of several, an empty string for a node of one.
 
-    A cluster may make a machine's name when it starts, so it is waited for. Raises StartError.
+    It waits for the name to have an address: a cluster may create it only when the machine starts. Raises
+    StartError.
     """
     host, _ = settings.meeting
     deadline = time.monotonic() + STARTUP_TIMEOUT_SECS
@@ -137,9 +139,9 @@ async def serve(
 ) -> int:
     """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
 
-    After a signal new requests are refused with 503, and what is in flight, ``num_at_work``, has
-    ``drain_timeout_secs`` to finish, or until a second signal. The port of ``listeners[0]`` is served by all
-    fronts.
+    After a signal new requests are refused with 503, and requests in flight may finish: until ``num_at_work``
+    returns 0, for ``drain_timeout_secs`` at most, or until a second signal. All fronts serve the port of
+    ``listeners[0]``.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
@@ -167,16 +169,16 @@ async def serve(
             fronts.stop_accepting()
             await _drain(lambda: num_at_work(link) == 0, drain_timeout_secs, signals, died)
         status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
-        word = Word.LEAVE
+        instruction = Instruction.LEAVE
         if died.done():
             of_engines, of_fronts = engines.exits(), fronts.exits()
-            word = Word.FRONT_DIED if of_fronts and not of_engines else Word.ENGINE_DIED
-            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or WHAT_DIED[word])
-            link.engine_died(WHAT_DIED[word])
+            instruction = Instruction.FRONT_DIED if of_fronts and not of_engines else Instruction.ENGINE_DIED
+            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or WHAT_DIED[instruction])
+            link.engine_died(WHAT_DIED[instruction])
         else:
             link.fail_all(503, SHUTTING_DOWN)
-        leaving = asyncio.create_task(fronts.leave(word))
-        if word is Word.LEAVE:
+        leaving = asyncio.create_task(fronts.leave(instruction))
+        if instruction is Instruction.LEAVE:
             await link.shut_engines_down()
         for server in servers:
             server.should_exit = True
@@ -190,14 +192,14 @@ async def serve(
 
 
 def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, lost: asyncio.Event) -> None:
-    loop.remove_reader(sentinel)  # it stays readable
+    loop.remove_reader(sentinel)  # which stays readable
     lost.set()
 
 
 async def _drain(
     is_idle: Callable[[], bool], timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
 ) -> None:
-    """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
+    """Wait until no request is in flight, the time is up, a second signal comes or a child has died."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_secs
     while not is_idle() and signals.empty() and not died.done() and loop.time() < deadline:
@@ -207,7 +209,7 @@ async def _drain(
 def _run_engine(
     target: EngineTarget[S], settings: S, endpoints: Sequence[str], place: RankPlace, name: str
 ) -> None:
-    gc.disable()  # until all is imported: collections would look at it again and again, a fifth of the start
+    gc.disable()  # until all is imported: repeated collections would take a fifth of the start
     die_with_parent()
     setup_logging(settings.log_level, name)
     try:

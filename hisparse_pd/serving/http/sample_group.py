@@ -1,0 +1,96 @@
+"""The samples of one HTTP request as the front waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+
+from hisparse_pd.engine.messages import PromptScores, RequestFailed, Tokens
+from hisparse_pd.serving.http.http_errors import NodeUnavailable
+from hisparse_pd.serving.http.wait_timer import WaitTimer
+
+SampleEvent = Tokens | PromptScores | RequestFailed
+
+
+class SampleGroup:
+    """The samples of one HTTP request and the queue of their events, for one reader."""
+
+    def __init__(
+        self,
+        ranks: Mapping[str, int],
+        *,
+        may_move: bool,
+        look_secs: float,
+        stall: Callable[[], str | None],
+        on_finish: Callable[[SampleGroup, str], None],
+    ) -> None:
+        """``stall`` says why the engines make no progress; a waiting reader asks it every ``look_secs``.
+
+        ``on_finish``: called with the group and the request id of a sample that is complete.
+        """
+        self._look_secs = look_secs
+        self._stall = stall
+        self._on_finish = on_finish
+        self.ranks = ranks
+        """Rank of each sample, by request id."""
+        self.may_move = may_move
+        """Whether the request moves to another node when this one shuts down."""
+        self.live = set(ranks)
+        self._events: deque[SampleEvent] = deque()
+        self._num_waiting_tokens: Counter[str] = Counter()
+        """Number of ``Tokens`` messages in the queue, by request id."""
+        self._reader: asyncio.Future[None] | None = None
+        """Future on which the reader waits for an event."""
+        self._wait_timer: WaitTimer | None = None
+        """Limits the reader's waits; made with the first one."""
+
+    def put(self, event: SampleEvent) -> None:
+        self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
+        self._events.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def next_event(self) -> SampleEvent:
+        """Return the next event of any live sample. Raises NodeUnavailable when the engine makes no progress.
+
+        While it makes progress there is no limit here: its own timeouts end requests.
+        """
+        if self._events:
+            await asyncio.sleep(0)  # let other requests have their turn
+        else:
+            self._reader = asyncio.get_running_loop().create_future()
+            if self._wait_timer is None:
+                self._wait_timer = WaitTimer(self._look_secs, self._look_at_engine)
+            self._wait_timer.begin()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+                self._wait_timer.end()
+        event = self._events.popleft()
+        self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
+        return event
+
+    def close(self) -> None:
+        if self._wait_timer is not None:
+            self._wait_timer.close()
+
+    def _look_at_engine(self) -> None:
+        assert self._reader is not None
+        assert self._wait_timer is not None
+        if self._reader.done():
+            return
+        if (stall := self._stall()) is not None:
+            self._reader.set_exception(NodeUnavailable(stall))
+        else:
+            self._wait_timer.begin()
+
+    def has_more_tokens(self, request_id: str) -> bool:
+        """Whether more output of the sample waits here."""
+        return self._num_waiting_tokens[request_id] > 0
+
+    def finish(self, request_id: str) -> None:
+        """Complete one sample, of which no event follows. The engine is told unless it ended the sample
+        itself."""
+        self._on_finish(self, request_id)

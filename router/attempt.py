@@ -1,0 +1,40 @@
+"""One try of a request at one pair of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+
+from hisparse_pd.router.connect import Call
+from hisparse_pd.router.node_calls import NodeAnswer
+from hisparse_pd.router.nodes import NodePool, Pair
+
+
+class Attempt:
+    """A request at one pair: the call to the decode node, and the request's part in that node's load."""
+
+    answer: NodeAnswer
+    """Set once its first bytes are here."""
+
+    def __init__(self, pair: Pair, call: Call, pool: NodePool, may_move: Callable[[], bool]) -> None:
+        """``may_move``: whether another node could take the request over now."""
+        self.pair = pair
+        self.call = call
+        self.is_movable = True
+        """False once the client has something that no other node can continue."""
+        self.was_moved = False
+        """Whether the router closed the call because the decode node shuts down."""
+        self._may_move = may_move
+        self._open = ExitStack()
+        self._open.enter_context(closing(call))
+        self._open.enter_context(pool.working(pair.decode, pair.room, self._move))
+
+    def close(self) -> None:
+        """End the call. May be called twice."""
+        self._open.close()
+
+    def _move(self) -> None:
+        """Called by the pool when the decode node shuts down and another one is healthy."""
+        if self.is_movable and self._may_move():
+            self.was_moved = True
+            self.call.close()

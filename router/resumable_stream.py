@@ -1,0 +1,75 @@
+"""A stream that survives its decode node: what its client reads, from one node after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+from hisparse_pd.router.attempt import Attempt
+from hisparse_pd.router.errors import NodeFailed, StreamEnded
+from hisparse_pd.router.nodes import LEAVING, NodePool
+from hisparse_pd.router.stream_journal import StreamJournal
+
+_SEARCH_PING_SECS = 5.0
+"""Interval of pings to a client whose stream waits for another pair. It is short because the lost node may
+have been silent for long already, and proxies cut a stream that is silent for a minute."""
+
+
+class ResumableStream:
+    """A journaled stream as its client reads it, from one decode node after the other."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        journal: StreamJournal,
+        pool: NodePool,
+        resume: Callable[[Attempt, NodeFailed], Coroutine[None, None, Attempt]],
+        ping: bytes,
+    ) -> None:
+        """``resume`` returns the attempt that follows one that failed."""
+        self._attempt = attempt
+        self._journal = journal
+        self._pool = pool
+        self._resume = resume
+        self._ping = ping
+        self._resuming: asyncio.Task[Attempt] | None = None
+        """Runs while no node has the stream."""
+
+    async def read(self) -> bytes:
+        """Return what the client gets next, nothing at the end. Raises RouterError."""
+        while True:
+            if self._resuming is not None:
+                done, _ = await asyncio.wait((self._resuming,), timeout=_SEARCH_PING_SECS)
+                if not done:
+                    return self._ping
+                resuming, self._resuming = self._resuming, None
+                self._attempt = await resuming
+            error = None
+            try:
+                chunk = await self._attempt.answer.read()
+            except NodeFailed as failed:
+                chunk, error = b"", failed
+            if chunk:
+                if shown := self._feed(chunk):
+                    return shown
+            elif self._journal.is_over:
+                return b""
+            else:
+                error = error or StreamEnded(self._journal.unshown)
+                self._resuming = asyncio.create_task(self._resume(self._attempt, error))
+
+    async def close(self) -> None:
+        """End the search for another pair, if one is under way."""
+        if self._resuming is not None:
+            self._resuming.cancel()
+            await asyncio.gather(self._resuming, return_exceptions=True)
+
+    def _feed(self, chunk: bytes) -> bytes:
+        """Return what the journal lets the client have now."""
+        was_leaving = self._journal.is_leaving
+        shown = self._journal.feed(chunk)
+        if self._journal.is_leaving and not was_leaving:
+            # This moves the requests that may move. It is done once: the node may be back, and healthy,
+            # before the rest of what it sent is read.
+            self._pool.mark_unhealthy(self._attempt.pair.decode, LEAVING)
+        return shown
