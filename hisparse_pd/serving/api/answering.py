@@ -11,14 +11,14 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import TokenLogprob
-from hisparse_pd.serving.api.answers import Chat, Completions, Dialect, Generate, Json
-from hisparse_pd.serving.api.anthropic_answers import Messages
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.answers import ChatDialect, CompletionsDialect, Dialect, GenerateDialect, Json
+from hisparse_pd.serving.api.anthropic_answers import MessagesDialect
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.frame import sse
-from hisparse_pd.serving.api.journal import Journal
 from hisparse_pd.serving.api.output import Delta, SampleOutput
-from hisparse_pd.serving.api.responses_answers import Responses
+from hisparse_pd.serving.api.request_journal import RequestJournal
+from hisparse_pd.serving.api.responses_answers import ResponsesDialect
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, RequestFailedError
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 
@@ -28,9 +28,9 @@ Deltas = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
 _RECORDS_BETWEEN_YIELDS = 16
 
 
-async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
+async def whole_body(context: DecodeContext, work: Work, deltas_of: Deltas) -> bytes:
     """JSON."""
-    outputs, dialect = _outputs(front, work), _dialect(front, work)
+    outputs, dialect = _outputs(context, work), _dialect(context, work)
     choices: dict[int, Raw] = {}
     async with aclosing(deltas_of(outputs)) as deltas:
         async for delta in deltas:
@@ -40,11 +40,11 @@ async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
     return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
 
 
-def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
+def streamed(context: DecodeContext, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
     """Server-sent events; in units with lines between them where a router keeps a journal."""
-    outputs, dialect = _outputs(front, work), _dialect(front, work)
+    outputs, dialect = _outputs(context, work), _dialect(context, work)
     if (journal := work.request.journal) is not None:
-        return _journaled(front, work, journal, dialect, outputs, deltas_of)
+        return _journaled(context, work, journal, dialect, outputs, deltas_of)
     return _plain(dialect, outputs, deltas_of)
 
 
@@ -68,9 +68,9 @@ async def _plain(
 
 
 async def _journaled(
-    front: Front,
+    context: DecodeContext,
     work: Work,
-    journal: Journal,
+    journal: RequestJournal,
     dialect: Dialect,
     outputs: Sequence[SampleOutput],
     deltas_of: Deltas,
@@ -94,7 +94,7 @@ async def _journaled(
                 events = b"".join(map(_encoded, dialect.events(output, delta)))
                 if unit := records.unit(output, delta, events):
                     has_begun = True
-                    if front.link.is_leaving and not has_said_leaving:
+                    if context.link.is_leaving and not has_said_leaving:
                         has_said_leaving = True
                         unit += journal_line(LEAVING)
                     yield unit
@@ -139,18 +139,18 @@ class _Records:
 
 
 _DIALECTS: Mapping[Endpoint, type[Dialect]] = {
-    Endpoint.COMPLETIONS: Completions,
-    Endpoint.CHAT: Chat,
-    Endpoint.GENERATE: Generate,
-    Endpoint.MESSAGES: Messages,
-    Endpoint.RESPONSES: Responses,
+    Endpoint.COMPLETIONS: CompletionsDialect,
+    Endpoint.CHAT: ChatDialect,
+    Endpoint.GENERATE: GenerateDialect,
+    Endpoint.MESSAGES: MessagesDialect,
+    Endpoint.RESPONSES: ResponsesDialect,
 }
 
 
-def _dialect(front: Front, work: Work) -> Dialect:
-    return _DIALECTS[work.request.endpoint](front, work)
+def _dialect(context: DecodeContext, work: Work) -> Dialect:
+    return _DIALECTS[work.request.endpoint](context, work)
 
 
-def _outputs(front: Front, work: Work) -> list[SampleOutput]:
-    token_bytes = front.codec.token_bytes
+def _outputs(context: DecodeContext, work: Work) -> list[SampleOutput]:
+    token_bytes = context.codec.token_bytes
     return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]

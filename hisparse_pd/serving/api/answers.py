@@ -20,7 +20,7 @@ from msgspec import Raw
 from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_reading import ChatReading, chat_readings
 from hisparse_pd.serving.api.detokenizer import TokenBytes
 from hisparse_pd.serving.api.frame import SSE_DONE
@@ -38,11 +38,11 @@ class Dialect(ABC):
     end = SSE_DONE
     """What stands behind the last event of a stream."""
 
-    def __init__(self, front: Front, work: Work) -> None:
+    def __init__(self, context: DecodeContext, work: Work) -> None:
         self._work = work
         self._identity = work.identity
-        self._token_bytes = front.codec.token_bytes
-        self._model_name = front.settings.model_name
+        self._token_bytes = context.codec.token_bytes
+        self._model_name = context.settings.model_name
 
     @abstractmethod
     def keep(self, output: SampleOutput, delta: Delta) -> None:
@@ -132,15 +132,15 @@ def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
 # --- OpenAI --------------------------------------------------------------------------------------------
 
 
-class _OpenAi(Dialect):
+class _OpenAiDialect(Dialect):
     """What completions and chat share: the envelope, usage and the order of chunks."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
         self._usage = work.request.usage
         self._id = work.identity.name(f"{self.id_prefix}-", 12)
         self._grown: defaultdict[int, _Grown] = defaultdict(_Grown)
@@ -221,15 +221,15 @@ class _OpenAi(Dialect):
         """Logprobs of the tokens of a delta; lists go on with those of the next one."""
 
 
-class Completions(_OpenAi):
+class CompletionsDialect(_OpenAiDialect):
     """``/v1/completions``."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
-        self._names = TokenNames(front.codec.token_bytes, are_ids=self._names_by_id)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
+        self._names = TokenNames(context.codec.token_bytes, are_ids=self._names_by_id)
         self._shown: dict[int, _ShownTokens] = {}
         """By sample, where logprobs are asked for."""
         self._echoed: set[int] = set()
@@ -297,16 +297,16 @@ class _ShownTokens:
         return found
 
 
-class Chat(_OpenAi):
+class ChatDialect(_OpenAiDialect):
     """``/v1/chat/completions``."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
-        self._readings = chat_readings(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
+        self._readings = chat_readings(context, work)
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         reading = self._readings[output.index]
@@ -391,14 +391,14 @@ def _finish_reason(finish: Finish, reading: ChatReading) -> str:
 # --- SGLang --------------------------------------------------------------------------------------------
 
 
-class Generate(Dialect):
+class GenerateDialect(Dialect):
     """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are.
 
     So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
     """
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
         self._is_list = work.request.is_batch or len(work.samples) > 1
         self._logprobs: defaultdict[int, _Grown] = defaultdict(_Grown)
         """By sample."""

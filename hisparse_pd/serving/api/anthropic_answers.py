@@ -13,17 +13,17 @@ from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.serving.api.answers import Json, hisparse_usage
 from hisparse_pd.serving.api.anthropic_messages import signature_of
-from hisparse_pd.serving.api.app import Front, Work
-from hisparse_pd.serving.api.blocks import BlockAnswer
+from hisparse_pd.serving.api.app import DecodeContext, Work
+from hisparse_pd.serving.api.blocks import BlockDialect
 from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.api.raw_json import is_object
 
 
-class Messages(BlockAnswer):
+class MessagesDialect(BlockDialect):
     """``/v1/messages``. Thinking that is shown has no signature; what is omitted is in its signature."""
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
         self._id = work.identity.name("msg_", 12)
         self._omits_thinking = work.request.omits_thinking
 

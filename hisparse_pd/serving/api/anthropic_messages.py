@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Raw
 
 from hisparse_pd.serving.api import body_parts as parts
-from hisparse_pd.serving.api.bodies import Turns
+from hisparse_pd.serving.api.bodies import AnthropicTurns
 from hisparse_pd.serving.api.declared import decode, tag_of
 from hisparse_pd.serving.api.prompts import (
     ChatPrompt,
@@ -33,7 +33,7 @@ from hisparse_pd.serving.http.http_errors import InvalidField
 Message = dict[str, object]
 
 
-def parse_messages(body: Turns) -> ChatPrompt:
+def parse_messages(body: AnthropicTurns) -> ChatPrompt:
     """Raises ApiError 400."""
     messages: list[Message] = []
     if body.system is not None:
@@ -143,7 +143,7 @@ def _tool(name: str, item: Raw) -> Message:
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
 
-def _template_arguments(body: Turns) -> dict[str, object]:
+def _template_arguments(body: AnthropicTurns) -> dict[str, object]:
     """Thinking is switched as templates have it: DeepSeek's by ``thinking``, GLM's by ``enable_thinking``."""
     arguments = template_arguments(body, body.output_config.effort if body.output_config else None)
     if body.thinking is not None:

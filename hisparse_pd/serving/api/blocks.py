@@ -13,21 +13,21 @@ from msgspec import Raw
 
 from hisparse_pd.serving.api.answer_blocks import Block, Change
 from hisparse_pd.serving.api.answers import Dialect, Json
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_reading import chat_readings
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 
 _NO_CHOICE = Raw(msgspec.json.encode(None))
 
 
-class BlockAnswer(Dialect):
+class BlockDialect(Dialect):
     """For requests of one sample."""
 
     end = b""
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
-        (self._reading,) = chat_readings(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
+        (self._reading,) = chat_readings(context, work)
         self._has_begun = False
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:

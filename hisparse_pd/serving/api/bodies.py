@@ -39,7 +39,7 @@ _RECORD_BLOCKS = raw(
 # --- groups of fields ------------------------------------------------------------------------------------
 
 
-class Refused:
+class RefusedFields:
     """Known to other servers, and nothing that this one does."""
 
     allowed_token_ids: Annotated[Raw | None, unsupported([])]
@@ -108,13 +108,13 @@ class OnlyOpenAI:
     return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
 
 
-class Addressed:
+class AddressedBody:
     """``model`` must be the one that is served, or none."""
 
     model: parts.Name | None
 
 
-class Served(Addressed):
+class ServedBody(AddressedBody):
     """What every request that generates may say. A router adds the bootstrap fields, one or one a prompt, and
     what it keeps in a journal."""
 
@@ -159,7 +159,7 @@ class OneSample:
     n: Annotated[Raw | None, unsupported(1)]
 
 
-class OpenAI(Served, Drawing, Bounded, VllmFormat, SglangFormat, Refused):
+class OpenAI(ServedBody, Drawing, Bounded, VllmFormat, SglangFormat, RefusedFields):
     max_tokens: parts.Minimum | None
     max_completion_tokens: parts.Minimum | None
     prompt_logprobs: parts.NumLogprobs | None
@@ -191,7 +191,7 @@ class Conversation(Templated):
     separate_reasoning: bool | None
 
 
-class Turns(Addressed, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+class AnthropicTurns(AddressedBody, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
     """A conversation in Anthropic's words."""
 
     system: str | Annotated[list[parts.TextBlock], Meta(max_length=parts.MAX_PARTS)] | None
@@ -269,7 +269,7 @@ class ChatBody(OpenAI, Conversation):
 
 
 @declared
-class SamplingParams(Drawing, NoVllmFormat, SglangFormat, Refused):
+class SamplingParams(Drawing, NoVllmFormat, SglangFormat, RefusedFields):
     """``sampling_params`` of ``/generate``."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
@@ -281,7 +281,7 @@ class SamplingParams(Drawing, NoVllmFormat, SglangFormat, Refused):
 
 
 @declared
-class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+class GenerateBody(ServedBody, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
     """``/generate``, SGLang's. One of text and input_ids is needed."""
 
     text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
@@ -298,7 +298,7 @@ class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
 
 
 @declared
-class MessagesBody(Served, Turns, Drawing, Bounded, OneSample):
+class MessagesBody(ServedBody, AnthropicTurns, Drawing, Bounded, OneSample):
     """``/v1/messages``, Anthropic's."""
 
     max_tokens: parts.NewTokens
@@ -308,13 +308,13 @@ class MessagesBody(Served, Turns, Drawing, Bounded, OneSample):
 
 
 @declared
-class CountTokensBody(Turns):
+class CountTokensBody(AnthropicTurns):
     """``/v1/messages/count_tokens``, Anthropic's."""
 
 
 @declared
 class ResponsesBody(
-    Served, Templated, Drawing, Bounded, OneSample, VllmFormat, NoSglangFormat, OnlyOpenAI, Refused
+    ServedBody, Templated, Drawing, Bounded, OneSample, VllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields
 ):
     """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
 
@@ -346,7 +346,7 @@ class ResponsesBody(
 
 
 @declared
-class TokenizeBody(Addressed, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+class TokenizeBody(AddressedBody, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
     """``/tokenize``, vLLM's. One of prompt and messages is needed."""
 
     prompt: Annotated[Raw | None, raw(**_TEXT)]
@@ -355,7 +355,7 @@ class TokenizeBody(Addressed, Conversation, NoVllmFormat, NoSglangFormat, OnlyOp
 
 
 @declared
-class DetokenizeBody(Addressed):
+class DetokenizeBody(AddressedBody):
     """``/detokenize``, vLLM's."""
 
     tokens: Annotated[Raw | None, raw(**_IDS)]

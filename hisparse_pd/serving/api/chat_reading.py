@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_format import MARKUPS, ThinkMarks
 from hisparse_pd.serving.api.chat_message import MessageParser
 from hisparse_pd.serving.api.detokenizer import TokenBytes
@@ -15,9 +15,9 @@ from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 
-def chat_readings(front: Front, work: Work) -> list[ChatReading]:
+def chat_readings(context: DecodeContext, work: Work) -> list[ChatReading]:
     """One for each sample of a chat. Tool calls stay text where it is not known how the model writes them."""
-    token_bytes, chat_format = front.codec.token_bytes, front.codec.chat_format
+    token_bytes, chat_format = context.codec.token_bytes, context.codec.chat_format
     (prompt,) = work.request.prompts
     assert isinstance(prompt, ChatPrompt)
     tools = prompt.all_tools

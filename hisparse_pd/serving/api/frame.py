@@ -40,7 +40,7 @@ _CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A body that is complete or, with ``rest``, the beginning of a stream and the generator of its rest."""
 
     body: bytes
@@ -48,16 +48,16 @@ class Answer:
     rest: AsyncGenerator[bytes, None] | None = None
 
     @classmethod
-    def json(cls, value: object) -> Answer:
+    def json(cls, value: object) -> HttpAnswer:
         return cls(msgspec.json.encode(value))
 
     @classmethod
-    def events(cls, body: bytes) -> Answer:
+    def events(cls, body: bytes) -> HttpAnswer:
         """A stream of server-sent events that is complete."""
         return cls(body, _EVENT_STREAM)
 
     @classmethod
-    async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> Answer:
+    async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> HttpAnswer:
         """Events as they come. What fails before the first one is raised: it can still have a status."""
         return cls(await anext(pieces), _EVENT_STREAM, pieces)
 
@@ -194,7 +194,7 @@ class Reply:
             self._alive.close()
             self._alive = None
 
-    async def send_answer(self, answer: Answer, headers: Headers = ()) -> None:
+    async def send_answer(self, answer: HttpAnswer, headers: Headers = ()) -> None:
         """``headers``: beside those of its body."""
         if answer.rest is None:
             await self._begin(200, answer.content_type, len(answer.body), headers)

@@ -22,7 +22,7 @@ from hisparse_pd.base.vocabulary import CheckpointError, StartError
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.protocol.channels import load_control_keys
 from hisparse_pd.serving.api.keys import load_api_keys
-from hisparse_pd.serving.api.node_app import NodeFront
+from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.http.board import Board, make_board
 from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.descriptors import raise_limit
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
 
-Apps = Callable[[NodeFront], AbstractContextManager[Sequence[ASGIApp]]]
+Apps = Callable[[NodeContext], AbstractContextManager[Sequence[ASGIApp]]]
 """Makes the applications of a front, and ends what they need when it leaves. Raises StartError, OSError."""
 
 
@@ -84,7 +84,7 @@ class _NodePlan(Generic[S]):
     def open(self, link: EngineLink, metrics: FrontMetrics) -> AbstractContextManager[Sequence[ASGIApp]]:
         """The applications of one front. Raises StartError and OSError."""
         return self.apps(
-            NodeFront(
+            NodeContext(
                 self.role,
                 self.settings,
                 link,

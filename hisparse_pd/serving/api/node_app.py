@@ -53,7 +53,7 @@ _OPERATORS_PATHS = frozenset(("/flush_cache", "/release_quarantine", "/drain"))
 
 
 @dataclass(frozen=True)
-class NodeFront:
+class NodeContext:
     """What the handlers of a node of either kind work with."""
 
     role: str
@@ -73,11 +73,11 @@ Taker = Told | ASGIApp
 
 
 def create_node_app(
-    front: NodeFront, takers: Mapping[str, Taker], information: Mapping[str, Told]
+    context: NodeContext, takers: Mapping[str, Taker], information: Mapping[str, Told]
 ) -> Starlette:
     """The application with the endpoints that every node has, with ``takers`` of requests (POST), and with
     further ``information`` (GET); both by path."""
-    own: dict[str, Callable[[NodeFront, Request], Awaitable[Response]]] = {
+    own: dict[str, Callable[[NodeContext, Request], Awaitable[Response]]] = {
         "/health": _health,
         "/health_generate": _health,
         "/liveness": _liveness,
@@ -90,12 +90,12 @@ def create_node_app(
         MODEL_PATH: _models,
         "/metrics": _metrics,
     }
-    told = {path: partial(answer, front) for path, answer in own.items()} | dict(information)
+    told = {path: partial(answer, context) for path, answer in own.items()} | dict(information)
     routes: list[BaseRoute] = [Route(path, taker, methods=["POST"]) for path, taker in takers.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in told.items()]
-    routes.append(Route("/flush_cache", partial(_flush_cache, front), methods=["POST"]))
-    routes += quarantine_routes(front.link)
-    keys, count_refused = front.api_keys, front.metrics.unauthorized.inc
+    routes.append(Route("/flush_cache", partial(_flush_cache, context), methods=["POST"]))
+    routes += quarantine_routes(context.link)
+    keys, count_refused = context.api_keys, context.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count_refused)]
     return Starlette(
         routes=routes,
@@ -104,70 +104,70 @@ def create_node_app(
     )
 
 
-def model_info(front: NodeFront) -> dict[str, object]:
+def model_info(context: NodeContext) -> dict[str, object]:
     """What every node says of its model."""
-    info: dict[str, object] = {"served_model_name": front.settings.model_name, "is_generation": True}
-    if front.link.ready is not None:
-        info["context_length"] = front.link.ready.context_length
+    info: dict[str, object] = {"served_model_name": context.settings.model_name, "is_generation": True}
+    if context.link.ready is not None:
+        info["context_length"] = context.link.ready.context_length
     return info
 
 
 # --- information -------------------------------------------------------------------------------------
 
 
-async def _health(front: NodeFront, request: Request) -> Response:
-    trouble = front.link.trouble()
+async def _health(context: NodeContext, request: Request) -> Response:
+    trouble = context.link.trouble()
     if trouble is None:
-        return json_response({"status": "ok", "role": front.role})
-    is_leaving = front.link.is_leaving
+        return json_response({"status": "ok", "role": context.role})
+    is_leaving = context.link.is_leaving
     body: dict[str, object] = {"status": "leaving" if is_leaving else "unavailable", "reason": trouble}
-    loading = front.link.loading
-    if front.link.is_loading and front.link.stall() is None:
+    loading = context.link.loading
+    if context.link.is_loading and context.link.stall() is None:
         progress = msgspec.structs.asdict(loading) if loading is not None else None
         body = {"status": "loading", "reason": trouble, "loading": progress}
     return json_response(body, 503)
 
 
-async def _liveness(front: NodeFront, request: Request) -> Response:
+async def _liveness(context: NodeContext, request: Request) -> Response:
     """Whether a restart is the remedy: 503 once the engine, loading or serving, makes no progress."""
-    stall = front.link.stall()
+    stall = context.link.stall()
     if stall is None:
         return json_response({"status": "ok"})
     return json_response({"status": "unavailable", "reason": stall}, 503)
 
 
-async def _version(front: NodeFront, request: Request) -> Response:
+async def _version(context: NodeContext, request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
-async def _server_info(front: NodeFront, request: Request) -> Response:
-    ready = front.link.ready
+async def _server_info(context: NodeContext, request: Request) -> Response:
+    ready = context.link.ready
     info: dict[str, object] = {
         "version": VERSION,
-        "disaggregation_mode": front.role,
-        "dp_size": front.settings.dp_size,
-        "nnodes": front.settings.nnodes,
-        "served_model_name": front.settings.model_name,
-        "max_running_requests": front.settings.max_running_requests,
-        "status": str(front.link.state),
-        "settings": front.settings.model_dump(mode="json", exclude=_PRIVATE_SETTINGS),
+        "disaggregation_mode": context.role,
+        "dp_size": context.settings.dp_size,
+        "nnodes": context.settings.nnodes,
+        "served_model_name": context.settings.model_name,
+        "max_running_requests": context.settings.max_running_requests,
+        "status": str(context.link.state),
+        "settings": context.settings.model_dump(mode="json", exclude=_PRIVATE_SETTINGS),
     }
     if ready is not None:
         info |= {name: getattr(ready, name) for name in ("context_length", *_OF_RANKS, "transfer_reason")}
         info["ranks"] = [
             {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _OF_EACH_RANK}}
-            for rank in front.link.ranks
+            for rank in context.link.ranks
         ]
     info["lanes"] = [
         {"dp_rank": rank.rank, **msgspec.to_builtins(lane)}
-        for rank in front.link.ranks
+        for rank in context.link.ranks
         if rank.stats is not None
         for lane in rank.stats.lanes
     ]
     return json_response(info)
 
 
-async def _load(front: NodeFront, request: Request) -> Response:
+async def _load(context: NodeContext, request: Request) -> Response:
     """One entry a rank; routers add up ``num_tokens``."""
     loads = [
         {
@@ -176,35 +176,35 @@ async def _load(front: NodeFront, request: Request) -> Response:
             "num_waiting_reqs": stats.num_waiting if stats else 0,
             "num_tokens": stats.num_used_tokens if stats else 0,
         }
-        for rank in front.link.ranks
+        for rank in context.link.ranks
     ]
     return json_response(loads)
 
 
-async def _status(front: NodeFront, request: Request) -> Response:
-    stats = {rank.rank: rank.stats for rank in front.link.ranks if rank.stats is not None}
-    return json_response(NodeLoad.of(front.role, stats))
+async def _status(context: NodeContext, request: Request) -> Response:
+    stats = {rank.rank: rank.stats for rank in context.link.ranks if rank.stats is not None}
+    return json_response(NodeLoad.of(context.role, stats))
 
 
-async def _models(front: NodeFront, request: Request) -> Response:
+async def _models(context: NodeContext, request: Request) -> Response:
     model: dict[str, object] = {
-        "id": front.settings.model_name,
+        "id": context.settings.model_name,
         "object": "model",
-        "created": front.started_at,
+        "created": context.started_at,
         "owned_by": "hisparse-pd",
     }
-    if front.link.ready is not None:
-        model["max_model_len"] = front.link.ready.context_length
+    if context.link.ready is not None:
+        model["max_model_len"] = context.link.ready.context_length
     return show_models(request, [model])
 
 
-async def _metrics(front: NodeFront, request: Request) -> Response:
-    text = front.metrics.render(front.metrics_of_fronts())
+async def _metrics(context: NodeContext, request: Request) -> Response:
+    text = context.metrics.render(context.metrics_of_fronts())
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-async def _flush_cache(front: NodeFront, request: Request) -> Response:
-    front.link.flush_cache()
+async def _flush_cache(context: NodeContext, request: Request) -> Response:
+    context.link.flush_cache()
     return json_response({"status": "the prefix cache drops what no request uses"})
 
 

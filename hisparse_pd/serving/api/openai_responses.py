@@ -19,7 +19,7 @@ from hisparse_pd.serving.api.declared import decode
 from hisparse_pd.serving.api.prompts import (
     CalledTool,
     ChatPrompt,
-    HostedTool,
+    LeftOutTool,
     Turn,
     joined_text,
     may_call_tools,
@@ -182,7 +182,7 @@ class ResponseTools:
         """For the template."""
         self.called: dict[str, CalledTool] = {}
         """What the client calls the functions, by their names."""
-        self.left_out: tuple[HostedTool, ...] = ()
+        self.left_out: tuple[LeftOutTool, ...] = ()
 
     def add(self, field: str, value: Raw | None) -> None:
         """Raises ApiError 400."""

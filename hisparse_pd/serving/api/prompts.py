@@ -53,7 +53,7 @@ class CalledTool:
     is_custom: bool = False
 
 
-class HostedTool(NamedTuple):
+class LeftOutTool(NamedTuple):
     """A tool that a server of the API's vendor runs. ``place``: as errors call it."""
 
     place: str
@@ -81,7 +81,7 @@ class ChatPrompt:
     separate_reasoning: bool
     add_generation_prompt: bool = True
     called_tools: Mapping[str, CalledTool] = field(default_factory=dict)
-    left_out: tuple[HostedTool, ...] = ()
+    left_out: tuple[LeftOutTool, ...] = ()
     num_chars: int = field(init=False)
     """Of all that a template may write of it, and some more for what each value costs it."""
 
@@ -329,20 +329,20 @@ def tool_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
 _hosted = re.compile(parts.HOSTED_TOOL)
 
 
-def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]], tuple[HostedTool, ...]]:
+def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]], tuple[LeftOutTool, ...]]:
     """The tools without those that a server of the API's vendor runs, and these."""
     usable: list[tuple[str, Raw]] = []
-    hosted: list[HostedTool] = []
+    hosted: list[LeftOutTool] = []
     for name, item in items:
         kind = decode(parts.ItemKind, item, name).type
         if kind is not None and _hosted.match(kind):
-            hosted.append(HostedTool(name, kind))
+            hosted.append(LeftOutTool(name, kind))
         else:
             usable.append((name, item))
     return usable, tuple(hosted)
 
 
-def refuse_hosted_alone(hosted: Sequence[HostedTool], *, are_alone: bool) -> None:
+def refuse_hosted_alone(hosted: Sequence[LeftOutTool], *, are_alone: bool) -> None:
     """Raises InvalidField where no other tool is there: then they are what the request is about."""
     if hosted and are_alone:
         rule = "is not supported: no server runs it here; it is left out only where there are other tools"

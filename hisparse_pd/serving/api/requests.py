@@ -26,8 +26,8 @@ from hisparse_pd.serving.api.body_parts import MAX_SAMPLES_PER_PROMPT
 from hisparse_pd.serving.api.chat_format import ReasoningStart
 from hisparse_pd.serving.api.constraints import Constraint
 from hisparse_pd.serving.api.grammars import write_grammar
-from hisparse_pd.serving.api.journal import NOT_RESUMED, Resumed
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
+from hisparse_pd.serving.api.request_journal import NOT_RESUMED, Resumed
 from hisparse_pd.serving.api.sampling_options import SEED_MASK, SampleOptions
 from hisparse_pd.serving.api.schemas import ApiRequest
 from hisparse_pd.serving.api.text_codec import TextCodec
@@ -48,7 +48,7 @@ _SAMPLES_BETWEEN_YIELDS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What an engine can hold, in tokens.
 
     ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
@@ -104,7 +104,7 @@ class SampleRequest:
 
 
 async def plan_samples(
-    request: ApiRequest, codec: TextCodec, limits: Limits, front: int = 0
+    request: ApiRequest, codec: TextCodec, limits: RequestLimits, front: int = 0
 ) -> tuple[SampleRequest, ...]:
     """The samples of ``request``, prompt-major; ``front``: the number of this one. Raises ApiError 400 for a
     prompt or a grammar that cannot be served."""
@@ -238,7 +238,7 @@ def _resumed(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
     )
 
 
-def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
+def _check_request_tokens(field: str, num_tokens: int, limits: RequestLimits) -> None:
     if num_tokens > limits.request_tokens:
         raise FieldRefused(
             field,
@@ -270,7 +270,7 @@ def _check_scores(field: str, num_scores: int) -> None:
 
 
 def _max_new_tokens(
-    name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: RequestLimits, pool_tokens: int
 ) -> int:
     """The asked number when it fits, else an error; without one, the default or what room there is.
 

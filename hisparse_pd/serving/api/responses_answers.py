@@ -14,8 +14,8 @@ from msgspec import Raw
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.serving.api.answers import Json, hisparse_usage
-from hisparse_pd.serving.api.app import Front, Work
-from hisparse_pd.serving.api.blocks import BlockAnswer
+from hisparse_pd.serving.api.app import DecodeContext, Work
+from hisparse_pd.serving.api.blocks import BlockDialect
 from hisparse_pd.serving.api.openai_responses import called_tool, custom_input
 from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -30,11 +30,11 @@ _GROWING = {
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 
-class Responses(BlockAnswer):
+class ResponsesDialect(BlockDialect):
     """``/v1/responses``."""
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
         self._echo = work.request.echo or {}
         self._sampling = work.request.options[0].sampling
         chat = work.request.chat

@@ -20,14 +20,14 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import (
     BODIES,
-    Addressed,
+    AddressedBody,
     ChatBody,
     CompletionsBody,
     Endpoint,
     GenerateBody,
     MessagesBody,
     ResponsesBody,
-    Served,
+    ServedBody,
 )
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES, Labels
 from hisparse_pd.serving.api.constraints import (
@@ -37,7 +37,6 @@ from hisparse_pd.serving.api.constraints import (
     responses_constraint,
 )
 from hisparse_pd.serving.api.declared import decode, decode_body
-from hisparse_pd.serving.api.journal import Journal
 from hisparse_pd.serving.api.openai_responses import parse_responses
 from hisparse_pd.serving.api.prompts import (
     ChatPrompt,
@@ -46,6 +45,7 @@ from hisparse_pd.serving.api.prompts import (
     parse_chat_prompt,
     parse_prompts,
 )
+from hisparse_pd.serving.api.request_journal import RequestJournal
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.api.sampling_options import (
     COMPLETIONS_DEFAULT_TOKENS,
@@ -113,7 +113,7 @@ class ApiRequest:
     """Fields of ``/v1/responses`` that its answer repeats."""
     omits_thinking: bool = False
     """An answer to ``/v1/messages`` does not show its thinking."""
-    journal: Journal | None = None
+    journal: RequestJournal | None = None
     """None: there is no router that keeps one."""
 
     @property
@@ -133,7 +133,7 @@ def parse_request(
 ) -> ApiRequest:
     """Check ``content``, a body; what it does not say of drawing tokens is of ``defaults``. Raises ApiError:
     400 for a field, 404 for another model than ``model_name``."""
-    body: Served = decode_body(BODIES[endpoint], content)
+    body: ServedBody = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
     echo = chat = constraint = None
     prompt_field = "messages"
@@ -190,14 +190,14 @@ def parse_request(
         ),
         echo=echo,
         omits_thinking=_omits_thinking(body),
-        journal=Journal.of(body, num_samples),
+        journal=RequestJournal.of(body, num_samples),
     )
     if body.stream and parsed.wants_scores:
         raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
     return parsed
 
 
-def _omits_thinking(body: Served) -> bool:
+def _omits_thinking(body: ServedBody) -> bool:
     thinking = body.thinking if isinstance(body, MessagesBody) else None
     return thinking is not None and thinking.display == "omitted"
 
@@ -213,7 +213,7 @@ def derive_room(room: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def check_model(body: Addressed, model_name: str) -> None:
+def check_model(body: AddressedBody, model_name: str) -> None:
     if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
         raise ApiError(
             404,
@@ -226,7 +226,7 @@ def check_model(body: Addressed, model_name: str) -> None:
 # --- what the router adds, and the rest --------------------------------------------------------------
 
 
-def _rendezvous(body: Served, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
+def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
     """One a sample, prompt-major. Lists have one entry a prompt or one a sample; one value serves all.
 
     Of a room for several samples the first uses it, the others derive theirs.
@@ -276,7 +276,7 @@ def _bootstrap_host(value: str) -> str:
     return host
 
 
-def _streamed_usage(body: Served) -> StreamedUsage:
+def _streamed_usage(body: ServedBody) -> StreamedUsage:
     options = body.stream_options if isinstance(body, CompletionsBody | ChatBody) else None
     if options is None:
         return StreamedUsage.NONE
@@ -287,7 +287,7 @@ def _streamed_usage(body: Served) -> StreamedUsage:
     return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST
 
 
-def _labels(body: Served) -> Labels:
+def _labels(body: ServedBody) -> Labels:
     """What public routers let pass of the fields that they drop at the top level, where these count first."""
     match body:
         case ChatBody() | MessagesBody():
@@ -301,12 +301,12 @@ def _labels(body: Served) -> Labels:
     return labels or Labels()
 
 
-def _hisparse(body: Served, labels: Labels) -> HisparseFlag | None:
+def _hisparse(body: ServedBody, labels: Labels) -> HisparseFlag | None:
     given = labels.hisparse if body.hisparse is None else body.hisparse
     return None if given is None else HisparseFlag(str(given).lower())
 
 
-def _roots(body: Served, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
+def _roots(body: ServedBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
     """One a prompt: each field is one value for all, or a list of one a prompt."""
     keys: list[list[str | None]] = []
     for field in ("cache_salt", "extra_key"):
@@ -321,7 +321,7 @@ def _roots(body: Served, labels: Labels, num_prompts: int) -> tuple[PageKey, ...
     return tuple(map(root_of, *keys))
 
 
-def _request_ids(body: Served, num_prompts: int) -> tuple[str, ...]:
+def _request_ids(body: ServedBody, num_prompts: int) -> tuple[str, ...]:
     if not isinstance(body, GenerateBody) or body.rid is None:
         return ()
     rid = body.rid

@@ -15,7 +15,7 @@ from hisparse_pd.engine.messages import num_packed_tokens, unpack_token_ids
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody, TokenPath
 from hisparse_pd.serving.api.declared import decode_body
-from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.api.frame import HttpAnswer
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
 from hisparse_pd.serving.api.schemas import check_model
 from hisparse_pd.serving.api.text_codec import TextCodec
@@ -28,14 +28,14 @@ _TOKENS_A_PIECE = 1 << 14
 
 async def answer_about_tokens(
     path: TokenPath, body: bytes, model_name: str, codec: TextCodec, context_length: int
-) -> Answer:
+) -> HttpAnswer:
     """Raises ApiError 400 and 404."""
     match path:
         case TokenPath.TOKENIZE:
             prompt, add_special, with_strings = await parsed(body, _parse_tokenize, body, model_name)
             (packed,) = await codec.encode([prompt], [_name(prompt)], context_length, add_special=add_special)
             token_strs = await _json_list(packed, codec.token_strings) if with_strings else None
-            return Answer.json(
+            return HttpAnswer.json(
                 {
                     "count": num_packed_tokens(packed),
                     "max_model_len": context_length,
@@ -45,11 +45,11 @@ async def answer_about_tokens(
             )
         case TokenPath.DETOKENIZE:
             packed = await parsed(body, _parse_detokenize, body, model_name, codec, context_length)
-            return Answer.json({"prompt": await codec.text_of(packed)})
+            return HttpAnswer.json({"prompt": await codec.text_of(packed)})
         case TokenPath.COUNT_TOKENS:
             chat = await parsed(body, _parse_messages, body, model_name)
             (packed,) = await codec.encode([chat], ["messages"], context_length)
-            return Answer.json({"input_tokens": num_packed_tokens(packed)})
+            return HttpAnswer.json({"input_tokens": num_packed_tokens(packed)})
 
 
 def _name(prompt: Prompt) -> str:

@@ -43,7 +43,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.serving.api import node
 from hisparse_pd.serving.api.app import Work, create_app
-from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.api.frame import HttpAnswer
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http import front as front_module
 from hisparse_pd.serving.http import rank_link
@@ -61,7 +61,7 @@ from tests.unit.api.support import (
     call_app,
     decode_events,
     serving,
-    socketless_front,
+    socketless_context,
 )
 from tests.unit.api.tiny_tokenizer import EOS
 from tests.waiting import WAIT_SECS, until, wait_until
@@ -488,10 +488,10 @@ async def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path
         for _ in range(10_000):
             yield b"data: {}\n\n"
 
-    async def answer(work: Work) -> Answer:
-        return Answer(b"data: {}\n\n", "text/event-stream", backlog())
+    async def answer(work: Work) -> HttpAnswer:
+        return HttpAnswer(b"data: {}\n\n", "text/event-stream", backlog())
 
-    front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
+    front = socketless_context(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
     sent = await call_app(create_app(front, answer), "/v1/completions", BODY, leaves=True)
     assert len(sent) < 100
 
@@ -508,7 +508,7 @@ def test_a_client_that_leaves_amid_its_body_is_counted_and_not_answered(tmp_path
     async def send(message: Message) -> None:
         sent.append(message)
 
-    front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
+    front = socketless_context(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(create_decode_app(front)(scope, receive, send))
     assert sent == []

@@ -31,7 +31,7 @@ from hisparse_pd.engine.messages import (
 from hisparse_pd.engine.sockets import FrontSocket
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.prompts import MAX_VALUES
-from hisparse_pd.serving.api.requests import Limits, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, SampleGroup
@@ -50,7 +50,7 @@ from tests.unit.api.support import (
     decode_events,
     parse,
     serving,
-    socketless_front,
+    socketless_context,
 )
 from tests.waiting import until
 
@@ -163,7 +163,7 @@ def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
 @pytest.mark.I7
 @pytest.mark.I8
 def test_prompt_tokens_times_samples_are_bounded() -> None:
-    limits, n = Limits(256, 256, 256), 128
+    limits, n = RequestLimits(256, 256, 256), 128
     most = 128 * 256
 
     def plan(num_tokens: int) -> int:
@@ -365,7 +365,7 @@ async def test_long_bodies_are_parsed_beside_the_loop(
         return function(*args)
 
     monkeypatch.setattr("hisparse_pd.serving.http.off_loop.off_loop", recorded)
-    front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))
+    front = socketless_context(tmp_path, connectionless_link(QueueLimits(10, 10)))
     for num_chars in (10, 100_000):
         body = {**BODY, "prompt": "a" * num_chars, "n": 11}
         await call_app(create_decode_app(front), "/v1/completions", body, leaves=False)
@@ -463,7 +463,7 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
     looked_up_in: Counter[int] = Counter()
 
     async def main() -> bytes:
-        front = socketless_front(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
+        front = socketless_context(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
         turns = Turns()
         look_up = type(CODEC.token_bytes).of
 
@@ -490,7 +490,7 @@ async def test_generate_leaves_out_what_the_next_event_repeats(
     tmp_path: Path, path: str, num_events: int
 ) -> None:
     """Each event has all the text so far: a reader that lags would cost the square of its length."""
-    front = socketless_front(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
+    front = socketless_context(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
     body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
     sent = await call_app(create_decode_app(front), path, body, leaves=False)
     events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())

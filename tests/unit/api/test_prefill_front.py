@@ -147,12 +147,12 @@ import sys
 from pathlib import Path
 from hisparse_pd.base.settings import PrefillSettings
 from hisparse_pd.prefill_node import server
-from hisparse_pd.serving.api.node_app import NodeFront
+from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.metrics import FrontMetrics
 
 settings = PrefillSettings(model_path=Path("/nowhere"))
-front = NodeFront("prefill", settings, EngineLink(["ipc://unused"], 5.0), FrontMetrics())
+front = NodeContext("prefill", settings, EngineLink(["ipc://unused"], 5.0), FrontMetrics())
 with server.apps(front) as served:
     assert len(served) == 2
 loaded = {name.split(".")[0] for name in sys.modules}

@@ -20,7 +20,7 @@ from hisparse_pd.protocol.decoding import MAX_NESTING
 from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.bodies import BODIES, Endpoint
 from hisparse_pd.serving.api.openapi import openapi_document
-from hisparse_pd.serving.api.requests import Limits, SampleRequest, grouped, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, grouped, plan_samples
 from hisparse_pd.serving.api.schemas import ApiRequest, derive_room, parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -28,7 +28,7 @@ from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.support import MESSAGES, MINIMAL, parse
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
-LIMITS = Limits(CONTEXT_LENGTH, 200, 100)
+LIMITS = RequestLimits(CONTEXT_LENGTH, 200, 100)
 
 
 def completion(**changes: Any) -> ApiRequest:
@@ -45,7 +45,7 @@ def generate(**changes: Any) -> ApiRequest:
     return parse(Endpoint.GENERATE, **changes)
 
 
-def plan(request: ApiRequest, limits: Limits = LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
+def plan(request: ApiRequest, limits: RequestLimits = LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
     tokens = make_tokenizer(**tokenizer)
     return asyncio.run(plan_samples(request, TextCodec(tokens, len(tokens)), limits))
 

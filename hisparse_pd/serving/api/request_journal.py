@@ -20,7 +20,7 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
-from hisparse_pd.serving.api.bodies import Served
+from hisparse_pd.serving.api.bodies import ServedBody
 from hisparse_pd.serving.api.body_parts import MAX_RECORD_BLOCKS, TokenId
 from hisparse_pd.serving.api.raw_json import check_size, not_json, split
 from hisparse_pd.serving.http.http_errors import FieldRefused, InvalidField
@@ -41,7 +41,7 @@ class Identity:
         return prefix + hashlib.blake2b(said, digest_size=num_bytes, key=self.key).hexdigest()
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
+class JournalRecord(msgspec.Struct, array_like=True, frozen=True):
     """One engine message, or several together, of one of a request's samples. Fields as of ``Tokens``."""
 
     sample: int
@@ -58,11 +58,11 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-_records_decoder = msgspec.json.Decoder(tuple[Record, ...])
+_records_decoder = msgspec.json.Decoder(tuple[JournalRecord, ...])
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class RequestJournal:
     """``seed``: of samples that have none. ``may_move``: another decode node was healthy.
 
     ``records``: of what the client has, in order.
@@ -72,10 +72,10 @@ class Journal:
     identity: Identity
     may_move: bool = False
     num_resumes: int = 0
-    records: tuple[Record, ...] = ()
+    records: tuple[JournalRecord, ...] = ()
 
     @classmethod
-    def of(cls, body: Served, num_samples: int) -> Journal | None:
+    def of(cls, body: ServedBody, num_samples: int) -> RequestJournal | None:
         """Raises ApiError 400."""
         head = body.journal
         if head is None:
@@ -112,7 +112,7 @@ class Resumed(NamedTuple):
 NOT_RESUMED = Resumed()
 
 
-def _records(blocks: Raw) -> Iterator[Record]:
+def _records(blocks: Raw) -> Iterator[JournalRecord]:
     """Raises ApiError 400."""
     name = "journal_records"
     for block in split(name, blocks, MAX_RECORD_BLOCKS):
