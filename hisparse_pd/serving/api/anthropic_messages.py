@@ -14,7 +14,8 @@ from msgspec import Raw
 
 from hisparse_pd.serving.api import body_parts as parts
 from hisparse_pd.serving.api.bodies import AnthropicTurns
-from hisparse_pd.serving.api.declared import decode, tag_of
+from hisparse_pd.serving.api.declared import tag_of
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.prompts import (
     ChatPrompt,
     Turn,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec import Raw
 
 from hisparse_pd.serving.api import body_parts as parts
-from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.openai_responses import find_tool
 from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.raw_json import decode_item

@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from hisparse_pd.serving.api import body_parts as parts
 from hisparse_pd.serving.api.bodies import ResponsesBody
-from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.prompts import (
     CalledTool,
     ChatPrompt,

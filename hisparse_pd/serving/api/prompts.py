@@ -15,7 +15,9 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.decoding import NestedTooDeeply, decode_json
 from hisparse_pd.serving.api import body_parts as parts
 from hisparse_pd.serving.api.bodies import Conversation, GenerateBody, Templated
-from hisparse_pd.serving.api.declared import NOT_SUPPORTED, decode, steps_of, tag_of
+from hisparse_pd.serving.api.declared import NOT_SUPPORTED, tag_of
+from hisparse_pd.serving.api.declared_decoding import decode
+from hisparse_pd.serving.api.declared_errors import Complaint
 from hisparse_pd.serving.api.raw_json import check_size, decode_item, first_chars, split
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.serving.http.off_loop import taking_interpreter
@@ -258,7 +260,7 @@ def _packed_ids(name: str, value: Raw) -> bytes:
 def _no_token_id(name: str, piece: bytes, first_index: int, error: msgspec.MsgspecError) -> ApiError:
     if isinstance(error, msgspec.ValidationError):
         with suppress(msgspec.MsgspecError):  # cut within an entry that is a list or a string
-            index = int(steps_of(error)[0])
+            index = int(Complaint.of(error).steps[0])
             path, value = f"{name}[{first_index + index}]", msgspec.json.decode(piece)[index]
             return InvalidField(path, value, f"must be a token id, an integer from 0 to {parts.MAX_TOKEN_ID}")
     return FieldRefused(name, "must have nothing but token ids")

@@ -13,7 +13,8 @@ from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.protocol.decoding import decode_json
 from hisparse_pd.serving.api.body_parts import MAX_TOKENS
-from hisparse_pd.serving.api.declared import declared, decode
+from hisparse_pd.serving.api.declared import declared
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.http.http_errors import ApiError
 
 FILE_NAME = "generation_config.json"

@@ -20,7 +20,7 @@ from hisparse_pd.serving.api.bodies import (
 from hisparse_pd.serving.api.bodies import SamplingParams as SglangParams
 from hisparse_pd.serving.api.body_parts import MAX_PROMPTS
 from hisparse_pd.serving.api.constraints import Constraint, generate_constraint
-from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.raw_json import decode_item, first_chars, split
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http.http_errors import InvalidField

@@ -36,7 +36,7 @@ from hisparse_pd.serving.api.constraints import (
     messages_constraint,
     responses_constraint,
 )
-from hisparse_pd.serving.api.declared import decode, decode_body
+from hisparse_pd.serving.api.declared_decoding import decode, decode_body
 from hisparse_pd.serving.api.openai_responses import parse_responses
 from hisparse_pd.serving.api.prompts import (
     ChatPrompt,

@@ -14,7 +14,7 @@ from msgspec import Raw
 from hisparse_pd.engine.messages import num_packed_tokens, unpack_token_ids
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody, TokenPath
-from hisparse_pd.serving.api.declared import decode_body
+from hisparse_pd.serving.api.declared_decoding import decode_body
 from hisparse_pd.serving.api.frame import HttpAnswer
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
 from hisparse_pd.serving.api.schemas import check_model
