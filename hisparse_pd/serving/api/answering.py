@@ -11,11 +11,13 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import TokenLogprob
-from hisparse_pd.serving.api.answers import ChatDialect, CompletionsDialect, Dialect, GenerateDialect, Json
 from hisparse_pd.serving.api.anthropic_answers import MessagesDialect
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.dialect import Dialect, Json
 from hisparse_pd.serving.api.frame import sse
+from hisparse_pd.serving.api.generate_answers import GenerateDialect
+from hisparse_pd.serving.api.openai_answers import ChatDialect, CompletionsDialect
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.request_journal import RequestJournal
 from hisparse_pd.serving.api.responses_answers import ResponsesDialect

@@ -12,12 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Raw
 
-from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api import anthropic_parts as parts
 from hisparse_pd.serving.api.bodies import AnthropicTurns
-from hisparse_pd.serving.api.declared import tag_of
-from hisparse_pd.serving.api.declared_decoding import decode
-from hisparse_pd.serving.api.prompts import (
-    ChatPrompt,
+from hisparse_pd.serving.api.conversations import (
     Turn,
     message_items,
     refuse_hosted_alone,
@@ -25,9 +22,11 @@ from hisparse_pd.serving.api.prompts import (
     template_arguments,
     text_of_part,
     tool_items,
-    within_values,
     without_hosted,
 )
+from hisparse_pd.serving.api.declared import tag_of
+from hisparse_pd.serving.api.declared_decoding import decode
+from hisparse_pd.serving.api.prompts import ChatPrompt, within_values
 from hisparse_pd.serving.api.raw_json import decode_item
 from hisparse_pd.serving.http.http_errors import InvalidField
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
+from hisparse_pd.serving.api import anthropic_parts, openai_parts, responses_parts
 from hisparse_pd.serving.api import body_parts as parts
 from hisparse_pd.serving.api.declared import AS_SPELLED, declared, list_of, raw, reference, rule, unsupported
 
@@ -166,8 +167,8 @@ class OpenAI(ServedBody, Drawing, Bounded, VllmFormat, SglangFormat, RefusedFiel
     n: parts.NumSamples | None
     best_of: parts.NumSamples | None
     stop: parts.StopString | parts.StopStrings | None
-    stream_options: parts.StreamOptions | None
-    response_format: parts.ResponseFormat | None
+    stream_options: openai_parts.StreamOptions | None
+    response_format: openai_parts.ResponseFormat | None
     return_token_ids: bool | None
     return_tokens_as_token_ids: Annotated[
         bool | None, Meta(description="Logprobs call tokens token_id:N instead of by their texts.")
@@ -199,15 +200,15 @@ class AnthropicTurns(AddressedBody, Templated, NoVllmFormat, NoSglangFormat, Onl
         Raw | None, list_of(parts.MAX_MESSAGES, "UserMessage", "AssistantMessage", "SystemMessage")
     ]
     tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "AnthropicTool", "HostedTool", min_items=0)]
-    tool_choice: parts.AnthropicChoice | None
-    thinking: parts.Thinking | None
-    output_config: parts.OutputConfig | None
+    tool_choice: anthropic_parts.AnthropicChoice | None
+    thinking: anthropic_parts.Thinking | None
+    output_config: anthropic_parts.OutputConfig | None
     container: Annotated[Raw | None, unsupported()]
-    context_management: parts.ContextManagement | None
+    context_management: anthropic_parts.ContextManagement | None
     diagnostics: Annotated[Raw | None, unsupported()]
     inference_geo: Annotated[Raw | None, unsupported()]
     mcp_servers: Annotated[Raw | None, unsupported([])]
-    output_format: parts.AnthropicFormat | None
+    output_format: anthropic_parts.AnthropicFormat | None
     speed: Annotated[Raw | None, unsupported("standard")]
 
 
@@ -322,9 +323,9 @@ class ResponsesBody(
     instructions: str | None
     max_output_tokens: parts.NewTokens | None
     stop: parts.StopString | parts.StopStrings | None
-    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, *parts.RESPONSES_TOOLS, min_items=0)]
-    reasoning: parts.Reasoning | None
-    text: parts.TextOptions | None
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, *responses_parts.RESPONSES_TOOLS, min_items=0)]
+    reasoning: responses_parts.Reasoning | None
+    text: responses_parts.TextOptions | None
     include: Annotated[list[Included], Meta(max_length=parts.MAX_PARTS)] | None
     metadata: Annotated[Raw | None, raw(**reference("Labels"))]
     max_tool_calls: int | None

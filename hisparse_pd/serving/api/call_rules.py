@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
-from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api import anthropic_parts, openai_parts, responses_parts
 from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.openai_responses import find_tool
 from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.raw_json import decode_item
 from hisparse_pd.serving.http.http_errors import InvalidField
 
-_Choice = parts.ChatToolChoice | parts.ToolChoice
+_Choice = openai_parts.ChatToolChoice | responses_parts.ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def openai_calls(
             is_forced = True
         case {"type": "function" | "custom"}:
             assert tool_choice is not None
-            kind: type[_Choice] = parts.ChatToolChoice if in_function else parts.ToolChoice
+            kind: type[_Choice] = openai_parts.ChatToolChoice if in_function else responses_parts.ToolChoice
             names, is_forced = (_chosen(decode(kind, tool_choice, field), field, prompt),), True
             at_most_one = True  # one specific function, as OpenAI has it
         case {"type": "allowed_tools"}:
@@ -64,7 +64,7 @@ def openai_calls(
     return _rule(prompt, field, names, is_forced, at_most_one, "parallel_tool_calls")
 
 
-def anthropic_calls(choice: parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
+def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
     """Of messages."""
     names = names_of_tools(prompt)
     if choice is None:
@@ -115,12 +115,12 @@ def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
 
 def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
     """The names, and whether one of them must be called."""
-    allowed: parts.ChatAllowed | parts.AllowedChoice
+    allowed: openai_parts.ChatAllowed | responses_parts.AllowedChoice
     if in_function:
-        allowed = decode(parts.ChatAllowedChoice, choice, field).allowed_tools
+        allowed = decode(openai_parts.ChatAllowedChoice, choice, field).allowed_tools
         field = f"{field}.allowed_tools"
     else:
-        allowed = decode(parts.AllowedChoice, choice, field)
+        allowed = decode(responses_parts.AllowedChoice, choice, field)
     tools: Sequence[_Choice] = allowed.tools
     known = [_chosen(tool, f"{field}.tools[{index}]", prompt) for index, tool in enumerate(tools)]
     return tuple(dict.fromkeys(known)), allowed.mode == "required"
@@ -129,7 +129,7 @@ def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> 
 def _chosen(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
     """The function's name, which has that of its namespace in it."""
     names = names_of_tools(prompt)
-    if isinstance(tool, parts.ChatToolChoice):
+    if isinstance(tool, openai_parts.ChatToolChoice):
         return _known(f"{field}.function.name", tool.function.name, names)
     name = find_tool(prompt.called_tools, tool.name, tool.namespace)
     return _known(f"{field}.name", tool.name if name is None else name, names)

@@ -26,11 +26,13 @@ from hisparse_pd.serving.api.bodies import (
     SglangFormat,
     VllmFormat,
 )
-from hisparse_pd.serving.api.body_parts import ResponseFormat, StructuredOutputs, TextFormat
+from hisparse_pd.serving.api.body_parts import StructuredOutputs
 from hisparse_pd.serving.api.call_rules import CallRule, anthropic_calls, names_of_tools, openai_calls
 from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.exact_numbers import read_json, write_json
+from hisparse_pd.serving.api.openai_parts import ResponseFormat
 from hisparse_pd.serving.api.prompts import ChatPrompt
+from hisparse_pd.serving.api.responses_parts import TextFormat
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 
 MAX_SCHEMA_BYTES = 128 << 10

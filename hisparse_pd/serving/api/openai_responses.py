@@ -13,26 +13,24 @@ from typing import Any
 import pydantic_core
 from msgspec import Raw
 
-from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api import responses_parts as parts
 from hisparse_pd.serving.api.bodies import ResponsesBody
-from hisparse_pd.serving.api.declared_decoding import decode
-from hisparse_pd.serving.api.prompts import (
-    CalledTool,
-    ChatPrompt,
-    LeftOutTool,
+from hisparse_pd.serving.api.body_parts import MAX_TOOLS, ItemKind
+from hisparse_pd.serving.api.conversations import (
     Turn,
     joined_text,
     may_call_tools,
     message_items,
-    parse_text,
     refuse_hosted_alone,
     result_message,
     template_arguments,
     tool_items,
-    within_values,
     without_hosted,
     written_arguments,
 )
+from hisparse_pd.serving.api.declared_decoding import decode
+from hisparse_pd.serving.api.plain_prompts import parse_text
+from hisparse_pd.serving.api.prompts import CalledTool, ChatPrompt, LeftOutTool, within_values
 from hisparse_pd.serving.api.raw_json import decode_item, first_chars
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 
@@ -47,7 +45,12 @@ _ITEMS: dict[str, type[Any]] = {
 }
 """By their type; messages may lack it."""
 
-_OF_ANSWERS = (parts.AnswerMessage, parts.FunctionCall, parts.CustomToolCall, parts.ReasoningItem)
+_OF_ANSWERS = (
+    parts.AnswerMessage,
+    parts.FunctionCall,
+    parts.CustomToolCall,
+    parts.ReasoningItem,
+)
 
 _INPUT = "input"
 """The one argument of a custom tool, as the model knows it."""
@@ -156,9 +159,13 @@ def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
 
 
 def _item(name: str, raw: Raw) -> Any:
-    kind = decode(parts.ItemKind, raw, name)
+    kind = decode(ItemKind, raw, name)
     if kind.type in (None, "message"):
-        return decode(parts.AnswerMessage if kind.role == "assistant" else parts.InputMessage, raw, name)
+        return decode(
+            parts.AnswerMessage if kind.role == "assistant" else parts.InputMessage,
+            raw,
+            name,
+        )
     if kind.type not in _ITEMS:
         known = f"message, {', '.join(_ITEMS)}"
         raise InvalidField(f"{name}.type", kind.type, f"is not supported; supported are {known}")
@@ -189,7 +196,7 @@ class ResponseTools:
         items, left_out = without_hosted(tool_items(field, value))
         self.left_out += left_out
         for name, item in items:
-            kind = decode(parts.ItemKind, item, name).type
+            kind = decode(ItemKind, item, name).type
             if kind == "namespace":
                 self._add_namespace(name, decode(parts.NamespaceTool, item, name))
             else:
@@ -199,7 +206,7 @@ class ResponseTools:
     def _add_namespace(self, name: str, space: parts.NamespaceTool) -> None:
         about = f"{space.name}: {space.description}" if space.description else ""
         for inner, item in tool_items(f"{name}.tools", space.tools):
-            self._add(inner, item, decode(parts.ItemKind, item, inner).type, space.name, about)
+            self._add(inner, item, decode(ItemKind, item, inner).type, space.name, about)
             about = ""  # the first function's description has said it
 
     def _add(
@@ -219,8 +226,8 @@ class ResponseTools:
         shown = shown_name(called.name, namespace)
         if about:
             function["description"] = "\n\n".join(filter(None, (about, function.get("description"))))
-        if len(self.functions) == parts.MAX_TOOLS:
-            message = f"{name}: a request may have {parts.MAX_TOOLS} tools, those of namespaces counted"
+        if len(self.functions) == MAX_TOOLS:
+            message = f"{name}: a request may have {MAX_TOOLS} tools, those of namespaces counted"
             raise ApiError(400, message, param=name)
         self.functions.append({"type": "function", "function": function | {"name": shown}})
         self.called[shown] = called

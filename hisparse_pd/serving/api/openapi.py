@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hisparse_pd.base.vocabulary import VERSION
-from hisparse_pd.serving.api import bodies, body_parts
+from hisparse_pd.serving.api import anthropic_parts, bodies, body_parts, openai_parts, responses_parts
 from hisparse_pd.serving.api.bodies import BODIES
 from hisparse_pd.serving.http.http_errors import ErrorShape
 
@@ -40,7 +40,8 @@ _ERRORS = {
 @cache
 def openapi_document() -> bytes:
     """OpenAPI 3.1, as JSON."""
-    found = {**vars(body_parts), **vars(bodies)}.values()
+    modules = (bodies, body_parts, openai_parts, anthropic_parts, responses_parts)
+    found = [value for module in modules for value in vars(module).values()]
     declared = {kind for kind in found if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
     in_order = sorted(declared, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(in_order, ref_template="#/components/schemas/{name}")

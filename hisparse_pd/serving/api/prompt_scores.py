@@ -16,10 +16,11 @@ from msgspec import Struct
 
 from hisparse_pd.engine.messages import PromptScores, unpack_token_ids
 from hisparse_pd.protocol.prompt_scores import score_dtype
-from hisparse_pd.serving.api.answers import encoded, sglang_token, shown_lists
 from hisparse_pd.serving.api.app import Work
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.detokenizer import TokenBytes
+from hisparse_pd.serving.api.generate_answers import sglang_token
+from hisparse_pd.serving.api.grown_json import encoded, shown_lists
 from hisparse_pd.serving.api.requests import SampleRequest
 from hisparse_pd.serving.api.token_names import EchoOffsets, TokenNames, finite
 from hisparse_pd.serving.http.http_errors import RequestFailedError

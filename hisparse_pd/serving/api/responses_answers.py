@@ -13,9 +13,9 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.answers import Json, hisparse_usage
 from hisparse_pd.serving.api.app import DecodeContext, Work
-from hisparse_pd.serving.api.blocks import BlockDialect
+from hisparse_pd.serving.api.block_dialect import BlockDialect
+from hisparse_pd.serving.api.dialect import Json, hisparse_usage
 from hisparse_pd.serving.api.openai_responses import called_tool, custom_input
 from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.http.http_errors import ApiError

@@ -37,14 +37,10 @@ from hisparse_pd.serving.api.constraints import (
     responses_constraint,
 )
 from hisparse_pd.serving.api.declared_decoding import decode, decode_body
+from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
 from hisparse_pd.serving.api.openai_responses import parse_responses
-from hisparse_pd.serving.api.prompts import (
-    ChatPrompt,
-    Prompt,
-    generate_prompt,
-    parse_chat_prompt,
-    parse_prompts,
-)
+from hisparse_pd.serving.api.plain_prompts import generate_prompt, parse_prompts
+from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
 from hisparse_pd.serving.api.request_journal import RequestJournal
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.api.sampling_options import (

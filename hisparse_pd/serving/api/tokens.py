@@ -16,7 +16,9 @@ from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody, TokenPath
 from hisparse_pd.serving.api.declared_decoding import decode_body
 from hisparse_pd.serving.api.frame import HttpAnswer
-from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
+from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
+from hisparse_pd.serving.api.plain_prompts import parse_text, parse_token_ids
+from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
 from hisparse_pd.serving.api.schemas import check_model
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused

@@ -16,7 +16,8 @@ from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.protocol.decoding import MAX_NESTING
 from hisparse_pd.serving.api import text_codec
 from hisparse_pd.serving.api.chat_format import ToolMarkup
-from hisparse_pd.serving.api.prompts import ChatPrompt, written_arguments
+from hisparse_pd.serving.api.conversations import written_arguments
+from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.tiny_tokenizer import BOS as TINY_BOS

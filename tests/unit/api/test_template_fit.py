@@ -12,7 +12,8 @@ import pytest
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.serving.api.bodies import ChatBody
 from hisparse_pd.serving.api.declared_decoding import decode_body
-from hisparse_pd.serving.api.prompts import ChatPrompt, parse_chat_prompt
+from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
+from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.text_codec import TextCodec
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 

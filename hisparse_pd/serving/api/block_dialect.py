@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.serving.api.answer_blocks import Block, Change
-from hisparse_pd.serving.api.answers import Dialect, Json
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_reading import chat_readings
+from hisparse_pd.serving.api.dialect import Dialect, Json
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 
 _NO_CHOICE = Raw(msgspec.json.encode(None))
