@@ -1,6 +1,6 @@
-"""The HTTP application of a decode node: the endpoints that take work, and those about its tokenizer.
+"""The HTTP application of a decode node: endpoints that generate, and endpoints about its tokenizer.
 
-A node gives ``create_app`` one handler, which turns a checked request into an ``HttpAnswer``.
+``create_app`` takes one handler, which turns a checked request into an ``HttpAnswer``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hisparse_pd.base.traces import open_tracer
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.frame import FramedEndpoint, HttpAnswer, Reply, Respond
 from hisparse_pd.serving.api.models import json_response
-from hisparse_pd.serving.api.node_app import NodeContext, Told, create_node_app, model_info
+from hisparse_pd.serving.api.node_app import GetHandler, NodeContext, create_node_app, model_info
 from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.serving.api.request_journal import Identity
 from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, plan_samples
@@ -39,27 +39,28 @@ if TYPE_CHECKING:
 
 LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
 _MAX_LEFT_OUT_SHOWN = 16
-"""Headers have a bound in every client and proxy."""
+"""Tools that LEFT_OUT_HEADER names: clients and proxies bound the size of headers."""
 
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""The decoder of JSON lets nobody else run, and megabytes of lists took it four times as long at 700."""
+"""Threshold of the garbage collector's youngest generation. With Python's 700, decoding megabytes of JSON
+lists, which holds the interpreter, took four times as long."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeContext(NodeContext):
-    """What the handlers of a decode node work with."""
+    """What the handlers of a decode node need: a node's context with tokenizer, defaults and tracer."""
 
     settings: DecodeSettings
     codec: TextCodec
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     tracer: Tracer | None = None
-    """None: there are no traces."""
+    """None where traces are off."""
 
     @classmethod
     def of(cls, node: NodeContext) -> DecodeContext:
-        """``node`` with its tokenizer and traces. Raises StartError."""
+        """Load the tokenizer and open the tracer for ``node``. Raises StartError."""
         settings = node.settings
         assert isinstance(settings, DecodeSettings)
         codec = TextCodec.load(
@@ -73,13 +74,13 @@ class DecodeContext(NodeContext):
         )
         defaults = SamplingDefaults.of(settings)
         if node.link.front == 0 and str(defaults):
-            log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
+            log.info("sampling defaults from generation_config.json: %s", defaults)
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
+        gc.freeze()  # else each full collection scans transformers' objects and holds the loop for 30 ms
         return cls(**vars(node), codec=codec, sampling_defaults=defaults, tracer=tracer)
 
     def close(self) -> None:
-        """Send the spans that wait, for a known time at most."""
+        """Send the waiting spans, within the tracer's time limit."""
         if self.tracer is not None:
             self.tracer.close()
 
@@ -91,52 +92,54 @@ class Work:
     request: ApiRequest
     samples: tuple[SampleRequest, ...]
     arrived_at: float
-    """On the monotonic clock, in seconds."""
+    """Time on the monotonic clock, in seconds."""
     timeline: Timeline
 
     @cached_property
     def identity(self) -> Identity:
-        """Of the answer."""
+        """The answer's identity."""
         journal = self.request.journal
         return Identity() if journal is None else journal.identity
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of the answer, beside those of its body."""
+        """Headers of the answer besides those that describe its body."""
         is_journaled = self.request.stream and self.request.journal is not None
         journal = [(JOURNAL_HEADER, b"1")] if is_journaled else []
         return [*self.timeline.headers, *_left_out(self.request), *journal]
 
 
 Handler = Callable[[Work], Awaitable[HttpAnswer]]
-"""Called once a request is checked. It raises ApiError for a failure before the answer has begun; an answer's
-stream reports later ones itself."""
+"""Answers a checked request. It raises ApiError for a failure before the answer has begun; the stream of the
+answer reports later ones."""
 
 
 def create_app(context: DecodeContext, handler: Handler) -> Starlette:
-    """The application with all endpoints of a decode node."""
-    takers: dict[str, Respond] = {
+    """Return the application with all endpoints of a decode node."""
+    post_handlers: dict[str, Respond] = {
         **{endpoint: partial(_work, context, endpoint, handler) for endpoint in Endpoint},
         **{path: partial(_about_tokens, context, path) for path in TokenPath},
     }
     count = context.metrics.count_request
-    told: dict[str, Told] = {
+    get_handlers: dict[str, GetHandler] = {
         OPENAPI_PATH: _openapi,
         "/model_info": partial(_model_info, context),
         "/get_model_info": partial(_model_info, context),
         "/tokenizer_info": partial(_tokenizer_info, context),
     }
-    framed = {path: FramedEndpoint(path, respond, count, context.tracer) for path, respond in takers.items()}
-    return create_node_app(context, framed, told)
+    framed = {
+        path: FramedEndpoint(path, respond, count, context.tracer) for path, respond in post_handlers.items()
+    }
+    return create_node_app(context, framed, get_handlers)
 
 
-# --- work --------------------------------------------------------------------------------------------
+# --- endpoints that generate --------------------------------------------------------------------------
 
 
 async def _work(
     context: DecodeContext, endpoint: Endpoint, handler: Handler, body: bytes, arrived_at: float, reply: Reply
 ) -> None:
-    """Check a request, have the handler do it, and say how long it took."""
+    """Check a request, answer it with ``handler``, and record how long that took."""
     timeline = Timeline(context.metrics, arrived_at, reply.request_headers, reply.span)
     try:
         work = await _checked(context, endpoint, body, arrived_at, timeline)
@@ -162,7 +165,7 @@ async def _checked(
 
 
 def _left_out(request: ApiRequest) -> list[tuple[bytes, bytes]]:
-    """The header that names the tools of which the model was not told."""
+    """Return the header that names the tools which the model was not shown."""
     chat = request.chat
     if chat is None or not chat.left_out:
         return []
@@ -192,5 +195,5 @@ async def _model_info(context: DecodeContext, request: Request) -> Response:
 
 
 async def _tokenizer_info(context: DecodeContext, request: Request) -> Response:
-    """vLLM's, for clients that have no tokenizer of their own, as lm-eval's ``tokenizer_backend=remote``."""
+    """Answer vLLM's /tokenizer_info, which clients without a tokenizer read, such as lm-eval."""
     return json_response(context.codec.description)

@@ -1,6 +1,6 @@
 """Answers that are a sequence of blocks: Anthropic's messages and OpenAI's responses.
 
-A stream shows them by events that open a block, let it grow and close it, which a subclass writes.
+Events of a stream open a block, let it grow and close it. Subclasses write these events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_CHOICE = Raw(msgspec.json.encode(None))
 
 
 class BlockDialect(Dialect):
-    """For requests of one sample."""
+    """A dialect of requests with one sample."""
 
     end = b""
 
@@ -34,7 +34,7 @@ class BlockDialect(Dialect):
         self._reading.feed(output, delta)
 
     def choice(self, output: SampleOutput) -> Raw:
-        return _NO_CHOICE  # there is one, and ``whole`` shows it
+        return _NO_CHOICE  # ``whole`` shows the only sample
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         if not self._has_begun:
@@ -45,8 +45,8 @@ class BlockDialect(Dialect):
 
     @abstractmethod
     def _begin(self, output: SampleOutput) -> Iterator[Json]:
-        """The events before the first block."""
+        """Return the events before the first block."""
 
     @abstractmethod
     def _show(self, change: Change, block: Block, text: str) -> Iterator[Json]:
-        """The events of a change; ``text``: by what the block grew."""
+        """Return the events of a change; ``text`` is what the block grew by."""

@@ -1,4 +1,4 @@
-"""Which tools an answer must call or may: OpenAI's and Anthropic's ``tool_choice``, and what goes with it."""
+"""Which tools an answer may or must call, by OpenAI's and Anthropic's ``tool_choice`` and related fields."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _Choice = openai_parts.ChatToolChoice | responses_parts.ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """Which tools an answer calls. ``field``: what says so.
-
-    ``is_forced``: the answer calls one or more of ``names`` and says nothing else; otherwise it may.
-    """
+    """Which tools an answer calls."""
 
     field: str
+    """Path of the field that says so."""
     names: tuple[str, ...]
     is_forced: bool
+    """The answer consists of calls; otherwise it may have some."""
     at_most_one: bool
 
 
 def openai_calls(
     tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, in_function: bool
 ) -> CallRule | None:
-    """Of chat completions and responses; None where the model calls what it likes as it likes.
+    """Return the rule of chat completions and responses; None where the model may call any tool in any way.
 
-    ``in_function``: a tool is named within ``function``, as in chats, and not beside its type.
+    ``in_function``: a tool's name is within ``function``, as in chats, and not beside its type.
     """
     names = names_of_tools(prompt)
     at_most_one = parallel_tool_calls is False
@@ -54,7 +53,7 @@ def openai_calls(
             assert tool_choice is not None
             kind: type[_Choice] = openai_parts.ChatToolChoice if in_function else responses_parts.ToolChoice
             names, is_forced = (_chosen(decode(kind, tool_choice, field), field, prompt),), True
-            at_most_one = True  # one specific function, as OpenAI has it
+            at_most_one = True  # as OpenAI has it for one named function
         case {"type": "allowed_tools"}:
             assert tool_choice is not None
             names, is_forced = _allowed(tool_choice, field, prompt, in_function)
@@ -65,7 +64,7 @@ def openai_calls(
 
 
 def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
-    """Of messages."""
+    """Return the rule of messages; None where the model may call any tool in any way."""
     names = names_of_tools(prompt)
     if choice is None:
         return _rule(prompt, "", names, False, False, "")
@@ -92,7 +91,8 @@ def _rule(
     at_most_one: bool,
     serial_field: str,
 ) -> CallRule | None:
-    """None where the model calls what it likes as it likes. ``field``: of the choice, "" for none."""
+    """Return the rule that ``field`` asks for, which is "" where there is no choice; then ``serial_field`` or
+    a strict tool may ask for one."""
     if not names:
         return None
     if not field and at_most_one:
@@ -108,13 +108,13 @@ def _is_strict(tool: dict[str, object]) -> bool:
 
 
 def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
-    """Of the tools that may be called, each once."""
+    """Return the names of the tools that may be called, each once."""
     functions = (tool["function"] for tool in prompt.all_tools)
     return tuple(dict.fromkeys(str(function["name"]) for function in functions if isinstance(function, dict)))
 
 
 def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
-    """The names, and whether one of them must be called."""
+    """Return the allowed names, and whether one of them must be called."""
     allowed: openai_parts.ChatAllowed | responses_parts.AllowedChoice
     if in_function:
         allowed = decode(openai_parts.ChatAllowedChoice, choice, field).allowed_tools
@@ -127,7 +127,7 @@ def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> 
 
 
 def _chosen(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
-    """The function's name, which has that of its namespace in it."""
+    """Return the chosen function's name, which includes its namespace."""
     names = names_of_tools(prompt)
     if isinstance(tool, openai_parts.ChatToolChoice):
         return _known(f"{field}.function.name", tool.function.name, names)

@@ -1,9 +1,9 @@
-"""How an endpoint writes its answers, and the usage that they all show.
+"""How an endpoint writes its answers, and the usage objects in them.
 
-A dialect shows each engine message as events (``events``, then ``last_events``), or finished samples as one
-body (``keep`` with each engine message, ``choice`` with each sample's last one, then ``whole``). The body
-has what its events have together. Each call encodes what one engine message brought: to encode all logprobs
-of a long answer at once would hold up the event loop.
+A stream is made of ``events``, called with each delta, and ``last_events`` after all of them. A whole body is
+made of ``keep``, called with each delta, ``choice`` after a sample's last one, and ``whole`` after all of
+them; it says what the events of a stream say together. Each call encodes what one engine message brought:
+encoding all logprobs of a long answer at once would hold up the event loop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Json = dict[str, Any]
 
 
 class Dialect(ABC):
-    """How one endpoint shows the samples of one request."""
+    """Writes the answer to one request of one endpoint."""
 
     end = SSE_DONE
-    """What stands behind the last event of a stream."""
+    """Bytes after the last event of a stream."""
 
     def __init__(self, context: DecodeContext, work: Work) -> None:
         self._work = work
@@ -36,38 +36,38 @@ class Dialect(ABC):
 
     @abstractmethod
     def keep(self, output: SampleOutput, delta: Delta) -> None:
-        """Take in one delta of a sample that is to be shown whole."""
+        """Take in one delta of a sample in a whole answer."""
 
     @abstractmethod
     def choice(self, output: SampleOutput) -> Raw:
-        """A finished sample in the body of a non-streaming answer."""
+        """Return the JSON of a finished sample in a whole answer."""
 
     @abstractmethod
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
-        """That body."""
+        """Return the body of a whole answer, to be encoded. ``choices`` has the JSON of each sample."""
 
     @abstractmethod
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
-        """The events for one delta; none when it shows nothing new."""
+        """Return the events for one delta; none where it shows nothing new."""
 
     def replay(self, output: SampleOutput, delta: Delta) -> None:
-        """Take in one delta whose events the client has."""
+        """Take in one delta whose events the client has already."""
         for _ in self.events(output, delta):
             pass
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
-        """The events after the last delta of all samples."""
+        """Return the events after the last delta of all samples."""
         return iter(())
 
     def failed(self, error: ApiError) -> Json | None:
-        """The event that ends a stream which has begun; None: an error as of its endpoint."""
+        """Return the event that ends a failed stream; None for the error event of the endpoint's API."""
         return None
 
 
 def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = None) -> Json:
-    """OpenAI's usage object. A prompt counts once, however many samples it has.
+    """Return OpenAI's usage object. A prompt counts once, however many samples it has.
 
-    ``num_reasoning_tokens``: of all samples together; None where answers have no reasoning.
+    ``num_reasoning_tokens`` counts all samples; it is None where answers have no reasoning.
     """
     firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
@@ -91,11 +91,10 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
 
 
 def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
-    """Mode, and hits and misses of all samples together; None before the engine has told, and where it took
-    no part.
+    """Return the mode, hits and misses of all samples together; None where no engine has told any.
 
-    Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them. Of an
-    answer that went on at another node, how often it did, with the hits and misses of the last one.
+    Samples of different modes have the mode "mixed" together, with ``modes`` for each of them. ``resumes``
+    counts how often the answer went on at another node; hits and misses are those of the last node.
     """
     stats = [output.stats for output in outputs if output.stats is not None]
     if not stats:

@@ -18,16 +18,16 @@ from hisparse_pd.serving.api.token_names import finite
 
 
 class GenerateDialect(Dialect):
-    """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are.
+    """``/generate``. Each event of a stream has all text, ids and logprobs so far, as SGLang's have.
 
-    So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
+    A stream's bytes grow with the square of its length, so an event is left out when the next one is waiting.
     """
 
     def __init__(self, context: DecodeContext, work: Work) -> None:
         super().__init__(context, work)
         self._is_list = work.request.is_batch or len(work.samples) > 1
         self._logprobs: defaultdict[int, GrownObject] = defaultdict(GrownObject)
-        """By sample."""
+        """Lists of logprobs, by sample."""
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         if (num_logprobs := output.sample.options.sampling.num_logprobs) is None:
@@ -56,7 +56,7 @@ class GenerateDialect(Dialect):
             yield self._show(output) | ({"index": output.index} if self._is_list else {})
 
     def replay(self, output: SampleOutput, delta: Delta) -> None:
-        self.keep(output, delta)  # an event has all that those before it have
+        self.keep(output, delta)  # the next event repeats all earlier ones
 
     def _show(self, output: SampleOutput) -> Json:
         meta: Json = {

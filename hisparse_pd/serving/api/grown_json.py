@@ -1,4 +1,4 @@
-"""JSON objects that grow by pieces, as an answer's events do."""
+"""JSON that grows by pieces, as an answer does by its events."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Raw
 
 _TEXTS = ("text", "content", "reasoning_content", "arguments")
-"""Fields of choices that grow; their other strings come once."""
+"""Strings of choices that grow; other strings come once."""
 
 
 class GrownObject:
-    """What the pieces of an object make together, as clients join them: texts and lists go on, objects by
-    their fields, and anything else comes once. Lists are encoded at once, and take less memory so."""
+    """An object joined from pieces as clients join them: texts and lists are concatenated, objects joined by
+    field, and of anything else the first value counts. Lists are kept encoded, which takes less memory."""
 
     def __init__(self) -> None:
         self._fields: dict[Any, Any] = {}
@@ -36,7 +36,7 @@ class GrownObject:
                     fields[name] = value
 
     def show(self) -> dict[str, Any]:
-        """All that was added; calls stand by their index."""
+        """Return the joined object, with ``tool_calls`` as an object by index."""
         shown: dict[str, Any] = {}
         for name, value in self._fields.items():
             match value:
@@ -54,10 +54,10 @@ class GrownObject:
 
 
 def encoded(entries: Sequence[object]) -> list[bytes]:
-    """A piece of the JSON of a list, without brackets; none of no entries."""
+    """Return the JSON of a list's ``entries`` without brackets, as a list of one piece, or of none."""
     return [msgspec.json.encode(entries)[1:-1]] if entries else []
 
 
 def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
-    """The lists whose pieces these are."""
+    """Return the lists as JSON, joined from the pieces of ``encoded``."""
     return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}

@@ -23,7 +23,7 @@ from hisparse_pd.serving.api.token_names import TextOffsets, TokenNames, by_id, 
 
 
 class _OpenAiDialect(Dialect):
-    """What completions and chat share: the envelope, usage and the order of chunks."""
+    """What completions and chats have in common: the envelope, usage and the order of chunks."""
 
     id_prefix: str
     whole_object: str
@@ -34,7 +34,7 @@ class _OpenAiDialect(Dialect):
         self._usage = work.request.usage
         self._id = work.identity.name(f"{self.id_prefix}-", 12)
         self._grown: defaultdict[int, GrownObject] = defaultdict(GrownObject)
-        """By sample, in an answer that is shown whole."""
+        """Choices of a whole answer, by sample."""
         self._shows_ids = work.request.returns_token_ids
         self._names_by_id = work.request.names_tokens_by_id
         self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
@@ -71,12 +71,12 @@ class _OpenAiDialect(Dialect):
         return usage(outputs)
 
     def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
-        """Whether the delta has tokens that the client is to see, be there text of them or not."""
+        """Whether the client is shown the delta's tokens, even where they add no text."""
         shows = self._shows_ids or output.sample.options.sampling.num_logprobs is not None
         return shows and delta.last_token > delta.first_token
 
     def _prompt_ids(self, prompt_index: int) -> Json:
-        """As vLLM shows a prompt's token ids, where they are asked for."""
+        """Return vLLM's field with the prompt's token ids, where they are asked for."""
         if not self._shows_ids:
             return {}
         if prompt_index not in self._encoded_prompts:
@@ -85,7 +85,7 @@ class _OpenAiDialect(Dialect):
         return {"prompt_token_ids": self._encoded_prompts[prompt_index]}
 
     def _ids(self, output: SampleOutput, first: int, last: int) -> Json:
-        """The same of an answer's tokens in [first, last)."""
+        """Return vLLM's field with the answer's token ids in [first, last), where they are asked for."""
         return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
 
     def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
@@ -104,11 +104,11 @@ class _OpenAiDialect(Dialect):
 
     @abstractmethod
     def _whole_choice(self, grown: Json) -> Json:
-        """The choice of a whole answer, from all that those of its chunks make together."""
+        """Return the choice of a whole answer. ``grown`` is joined from the choices of its chunks."""
 
     @abstractmethod
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Json:
-        """Logprobs of the tokens of a delta; lists go on with those of the next one."""
+        """Return the logprobs of the delta's tokens; the lists of all deltas are concatenated."""
 
 
 class CompletionsDialect(_OpenAiDialect):
@@ -121,9 +121,9 @@ class CompletionsDialect(_OpenAiDialect):
         super().__init__(context, work)
         self._names = TokenNames(context.codec.token_bytes, are_ids=self._names_by_id)
         self._shown: dict[int, _ShownTokens] = {}
-        """By sample, where logprobs are asked for."""
+        """Where logprobs are asked for, by sample."""
         self._echoed: set[int] = set()
-        """Samples whose stream has begun, with the prompt where it is echoed."""
+        """Samples whose first event, which has the echoed prompt, is written."""
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         text = delta.text if output.index in self._echoed else output.sample.echo + delta.text
@@ -143,11 +143,12 @@ class CompletionsDialect(_OpenAiDialect):
 
     def _whole_choice(self, grown: Json) -> Json:
         if self._shows_ids:
-            grown["token_ids"] = grown.pop("token_ids")  # behind those of the prompt
+            grown["token_ids"] = grown.pop("token_ids")  # moves them behind those of the prompt
         return grown
 
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Json:
-        """Of the tokens of which it is certain where they begin: what may be a stop string may be no text."""
+        """Return the logprobs of the tokens whose text is shown. A token within what may be a stop string has
+        to wait: its text may never be shown."""
         sample = output.sample
         shown = self._shown.get(output.index)
         if shown is None:
@@ -167,17 +168,17 @@ class CompletionsDialect(_OpenAiDialect):
 
 
 class _ShownTokens:
-    """Which tokens of a sample are shown with their logprobs: each once, in order."""
+    """Decides when a token of a sample is shown with its logprob: each one once, in order."""
 
     def __init__(self, offsets: TextOffsets, num_chars: int) -> None:
         self._offsets = offsets
         self._num_chars = num_chars
-        """Of the text that is shown."""
+        """Length of the shown text."""
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
-        """With the offsets of their texts."""
+        """Entries that are not shown yet, with the offsets of their texts."""
 
     def feed(self, delta: Delta) -> list[tuple[int, TokenLogprob]]:
-        """Those that come with the delta: they begin in the text that is shown, or at its end."""
+        """Return the entries to show with the delta: they begin in the shown text, or at its end."""
         self._num_chars += len(delta.text)
         self._waiting += ((self._offsets.next(entry.token_id), entry) for entry in delta.logprobs)
         found = []
@@ -222,7 +223,7 @@ class ChatDialect(_OpenAiDialect):
             yield self._chunk(output, choice)
 
     def _shown_change(self, sample: int, change: Change, block: Block, text: str) -> Json:
-        """The delta of a change of a block; empty where it shows nothing."""
+        """Return the delta that shows a block's change; empty where there is nothing to show."""
         match change, block.kind:
             case Change.GREW, BlockKind.REASONING:
                 return {"reasoning_content": text}
@@ -259,7 +260,7 @@ class ChatDialect(_OpenAiDialect):
 
     def _shown_call(self, sample: int, call: Block) -> Json:
         return {
-            "index": call.number,  # by which clients join deltas; in a whole message it is one field more
+            "index": call.number,  # clients join deltas by it; a whole message keeps it
             "id": self._identity.name("call_", 12, sample, call.number),
             "type": "function",
             "function": {"name": call.name, "arguments": ""},

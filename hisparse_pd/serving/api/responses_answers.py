@@ -1,6 +1,6 @@
-"""Answers to ``/v1/responses``, as OpenAI publishes them, whole and streamed.
+"""Answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
-A block is an item of the output. Nothing is stored, so an answer's id finds nothing later.
+A block is an item of the output. Nothing is stored, so an answer cannot be retrieved by its id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GROWING = {
     BlockKind.TEXT: ("output_text", "text"),
     BlockKind.CALL: ("function_call_arguments", "arguments"),
 }
-"""What the events of an item's text are called, and its field in the last one."""
+"""For each kind, the name in the events of an item's text, and the text's field in the last of them."""
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 
@@ -96,7 +96,7 @@ class ResponsesDialect(BlockDialect):
         return {"type": name, "sequence_number": self._num_events - 1, **fields}
 
     def _response(self, status: str, output: SampleOutput | None) -> Json:
-        """``output``: None where its usage is not told."""
+        """Return the response object. ``output`` is None where no usage is shown."""
         is_over = status in (_COMPLETED, _INCOMPLETE)
         return {
             "id": self._id,
@@ -121,7 +121,7 @@ class ResponsesDialect(BlockDialect):
         }
 
     def _item(self, block: Block, *, is_open: bool = False) -> Json:
-        """Of the output; ``is_open``: without what is in it yet."""
+        """Return an item of the output; where it ``is_open``, without its content."""
         status = _IN_PROGRESS if is_open else _INCOMPLETE if block.is_cut else _COMPLETED
         shown: Json = {"id": self._id_of(block), "status": status}
         text = "" if is_open else block.text
