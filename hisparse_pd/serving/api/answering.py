@@ -116,7 +116,7 @@ def _encoded(event: Json) -> bytes:
 
 
 class _UnitWriter:
-    """Writes the units of a journaled stream: a delta's events, and the record from which they follow."""
+    """Writes units of a journaled stream: a delta's events, and a record of the tokens not recorded yet."""
 
     def __init__(self, outputs: Sequence[SampleOutput]) -> None:
         """``outputs`` have the tokens that are in the journal already."""

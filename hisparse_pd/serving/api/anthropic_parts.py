@@ -32,7 +32,7 @@ class AnthropicFormat:
 
 @tagged("type", "thinking")
 class ThinkingBlock:
-    """Its signature is read where its text was omitted."""
+    """Thinking of the assistant. The signature is read where the text was omitted."""
 
     thinking: str
     signature: str | None
@@ -40,22 +40,22 @@ class ThinkingBlock:
 
 @tagged("type", "redacted_thinking")
 class RedactedThinking:
-    """Thinking that only its author can read: left out."""
+    """Thinking that only its author can read. It is left out."""
 
 
 @tagged("type", "image")
 class ImageBlock:
-    """In a result that the assistant has answered: shown as ``[image]``."""
+    """An image in a result that the assistant has answered, shown as ``[image]``."""
 
 
 @tagged("type", "document")
 class DocumentBlock:
-    """In a result that the assistant has answered: shown as ``[document]``."""
+    """A document in a result that the assistant has answered, shown as ``[document]``."""
 
 
 @tagged("type", "tool_reference")
 class ToolReference:
-    """Of a tool that was searched for. All tools are shown from the start."""
+    """A tool that was searched for. All tools are shown from the start."""
 
     tool_name: NeededName
 
@@ -119,7 +119,7 @@ class AnthropicChoice:
 
 @declared
 class Thinking:
-    """All types but ``disabled`` switch it on."""
+    """Switches thinking. All types but ``disabled`` switch it on."""
 
     type: Literal["adaptive", "enabled", "between_tools", "disabled"]
     budget_tokens: Annotated[NewTokens | None, Meta(description="A hint: max_tokens is the only bound.")]

@@ -1,7 +1,7 @@
-"""The bodies of all endpoints that take one, declared: every field with its type and bounds.
+"""Declarations of all endpoints' bodies: every field with its type and bounds.
 
 Parsing, its errors and the OpenAPI document come from these declarations. Plain classes are groups of fields;
-those under ``declared`` are whole objects. Who reads the fields gives defaults, and checks what several say.
+classes under ``declared`` are whole objects. Their readers add defaults, and check fields against each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RECORD_BLOCKS = raw(
 
 
 class RefusedFields:
-    """Known to other servers, and nothing that this one does."""
+    """Fields of other servers that this one does not support."""
 
     allowed_token_ids: Annotated[Raw | None, unsupported([])]
     audio: Annotated[Raw | None, unsupported()]
@@ -77,13 +77,13 @@ class RefusedFields:
 
 
 class VllmFormat:
-    """What an answer's text shall be, in vLLM's words."""
+    """The format of an answer, in vLLM's field."""
 
     structured_outputs: parts.StructuredOutputs | None
 
 
 class SglangFormat:
-    """The same in SGLang's."""
+    """The format of an answer, in SGLang's fields."""
 
     json_schema: Annotated[parts.JsonSchema | None, parts.A_SCHEMA, AS_SPELLED]
     regex: parts.RegexText | None
@@ -101,7 +101,7 @@ class NoSglangFormat:
 
 
 class OnlyOpenAI:
-    """What completions and chat completions have, elsewhere."""
+    """Fields of completions and chat completions, in other bodies."""
 
     echo: Annotated[Raw | None, unsupported(False)]
     prompt_logprobs: Annotated[Raw | None, unsupported()]
@@ -110,14 +110,14 @@ class OnlyOpenAI:
 
 
 class AddressedBody:
-    """``model`` must be the one that is served, or none."""
+    """Bodies that may name the model, which must be the served one."""
 
     model: parts.Name | None
 
 
 class ServedBody(AddressedBody):
-    """What every request that generates may say. A router adds the bootstrap fields, one or one a prompt, and
-    what it keeps in a journal."""
+    """Bodies of requests that generate. A router adds the bootstrap fields, one value or one a prompt, and
+    its journal."""
 
     stream: bool | None
     speculative: bool | None
@@ -134,7 +134,7 @@ class ServedBody(AddressedBody):
 
 
 class Drawing:
-    """How tokens are drawn, and where an answer ends. What is absent is the checkpoint's, or OpenAI's."""
+    """How tokens are drawn, and where an answer ends. The checkpoint or OpenAI has the defaults."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
@@ -180,7 +180,7 @@ class Templated:
 
 
 class Conversation(Templated):
-    """A chat in OpenAI's words."""
+    """A conversation in OpenAI's fields."""
 
     messages: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, "ChatMessage")]
     tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "Tool", min_items=0)]
@@ -193,7 +193,7 @@ class Conversation(Templated):
 
 
 class AnthropicTurns(AddressedBody, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
-    """A conversation in Anthropic's words."""
+    """A conversation in Anthropic's fields."""
 
     system: str | Annotated[list[parts.TextBlock], Meta(max_length=parts.MAX_PARTS)] | None
     messages: Annotated[
@@ -238,8 +238,8 @@ Included = Annotated[
     ],
     rule("is not supported"),
 ]
-"""What an answer may be asked to have besides. Reasoning is in the open here, which serves the same end; the
-others are parts of items that no answer has."""
+"""What an answer may be asked to include. Reasoning is shown unencrypted in any case; the other values are
+about items that no answer has."""
 
 _INPUT_ITEMS = (
     *("InputMessage", "AnswerMessage", "FunctionCall", "CustomToolCall", "CallOutput"),
@@ -363,7 +363,7 @@ class DetokenizeBody(AddressedBody):
 
 
 class Endpoint(StrEnum):
-    """The paths that take work; a router relays them to a pair."""
+    """Paths of requests that generate, which a router relays to a pair of nodes."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -373,7 +373,7 @@ class Endpoint(StrEnum):
 
 
 class TokenPath(StrEnum):
-    """vLLM's paths that are about tokens, and Anthropic's to count; any decode node answers them."""
+    """Paths about tokens, vLLM's and Anthropic's, which any decode node answers."""
 
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
@@ -390,4 +390,4 @@ BODIES: dict[str, type[Any]] = {
     TokenPath.DETOKENIZE: DetokenizeBody,
     TokenPath.COUNT_TOKENS: CountTokensBody,
 }
-"""By the paths that take them."""
+"""Bodies by their paths."""

@@ -18,24 +18,24 @@ from hisparse_pd.serving.api.declared import (
 from hisparse_pd.serving.api.raw_json import MAX_FIELD_BYTES
 
 MAX_SAMPLES = 4096
-"""Samples of one request at most: prompts times n."""
+"""Most samples of one request: prompts times n."""
 MAX_SAMPLES_PER_PROMPT = 128
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-"""Of a message: parts, blocks."""
+"""Most parts or blocks of a message."""
 MAX_TOOLS = 256
 MAX_CALLS = 256
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ROOM = 2**63 - 1
 MAX_RECORD_BLOCKS = 256
-"""Of a journal, in a body: as many as fit at 64 KiB each."""
+"""Most blocks of journal records in a body: as many as fit at 64 KiB each."""
 
 MAX_TOKENS = 2**31 - 1
 
 Name = Annotated[str, Meta(max_length=1024)]
 NeededName = Annotated[str, Meta(min_length=1, max_length=256)]
-"""Of a tool or a call."""
+"""Name or id of a tool or a call."""
 Effort = Annotated[str, Meta(max_length=64)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Minimum = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -60,7 +60,7 @@ IsolationKey = Annotated[
     ),
 ]
 IsolationKeys = IsolationKey | Annotated[list[IsolationKey | None], Meta(max_length=MAX_PROMPTS)]
-"""One for all prompts of a request, or one a prompt."""
+"""One key for all prompts of a request, or one a prompt."""
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Room = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
@@ -78,12 +78,12 @@ HOSTED_TOOL = (
     "^(advisor|code_execution|code_interpreter|file_search|image_generation|mcp|programmatic_tool_calling"
     "|tool_search|web_fetch|web_search)(_[a-z0-9_]{1,64})?$"
 )
-"""The type of a tool that a server of the API's vendor runs, with or without a version."""
+"""Pattern of the types of tools that a server of the API's vendor runs, with or without a version."""
 
 
 @declared
 class Labels:
-    """What public routers let pass, of fields that they drop elsewhere."""
+    """Fields that public routers pass on in labels, and drop at the top level."""
 
     hisparse: Annotated[bool | Literal["true", "false", "auto"] | None, FLAG]
     cache_salt: IsolationKey | None
@@ -92,7 +92,7 @@ class Labels:
 
 @declared
 class JournalHead:
-    """What a router says of an answer that may go on at another node: what is drawn once for it."""
+    """What is drawn once for an answer that may go on at another node."""
 
     id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     created: Annotated[int, Meta(ge=0, le=2**53)]
@@ -103,7 +103,7 @@ class JournalHead:
 
 @declared
 class StructuredOutputs:
-    """vLLM's."""
+    """The format of an answer, in vLLM's fields."""
 
     json: Annotated[JsonSchema | None, A_SCHEMA, AS_SPELLED]
     regex: RegexText | None
@@ -123,21 +123,21 @@ class TextBlock:
 
 @tagged("type", "refusal")
 class Refusal:
-    """Text of the assistant."""
+    """Refusing text of the assistant."""
 
     refusal: str
 
 
 @declared
 class HostedTool:
-    """Run by a server of the API's vendor: left out beside other tools, and refused alone."""
+    """A tool that a server of the API's vendor runs. It is left out beside other tools, and refused alone."""
 
     type: Annotated[str, Meta(pattern=HOSTED_TOOL)]
 
 
 @declared
 class ItemKind:
-    """By which an item of ``input``, or a tool, is told from others: an item may lack its type."""
+    """The fields that tell the kind of an item of ``input`` or of a tool. An item may lack its type."""
 
     type: str | None
     role: str | None

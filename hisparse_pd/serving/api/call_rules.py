@@ -30,11 +30,11 @@ class CallRule:
 
 
 def openai_calls(
-    tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, in_function: bool
+    tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_in_function: bool
 ) -> CallRule | None:
     """Return the rule of chat completions and responses; None where the model may call any tool in any way.
 
-    ``in_function``: a tool's name is within ``function``, as in chats, and not beside its type.
+    Where it ``is_in_function``, a tool's name is within ``function``, as in chats, and not beside its type.
     """
     names = names_of_tools(prompt)
     at_most_one = parallel_tool_calls is False
@@ -51,12 +51,14 @@ def openai_calls(
             is_forced = True
         case {"type": "function" | "custom"}:
             assert tool_choice is not None
-            kind: type[_Choice] = openai_parts.ChatToolChoice if in_function else responses_parts.ToolChoice
+            kind: type[_Choice] = (
+                openai_parts.ChatToolChoice if is_in_function else responses_parts.ToolChoice
+            )
             names, is_forced = (_chosen(decode(kind, tool_choice, field), field, prompt),), True
             at_most_one = True  # as OpenAI has it for one named function
         case {"type": "allowed_tools"}:
             assert tool_choice is not None
-            names, is_forced = _allowed(tool_choice, field, prompt, in_function)
+            names, is_forced = _allowed(tool_choice, field, prompt, is_in_function)
         case _:
             rule = 'must be "none", "auto", "required", or an object of type "function" or "allowed_tools"'
             raise InvalidField(field, choice, rule)
@@ -113,10 +115,12 @@ def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(function["name"]) for function in functions if isinstance(function, dict)))
 
 
-def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
+def _allowed(
+    choice: Raw, field: str, prompt: ChatPrompt, is_in_function: bool
+) -> tuple[tuple[str, ...], bool]:
     """Return the allowed names, and whether one of them must be called."""
     allowed: openai_parts.ChatAllowed | responses_parts.AllowedChoice
-    if in_function:
+    if is_in_function:
         allowed = decode(openai_parts.ChatAllowedChoice, choice, field).allowed_tools
         field = f"{field}.allowed_tools"
     else:

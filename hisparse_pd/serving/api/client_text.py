@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.serving.api.chat_format import ThinkMarks
@@ -26,8 +26,8 @@ _BREAK, _ESCAPE = "\U0010ffff", "\U0010fffe"
 _WRITTEN = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
 """Replacements for a chat's own escapes and breaks, in the order in which they are replaced."""
 _FIRST_ALONE = 0xF0000
-"""Behind an escape, the character for the first control token of a single character, which breaks cannot
-break. The next ones follow."""
+"""Code point that stands, behind an escape, for the first control token of a single character; the next ones
+stand for the others. Breaks cannot break such a token."""
 
 _STAND_INS = range(0x3400, 0x4DC0)
 """Code points of stand-ins: rare ideographs, which count as letters and which Python prints unescaped."""
@@ -61,19 +61,19 @@ class StandIns:
             characters[place] = chr(self._codes[text[place]])
         return "".join(characters)
 
-    def shown(self, value: Any) -> Any:
+    def in_template(self, value: Any) -> Any:
         """Return a JSON value as the template is shown it."""
         match value:
             case str():
                 return self._shown.get(value, value)
             case dict():
-                return {self._shown.get(name, name): self.shown(item) for name, item in value.items()}
+                return {self._shown.get(name, name): self.in_template(item) for name, item in value.items()}
             case list() | tuple():
-                return list(map(self.shown, value))
+                return list(map(self.in_template, value))
             case _:
                 return value
 
-    def replaced(self, text: str, by: Callable[[str], str] = str) -> str:
+    def restored(self, text: str, by: Callable[[str], str] = str) -> str:
         """Return ``text`` with each stand-in replaced by its character, or by what ``by`` makes of that."""
         for character, code in self._codes.items():
             for stand_in in (chr(code), _in_ascii(code)):
@@ -83,6 +83,16 @@ class StandIns:
 
 def _in_ascii(code: int) -> str:
     return f"\\u{code:04x}"
+
+
+class TemplateInput(NamedTuple):
+    """What the template is shown of a conversation."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    arguments: dict[str, Any]
+    stand_ins: StandIns | None = None
+    """None where no string needs one."""
 
 
 class ClientText:
@@ -161,28 +171,27 @@ class ClientText:
                 found.append(text)
         return found
 
-    def shown(
-        self, prompt: ChatPrompt
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], StandIns | None]:
-        """Return messages, tools, arguments and stand-ins for the template; no stand-ins where none are
-        needed."""
+    def template_input(self, prompt: ChatPrompt) -> TemplateInput:
+        """Return what the template is shown of ``prompt``. Raises ApiError 400."""
         messages, tools, arguments = prompt.messages, prompt.tools, prompt.template_arguments
         strings = set(_strings([*map(_of_client, messages), *tools, *arguments.values()]))
         places = {text: found for text in strings if (found := self._controls.places(text))}
         if not places:
-            return list(messages), list(tools), arguments, None
+            return TemplateInput(list(messages), list(tools), arguments)
         stand_ins = StandIns(places, strings, self._template)
-        return (
+        return TemplateInput(
             [self._message(message, places, stand_ins) for message in messages],
-            stand_ins.shown(tools),
-            {name: stand_ins.shown(value) for name, value in arguments.items()},
+            stand_ins.in_template(tools),
+            {name: stand_ins.in_template(value) for name, value in arguments.items()},
             stand_ins,
         )
 
     def _message(
         self, message: dict[str, Any], places: Mapping[str, Sequence[int]], stand_ins: StandIns
     ) -> dict[str, Any]:
-        shown = {name: stand_ins.shown(value) for name, value in message.items()} | {"role": message["role"]}
+        shown = {name: stand_ins.in_template(value) for name, value in message.items()} | {
+            "role": message["role"]
+        }
         content = message["content"]
         if message["role"] == "assistant" and "reasoning_content" not in message and content in places:
             read = self._read_places(content)
@@ -196,17 +205,17 @@ class ClientText:
         start = len(answer) - len(answer.lstrip())
         return {start, end} if answer.startswith(self._read_marks.opening, start) else {end}
 
-    def told_apart(self, chat: str, stand_ins: StandIns | None) -> str:
-        """Return what the template has written in the form that ``encode`` takes."""
+    def with_breaks(self, chat: str, stand_ins: StandIns | None) -> str:
+        """Return a chat that the template has written with breaks in it, as ``encode`` takes it."""
         for text, written in _WRITTEN.items():
             chat = chat.replace(text, written)
-        return chat if stand_ins is None else stand_ins.replaced(chat, self._apart)
+        return chat if stand_ins is None else stand_ins.restored(chat, self._apart)
 
     def _apart(self, character: str) -> str:
         return self._alone.get(character) or _BREAK + character + _BREAK
 
     def encode(self, chats: Sequence[str], *, add_special: bool) -> list[list[int]]:
-        """Return the token ids of each chat, which ``told_apart`` has prepared."""
+        """Return the token ids of each chat, which must be ``with_breaks``."""
         encodings = self._backend.encode_batch_fast(list(chats), add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
 

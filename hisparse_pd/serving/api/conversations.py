@@ -1,4 +1,4 @@
-"""What conversations of all APIs have in common: messages, turns of the assistant, results and tools."""
+"""What the conversations of all APIs have in common: messages, the assistant's turns, results and tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hisparse_pd.serving.api.responses_parts import InputText, OutputPart, Outpu
 from hisparse_pd.serving.http.http_errors import InvalidField
 from hisparse_pd.serving.http.off_loop import taking_interpreter
 
-_TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to set
+_TEMPLATE_ARGUMENTS = {
     "add_generation_prompt",
     "chat_template",
     "continue_final_message",
@@ -46,10 +46,11 @@ _TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to se
     "tools",
     "truncation",
 }
+"""Arguments of ``apply_chat_template`` itself, which clients may not set."""
 
 
 def message_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
-    """Each by the name that errors call it."""
+    """Split a list of messages, each with its path for errors. Raises ApiError 400."""
     items = [] if value is None else split(field, value, MAX_MESSAGES)
     if not items:
         raise InvalidField(field, None if value is None else [], "must be a list with at least one message")
@@ -61,7 +62,7 @@ def may_call_tools(tool_choice: Raw | None) -> bool:
 
 
 def template_arguments(body: Templated, effort: str | None) -> dict[str, object]:
-    """What the client sets of the model's template. ``effort``: what else the request says of it."""
+    """Return the template's arguments that the client sets. ``effort`` is the one in a field of its own."""
     arguments = body.chat_template_kwargs or {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):
         raise InvalidField("chat_template_kwargs", arguments, f"must not set {', '.join(reserved)}")
@@ -71,7 +72,7 @@ def template_arguments(body: Templated, effort: str | None) -> dict[str, object]
 
 
 def tool_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
-    """Descriptions of tools, each by the name that errors call it."""
+    """Split a list of tools' descriptions, each with its path for errors. Raises ApiError 400."""
     if value is None:
         return []
     check_size(field, value)
@@ -82,7 +83,7 @@ _hosted = re.compile(HOSTED_TOOL)
 
 
 def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]], tuple[LeftOutTool, ...]]:
-    """The tools without those that a server of the API's vendor runs, and these."""
+    """Return the tools without those that a server of the API's vendor runs, and the latter."""
     usable: list[tuple[str, Raw]] = []
     hosted: list[LeftOutTool] = []
     for name, item in items:
@@ -95,21 +96,21 @@ def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]],
 
 
 def refuse_hosted_alone(hosted: Sequence[LeftOutTool], *, are_alone: bool) -> None:
-    """Raises InvalidField where no other tool is there: then they are what the request is about."""
+    """Raises InvalidField for hosted tools without any other tool: the request is about them then."""
     if hosted and are_alone:
         rule = "is not supported: no server runs it here; it is left out only where there are other tools"
         raise InvalidField(f"{hosted[0].place}.type", hosted[0].kind, rule)
 
 
 _PICTURES = {"image": "image", "document": "pdf", "input_image": "image", "input_file": "file"}
-"""What errors call the types of parts that are not text."""
+"""Names in errors of the types of parts that are not text."""
 
 
 def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool) -> str:
-    """What the model is shown of a part of a result or of a user's message.
+    """Return the text that the model is shown for a part of a result or of a user's message.
 
-    Raises InvalidField for one that it cannot see, unless the assistant has gone on since (``is_answered``):
-    the answer is not about this part then, and its kind is shown.
+    Raises InvalidField for a part that is not text. Where the assistant has gone on since (``is_answered``),
+    the answer is not about the part, and the part's kind is shown.
     """
     match part:
         case TextBlock() | InputText():
@@ -118,7 +119,7 @@ def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool
             return f"[{part.tool_name}]"
     kind = tag_of(part)
     if not is_answered:
-        # Agents know this by "could not process image", take the part out and go on.
+        # Agents recognise "could not process image", take the part out and go on.
         rule = f"is not supported: could not process {_PICTURES[kind]} data, the model reads text"
         raise InvalidField(f"{name}.type", kind, rule)
     return f"[{kind.removeprefix('input_')}]"
@@ -131,7 +132,7 @@ def result_message(
     *,
     is_answered: bool,
 ) -> dict[str, object]:
-    """The result of a call. ``name``: of ``content``, as errors call it; None: an empty one."""
+    """Return the message with a call's result. ``name`` is the path of ``content``, which may be None."""
     content = content or ""
     if not isinstance(content, str):
         content = "".join(
@@ -143,7 +144,7 @@ def result_message(
 
 @dataclass
 class Turn:
-    """What the assistant said before the next user's message or the next result: one message."""
+    """The assistant's words, reasoning and calls up to the next message of another role; one message."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -169,7 +170,7 @@ class Turn:
 def joined_text(
     content: str | Sequence[TextBlock | InputText | OutputText | Refusal] | None,
 ) -> str:
-    """What a message says; "" for one without content."""
+    """Return the text of a message's content; "" for None."""
     if isinstance(content, str):
         return content
     texts = (part.refusal if isinstance(part, Refusal) else part.text for part in content or ())
@@ -177,7 +178,7 @@ def joined_text(
 
 
 def written_arguments(name: str, text: str | None) -> dict[str, object] | str:
-    """Of an earlier call: a JSON object or, where the model failed to write one, the text that it wrote."""
+    """Return an earlier call's arguments as an object, or as text where the model wrote no JSON object."""
     text = text or "{}"
     if not text.lstrip(" \t\r\n").startswith("{"):
         return text

@@ -116,7 +116,7 @@ class KeepAlive:
         self._silence.begin()
 
     def close(self) -> None:
-        """Stop: the answer's end is being sent, or nothing more is."""
+        """Stop pinging: the end of the answer is being sent, or nothing more is."""
         self._silence.close()
         if self._sending is not None:
             self._sending.cancel()

@@ -121,7 +121,7 @@ class CompletionsDialect(_OpenAiDialect):
         super().__init__(context, work)
         self._names = TokenNames(context.codec.token_bytes, are_ids=self._names_by_id)
         self._shown: dict[int, _ShownTokens] = {}
-        """Where logprobs are asked for, by sample."""
+        """Which tokens are shown, by sample, where logprobs are asked for."""
         self._echoed: set[int] = set()
         """Samples whose first event, which has the echoed prompt, is written."""
 

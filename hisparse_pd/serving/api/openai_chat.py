@@ -21,20 +21,23 @@ from hisparse_pd.serving.api.conversations import (
 )
 from hisparse_pd.serving.api.declared import NOT_SUPPORTED
 from hisparse_pd.serving.api.declared_decoding import decode
-from hisparse_pd.serving.api.prompts import ChatPrompt, within_values
+from hisparse_pd.serving.api.prompts import ChatPrompt, limit_values
 from hisparse_pd.serving.api.raw_json import decode_item
 from hisparse_pd.serving.http.http_errors import InvalidField
 
 _DESCRIBING_ROLES = ("system", "developer")
 _MAY_BE_EMPTY = ("assistant", "tool")
-"""Agents send back turns and results in which nothing was said, on every API."""
+"""Roles whose messages may lack content: agents send back empty turns and results."""
 
 
 def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> ChatPrompt:
-    """``is_to_be_answered``: it ends where an answer begins."""
+    """Read the conversation of ``body``. Raises ApiError 400.
+
+    Where it ``is_to_be_answered``, it has to end where an answer begins.
+    """
     may_call = may_call_tools(body.tool_choice)
     items = message_items("messages", body.messages)
-    messages = tuple(within_values(_chat_message(name, item, may_call) for name, item in items))
+    messages = tuple(limit_values(_chat_message(name, item, may_call) for name, item in items))
     arguments = template_arguments(body, body.reasoning_effort)
     continue_final = bool(body.continue_final_message)
     if continue_final and messages[-1]["role"] != "assistant":
@@ -55,7 +58,7 @@ def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> 
 
 
 def described_tools(field: str, value: Raw | None) -> list[dict[str, Any]]:
-    """Descriptions of a chat's tools as the client wrote them."""
+    """Return the descriptions of a chat's tools, checked, as the client wrote them. Raises ApiError 400."""
     items = tool_items(field, value)
     for name, item in items:
         decode(openai_parts.Tool, item, name)

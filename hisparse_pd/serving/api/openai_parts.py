@@ -41,7 +41,7 @@ class DescribedSchema:
 
 @declared
 class ResponseFormat:
-    """Of chats and completions."""
+    """The format of an answer to a chat or completion."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: DescribedSchema | None
@@ -95,7 +95,7 @@ class Call:
 
 @declared
 class ChatMessage:
-    """Without content, one of the assistant or of a tool is an empty text."""
+    """A message of a chat. Without content, one of the assistant or of a tool is an empty text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextBlock | Refusal], Meta(max_length=MAX_PARTS)] | None

@@ -1,7 +1,7 @@
-"""The conversation of ``/v1/responses``, OpenAI's, as the one that a chat completion would have.
+"""Turns a conversation of OpenAI's ``/v1/responses`` into that of a chat completion.
 
-Nothing is stored: a request brings its whole conversation, as items of ``input``. Items of one answer, its
-reasoning, text and calls, become one message of the assistant again.
+Nothing is stored: a request has its whole conversation in the items of ``input``. The reasoning, text and
+calls of one answer are items of their own, and become one message of the assistant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hisparse_pd.serving.api.conversations import (
 )
 from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.plain_prompts import parse_text
-from hisparse_pd.serving.api.prompts import CalledTool, ChatPrompt, LeftOutTool, within_values
+from hisparse_pd.serving.api.prompts import CalledTool, ChatPrompt, LeftOutTool, limit_values
 from hisparse_pd.serving.api.raw_json import decode_item, first_chars
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 
@@ -43,7 +43,7 @@ _ITEMS: dict[str, type[Any]] = {
     "additional_tools": parts.AdditionalTools,
     "item_reference": parts.ItemReference,
 }
-"""By their type; messages may lack it."""
+"""Classes of items by their type, which messages may lack."""
 
 _OF_ANSWERS = (
     parts.AnswerMessage,
@@ -53,7 +53,7 @@ _OF_ANSWERS = (
 )
 
 _INPUT = "input"
-"""The one argument of a custom tool, as the model knows it."""
+"""Name of a custom tool's only argument, as the model is shown it."""
 
 _ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
 
@@ -61,13 +61,13 @@ Message = dict[str, object]
 
 
 def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]:
-    """The conversation, and what the answer repeats of the request. Raises ApiError 400."""
+    """Return the conversation, and the fields of the request that the answer repeats. Raises ApiError 400."""
     messages: list[Message] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     tools = ResponseTools()
     tools.add("tools", body.tools)
-    messages += within_values(_input(body.input, tools))
+    messages += limit_values(_input(body.input, tools))
     refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
     effort = body.reasoning.effort if body.reasoning is not None else None
@@ -98,7 +98,7 @@ def _text_format(text: parts.TextOptions | None) -> object:
 
 
 def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
-    """The messages; tools among the items go to ``tools``."""
+    """Yield the messages, and add tools among the items to ``tools``."""
     if value is None:
         raise FieldRefused("input", "the field is needed", code="missing_field")
     if first_chars(value)[0] == b'"':
@@ -136,7 +136,7 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
 
 
 def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
-    """The items by name, each in the first of its places: its own, or that of a reference to it."""
+    """Return the items with their paths, each at the first of its places, its own or that of a reference."""
     items = [(name, _item(name, raw)) for name, raw in given]
     if not any(isinstance(item, parts.ItemReference) for _, item in items):
         return items
@@ -176,23 +176,23 @@ def _item(name: str, raw: Raw) -> Any:
 
 
 class ResponseTools:
-    """The tools of one request as the functions by which the model knows them.
+    """The tools of one request, as functions that the model is shown.
 
-    A function of a namespace is called ``namespace.function``, and a custom tool, which takes a text, has one
-    argument, ``input``. ``called_tool`` and ``custom_input`` lead back to what the client knows.
+    A function of a namespace has the name ``namespace.function``. A custom tool, which takes a text, has one
+    argument, ``input``. ``called_tool`` and ``custom_input`` turn a call back into what the client knows.
     """
 
     def __init__(self) -> None:
         self.described: list[Raw] = []
-        """As the client wrote them, without those that are left out."""
+        """Descriptions by the client, without the tools that are left out."""
         self.functions: list[dict[str, object]] = []
-        """For the template."""
+        """Descriptions for the template."""
         self.called: dict[str, CalledTool] = {}
-        """What the client calls the functions, by their names."""
+        """The client's names of the functions, by the names that the model is shown."""
         self.left_out: tuple[LeftOutTool, ...] = ()
 
     def add(self, field: str, value: Raw | None) -> None:
-        """Raises ApiError 400."""
+        """Add the tools in ``field``. Raises ApiError 400."""
         items, left_out = without_hosted(tool_items(field, value))
         self.left_out += left_out
         for name, item in items:
@@ -207,7 +207,7 @@ class ResponseTools:
         about = f"{space.name}: {space.description}" if space.description else ""
         for inner, item in tool_items(f"{name}.tools", space.tools):
             self._add(inner, item, decode(ItemKind, item, inner).type, space.name, about)
-            about = ""  # the first function's description has said it
+            about = ""  # only the first function's description includes it
 
     def _add(
         self, name: str, item: Raw, kind: str | None, namespace: str | None = None, about: str = ""
@@ -234,12 +234,13 @@ class ResponseTools:
 
 
 def shown_name(name: str, namespace: str | None) -> str:
-    """What the model knows a tool by."""
+    """Return the name of a tool that the model is shown."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def find_tool(called: Mapping[str, CalledTool], name: str, namespace: str | None = None) -> str | None:
-    """What the model knows the tool ``name`` by, also in short where no other is called so; None: no tool."""
+    """Return the name that the model is shown for the tool ``name``; None for no tool. The namespace may be
+    missing where only one tool has the name."""
     if (shown := shown_name(name, namespace)) in called:
         return shown
     found = [shown for shown, tool in called.items() if tool.name == name and namespace is None]
@@ -247,13 +248,13 @@ def find_tool(called: Mapping[str, CalledTool], name: str, namespace: str | None
 
 
 def called_tool(called: Mapping[str, CalledTool], name: str) -> CalledTool:
-    """What the client calls the tool that the model called."""
+    """Return the client's name of the tool that the model called."""
     shown = find_tool(called, name)
     return CalledTool(name) if shown is None else called[shown]
 
 
 def custom_input(arguments: str) -> str:
-    """The text of a call, also of one that was cut off; what else the model wrote is the text itself."""
+    """Return the text of a custom tool's call, which may be cut off. Other arguments are the text itself."""
     with suppress(ValueError):
         found = pydantic_core.from_json(arguments or "{}", allow_partial="trailing-strings")
         if isinstance(found, dict) and isinstance(text := found.get(_INPUT, ""), str):
@@ -262,7 +263,7 @@ def custom_input(arguments: str) -> str:
 
 
 def _function(tool: parts.CustomTool) -> dict[str, Any]:
-    """A format is told, and not enforced."""
+    """Describe a custom tool as a function. Its format is shown to the model, and not enforced."""
     rule: dict[str, str] = {"type": "string"}
     if tool.format is not None and tool.format.definition:
         rule["description"] = f"Follows this {tool.format.syntax or 'grammar'}:\n{tool.format.definition}"

@@ -1,6 +1,6 @@
-"""The OpenAPI document of the endpoints that take a body, made from their declarations.
+"""Makes the OpenAPI document of the endpoints that take a body, from the bodies' declarations.
 
-Nodes and router serve the same one: what a router takes it passes on, with the bootstrap fields added.
+Nodes and router serve the same document: a router passes bodies on, with the bootstrap fields added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ERRORS = {
 
 @cache
 def openapi_document() -> bytes:
-    """OpenAPI 3.1, as JSON."""
+    """Return the document, OpenAPI 3.1, as JSON."""
     modules = (bodies, body_parts, openai_parts, anthropic_parts, responses_parts)
     found = [value for module in modules for value in vars(module).values()]
     declared = {kind for kind in found if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}

@@ -13,44 +13,41 @@ from hisparse_pd.serving.http.http_errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A tool as the client of ``/v1/responses`` calls it. ``is_custom``: it takes a text, no arguments."""
+    """A tool as the client of ``/v1/responses`` names it."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
+    """The tool takes a text instead of arguments."""
 
 
 class LeftOutTool(NamedTuple):
-    """A tool that a server of the API's vendor runs. ``place``: as errors call it."""
+    """A tool that the model is not shown, since a server of the API's vendor would run it."""
 
     place: str
+    """Path of the tool in the request, for errors."""
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the model's chat template.
-
-    ``tools``: those that the model may call, as the client describes them; () also where it may call none.
-    A system's or developer's message may bring tools of its own: ``tools`` of the message.
-    ``separate_reasoning``: show the answer's reasoning beside its content, and not as the beginning of it.
-    ``add_generation_prompt``: end with what begins an answer, unless the last message is continued.
-    ``called_tools``: what clients call ``tools``, by the functions' names, where that is something else.
-    ``left_out``: tools of which the model is not told, as the request has them.
-
-    Raises ApiError 400 for more than MAX_VALUES.
-    """
+    """A conversation for the model's chat template. Raises ApiError 400 for more than MAX_VALUES."""
 
     messages: tuple[dict[str, object], ...]
+    """Messages as the template takes them. A system's or developer's may have ``tools`` of its own."""
     template_arguments: dict[str, object]
     continue_final_message: bool
     tools: tuple[dict[str, object], ...]
+    """Descriptions of the tools that the model may call; empty where it may call none."""
     separate_reasoning: bool
+    """Show the answer's reasoning beside its content, instead of at the content's beginning."""
     add_generation_prompt: bool = True
+    """End the prompt with what begins an answer."""
     called_tools: Mapping[str, CalledTool] = field(default_factory=dict)
+    """The client's names of ``tools``, by the functions' names, where the two differ."""
     left_out: tuple[LeftOutTool, ...] = ()
     num_chars: int = field(init=False)
-    """Of all that a template may write of it, and some more for what each value costs it."""
+    """Characters that a template may write, and _CHARS_A_VALUE more for each value."""
 
     def __post_init__(self) -> None:
         num_chars = _num_chars(self.messages, self.tools, self.template_arguments)
@@ -58,7 +55,7 @@ class ChatPrompt:
 
     @property
     def all_tools(self) -> list[dict[str, object]]:
-        """Those of messages too."""
+        """All tools, those of messages included."""
         found = list(self.tools)
         for message in self.messages:
             tools = message.get("tools")
@@ -67,19 +64,19 @@ class ChatPrompt:
 
 
 MAX_VALUES = 1 << 19
-"""JSON values of a conversation, each name, string, number, list and object: the garbage of more than these
-is let go in a tenth of a second, in which nobody else is served."""
+"""Most JSON values of a conversation: names, strings, numbers, lists and objects. To free this many takes a
+tenth of a second, in which nobody else is served."""
 
 _CHARS_A_VALUE = 16
-"""That could be encoded in the time in which a template writes a value without its text."""
+"""Characters that are encoded in the time that a template takes for a value, apart from the value's text."""
 
 
 T = TypeVar("T")
 
 
-def within_values(messages: Iterable[T]) -> Iterator[T]:
-    """``messages`` as they come. Raises ApiError 400 at the first one with which they have too many values,
-    so that the others are not even read."""
+def limit_values(messages: Iterable[T]) -> Iterator[T]:
+    """Yield ``messages`` as they come. Raises ApiError 400 at the first one with which they have more than
+    MAX_VALUES, so that no further ones are decoded."""
     num_values = 0
     for message in messages:
         num_values += _num_values_and_chars(message)[0]
@@ -88,14 +85,14 @@ def within_values(messages: Iterable[T]) -> Iterator[T]:
 
 
 def _num_chars(*values: object) -> int:
-    """Raises ApiError 400 for more than MAX_VALUES."""
+    """Return ``ChatPrompt.num_chars``. Raises ApiError 400 for more than MAX_VALUES."""
     num_values, num_chars = _num_values_and_chars(*values)
     _check_values(num_values)
     return num_chars + _CHARS_A_VALUE * num_values
 
 
 def _num_values_and_chars(*values: object) -> tuple[int, int]:
-    """Of more than MAX_VALUES, no more are counted."""
+    """Count all JSON values within ``values``, and the characters of strings; stop above MAX_VALUES."""
     num_chars = num_values = 0
     open_values = list(values)
     while open_values and num_values <= MAX_VALUES:
@@ -124,4 +121,4 @@ def _check_values(num_values: int) -> None:
 
 
 Prompt = str | bytes | ChatPrompt
-"""Text, token ids as of ``pack_token_ids``, or a conversation."""
+"""Text, packed token ids (``pack_token_ids``), or a conversation."""

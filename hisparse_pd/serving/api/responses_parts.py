@@ -32,7 +32,7 @@ RESPONSES_TOOLS = ("ResponsesTool", "CustomTool", "NamespaceTool", "HostedTool")
 
 @declared
 class TextFormat:
-    """Of responses."""
+    """The format of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema: Annotated[JsonSchema | None, A_SCHEMA, AS_SPELLED]
@@ -40,7 +40,7 @@ class TextFormat:
 
 @declared
 class ToolChoice:
-    """Of responses. Without ``namespace`` the only tool of that name."""
+    """The tool to call. Without ``namespace`` it must be the only tool of that name."""
 
     type: Annotated[
         Literal["function", "custom"], rule('must be "function" or "custom"; other tools are not supported')
@@ -51,7 +51,7 @@ class ToolChoice:
 
 @declared
 class AllowedChoice:
-    """Of responses."""
+    """The tools that may be called, or of which one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
@@ -74,12 +74,12 @@ class ReasoningText:
 
 @tagged("type", "input_image")
 class InputImage:
-    """In an output that the assistant has answered: shown as ``[image]``."""
+    """An image in an output that the assistant has answered, shown as ``[image]``."""
 
 
 @tagged("type", "input_file")
 class InputFile:
-    """In an output that the assistant has answered: shown as ``[file]``."""
+    """A file in an output that the assistant has answered, shown as ``[file]``."""
 
 
 OutputPart = InputText | InputImage | InputFile
@@ -117,7 +117,7 @@ class CustomToolCall:
 
 @declared
 class CallOutput:
-    """What a function or a custom tool gave."""
+    """The output of a function or a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NeededName
@@ -126,14 +126,14 @@ class CallOutput:
 
 @tagged("type", "reasoning")
 class ReasoningItem:
-    """``encrypted_content``, which only its author can read, is left out."""
+    """Reasoning of the assistant. ``encrypted_content``, which only its author can read, is left out."""
 
     content: Annotated[list[ReasoningText], Meta(max_length=MAX_PARTS)] | None
 
 
 @tagged("type", "item_reference")
 class ItemReference:
-    """An item of the same input, which is shown once, at the first of its places."""
+    """A reference to an item of the same input, which is shown once, at the first of its places."""
 
     id: NeededName
 
@@ -145,7 +145,7 @@ class NamedItem:
 
 @tagged("type", "additional_tools")
 class AdditionalTools:
-    """Tools that are shown with those of the request."""
+    """Further tools, shown with those of the request."""
 
     tools: Annotated[Raw | None, list_of(MAX_TOOLS, *RESPONSES_TOOLS, min_items=0)]
 
@@ -159,7 +159,7 @@ class ResponsesTool:
 
 @declared
 class CustomFormat:
-    """Shown to the model, and not enforced."""
+    """The format of a custom tool's text. It is shown to the model, and not enforced."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None
@@ -168,7 +168,7 @@ class CustomFormat:
 
 @tagged("type", "custom")
 class CustomTool:
-    """Takes a text."""
+    """A tool that takes a text."""
 
     name: NeededName
     description: str | None
@@ -177,7 +177,7 @@ class CustomTool:
 
 @tagged("type", "namespace")
 class NamespaceTool:
-    """Tools that are called by its name and theirs."""
+    """Tools that are called by the namespace's name and their own."""
 
     name: NeededName
     description: str | None

@@ -79,10 +79,10 @@ def parse_openai_options(
     default_new_tokens: int | None,
     defaults: SamplingDefaults,
 ) -> SampleOptions:
-    limit = Given("max_tokens", body.max_tokens)
+    limit = IntegerField("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
-        limit = Given("max_completion_tokens", body.max_completion_tokens)
-    minimum = Given("min_tokens", body.min_tokens)
+        limit = IntegerField("max_completion_tokens", body.max_completion_tokens)
+    minimum = IntegerField("min_tokens", body.min_tokens)
     options = _options(body, limit, minimum, body.seed, body.stop, defaults, body.n, num_logprobs)
     if body.best_of is not None and body.best_of != options.n:
         raise InvalidField(
@@ -129,24 +129,24 @@ def parse_turn_options(body: MessagesBody | ResponsesBody, defaults: SamplingDef
     """Return the options of Anthropic's messages and OpenAI's responses."""
     stop: str | list[str] | None
     if isinstance(body, MessagesBody):
-        limit, stop = Given("max_tokens", body.max_tokens), body.stop_sequences
+        limit, stop = IntegerField("max_tokens", body.max_tokens), body.stop_sequences
     else:
-        limit, stop = Given("max_output_tokens", body.max_output_tokens), body.stop
-    return _options(body, limit, Given("min_tokens", body.min_tokens), body.seed, stop, defaults)
+        limit, stop = IntegerField("max_output_tokens", body.max_output_tokens), body.stop
+    return _options(body, limit, IntegerField("min_tokens", body.min_tokens), body.seed, stop, defaults)
 
 
 def _sglang_options(
     params: SglangParams, name: str, defaults: SamplingDefaults, num_logprobs: int | None
 ) -> SampleOptions:
-    limit = Given(f"{name}.max_new_tokens", params.max_new_tokens)
-    minimum = Given(f"{name}.min_new_tokens", params.min_new_tokens)
+    limit = IntegerField(f"{name}.max_new_tokens", params.max_new_tokens)
+    minimum = IntegerField(f"{name}.min_new_tokens", params.min_new_tokens)
     seed, stop = params.sampling_seed, params.stop
     options = _options(params, limit, minimum, seed, stop, defaults, params.n, num_logprobs)
     return replace(options, constraint=generate_constraint(params, name))
 
 
-class Given(NamedTuple):
-    """A field's path and value."""
+class IntegerField(NamedTuple):
+    """The path and value of an integer field."""
 
     name: str
     value: int | None
@@ -154,8 +154,8 @@ class Given(NamedTuple):
 
 def _options(
     drawing: Drawing,
-    limit: Given,
-    minimum: Given,
+    limit: IntegerField,
+    minimum: IntegerField,
     seed: int | None,
     stop: str | list[str] | None,
     defaults: SamplingDefaults,

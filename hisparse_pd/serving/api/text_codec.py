@@ -20,7 +20,7 @@ from hisparse_pd.serving.api.chat_format import (
     think_marks,
     tool_markup,
 )
-from hisparse_pd.serving.api.client_text import ClientText, StandIns
+from hisparse_pd.serving.api.client_text import ClientText, StandIns, TemplateInput
 from hisparse_pd.serving.api.detokenizer import TokenBytes
 from hisparse_pd.serving.api.grammar_checks import GrammarChecks
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
@@ -240,26 +240,28 @@ class TextCodec:
             )
         stand_ins: StandIns | None = None
         try:
-            messages, tools, arguments = list(prompt.messages), list(prompt.tools), prompt.template_arguments
-            if self._client_text is not None:
-                messages, tools, arguments, stand_ins = self._client_text.shown(prompt)
+            if self._client_text is None:
+                given = TemplateInput(list(prompt.messages), list(prompt.tools), prompt.template_arguments)
+            else:
+                given = self._client_text.template_input(prompt)
+            stand_ins = given.stand_ins
             chat = str(
                 self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools or None,
+                    given.messages,
+                    tools=given.tools or None,
                     tokenize=False,
                     add_generation_prompt=prompt.add_generation_prompt,
                     continue_final_message=prompt.continue_final_message,
-                    **arguments,
+                    **given.arguments,
                 )
             )
         except RecursionError as error:
             raise ApiError(400, "messages, tools: nested too deeply to be written") from error
         except (jinja2.TemplateError, ValueError, TypeError) as error:
-            why = str(error) if stand_ins is None else stand_ins.replaced(str(error))
+            why = str(error) if stand_ins is None else stand_ins.restored(str(error))
             raise FieldRefused("messages", f"the model's chat template refuses them: {why}") from error
-        self._check_length(chat if stand_ins is None else stand_ins.replaced(chat), name, max_tokens)
-        return chat if self._client_text is None else self._client_text.told_apart(chat, stand_ins)
+        self._check_length(chat if stand_ins is None else stand_ins.restored(chat), name, max_tokens)
+        return chat if self._client_text is None else self._client_text.with_breaks(chat, stand_ins)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
