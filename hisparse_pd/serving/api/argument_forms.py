@@ -312,7 +312,7 @@ class SchemaReader:
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         is_bounded = is_integer(high) and is_integer(low) and high >= low
         if not is_integer(low) or low < 0 or not (high is None or is_bounded):
-            raise NotWritable("has lengths of strings that no string has")
+            raise NotWritable("has bounds of lengths that no string can have")
         if low or high is not None:
             parts.append(f"/(?s:.){{{low},{'' if high is None else high}}}/")
         if isinstance(pattern := schema.get("pattern"), str):
@@ -327,7 +327,7 @@ class SchemaReader:
             elif not self._is_lenient:
                 known = ", ".join(_FORMATS)
                 raise NotWritable(
-                    f"has the format {name!r}; of strings that are written bare, there are {known}"
+                    f"has the format {name!r}; this model's calls can have strings of the formats {known}"
                 )
         return " & ".join([ANY, *parts])
 

@@ -171,7 +171,7 @@ class OpenAI(ServedBody, Drawing, Bounded, VllmFormat, SglangFormat, RefusedFiel
     response_format: openai_parts.ResponseFormat | None
     return_token_ids: bool | None
     return_tokens_as_token_ids: Annotated[
-        bool | None, Meta(description="Logprobs call tokens token_id:N instead of by their texts.")
+        bool | None, Meta(description="Logprobs name tokens token_id:N, not by their texts.")
     ]
 
 

@@ -149,7 +149,7 @@ def _members(
         raise NotWritable("has parameters that are no object")
     known = {"type", "properties", "required", "additionalProperties"}
     if tool.is_strict and (more := [word for word in _COMBINING if word in root.keys() - known]):
-        raise NotWritable(f"has parameters with {more[0]!r}, which this model's calls cannot be held to")
+        raise NotWritable(f"has parameters with {more[0]!r}, which cannot be enforced in this model's calls")
     properties, required = root.get("properties") or {}, root.get("required") or []
     others = root.get("additionalProperties", True)
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -186,7 +186,9 @@ class _Glm(_WithArguments):
             return self._bare(ANY)
         if forms.whole is not None:
             if self._schemas.to_json(tool.name, name, '"x"') != '"x"':
-                raise NotWritable("mixes strings with what this model's calls cannot tell from them")
+                raise NotWritable(
+                    "mixes strings with values that this model's calls cannot tell from strings"
+                )
             return sequence(self._json(tool, forms.whole, reader), end)
         texts = [text for text in forms.texts if self._is_read_back(tool.name, name, text)]
         strings = reader.regexes(forms)
@@ -201,7 +203,7 @@ class _Glm(_WithArguments):
         if (rest := forms.schema) is not None:
             written.append(sequence(self._json(tool, rest, reader), end))
         if not written:
-            raise NotWritable("has no value that this model's calls can have")
+            raise NotWritable("has no value that this model's calls can contain")
         return f"({' | '.join(written)})"
 
     def _bare(self, text: str) -> str:

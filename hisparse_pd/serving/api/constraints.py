@@ -223,7 +223,7 @@ def _json_format(name: str, given: dict[str, Any] | str | None) -> AnswerFormat:
     if not isinstance(schema, dict):
         raise InvalidField(name, schema, "must be a JSON schema, an object")
     if "x-guidance" in schema:
-        rule = "must not have x-guidance: how schemas are enforced is not the client's"
+        rule = "must not have x-guidance: clients cannot set how schemas are enforced"
         raise InvalidField(name, schema, rule)
     return AnswerFormat(name, FormatKind.JSON, schema_text(name, schema))
 

@@ -97,9 +97,9 @@ class RequireKey:
         if not given and len(bare) == 1:  # as Anthropic's clients send it
             return None if self._keys.permits(bare[0].strip(b" ")) else "the API key is wrong"
         if not given:
-            return "an API key is needed and none came"
+            return "an API key is needed, and the request has none"
         if len(given) > 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:
-            return "the Authorization header is no Bearer key"
+            return "the Authorization header has no Bearer key"
         key = given[0][len(_SCHEME) :].strip(b" ")
         return None if self._keys.permits(key) else "the API key is wrong"
 

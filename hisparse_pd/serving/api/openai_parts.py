@@ -101,7 +101,9 @@ class ChatMessage:
     content: str | Annotated[list[TextBlock | Refusal], Meta(max_length=MAX_PARTS)] | None
     refusal: Annotated[str | None, Meta(description="Text of the assistant.")]
     reasoning_content: str | None
-    reasoning: Annotated[str | None, Meta(description="vLLM's name of reasoning_content, which comes first.")]
+    reasoning: Annotated[
+        str | None, Meta(description="vLLM's name of reasoning_content, which has precedence.")
+    ]
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None
     tools: Annotated[Raw | None, list_of(MAX_TOOLS, "Tool", min_items=0)]

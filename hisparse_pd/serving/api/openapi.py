@@ -50,8 +50,8 @@ def openapi_document() -> bytes:
         "info": {
             "title": "hisparse-pd",
             "version": VERSION,
-            "description": "Fields that are not here are ignored; null is the same as absent. What is "
-            "deprecated is known and not supported: other values than those listed are refused.",
+            "description": "Fields that are not listed are ignored; null is the same as absent. Deprecated "
+            "fields are not supported: values other than those listed are refused.",
         },
         "paths": {path: {"post": _operation(path, body.__name__)} for path, body in BODIES.items()},
         "components": {"schemas": schemas | _ERRORS},

@@ -36,7 +36,7 @@ def quarantine_routes(link: EngineLink) -> list[Route]:
             return json_response(_release_page(link, query))
         instance_id = query.get("instance_id", "")
         if not instance_id:
-            raise ApiError(400, "instance_id, or pool and slot: missing; /quarantine has what is kept")
+            raise ApiError(400, "instance_id, or pool and slot: missing; /quarantine lists what is withheld")
         run = next((run for run in _runs(link) if run.instance_id == instance_id), None)
         if run is None:
             raise ApiError(

@@ -187,7 +187,7 @@ async def _with_grammars(
         if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
             raise FieldRefused(
                 "n",
-                f"the grammars of all samples together have {num_chars} characters or more; "
+                f"the grammars of all samples together have at least {num_chars} characters; "
                 f"{MAX_REQUEST_GRAMMAR_CHARS} are the most for a request: split it",
             )
         sampling = msgspec.structs.replace(options.sampling, grammar=written[constraint])
@@ -299,7 +299,7 @@ def _max_new_tokens(
     if min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field
         raise FieldRefused(
-            field, f"{min_new_tokens} is above {max_new_tokens}, all that this request can get"
+            field, f"{min_new_tokens} is above {max_new_tokens}, the most that this request can get"
         )
     return max_new_tokens
 

@@ -236,7 +236,8 @@ class TextCodec:
         prompt = self._fit.fitted(prompt)
         if self._has_our_template and not (prompt.add_generation_prompt or prompt.continue_final_message):
             raise FieldRefused(
-                "add_generation_prompt", "this model's chats are written with what begins the answer only"
+                "add_generation_prompt",
+                "the model's chat template always ends with the beginning of an answer",
             )
         stand_ins: StandIns | None = None
         try:

@@ -45,12 +45,12 @@ MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.MESSAGES: {"messages": MESSAGES, "max_tokens": 9, **ROOM},
     Endpoint.RESPONSES: {"input": "hello", **ROOM},
 }
-"""Bodies."""
+"""A minimal body of each endpoint."""
 TOKENIZER = make_tokenizer()
 
 
 def parse(endpoint: Endpoint, **changes: Any) -> ApiRequest:
-    """The request that is the minimal body with ``changes``."""
+    """Parse the minimal body with ``changes``."""
     return parse_request(endpoint, json.dumps(MINIMAL[endpoint] | changes).encode(), "tiny")
 
 
@@ -82,13 +82,13 @@ class Node:
         return await self.client.post(path, json=body)
 
     async def answer(self, path: str, **body: Any) -> Any:
-        """What is answered, decoded."""
+        """Return the decoded answer."""
         response = await self.post(path, **body)
         assert response.status_code == 200, response.text
         return response.json()
 
     async def events(self, path: str, **body: Any) -> list[Any]:
-        """The events of a stream, decoded, without [DONE]."""
+        """Return the decoded events of a stream, without [DONE]."""
         return decode_events((await self.post(path, stream=True, **body)).text)
 
     async def metric(self, name: str) -> float | None:
@@ -115,7 +115,7 @@ async def serving(
     health_timeout_secs: float = NEVER_SECS,
     **options: Any,
 ) -> AsyncIterator[Node]:
-    """For ``WAIT_SECS`` at most."""
+    """Serve a node for ``WAIT_SECS`` at most."""
     options = {"model_path": tmp_path / "model", "served_model_name": "tiny", **options}
     metrics = FrontMetrics()
     endpoints = [f"ipc://{tmp_path}/engine.ipc"]
@@ -183,7 +183,7 @@ def socketless_context(tmp_path: Path, link: EngineLink) -> DecodeContext:
 
 
 async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: bool) -> list[Message]:
-    """What the app sends without a server; the client ``leaves`` once it has sent its body, or never."""
+    """Return what the app sends without a server; the client ``leaves`` after its body, or never."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent: list[Message] = []
 

@@ -1,4 +1,4 @@
-"""Numbers of schemas that doubles have not: literals are enforced as they are spelled, bounds refused."""
+"""Numbers of schemas that doubles do not have: literals are enforced as spelled, and bounds refused."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ async def test_completion_logprobs(tmp_path: Path) -> None:
 
 
 async def test_token_ids_of_prompts_and_answers(tmp_path: Path) -> None:
-    """Also where a token shows no text yet."""
+    """Ids are shown even where a token shows no text yet."""
     said = list("a€b".encode())
     async with serving(say("a€b"), tmp_path) as node:
         body: dict[str, Any] = {**BODY, "prompt": ["ab", "c"], "n": 2, "return_token_ids": True}
@@ -188,7 +188,7 @@ async def test_n_and_several_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_message", [1, 3, 8])
 async def test_stop_strings(tmp_path: Path, per_message: int) -> None:
     def script(generate: Generate) -> Iterable[FromEngine | float]:
-        """One that is not through before it hears of the stop: nobody would tell it of it."""
+        """Say the text slowly: an engine that ends first is not told of the stop string."""
         num_said = 0
         for event in say("abcdefgh", per_message=per_message)(generate):
             yield event
@@ -533,7 +533,7 @@ async def test_an_engine_that_dies_fails_what_is_in_flight(tmp_path: Path) -> No
 async def test_an_engine_that_hangs_does_not_hang_its_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time goes on by stats that come, so that an engine which has little of the machine is not silent."""
+    """The clock advances with each message of statistics, so that an engine is not silent for being slow."""
     now = time.monotonic()
     monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
     async with serving(lambda generate: [60.0], tmp_path, health_timeout_secs=0.2) as node:
@@ -569,7 +569,7 @@ async def test_an_h2c_preface_is_turned_away_quietly(
 
 
 async def test_health_follows_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still between two looks."""
+    """The clock stands still between two requests."""
     now = time.monotonic()
     monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
 

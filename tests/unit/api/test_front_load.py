@@ -70,7 +70,7 @@ def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> Gener
 
 
 def connectionless_link(limits: QueueLimits) -> EngineLink:
-    """One whose engine takes nothing in."""
+    """Return a link whose engine reads nothing."""
     link = EngineLink(["unused.ipc"], 5.0, limits=limits)
     link.ranks[0].ready, link.state = ready(), LinkState.SERVING
     return link
@@ -217,7 +217,7 @@ async def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
 @pytest.mark.I7
 @pytest.mark.I8
 async def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left() -> None:
-    """Else clients that come and go would fill the memory of a front whose engine takes nothing in."""
+    """Otherwise clients that come and go would fill the memory of a front whose engine reads nothing."""
     link = connectionless_link(QueueLimits(50, 1000))
     num_opened = 0
     with contextlib.suppress(QueueFull):
@@ -242,7 +242,7 @@ async def test_tokens_have_a_place_again_once_the_engine_took_the_prompt(tmp_pat
 
 
 class RecordingBackend:
-    """A tokenizer that notes what it was given at once, and in which turn of the loop."""
+    """A tokenizer that records what each call is given, and in which turn of the loop."""
 
     normalizer = None
 
@@ -321,7 +321,7 @@ def test_a_chat_is_written_beside_the_loop_by_all_that_the_template_gets(
 
 
 def calling(path: str, num_calls: int) -> dict[str, Any]:
-    """A conversation of so many calls, each with a quarter of the values that one may have, and some."""
+    """Return a conversation of so many calls, each with just over a quarter of the allowed values."""
     arguments = {"list": [0] * (MAX_VALUES // 4)}
     function = {"name": "f", "arguments": json.dumps(arguments)}
     call: dict[str, Any]
@@ -339,7 +339,7 @@ def calling(path: str, num_calls: int) -> dict[str, Any]:
 @pytest.mark.I8
 @pytest.mark.parametrize("path", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
 def test_the_values_of_a_conversation_are_few_enough_to_be_let_go_at_once(path: Endpoint) -> None:
-    """What comes behind the call with which they are too many is not even read."""
+    """The messages behind the call with which they are too many are not even decoded."""
     parse(path, **calling(path, 3))
     body = calling(path, 4)
     if path is Endpoint.RESPONSES:
@@ -377,7 +377,7 @@ async def test_long_bodies_are_parsed_beside_the_loop(
 @pytest.mark.I8
 @pytest.mark.parametrize("direction", ["receive", "send"])
 def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> None:
-    """ZMQ's sockets answer at once while there is something: using them up is no turn for anybody."""
+    """ZMQ's sockets return at once while messages are waiting, so awaiting them gives others no turn."""
 
     class Backlog:
         num_left = 1000
@@ -431,7 +431,7 @@ def test_a_backlog_of_one_request_lets_others_have_their_turns() -> None:
 
 
 class Backlogged(EngineLink):
-    """All of an answer has come before its first token is looked at."""
+    """A link on which all of an answer has come before its first token is read."""
 
     num_messages = 200
 
@@ -489,7 +489,7 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
 async def test_generate_leaves_out_what_the_next_event_repeats(
     tmp_path: Path, path: str, num_events: int
 ) -> None:
-    """Each event has all the text so far: a reader that lags would cost the square of its length."""
+    """Each event has all the text so far: a slow reader would cost the square of its length."""
     front = socketless_context(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
     body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
     sent = await call_app(create_decode_app(front), path, body, leaves=False)

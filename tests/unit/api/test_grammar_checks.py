@@ -1,4 +1,4 @@
-"""Grammars of requests at a front: checked in a process beside it, which may die, with errors of 400."""
+"""Grammars of requests are checked in a process beside the front, which may die; bad ones get a 400."""
 
 from __future__ import annotations
 

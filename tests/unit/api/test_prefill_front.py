@@ -44,7 +44,7 @@ async def test_every_request_has_an_empty_answer(tmp_path: Path, endpoint: Endpo
 
 @pytest.mark.I8
 async def test_a_body_is_read_as_far_as_bodies_may_go(tmp_path: Path) -> None:
-    """The connection of one that goes on for ever ends with the answer; others go on."""
+    """The connection of a body without end ends with the answer; other connections go on."""
     num_sent = 0
 
     def read_answer(port: int) -> bytes:
@@ -141,7 +141,7 @@ async def test_bootstrap_endpoint(tmp_path: Path) -> None:
 
 
 def test_its_process_has_no_tokenizer() -> None:
-    """In a process that has made the front's applications."""
+    """The process of the test makes the front's applications."""
     code = """
 import sys
 from pathlib import Path
