@@ -70,9 +70,9 @@ class _SplitObject(NamedTuple):
     """A JSON object in two parts."""
 
     others: Json
-    """The object with its other fields."""
+    """The object without ``raw_fields``."""
     raw_fields: dict[str, Raw]
-    """Those of its ``Raw`` fields that are neither absent nor null."""
+    """``Raw`` fields that are neither absent nor null."""
 
 
 class _Declaration:

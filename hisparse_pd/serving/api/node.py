@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=NodeSettings)
 
 Apps = Callable[[NodeContext], AbstractContextManager[Sequence[ASGIApp]]]
-"""Makes the applications of a front, as a context that closes what they use. Raises StartError, OSError."""
+"""Makes a front's applications, in a context manager that closes what they use. Raises StartError,
+OSError."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class _NodePlan(Generic[S]):
 
     def link(
         self,
-        front: int,
+        front_number: int,
         endpoints: Sequence[str],
         metrics: FrontMetrics,
         on_connected: Callable[[], None] = lambda: None,
@@ -77,7 +78,7 @@ class _NodePlan(Generic[S]):
             QueueLimits.of(self.settings),
             self.choose_rank,
             self.board,
-            front,
+            front_number,
             Crossing.of(self.settings),
         )
 
@@ -142,7 +143,7 @@ def run_front(
     plan = _NodePlan(settings, role, choose_rank, apps, board, int(time.time()))
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
-    endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
+    endpoints = [engines.endpoints_of(number) for number in range(num_fronts)]
     fronts = Fronts(board, metrics)
     for number in stop_signals():  # until serve() installs handlers of its own
         signal.signal(number, _exit)

@@ -100,13 +100,13 @@ class SampleRequest:
 
 
 async def plan_samples(
-    request: ApiRequest, codec: TextCodec, limits: RequestLimits, front: int = 0
+    request: ApiRequest, codec: TextCodec, limits: RequestLimits, front_number: int = 0
 ) -> tuple[SampleRequest, ...]:
-    """Return the samples of ``request``, prompt-major. ``front`` is this front's number. Raises ApiError 400
-    for a prompt or a grammar that cannot be served."""
+    """Return the samples of ``request``, prompt-major. Raises ApiError 400 for a prompt or a grammar that
+    cannot be served."""
     pool_tokens = limits.pool_tokens(request.hisparse)
     most_tokens = min(limits.context_length, pool_tokens)
-    prefix = request_prefix(front)
+    prefix = request_prefix(front_number)
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
         for index in range(len(request.prompts))
