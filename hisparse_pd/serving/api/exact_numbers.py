@@ -136,14 +136,17 @@ def fault_of_bound(word: str, value: Number, *, of_integers: bool) -> str:
             return ""
         return f"multiples of up to {_MAX_COEFFICIENT} are, with up to {_MAX_MULTIPLE_DECIMALS} decimals"
     is_exclusive = word.startswith("exclusive")  # becomes the next integer, which has to be exact, too
-    is_exact = has_double(value) or (of_integers and _is_whole_double(value))
+    is_whole = exact(value) == exact(value).to_integral_value()
+    is_exact = _is_whole_double(value) if of_integers and is_whole else has_double(value)
     if is_exact and not (is_exclusive and abs(value) >= _MAX_EXACT):
         return ""
     return f"integers up to {_MAX_EXACT - is_exclusive} are, and decimals of up to 15 digits"
 
 
 def _is_whole_double(value: Number) -> bool:
-    return isinstance(value, int) and abs(value) < _MAX_BOUND and int(float(value)) == value
+    """Whether a whole number is a double. It is not enough that the double is spelled so: bounds of integers
+    are computed with the double itself."""
+    return abs(value) < _MAX_BOUND and Decimal(float(value)) == exact(value)
 
 
 def lets_its_bound_pass(bounds: Mapping[str, object]) -> bool:

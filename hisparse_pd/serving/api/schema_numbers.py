@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from hisparse_pd.serving.api.argument_forms import InexactNumber, Steps, listed, path_of
+from hisparse_pd.serving.api.argument_forms import InexactNumber, Steps, listed, path_of, types_of
 from hisparse_pd.serving.api.exact_numbers import (
     BOUNDS,
     LENGTHS,
@@ -90,7 +90,8 @@ class SchemaNumbers:
         return ((where, part) for where, part in found if isinstance(part, dict))
 
     def _check_bounds(self, place: str, schema: Schema) -> None:
-        of_integers = schema.get("type") == "integer"
+        types = types_of(schema)
+        of_integers = "integer" in types and "number" not in types
         for word in BOUNDS:
             value = schema.get(word)
             if is_number(value) and (fault := fault_of_bound(word, value, of_integers=of_integers)):
