@@ -19,11 +19,11 @@ from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, RankPlace
 from hisparse_pd.engine.messages import PromptScores, RequestFailed, Tokens
 from hisparse_pd.serving.api.answering import streamed, whole_body
-from hisparse_pd.serving.api.app import Front, Work, create_app
-from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.api.app import DecodeContext, Work, create_app
+from hisparse_pd.serving.api.frame import HttpAnswer
 from hisparse_pd.serving.api.models import json_response
 from hisparse_pd.serving.api.node import run_front
-from hisparse_pd.serving.api.node_app import NodeFront
+from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.prompt_scores import Scores, with_lists, write_lists
 from hisparse_pd.serving.api.requests import grouped
@@ -47,10 +47,10 @@ def run(settings: DecodeSettings) -> int:
 
 
 @contextmanager
-def apps(node: NodeFront) -> Iterator[tuple[Starlette, ...]]:
+def apps(node: NodeContext) -> Iterator[tuple[Starlette, ...]]:
     """By its name further fronts, processes of their own, get it."""
-    with closing(Front.of(node)) as front:
-        yield (create_decode_app(front),)
+    with closing(DecodeContext.of(node)) as context:
+        yield (create_decode_app(context),)
 
 
 def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
@@ -61,49 +61,49 @@ def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankP
     run_engine_process(DecodeEngine, settings, endpoints, place)
 
 
-def create_decode_app(front: Front) -> Starlette:
-    async def decode(work: Work) -> Answer:
+def create_decode_app(context: DecodeContext) -> Starlette:
+    async def decode(work: Work) -> HttpAnswer:
         scores = {
             sample.prompt_index: Scores() for sample in work.samples if sample.wanted_scores is not None
         }
 
         def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
-            return _deltas(front, work, outputs, scores)
+            return _deltas(context, work, outputs, scores)
 
         if work.request.stream:
-            return await Answer.stream(streamed(front, work, deltas))
-        body = await whole_body(front, work, deltas)
+            return await HttpAnswer.stream(streamed(context, work, deltas))
+        body = await whole_body(context, work, deltas)
         if scores:
-            written = await write_lists(work, scores, front.codec.token_bytes)
+            written = await write_lists(work, scores, context.codec.token_bytes)
             body = await off_loop(with_lists, work, body, written)
-        return Answer(body)
+        return HttpAnswer(body)
 
-    app = create_app(front, decode)
-    app.router.routes.append(Route("/drain", partial(_drain, front), methods=["POST"]))
+    app = create_app(context, decode)
+    app.router.routes.append(Route("/drain", partial(_drain, context), methods=["POST"]))
     return app
 
 
-async def _drain(front: Front, request: Request) -> Response:
+async def _drain(context: DecodeContext, request: Request) -> Response:
     """As SIGTERM to the node: its first front, of which the others are children, gets one. Asked for again it
     is no second one, which would end the wait for requests in flight."""
-    if not front.link.is_leaving:
-        os.kill(os.getpid() if front.link.front == 0 else os.getppid(), signal.SIGTERM)
+    if not context.link.is_leaving:
+        os.kill(os.getpid() if context.link.front == 0 else os.getppid(), signal.SIGTERM)
     return json_response({"status": "the node takes nothing new, and ends"})
 
 
 async def _deltas(
-    front: Front, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
+    context: DecodeContext, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
 ) -> AsyncGenerator[Delta, None]:
     """Run the samples; yield what comes, until all have finished. ``scores``, by prompt, are filled.
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
-    clock = _TokenClock(front, work)
+    clock = _TokenClock(context, work)
     by_request_id = {_request_id(output): output for output in outputs}
     num_live = sum(output.finish is None for output in outputs)
     journal = work.request.journal
     may_move = journal is not None and journal.may_move
-    with front.link.open(grouped(work.samples), may_move=may_move) as group:
+    with context.link.open(grouped(work.samples), may_move=may_move) as group:
         work.timeline.sent(group.ranks)
         while num_live:
             event = await group.next_event()
@@ -145,8 +145,8 @@ def _shown(output: SampleOutput, tokens: Tokens) -> Tokens:
 class _TokenClock:
     """Observes time to first token and inter-token latency of one request's samples."""
 
-    def __init__(self, front: Front, work: Work) -> None:
-        self._metrics = front.metrics
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        self._metrics = context.metrics
         self._timeline = work.timeline
         self._last_at: dict[int, float] = {}
 

@@ -36,7 +36,7 @@ from hisparse_pd.protocol.messages import PROTOCOL_VERSION, Geometry
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.models import json_response
 from hisparse_pd.serving.api.node import run_front
-from hisparse_pd.serving.api.node_app import NodeFront, create_node_app, model_info
+from hisparse_pd.serving.api.node_app import NodeContext, create_node_app, model_info
 from hisparse_pd.serving.http.engine_link import rooms_at_work
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, NodeUnavailable
 
@@ -65,10 +65,10 @@ def run(settings: PrefillSettings) -> int:
 
 
 @contextmanager
-def apps(front: NodeFront) -> Iterator[tuple[Starlette, ...]]:
+def apps(context: NodeContext) -> Iterator[tuple[Starlette, ...]]:
     """What is served on each of the node's ports."""
-    assert isinstance(front.settings, PrefillSettings)
-    yield create_prefill_app(front), create_bootstrap_app(front.settings, front)
+    assert isinstance(context.settings, PrefillSettings)
+    yield create_prefill_app(context), create_bootstrap_app(context.settings, context)
 
 
 def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
@@ -79,18 +79,18 @@ def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: Rank
     run_engine_process(PrefillEngine, settings, endpoints, place)
 
 
-def create_prefill_app(front: NodeFront) -> Starlette:
+def create_prefill_app(context: NodeContext) -> Starlette:
     async def describe_model(request: Request) -> Response:
-        return json_response(model_info(front))
+        return json_response(model_info(context))
 
     return create_node_app(
-        front,
-        {endpoint: partial(_leave_to_decode_node, front, endpoint) for endpoint in Endpoint},
+        context,
+        {endpoint: partial(_leave_to_decode_node, context, endpoint) for endpoint in Endpoint},
         {"/model_info": describe_model, "/get_model_info": describe_model},
     )
 
 
-async def _leave_to_decode_node(front: NodeFront, endpoint: Endpoint, request: Request) -> Response:
+async def _leave_to_decode_node(context: NodeContext, endpoint: Endpoint, request: Request) -> Response:
     """The answer that says nothing of a request; 503 unless the node serves: its router takes another one.
 
     The body is dropped as it comes, so that the connection can go on. One that is too large or too slow ends
@@ -104,13 +104,13 @@ async def _leave_to_decode_node(front: NodeFront, endpoint: Endpoint, request: R
     except ClientDisconnect:
         is_whole = False  # nobody reads the answer
     try:
-        front.link.require_serving()
+        context.link.require_serving()
         response = json_response(_NOTHING)
     except NodeUnavailable as error:
         response = error.response(shape=ErrorShape.of_path(endpoint))
     if not is_whole:
         response.headers["connection"] = "close"
-    front.metrics.count_request(endpoint, response.status_code)
+    context.metrics.count_request(endpoint, response.status_code)
     return response
 
 
@@ -124,32 +124,32 @@ async def _drop_body(request: Request) -> bool:
     return True
 
 
-def create_bootstrap_app(settings: PrefillSettings, front: NodeFront) -> Starlette:
+def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Starlette:
     """The read-only discovery endpoint, for whom ``BootstrapGate`` lets in; 503 unless the engine is alive.
 
     Decode nodes take its answer for a sign of life while the engine is too busy to answer heartbeats.
     """
-    gate = BootstrapGate(front.control_keys, PeerList.parse(settings.allowed_peers))
+    gate = BootstrapGate(context.control_keys, PeerList.parse(settings.allowed_peers))
     logged = LogLimiter()
     for reason in BootstrapGate.REASONS:  # from 0: an alert must see the first one too
-        front.metrics.bootstrap_refusals.labels(reason)
+        context.metrics.bootstrap_refusals.labels(reason)
 
     async def bootstrap(request: Request) -> Response:
         address = request.client.host if request.client is not None else ""
         nonce = request.headers.get(NONCE_HEADER, "")
         try:
             gate.check(address, nonce, request.headers.get(CODE_HEADER, ""))
-            front.link.require_engine()
-            if (stall := front.link.stall()) is not None:
+            context.link.require_engine()
+            if (stall := context.link.stall()) is not None:
                 raise NodeUnavailable(stall)
-            ready = [rank.ready for rank in front.link.ranks if rank.ready is not None]
+            ready = [rank.ready for rank in context.link.ranks if rank.ready is not None]
             response = json_response(bootstrap_info(settings, ready))
             response.headers.update(gate.proof(nonce, bytes(response.body)))
             return response
         except NodeUnavailable as error:
             return json_response(error.to_dict(), error.status)
         except BootstrapRefused as error:
-            front.metrics.bootstrap_refusals.labels(error.code).inc()
+            context.metrics.bootstrap_refusals.labels(error.code).inc()
             if logged.permits(address):
                 log.warning("refused a bootstrap request from %s: %s", address, error)
             return json_response(ApiError(error.status, str(error), code=error.code).to_dict(), error.status)

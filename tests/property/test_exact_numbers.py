@@ -15,9 +15,9 @@ from hisparse_pd.serving.api.bodies import ChatBody
 from hisparse_pd.serving.api.chat_format import MARKUPS, ToolMarkup
 from hisparse_pd.serving.api.chat_message import MessageParser
 from hisparse_pd.serving.api.constraints import chat_constraint
-from hisparse_pd.serving.api.declared import decode_body
+from hisparse_pd.serving.api.declared_decoding import decode_body
 from hisparse_pd.serving.api.grammars import write_grammar
-from hisparse_pd.serving.api.prompts import parse_chat_prompt
+from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import FieldRefused
 from tests.unit.api.grammar_walks import Walk, admits, error_of

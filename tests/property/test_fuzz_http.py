@@ -19,7 +19,7 @@ from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.errors import NodeRefused
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.body_parts import MAX_ROOM
-from hisparse_pd.serving.api.requests import Limits, grouped, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, grouped, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.api.tokens import answer_about_tokens
@@ -39,7 +39,7 @@ from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 CODEC = TextCodec(TOKENIZER, len(TOKENIZER), grammar_checks=Unchecked())
-LIMITS = Limits(256, 256, 128)
+LIMITS = RequestLimits(256, 256, 128)
 
 ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
 _TEXTS: dict[Endpoint, list[str]] = {

@@ -16,11 +16,11 @@ from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
 from hisparse_pd.serving.api.answering import streamed, whole_body
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.bodies import Endpoint
-from hisparse_pd.serving.api.journal import Identity
 from hisparse_pd.serving.api.output import Delta, SampleOutput
-from hisparse_pd.serving.api.requests import Limits, plan_samples
+from hisparse_pd.serving.api.request_journal import Identity
+from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.timing import Timeline
 from hisparse_pd.serving.http.engine_link import EngineLink
@@ -30,7 +30,7 @@ from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.support import MINIMAL
 
 CODEC = RecordingCodec.make()
-LIMITS = Limits(4096, 1 << 20, 1 << 20, default_max_tokens=2048)
+LIMITS = RequestLimits(4096, 1 << 20, 1 << 20, default_max_tokens=2048)
 OPENAI = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 TIMES = {"completed_at", "e2e_latency"}
 
@@ -73,11 +73,11 @@ Said = list[tuple[int, Tokens]]
 """Messages of the engine, with the number of their sample."""
 
 
-def work_of(front: Front, endpoint: Endpoint, body: dict[str, Any]) -> Work:
+def work_of(context: DecodeContext, endpoint: Endpoint, body: dict[str, Any]) -> Work:
     """The same names and times whenever it is made."""
     request = parse_request(endpoint, msgspec.json.encode(body), "tiny")
-    samples = asyncio.run(plan_samples(request, front.codec, LIMITS))
-    work = Work(request, samples, 0.0, Timeline(front.metrics, 0.0, (), None))
+    samples = asyncio.run(plan_samples(request, context.codec, LIMITS))
+    work = Work(request, samples, 0.0, Timeline(context.metrics, 0.0, (), None))
     vars(work)["identity"] = Identity(b"k" * 16, 1234)
     return work
 
@@ -111,14 +111,14 @@ def said_of(data: st.DataObject, work: Work) -> Said:
     return said
 
 
-async def answers(front: Front, whole: Work, stream: Work, said: Said) -> tuple[bytes, str]:
+async def answers(context: DecodeContext, whole: Work, stream: Work, said: Said) -> tuple[bytes, str]:
     async def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
         for index, message in said:
             if outputs[index].finish is None:
                 yield outputs[index].feed(message)
 
-    body = await whole_body(front, whole, deltas)
-    return body, b"".join([piece async for piece in streamed(front, stream, deltas)]).decode()
+    body = await whole_body(context, whole, deltas)
+    return body, b"".join([piece async for piece in streamed(context, stream, deltas)]).decode()
 
 
 def in_order(value: dict[str, Any]) -> dict[str, Any]:
@@ -149,13 +149,13 @@ def folded(endpoint: Endpoint, text: str, *, is_list: bool) -> Any:
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecodeContext]:
     """Without an engine: nothing is sent to one."""
     directory = tmp_path_factory.mktemp("front")
     metrics = FrontMetrics()
     link = EngineLink([f"ipc://{directory}/engine.ipc"], 60.0, metrics.update)
     node = DecodeSettings(model_path=directory, served_model_name="tiny")
-    yield Front(role="decode", settings=node, link=link, metrics=metrics, codec=CODEC)
+    yield DecodeContext(role="decode", settings=node, link=link, metrics=metrics, codec=CODEC)
     link.close()
 
 
@@ -163,7 +163,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
 @settings(max_examples=100, derandomize=True)
 @given(data=st.data())
 def test_a_whole_answer_is_what_its_stream_makes(
-    front: Front, endpoint: Endpoint, data: st.DataObject
+    context: DecodeContext, endpoint: Endpoint, data: st.DataObject
 ) -> None:
     """Calls of Anthropic's are compared as its clients read them: a stream does not say which was cut off."""
     body = dict(MINIMAL[endpoint])
@@ -175,8 +175,8 @@ def test_a_whole_answer_is_what_its_stream_makes(
     if endpoint in OPENAI:
         every = data.draw(st.booleans())
         streams["stream_options"] = {"include_usage": True, "continuous_usage_stats": every}
-    whole, stream = work_of(front, endpoint, body), work_of(front, endpoint, body | streams)
-    written, text = asyncio.run(answers(front, whole, stream, said_of(data, whole)))
+    whole, stream = work_of(context, endpoint, body), work_of(context, endpoint, body | streams)
+    written, text = asyncio.run(answers(context, whole, stream, said_of(data, whole)))
     answer = json.loads(written)
     if endpoint is Endpoint.MESSAGES:
         for block in answer["content"]:

@@ -1,3 +1,3 @@
-"""The HTTP API of a node: bodies and what they ask for, prompts, text, grammars of answers, answers
-in each dialect, API keys, and the start of a node.
+"""The HTTP API of a node: bodies of requests, prompts, grammars of answers, answers in each dialect, API
+keys, and the start of a node.
 """

@@ -1,7 +1,6 @@
-"""What a chat's answer consists of: blocks, each of reasoning, of text, or one call of a tool, as they grow.
+"""The blocks that a chat's answer consists of: each one is reasoning, text, or one call of a tool.
 
-``chat_message.py`` and ``call_reader.py`` find them; the dialects of ``answers.py`` and ``blocks.py`` write
-them.
+``chat_message.py`` and ``call_reader.py`` find them; the dialects write them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class BlockKind(Enum):
 
 
 class Change(Enum):
-    """What happens to a block."""
+    """What happened to a block."""
 
     OPENED = auto()
     GREW = auto()
@@ -27,18 +26,18 @@ class Change(Enum):
 
 @dataclass(eq=False)
 class Block:
-    """``index``: among the blocks of the answer; ``number``: among those of its kind.
-
-    ``name``: of a call's tool; its text is the arguments, as JSON. ``is_cut``: the answer ended within it,
-    for its length or in the middle of a call.
-    """
+    """Part of an answer. The text of a call is its arguments, as JSON."""
 
     index: int
+    """Place among the blocks of the answer."""
     number: int
+    """Place among the blocks of its kind."""
     kind: BlockKind
     name: str = ""
+    """Name of a call's tool."""
     pieces: list[str] = field(default_factory=list)
     is_cut: bool = False
+    """The answer ended within this block, at its length limit or within a call."""
 
     @property
     def text(self) -> str:
@@ -47,23 +46,23 @@ class Block:
 
 
 class BlockList:
-    """The blocks of one answer. One at most is open, the last one."""
+    """The blocks of one answer. Only the last one may be open."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
         self.num_of: Counter[BlockKind] = Counter()
-        """By kind."""
+        """Number of blocks of each kind."""
         self._changes: list[tuple[Change, Block, list[str]]] = []
 
     def add(self, kind: BlockKind, text: str) -> None:
-        """Reasoning or text goes to the open block if it is of this kind, else to a new one."""
+        """Add reasoning or text to the open block if that is of this ``kind``, else to a new one."""
         if text and (self._open is None or self._open.kind is not kind):
             self.begin(kind)
         self.grow(text)
 
     def begin(self, kind: BlockKind, name: str = "") -> None:
-        """Open a new block; ``name``: of a call's tool."""
+        """Open a new block; ``name`` is the tool of a call."""
         self.close()
         self._open = Block(len(self.blocks), self.num_of[kind], kind, name)
         self.num_of[kind] += 1
@@ -71,7 +70,7 @@ class BlockList:
         self._changes.append((Change.OPENED, self._open, []))
 
     def grow(self, text: str) -> None:
-        """The open block goes on where it ended. Neighbours become one change."""
+        """Add ``text`` to the open block. Successive growth of a block is one change."""
         if not text:
             return
         assert self._open is not None
@@ -83,18 +82,18 @@ class BlockList:
             self._changes.append((Change.GREW, self._open, [text]))
 
     def close(self, *, is_cut: bool = False) -> None:
-        """The open block is complete, if there is one, or cut off."""
+        """Close the open block, if there is one."""
         if self._open is not None:
             self._open.is_cut = is_cut
             self._changes.append((Change.CLOSED, self._open, []))
             self._open = None
 
     def end(self, *, is_cut: bool) -> None:
-        """The answer has ended; ``is_cut``: where it would have gone on."""
+        """End the answer; ``is_cut``: it would have gone on. An open call is cut in any case."""
         self.close(is_cut=is_cut or (self._open is not None and self._open.kind is BlockKind.CALL))
 
     def take(self) -> list[tuple[Change, Block, str]]:
-        """What has changed since the last call, in order; the text is by what a block grew."""
+        """Return the changes since the last call, in order, each with the text that the block grew by."""
         taken = [(change, block, "".join(pieces)) for change, block, pieces in self._changes]
         self._changes.clear()
         return taken

@@ -1,4 +1,4 @@
-"""One HTTP answer from the output of its samples, whole or streamed, in the dialect of its endpoint."""
+"""Writes an HTTP answer from the output of its samples, whole or streamed, in the dialect of its endpoint."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import TokenLogprob
-from hisparse_pd.serving.api.answers import Chat, Completions, Dialect, Generate, Json
-from hisparse_pd.serving.api.anthropic_answers import Messages
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.anthropic_answers import MessagesDialect
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.dialect import Dialect, Json
 from hisparse_pd.serving.api.frame import sse
-from hisparse_pd.serving.api.journal import Journal
+from hisparse_pd.serving.api.generate_answers import GenerateDialect
+from hisparse_pd.serving.api.openai_answers import ChatDialect, CompletionsDialect
 from hisparse_pd.serving.api.output import Delta, SampleOutput
-from hisparse_pd.serving.api.responses_answers import Responses
+from hisparse_pd.serving.api.request_journal import RequestJournal
+from hisparse_pd.serving.api.responses_answers import ResponsesDialect
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, RequestFailedError
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 
-Deltas = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
-"""Feeds the outputs, and yields what is new until all have finished. Raises RequestFailedError."""
+FeedOutputs = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
+"""Feeds the outputs with the engine's messages and yields what each one added, until all outputs have
+finished. Raises RequestFailedError."""
 
 _RECORDS_BETWEEN_YIELDS = 16
 
 
-async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
-    """JSON."""
-    outputs, dialect = _outputs(front, work), _dialect(front, work)
+async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> bytes:
+    """Return the body of a whole answer."""
+    outputs, dialect = _outputs(context, work), _dialect(context, work)
     choices: dict[int, Raw] = {}
-    async with aclosing(deltas_of(outputs)) as deltas:
+    async with aclosing(feed_outputs(outputs)) as deltas:
         async for delta in deltas:
             dialect.keep(outputs[delta.index], delta)
             if delta.finish is not None:
@@ -40,19 +43,19 @@ async def whole_body(front: Front, work: Work, deltas_of: Deltas) -> bytes:
     return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
 
 
-def streamed(front: Front, work: Work, deltas_of: Deltas) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; in units with lines between them where a router keeps a journal."""
-    outputs, dialect = _outputs(front, work), _dialect(front, work)
+def streamed(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> AsyncGenerator[bytes, None]:
+    """Return the server-sent events of a stream, with records among them where a router keeps a journal."""
+    outputs, dialect = _outputs(context, work), _dialect(context, work)
     if (journal := work.request.journal) is not None:
-        return _journaled(front, work, journal, dialect, outputs, deltas_of)
-    return _plain(dialect, outputs, deltas_of)
+        return _journaled(context, work, journal, dialect, outputs, feed_outputs)
+    return _plain(dialect, outputs, feed_outputs)
 
 
 async def _plain(
-    dialect: Dialect, outputs: Sequence[SampleOutput], deltas_of: Deltas
+    dialect: Dialect, outputs: Sequence[SampleOutput], feed_outputs: FeedOutputs
 ) -> AsyncGenerator[bytes, None]:
     try:
-        async with aclosing(deltas_of(outputs)) as deltas:
+        async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 for event in dialect.events(outputs[delta.index], delta):
                     yield _encoded(event)
@@ -68,33 +71,33 @@ async def _plain(
 
 
 async def _journaled(
-    front: Front,
+    context: DecodeContext,
     work: Work,
-    journal: Journal,
+    journal: RequestJournal,
     dialect: Dialect,
     outputs: Sequence[SampleOutput],
-    deltas_of: Deltas,
+    feed_outputs: FeedOutputs,
 ) -> AsyncGenerator[bytes, None]:
-    """The same, from behind what the journal has.
+    """Yield the events that the journal does not have yet, each unit of them followed by its record.
 
-    An error for which the answer may go on at another node ends the stream without its last line. Behind the
-    first unit after the node has begun to leave stands a line that says so.
+    After an error with which the answer may go on at another node the stream ends without the line OVER. The
+    first unit after the node has begun to leave is followed by the line LEAVING.
     """
     for number, record in enumerate(journal.records, 1):
         output = outputs[record.sample]
         dialect.replay(output, output.feed(record.message))
         if number % _RECORDS_BETWEEN_YIELDS == 0:
             await asyncio.sleep(0)
-    records = _Records(outputs)
+    units = _UnitWriter(outputs)
     has_begun = has_said_leaving = False
     try:
-        async with aclosing(deltas_of(outputs)) as deltas:
+        async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
                 events = b"".join(map(_encoded, dialect.events(output, delta)))
-                if unit := records.unit(output, delta, events):
+                if unit := units.write(output, delta, events):
                     has_begun = True
-                    if front.link.is_leaving and not has_said_leaving:
+                    if context.link.is_leaving and not has_said_leaving:
                         has_said_leaving = True
                         unit += journal_line(LEAVING)
                     yield unit
@@ -112,17 +115,17 @@ def _encoded(event: Json) -> bytes:
     return sse(event, event.get("type", ""))
 
 
-class _Records:
-    """Puts a record behind the events of each delta that has some."""
+class _UnitWriter:
+    """Writes units of a journaled stream: a delta's events, and a record of the tokens not recorded yet."""
 
     def __init__(self, outputs: Sequence[SampleOutput]) -> None:
-        """``outputs``: with the tokens that are in the journal already."""
+        """``outputs`` have the tokens that are in the journal already."""
         self._num_recorded = Counter({output.index: len(output.token_ids) for output in outputs})
         self._logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
-        """Of tokens that were not recorded yet, by sample."""
+        """Logprobs of tokens that are not recorded yet, by sample."""
 
-    def unit(self, output: SampleOutput, delta: Delta, events: bytes) -> bytes:
-        """Nothing where there are no ``events``: the tokens stand in a later record."""
+    def write(self, output: SampleOutput, delta: Delta, events: bytes) -> bytes:
+        """Return the unit of ``delta``; empty without ``events``: the next record has the delta's tokens."""
         index = output.index
         if delta.logprobs:
             self._logprobs[index] += delta.logprobs
@@ -139,18 +142,18 @@ class _Records:
 
 
 _DIALECTS: Mapping[Endpoint, type[Dialect]] = {
-    Endpoint.COMPLETIONS: Completions,
-    Endpoint.CHAT: Chat,
-    Endpoint.GENERATE: Generate,
-    Endpoint.MESSAGES: Messages,
-    Endpoint.RESPONSES: Responses,
+    Endpoint.COMPLETIONS: CompletionsDialect,
+    Endpoint.CHAT: ChatDialect,
+    Endpoint.GENERATE: GenerateDialect,
+    Endpoint.MESSAGES: MessagesDialect,
+    Endpoint.RESPONSES: ResponsesDialect,
 }
 
 
-def _dialect(front: Front, work: Work) -> Dialect:
-    return _DIALECTS[work.request.endpoint](front, work)
+def _dialect(context: DecodeContext, work: Work) -> Dialect:
+    return _DIALECTS[work.request.endpoint](context, work)
 
 
-def _outputs(front: Front, work: Work) -> list[SampleOutput]:
-    token_bytes = front.codec.token_bytes
+def _outputs(context: DecodeContext, work: Work) -> list[SampleOutput]:
+    token_bytes = context.codec.token_bytes
     return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]

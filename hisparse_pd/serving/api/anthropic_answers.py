@@ -1,4 +1,4 @@
-"""Answers to ``/v1/messages``, as Anthropic publishes them, whole and streamed."""
+"""Answers to ``/v1/messages`` in Anthropic's published form, whole and streamed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.answers import Json, hisparse_usage
 from hisparse_pd.serving.api.anthropic_messages import signature_of
-from hisparse_pd.serving.api.app import Front, Work
-from hisparse_pd.serving.api.blocks import BlockAnswer
+from hisparse_pd.serving.api.app import DecodeContext, Work
+from hisparse_pd.serving.api.block_dialect import BlockDialect
+from hisparse_pd.serving.api.dialect import Json, hisparse_usage
 from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.api.raw_json import is_object
 
 
-class Messages(BlockAnswer):
-    """``/v1/messages``. Thinking that is shown has no signature; what is omitted is in its signature."""
+class MessagesDialect(BlockDialect):
+    """``/v1/messages``. Shown thinking has no signature; the signature of omitted thinking contains it."""
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
         self._id = work.identity.name("msg_", 12)
         self._omits_thinking = work.request.omits_thinking
 
@@ -66,7 +66,7 @@ class Messages(BlockAnswer):
         return _shown_block(block.kind, block.text)
 
     def _empty_block(self, block: Block) -> Json:
-        """As a stream opens it."""
+        """Return the block as it is when a stream opens it."""
         if block.kind is BlockKind.CALL:
             tool_id = self._identity.name("toolu_", 12, block.index)
             return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
@@ -97,7 +97,7 @@ class Messages(BlockAnswer):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self, output: SampleOutput) -> Json:
-        """The prompt's tokens are those that were computed and those that were cached, together."""
+        """Return Anthropic's usage object, whose ``input_tokens`` do not include cached ones."""
         num_cached_tokens = output.num_cached_tokens
         return {
             "input_tokens": output.num_prompt_tokens - num_cached_tokens,
@@ -133,9 +133,9 @@ def _shown_block(kind: BlockKind, text: str) -> Json:
 
 
 def _input(block: Block) -> object:
-    """The arguments of a whole call. Of one that was cut off, those that are complete, as in a stream.
+    """Return a call's arguments, or those that are complete where the call was cut off.
 
-    A text that is no JSON object stands in an object as Anthropic's documentation has it.
+    A text that is no JSON object becomes the object that Anthropic documents for it.
     """
     text = block.text
     if block.is_cut:

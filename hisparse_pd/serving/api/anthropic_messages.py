@@ -1,7 +1,7 @@
-"""The conversation of ``/v1/messages``, Anthropic's, as the one that a chat completion would have.
+"""Turns a conversation of Anthropic's ``/v1/messages`` into that of a chat completion.
 
-Blocks become what chat templates know: text, reasoning, calls and results of tools. Texts of one message are
-joined by nothing, as in the other APIs. What a model behind a chat template cannot take is refused by name.
+Blocks become what chat templates take: text, reasoning, calls and results of tools. Texts of one message are
+joined without a separator, as in the other APIs. A block that a chat template cannot take is refused.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Raw
 
-from hisparse_pd.serving.api import body_parts as parts
-from hisparse_pd.serving.api.bodies import Turns
-from hisparse_pd.serving.api.declared import decode, tag_of
-from hisparse_pd.serving.api.prompts import (
-    ChatPrompt,
+from hisparse_pd.serving.api import anthropic_parts as parts
+from hisparse_pd.serving.api.bodies import AnthropicTurns
+from hisparse_pd.serving.api.conversations import (
     Turn,
     message_items,
     refuse_hosted_alone,
@@ -24,24 +22,26 @@ from hisparse_pd.serving.api.prompts import (
     template_arguments,
     text_of_part,
     tool_items,
-    within_values,
     without_hosted,
 )
+from hisparse_pd.serving.api.declared import tag_of
+from hisparse_pd.serving.api.declared_decoding import decode
+from hisparse_pd.serving.api.prompts import ChatPrompt, limit_values
 from hisparse_pd.serving.api.raw_json import decode_item
 from hisparse_pd.serving.http.http_errors import InvalidField
 
 Message = dict[str, object]
 
 
-def parse_messages(body: Turns) -> ChatPrompt:
-    """Raises ApiError 400."""
+def parse_messages(body: AnthropicTurns) -> ChatPrompt:
+    """Read the conversation of ``body``. Raises ApiError 400."""
     messages: list[Message] = []
     if body.system is not None:
         system = body.system
         text = system if isinstance(system, str) else "".join(block.text for block in system)
         messages.append({"role": "system", "content": text})
     items = message_items("messages", body.messages)
-    decoded = list(within_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
+    decoded = list(limit_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
     num_answered = max(
         (i for i, item in enumerate(decoded) if isinstance(item, parts.AssistantMessage)), default=0
     )
@@ -71,9 +71,9 @@ def parse_messages(body: Turns) -> ChatPrompt:
 
 
 def _first_thinking(items: Sequence[parts.AnthropicMessage], asked: parts.ContextManagement | None) -> int:
-    """The index of the first message whose thinking is kept.
+    """Return the index of the first message whose thinking is kept.
 
-    The assistant's last turns keep theirs. A turn ends at a question, which the result of a tool is not.
+    The assistant's last turns keep their thinking. A turn ends at a user's message without a tool's result.
     """
     kept = [_num_turns(edit.keep) for edit in (asked.edits or () if asked is not None else ())]
     num_turns = min((num for num in kept if num is not None), default=None)
@@ -94,7 +94,7 @@ def _first_thinking(items: Sequence[parts.AnthropicMessage], asked: parts.Contex
 
 
 def _num_turns(keep: str | parts.KeptThinking | None) -> int | None:
-    """None: all."""
+    """Return how many turns keep their thinking; None for all."""
     if keep is None:
         return 1  # what Anthropic's API does
     if isinstance(keep, str) or keep.type == "all":
@@ -143,8 +143,9 @@ def _tool(name: str, item: Raw) -> Message:
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
 
-def _template_arguments(body: Turns) -> dict[str, object]:
-    """Thinking is switched as templates have it: DeepSeek's by ``thinking``, GLM's by ``enable_thinking``."""
+def _template_arguments(body: AnthropicTurns) -> dict[str, object]:
+    """Return the template's arguments. ``thinking`` switches thinking in DeepSeek's templates, and
+    ``enable_thinking`` in GLM's."""
     arguments = template_arguments(body, body.output_config.effort if body.output_config else None)
     if body.thinking is not None:
         for switch in ("thinking", "enable_thinking"):
@@ -158,15 +159,15 @@ _MARK = "hisparse-pd:"
 
 
 def signature_of(thinking: str) -> str:
-    """Of an empty block: the thinking itself, in base64. Clients send it back, and the model sees it again.
+    """Return the signature of a block whose thinking is omitted: the thinking itself, in base64.
 
-    No secret: whoever may read the answer may read it.
+    Clients send it back, and the model sees it again. It is no secret from those who may read the answer.
     """
     return _MARK + base64.b64encode(thinking.encode()).decode()
 
 
 def thinking_of(signature: str | None) -> str:
-    """The text behind a signature; "" for one of another service."""
+    """Return the thinking in a signature; "" for another service's signature."""
     if signature is None or not signature.startswith(_MARK):
         return ""
     try:

@@ -1,6 +1,6 @@
-"""The HTTP application of a decode node: the endpoints that take work, and those about its tokenizer.
+"""The HTTP application of a decode node: endpoints that generate, and endpoints about its tokenizer.
 
-A node gives ``create_app`` one handler, which turns a checked request into an ``Answer``.
+``create_app`` takes one handler, which turns a checked request into an ``HttpAnswer``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from starlette.responses import Response
 from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.traces import open_tracer
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
-from hisparse_pd.serving.api.frame import Answer, FramedEndpoint, Reply, Respond
-from hisparse_pd.serving.api.journal import Identity
+from hisparse_pd.serving.api.frame import FramedEndpoint, HttpAnswer, Reply, Respond
 from hisparse_pd.serving.api.models import json_response
-from hisparse_pd.serving.api.node_app import NodeFront, Told, create_node_app, model_info
+from hisparse_pd.serving.api.node_app import GetHandler, NodeContext, create_node_app, model_info
 from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
-from hisparse_pd.serving.api.requests import Limits, SampleRequest, plan_samples
+from hisparse_pd.serving.api.request_journal import Identity
+from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, plan_samples
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.api.schemas import ApiRequest, parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
@@ -39,27 +39,28 @@ if TYPE_CHECKING:
 
 LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
 _MAX_LEFT_OUT_SHOWN = 16
-"""Headers have a bound in every client and proxy."""
+"""Tools that LEFT_OUT_HEADER names: clients and proxies bound the size of headers."""
 
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""The decoder of JSON lets nobody else run, and megabytes of lists took it four times as long at 700."""
+"""Threshold of the garbage collector's youngest generation. With Python's 700, decoding megabytes of JSON
+lists, which holds the interpreter, took four times as long."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Front(NodeFront):
-    """What the handlers of a decode node work with."""
+class DecodeContext(NodeContext):
+    """What the handlers of a decode node need: a node's context with tokenizer, defaults and tracer."""
 
     settings: DecodeSettings
     codec: TextCodec
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     tracer: Tracer | None = None
-    """None: there are no traces."""
+    """None where traces are off."""
 
     @classmethod
-    def of(cls, node: NodeFront) -> Front:
-        """``node`` with its tokenizer and traces. Raises StartError."""
+    def of(cls, node: NodeContext) -> DecodeContext:
+        """Load the tokenizer and open the tracer for ``node``. Raises StartError."""
         settings = node.settings
         assert isinstance(settings, DecodeSettings)
         codec = TextCodec.load(
@@ -73,13 +74,13 @@ class Front(NodeFront):
         )
         defaults = SamplingDefaults.of(settings)
         if node.link.front == 0 and str(defaults):
-            log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
+            log.info("sampling defaults from generation_config.json: %s", defaults)
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
+        gc.freeze()  # else each full collection scans transformers' objects and holds the loop for 30 ms
         return cls(**vars(node), codec=codec, sampling_defaults=defaults, tracer=tracer)
 
     def close(self) -> None:
-        """Send the spans that wait, for a known time at most."""
+        """Send the waiting spans, within the tracer's time limit."""
         if self.tracer is not None:
             self.tracer.close()
 
@@ -91,78 +92,80 @@ class Work:
     request: ApiRequest
     samples: tuple[SampleRequest, ...]
     arrived_at: float
-    """On the monotonic clock, in seconds."""
+    """Time on the monotonic clock, in seconds."""
     timeline: Timeline
 
     @cached_property
     def identity(self) -> Identity:
-        """Of the answer."""
+        """The answer's identity."""
         journal = self.request.journal
         return Identity() if journal is None else journal.identity
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of the answer, beside those of its body."""
+        """Headers of the answer besides those that describe its body."""
         is_journaled = self.request.stream and self.request.journal is not None
         journal = [(JOURNAL_HEADER, b"1")] if is_journaled else []
         return [*self.timeline.headers, *_left_out(self.request), *journal]
 
 
-Handler = Callable[[Work], Awaitable[Answer]]
-"""Called once a request is checked. It raises ApiError for a failure before the answer has begun; an answer's
-stream reports later ones itself."""
+Handler = Callable[[Work], Awaitable[HttpAnswer]]
+"""Answers a checked request. It raises ApiError for a failure before the answer has begun; the stream of the
+answer reports later ones."""
 
 
-def create_app(front: Front, handler: Handler) -> Starlette:
-    """The application with all endpoints of a decode node."""
-    takers: dict[str, Respond] = {
-        **{endpoint: partial(_work, front, endpoint, handler) for endpoint in Endpoint},
-        **{path: partial(_about_tokens, front, path) for path in TokenPath},
+def create_app(context: DecodeContext, handler: Handler) -> Starlette:
+    """Return the application with all endpoints of a decode node."""
+    post_handlers: dict[str, Respond] = {
+        **{endpoint: partial(_work, context, endpoint, handler) for endpoint in Endpoint},
+        **{path: partial(_about_tokens, context, path) for path in TokenPath},
     }
-    count = front.metrics.count_request
-    told: dict[str, Told] = {
+    count = context.metrics.count_request
+    get_handlers: dict[str, GetHandler] = {
         OPENAPI_PATH: _openapi,
-        "/model_info": partial(_model_info, front),
-        "/get_model_info": partial(_model_info, front),
-        "/tokenizer_info": partial(_tokenizer_info, front),
+        "/model_info": partial(_model_info, context),
+        "/get_model_info": partial(_model_info, context),
+        "/tokenizer_info": partial(_tokenizer_info, context),
     }
-    framed = {path: FramedEndpoint(path, respond, count, front.tracer) for path, respond in takers.items()}
-    return create_node_app(front, framed, told)
+    framed = {
+        path: FramedEndpoint(path, respond, count, context.tracer) for path, respond in post_handlers.items()
+    }
+    return create_node_app(context, framed, get_handlers)
 
 
-# --- work --------------------------------------------------------------------------------------------
+# --- endpoints that generate --------------------------------------------------------------------------
 
 
 async def _work(
-    front: Front, endpoint: Endpoint, handler: Handler, body: bytes, arrived_at: float, reply: Reply
+    context: DecodeContext, endpoint: Endpoint, handler: Handler, body: bytes, arrived_at: float, reply: Reply
 ) -> None:
-    """Check a request, have the handler do it, and say how long it took."""
-    timeline = Timeline(front.metrics, arrived_at, reply.request_headers, reply.span)
+    """Check a request, answer it with ``handler``, and record how long that took."""
+    timeline = Timeline(context.metrics, arrived_at, reply.request_headers, reply.span)
     try:
-        work = await _checked(front, endpoint, body, arrived_at, timeline)
+        work = await _checked(context, endpoint, body, arrived_at, timeline)
         answer = await handler(work)
         await reply.send_answer(answer, work.headers)
     finally:
         timeline.close()
-    front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
+    context.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
 
 
 async def _checked(
-    front: Front, endpoint: Endpoint, body: bytes, arrived_at: float, timeline: Timeline
+    context: DecodeContext, endpoint: Endpoint, body: bytes, arrived_at: float, timeline: Timeline
 ) -> Work:
-    settings, defaults = front.settings, front.sampling_defaults
+    settings, defaults = context.settings, context.sampling_defaults
     request = await parsed(body, parse_request, endpoint, body, settings.model_name, defaults)
-    front.link.require_place(sum(options.n for options in request.options))
-    ready = front.link.require_serving()
+    context.link.require_place(sum(options.n for options in request.options))
+    ready = context.link.require_serving()
     pools = ready.max_total_tokens_hisparse, ready.max_total_tokens_dense
-    limits = Limits(ready.context_length, *pools, settings.default_max_tokens)
-    samples = await plan_samples(request, front.codec, limits, front.link.front)
+    limits = RequestLimits(ready.context_length, *pools, settings.default_max_tokens)
+    samples = await plan_samples(request, context.codec, limits, context.link.front)
     timeline.checked(request, samples, settings.model_name)
     return Work(request, samples, arrived_at, timeline)
 
 
 def _left_out(request: ApiRequest) -> list[tuple[bytes, bytes]]:
-    """The header that names the tools of which the model was not told."""
+    """Return the header that names the tools which the model was not shown."""
     chat = request.chat
     if chat is None or not chat.left_out:
         return []
@@ -170,10 +173,12 @@ def _left_out(request: ApiRequest) -> list[tuple[bytes, bytes]]:
     return [(LEFT_OUT_HEADER, ", ".join(named).encode())]
 
 
-async def _about_tokens(front: Front, path: TokenPath, body: bytes, arrived_at: float, reply: Reply) -> None:
-    context_length = front.link.require_serving().context_length
-    model_name = front.settings.model_name
-    await reply.send_answer(await answer_about_tokens(path, body, model_name, front.codec, context_length))
+async def _about_tokens(
+    context: DecodeContext, path: TokenPath, body: bytes, arrived_at: float, reply: Reply
+) -> None:
+    context_length = context.link.require_serving().context_length
+    model_name = context.settings.model_name
+    await reply.send_answer(await answer_about_tokens(path, body, model_name, context.codec, context_length))
 
 
 # --- information -------------------------------------------------------------------------------------
@@ -183,12 +188,12 @@ async def _openapi(request: Request) -> Response:
     return Response(openapi_document(), media_type="application/json")
 
 
-async def _model_info(front: Front, request: Request) -> Response:
-    drawing = asdict(front.sampling_defaults)
-    of_text = {"vocab_size": front.codec.vocab_size, "default_sampling_params": drawing}
-    return json_response(model_info(front) | of_text)
+async def _model_info(context: DecodeContext, request: Request) -> Response:
+    drawing = asdict(context.sampling_defaults)
+    of_text = {"vocab_size": context.codec.vocab_size, "default_sampling_params": drawing}
+    return json_response(model_info(context) | of_text)
 
 
-async def _tokenizer_info(front: Front, request: Request) -> Response:
-    """vLLM's, for clients that have no tokenizer of their own, as lm-eval's ``tokenizer_backend=remote``."""
-    return json_response(front.codec.description)
+async def _tokenizer_info(context: DecodeContext, request: Request) -> Response:
+    """Answer vLLM's /tokenizer_info, which clients without a tokenizer read, such as lm-eval."""
+    return json_response(context.codec.description)

@@ -1,7 +1,7 @@
-"""In which forms an argument may be written that a schema describes: as bare text, or as JSON.
+"""The forms in which an argument of a given schema may be written: as bare text, or as JSON.
 
-Markups of calls write strings without quotes and everything else as JSON. So what a schema says of a string
-becomes a regular expression of the bare text, and the rest stays a schema.
+Markups of calls write strings without quotes and everything else as JSON. A schema's words about strings
+therefore become a regular expression of the bare text, and the rest stays a schema.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _OTHER_KEYWORDS = {
     *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
     *("contains", "minContains", "maxContains"),
 }
-"""Of one type each, and none of them of strings."""
+"""Keywords about values of one type, other than strings."""
 _COMBINERS = ("anyOf", "oneOf", "allOf")
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]*")
 _VALUES_A_STEP = 64
 ANY_STRING: Mapping[str, object] = {}
 ANY_OTHER: Mapping[str, object] = {"type": ["null", "boolean", "integer", "number", "object", "array"]}
-"""Where nothing is said."""
+"""Schemas of strings and of other values about which nothing is said."""
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -40,21 +40,21 @@ _FORMATS = {
     "email": r"[a-zA-Z0-9_+\-]+(\.[a-zA-Z0-9_+\-]+)*@[a-zA-Z0-9\-]+(\.[a-zA-Z0-9\-]+)+",
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
 }
-"""Of bare strings: dates up to the 28th, so that every month has them."""
+"""Regular expressions of formats of bare strings. Dates go up to the 28th, which every month has."""
 
 
 class NotWritable(ValueError):
-    """The schema says what a grammar of bare texts cannot. The message says what."""
+    """A grammar of bare texts cannot enforce the schema. The message says why."""
 
 
 class InexactNumber(NotWritable):
-    """The schema has a number that would be enforced as another one: an error for lenient readers, too."""
+    """The schema has a number that would be enforced as another one. Lenient readers raise this, too."""
 
 
 # --- the document and what reading it costs -----------------------------------------------------------
 
 MAX_STEPS: Final = 1 << 17
-"""Of one request: half a second. A tool takes a few for each of its parameters and listed values."""
+"""Most steps of one request, half a second. Each parameter and each listed value of a tool takes a few."""
 MAX_DEPTH: Final = 32
 
 ANNOTATIONS = {
@@ -64,20 +64,20 @@ ANNOTATIONS = {
 
 
 class TooManySteps(ValueError):
-    """The tools take more steps than a request has. The message is about the field that asks for them."""
+    """The tools take more steps than a request has. The message is about the field that brings them."""
 
 
 class Steps:
-    """What reading schemas may still cost, in steps of some microseconds: all tools of a request share them.
+    """What reading schemas may still cost, in steps of some microseconds. All tools of a request share them.
 
-    References in a client's schemas can multiply without end.
+    The bound is needed because references in a client's schemas can multiply without end.
     """
 
     def __init__(self, most: int = MAX_STEPS) -> None:
         self._most = self.num_left = most
 
     def spend(self, num_steps: int) -> None:
-        """Raises TooManySteps, from then on always."""
+        """Spend steps. Raises TooManySteps where none are left, and from then on always."""
         self.num_left -= num_steps
         if self.num_left < 0:
             raise TooManySteps(
@@ -87,28 +87,29 @@ class Steps:
 
 
 def path_of(reference: str) -> list[str]:
-    """The names in it, the document's first."""
+    """Return the names in a reference, the document's first."""
     return [part.replace("~1", "/").replace("~0", "~") for part in reference.split("/")]
 
 
 @dataclass
 class Forms:
-    """``texts``: values that are strings, to be written bare. ``strings``: schemas of more such.
-
-    ``schemas``: of values that are no strings. ``is_one_of``: exactly one of them may hold.
-    ``whole``: the schema itself, where its parts cannot be told apart: its strings are written in quotes.
-    ``is_anything``: nothing is said of the value.
-    """
+    """The forms of the values that a schema describes."""
 
     texts: list[str] = field(default_factory=list)
+    """Single strings, which are written bare."""
     strings: list[Mapping[str, object]] = field(default_factory=list)
+    """Schemas of further strings, which are written bare."""
     schemas: list[Mapping[str, object]] = field(default_factory=list)
+    """Schemas of values that are no strings."""
     is_one_of: bool = False
+    """Exactly one of ``schemas`` may hold."""
     whole: Mapping[str, object] | None = None
+    """The schema itself where its strings cannot be told from the rest; they are written in quotes then."""
     is_anything: bool = False
+    """Nothing is said of the value."""
 
     def structures(self) -> Forms:
-        """Without the strings, and of the rest only objects and arrays."""
+        """Return the forms of objects and arrays alone."""
         return Forms(
             schemas=[kept for schema in self.schemas if (kept := _structure(schema)) is not None],
             is_one_of=self.is_one_of,
@@ -122,7 +123,7 @@ class Forms:
 
     @property
     def schema(self) -> Mapping[str, object] | None:
-        """Of what is written as JSON."""
+        """The schema of the values that are written as JSON; None for none."""
         if self.whole is not None or not self.schemas:
             return self.whole
         if len(self.schemas) == 1:
@@ -131,25 +132,23 @@ class Forms:
 
 
 class SchemaReader:
-    """Reads the schemas of the parameters of one tool. ``root``: of all of them.
-
-    Its methods raise NotWritable, and TooManySteps.
-    """
+    """Reads the schemas of one tool's parameters. Its methods raise NotWritable and TooManySteps."""
 
     def __init__(self, root: Mapping[str, object], steps: Steps, *, is_lenient: bool) -> None:
-        """``is_lenient``: what bare strings cannot be held to is left out, and no form is ``whole``."""
+        """``root`` is the schema of all parameters. Where the reader ``is_lenient``, it leaves out what
+        cannot be enforced of bare strings, and no form is ``whole``."""
         self._root = root
         self._steps = steps
         self._is_lenient = is_lenient
         self._targets: dict[str, object] = {}
-        """By the reference to them."""
+        """Schemas by the reference to them; None for a reference to nothing."""
         self._words: dict[int, tuple[object, frozenset[str]]] = {}
-        """With the schema that they are of."""
+        """Each schema, by its id, with its words."""
         self._forms: dict[int, tuple[object, Forms]] = {}
-        """With the schema that they are of."""
+        """Each schema, by its id, with its forms."""
 
     def target_of(self, schema: object) -> object:
-        """What a schema refers to that says nothing else."""
+        """Return the schema that ``schema`` refers to, if it is nothing but a reference, else itself."""
         for _ in range(MAX_DEPTH):
             self._steps.spend(1)
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -160,7 +159,7 @@ class SchemaReader:
         raise NotWritable("refers to itself")
 
     def forms_of_parameter(self, name: str) -> list[Forms]:
-        """Of all schemas that are said of one parameter."""
+        """Return the forms of all schemas of one parameter."""
         root = self._root
         found = list(self._said_of(name, root))
         if not found and "additionalProperties" in root:
@@ -168,7 +167,7 @@ class SchemaReader:
         return [self.forms(schema) for schema in found]
 
     def _said_of(self, name: str, schema: object, depth: int = 0) -> Iterator[object]:
-        """``schema``: of an object."""
+        """Yield the schemas that ``schema``, of an object, has for the property ``name``."""
         schema = self.target_of(schema)
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return
@@ -222,7 +221,7 @@ class SchemaReader:
         return forms
 
     def document(self, schema: Mapping[str, object]) -> Mapping[str, object]:
-        """The schema with all that it refers to."""
+        """Return the schema together with all definitions that it refers to."""
         found: dict[str, dict[str, object]] = {}
         open_schemas: list[object] = [schema]
         while open_schemas:
@@ -241,7 +240,8 @@ class SchemaReader:
         return {**schema, **found}
 
     def _at(self, reference: object, *, is_definition: bool) -> object:
-        """``is_definition``: ``#/$defs/name`` or ``#/definitions/name``, else whatever is in the document."""
+        """Return the schema at ``reference``, anywhere in the document, or in ``$defs`` and ``definitions``
+        alone where it ``is_definition``. Raises NotWritable where there is none."""
         if isinstance(reference, str) and (not is_definition or _DEFINITION.fullmatch(reference)):
             found = self._target(reference)
             if found is not None:
@@ -249,7 +249,7 @@ class SchemaReader:
         raise NotWritable(f"has the reference {reference!r}; only #/$defs/… and #/definitions/… are followed")
 
     def _target(self, reference: str) -> object:
-        """``#/$defs/name``; None where nothing is, as for other schemas than this one."""
+        """Return what the document has at ``reference``; None for nothing, as for other documents."""
         if reference not in self._targets:
             self._steps.spend(1 + len(reference) // 8)
             found: object = self._root if reference.startswith("#") else None
@@ -259,7 +259,7 @@ class SchemaReader:
         return self._targets[reference]
 
     def _words_of(self, schema: Mapping[str, object]) -> frozenset[str]:
-        """What a schema says of values."""
+        """Return the keywords of a schema that are about values."""
         kept = self._words.get(id(schema))
         if kept is None:
             self._steps.spend(1 + len(schema) // 8)
@@ -279,7 +279,7 @@ class SchemaReader:
             if not self._is_lenient:
                 return Forms(whole=schema)
             is_one_of = False
-        # What several branches refer to is written once, as oneOf has it only where the branches are none.
+        # A schema that several branches refer to is written once, except for oneOf, where the number counts.
         distinct = of_branches if is_one_of else list({id(forms): forms for forms in of_branches}.values())
         num_parts = sum(len(forms.texts) + len(forms.strings) + len(forms.schemas) for forms in distinct)
         self._steps.spend(num_parts)
@@ -295,7 +295,7 @@ class SchemaReader:
         )
 
     def _all_of(self, branches: Sequence[object], depth: int) -> Forms:
-        """Of what all branches say, of each word the last."""
+        """Return the forms of all branches merged; of several values of a word the last one counts."""
         merged: dict[str, object] = {}
         for branch in map(self.target_of, branches):
             if isinstance(branch, dict):
@@ -304,7 +304,7 @@ class SchemaReader:
         return self.forms(merged, depth + 1)
 
     def regexes(self, forms: Forms) -> list[str]:
-        """Of the bare strings."""
+        """Return the regular expressions of the bare strings."""
         return list(dict.fromkeys(map(self._string, forms.strings)))
 
     def _string(self, schema: Mapping[str, object]) -> str:
@@ -312,7 +312,7 @@ class SchemaReader:
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         is_bounded = is_integer(high) and is_integer(low) and high >= low
         if not is_integer(low) or low < 0 or not (high is None or is_bounded):
-            raise NotWritable("has lengths of strings that no string has")
+            raise NotWritable("has bounds of lengths that no string can have")
         if low or high is not None:
             parts.append(f"/(?s:.){{{low},{'' if high is None else high}}}/")
         if isinstance(pattern := schema.get("pattern"), str):
@@ -327,7 +327,7 @@ class SchemaReader:
             elif not self._is_lenient:
                 known = ", ".join(_FORMATS)
                 raise NotWritable(
-                    f"has the format {name!r}; of strings that are written bare, there are {known}"
+                    f"has the format {name!r}; this model's calls can have strings of the formats {known}"
                 )
         return " & ".join([ANY, *parts])
 
@@ -337,7 +337,7 @@ def _anything() -> Forms:
 
 
 def _values(values: Sequence[object], schema: Mapping[str, object]) -> Forms:
-    """``schema``: may have a type besides."""
+    """Return the forms of listed values; those of strings are left out where ``schema`` has another type."""
     typed = {"type": schema["type"]} if "type" in schema else {}
     takes_strings = not typed or "string" in types_of(schema)
     texts = [value for value in values if isinstance(value, str)] if takes_strings else []
@@ -355,7 +355,7 @@ def _structure(schema: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def types_of(schema: Mapping[str, object]) -> list[object]:
-    """The names that it gives, or that follow from its other words."""
+    """Return the types that the schema names, or that its other words imply."""
     names = schema.get("type")
     found: list[object] = [names] if isinstance(names, str) else listed(names)
     if "type" not in schema and ("properties" in schema or "items" in schema):
@@ -368,11 +368,11 @@ def listed(value: object) -> list[object]:
 
 
 def texts_of(texts: Sequence[str], strings: Sequence[str]) -> str:
-    """The regular expression of bare forms; "" for none."""
+    """Return the regular expression of ``texts`` and of the regular expressions ``strings``; "" for none."""
     written = [*(literal(text) or '""' for text in texts), *(f"({string})" for string in strings)]
     return f"({' | '.join(written)})" if written else ""
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """A JSON integer: true and false are none."""
+    """Whether it is a JSON integer; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""The bodies of all endpoints that take one, declared: every field with its type and bounds.
+"""Declarations of all endpoints' bodies: every field with its type and bounds.
 
 Parsing, its errors and the OpenAPI document come from these declarations. Plain classes are groups of fields;
-those under ``declared`` are whole objects. Who reads the fields gives defaults, and checks what several say.
+classes under ``declared`` are whole objects. Their readers add defaults, and check fields against each other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
+from hisparse_pd.serving.api import anthropic_parts, openai_parts, responses_parts
 from hisparse_pd.serving.api import body_parts as parts
 from hisparse_pd.serving.api.declared import AS_SPELLED, declared, list_of, raw, reference, rule, unsupported
 
@@ -39,8 +40,8 @@ _RECORD_BLOCKS = raw(
 # --- groups of fields ------------------------------------------------------------------------------------
 
 
-class Refused:
-    """Known to other servers, and nothing that this one does."""
+class RefusedFields:
+    """Fields of other servers that this one does not support."""
 
     allowed_token_ids: Annotated[Raw | None, unsupported([])]
     audio: Annotated[Raw | None, unsupported()]
@@ -76,13 +77,13 @@ class Refused:
 
 
 class VllmFormat:
-    """What an answer's text shall be, in vLLM's words."""
+    """The format of an answer, in vLLM's field."""
 
     structured_outputs: parts.StructuredOutputs | None
 
 
 class SglangFormat:
-    """The same in SGLang's."""
+    """The format of an answer, in SGLang's fields."""
 
     json_schema: Annotated[parts.JsonSchema | None, parts.A_SCHEMA, AS_SPELLED]
     regex: parts.RegexText | None
@@ -100,7 +101,7 @@ class NoSglangFormat:
 
 
 class OnlyOpenAI:
-    """What completions and chat completions have, elsewhere."""
+    """Fields of completions and chat completions, in other bodies."""
 
     echo: Annotated[Raw | None, unsupported(False)]
     prompt_logprobs: Annotated[Raw | None, unsupported()]
@@ -108,15 +109,15 @@ class OnlyOpenAI:
     return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
 
 
-class Addressed:
-    """``model`` must be the one that is served, or none."""
+class AddressedBody:
+    """Bodies that may name the model, which must be the served one."""
 
     model: parts.Name | None
 
 
-class Served(Addressed):
-    """What every request that generates may say. A router adds the bootstrap fields, one or one a prompt, and
-    what it keeps in a journal."""
+class ServedBody(AddressedBody):
+    """Bodies of requests that generate. A router adds the bootstrap fields, one value or one a prompt, and
+    its journal."""
 
     stream: bool | None
     speculative: bool | None
@@ -133,7 +134,7 @@ class Served(Addressed):
 
 
 class Drawing:
-    """How tokens are drawn, and where an answer ends. What is absent is the checkpoint's, or OpenAI's."""
+    """How tokens are drawn, and where an answer ends. The checkpoint or OpenAI has the defaults."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
@@ -159,18 +160,18 @@ class OneSample:
     n: Annotated[Raw | None, unsupported(1)]
 
 
-class OpenAI(Served, Drawing, Bounded, VllmFormat, SglangFormat, Refused):
+class OpenAI(ServedBody, Drawing, Bounded, VllmFormat, SglangFormat, RefusedFields):
     max_tokens: parts.Minimum | None
     max_completion_tokens: parts.Minimum | None
     prompt_logprobs: parts.NumLogprobs | None
     n: parts.NumSamples | None
     best_of: parts.NumSamples | None
     stop: parts.StopString | parts.StopStrings | None
-    stream_options: parts.StreamOptions | None
-    response_format: parts.ResponseFormat | None
+    stream_options: openai_parts.StreamOptions | None
+    response_format: openai_parts.ResponseFormat | None
     return_token_ids: bool | None
     return_tokens_as_token_ids: Annotated[
-        bool | None, Meta(description="Logprobs call tokens token_id:N instead of by their texts.")
+        bool | None, Meta(description="Logprobs name tokens token_id:N, not by their texts.")
     ]
 
 
@@ -179,7 +180,7 @@ class Templated:
 
 
 class Conversation(Templated):
-    """A chat in OpenAI's words."""
+    """A conversation in OpenAI's fields."""
 
     messages: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, "ChatMessage")]
     tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "Tool", min_items=0)]
@@ -191,23 +192,23 @@ class Conversation(Templated):
     separate_reasoning: bool | None
 
 
-class Turns(Addressed, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
-    """A conversation in Anthropic's words."""
+class AnthropicTurns(AddressedBody, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
+    """A conversation in Anthropic's fields."""
 
     system: str | Annotated[list[parts.TextBlock], Meta(max_length=parts.MAX_PARTS)] | None
     messages: Annotated[
         Raw | None, list_of(parts.MAX_MESSAGES, "UserMessage", "AssistantMessage", "SystemMessage")
     ]
     tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, "AnthropicTool", "HostedTool", min_items=0)]
-    tool_choice: parts.AnthropicChoice | None
-    thinking: parts.Thinking | None
-    output_config: parts.OutputConfig | None
+    tool_choice: anthropic_parts.AnthropicChoice | None
+    thinking: anthropic_parts.Thinking | None
+    output_config: anthropic_parts.OutputConfig | None
     container: Annotated[Raw | None, unsupported()]
-    context_management: parts.ContextManagement | None
+    context_management: anthropic_parts.ContextManagement | None
     diagnostics: Annotated[Raw | None, unsupported()]
     inference_geo: Annotated[Raw | None, unsupported()]
     mcp_servers: Annotated[Raw | None, unsupported([])]
-    output_format: parts.AnthropicFormat | None
+    output_format: anthropic_parts.AnthropicFormat | None
     speed: Annotated[Raw | None, unsupported("standard")]
 
 
@@ -237,8 +238,8 @@ Included = Annotated[
     ],
     rule("is not supported"),
 ]
-"""What an answer may be asked to have besides. Reasoning is in the open here, which serves the same end; the
-others are parts of items that no answer has."""
+"""What an answer may be asked to include. Reasoning is shown unencrypted in any case; the other values are
+about items that no answer has."""
 
 _INPUT_ITEMS = (
     *("InputMessage", "AnswerMessage", "FunctionCall", "CustomToolCall", "CallOutput"),
@@ -269,7 +270,7 @@ class ChatBody(OpenAI, Conversation):
 
 
 @declared
-class SamplingParams(Drawing, NoVllmFormat, SglangFormat, Refused):
+class SamplingParams(Drawing, NoVllmFormat, SglangFormat, RefusedFields):
     """``sampling_params`` of ``/generate``."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
@@ -281,7 +282,7 @@ class SamplingParams(Drawing, NoVllmFormat, SglangFormat, Refused):
 
 
 @declared
-class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+class GenerateBody(ServedBody, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
     """``/generate``, SGLang's. One of text and input_ids is needed."""
 
     text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
@@ -298,7 +299,7 @@ class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
 
 
 @declared
-class MessagesBody(Served, Turns, Drawing, Bounded, OneSample):
+class MessagesBody(ServedBody, AnthropicTurns, Drawing, Bounded, OneSample):
     """``/v1/messages``, Anthropic's."""
 
     max_tokens: parts.NewTokens
@@ -308,13 +309,13 @@ class MessagesBody(Served, Turns, Drawing, Bounded, OneSample):
 
 
 @declared
-class CountTokensBody(Turns):
+class CountTokensBody(AnthropicTurns):
     """``/v1/messages/count_tokens``, Anthropic's."""
 
 
 @declared
 class ResponsesBody(
-    Served, Templated, Drawing, Bounded, OneSample, VllmFormat, NoSglangFormat, OnlyOpenAI, Refused
+    ServedBody, Templated, Drawing, Bounded, OneSample, VllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields
 ):
     """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
 
@@ -322,9 +323,9 @@ class ResponsesBody(
     instructions: str | None
     max_output_tokens: parts.NewTokens | None
     stop: parts.StopString | parts.StopStrings | None
-    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, *parts.RESPONSES_TOOLS, min_items=0)]
-    reasoning: parts.Reasoning | None
-    text: parts.TextOptions | None
+    tools: Annotated[Raw | None, list_of(parts.MAX_TOOLS, *responses_parts.RESPONSES_TOOLS, min_items=0)]
+    reasoning: responses_parts.Reasoning | None
+    text: responses_parts.TextOptions | None
     include: Annotated[list[Included], Meta(max_length=parts.MAX_PARTS)] | None
     metadata: Annotated[Raw | None, raw(**reference("Labels"))]
     max_tool_calls: int | None
@@ -346,7 +347,7 @@ class ResponsesBody(
 
 
 @declared
-class TokenizeBody(Addressed, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
+class TokenizeBody(AddressedBody, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
     """``/tokenize``, vLLM's. One of prompt and messages is needed."""
 
     prompt: Annotated[Raw | None, raw(**_TEXT)]
@@ -355,14 +356,14 @@ class TokenizeBody(Addressed, Conversation, NoVllmFormat, NoSglangFormat, OnlyOp
 
 
 @declared
-class DetokenizeBody(Addressed):
+class DetokenizeBody(AddressedBody):
     """``/detokenize``, vLLM's."""
 
     tokens: Annotated[Raw | None, raw(**_IDS)]
 
 
 class Endpoint(StrEnum):
-    """The paths that take work; a router relays them to a pair."""
+    """Paths of requests that generate, which a router relays to a pair of nodes."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -372,7 +373,7 @@ class Endpoint(StrEnum):
 
 
 class TokenPath(StrEnum):
-    """vLLM's paths that are about tokens, and Anthropic's to count; any decode node answers them."""
+    """Paths about tokens, vLLM's and Anthropic's, which any decode node answers."""
 
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
@@ -389,4 +390,4 @@ BODIES: dict[str, type[Any]] = {
     TokenPath.DETOKENIZE: DetokenizeBody,
     TokenPath.COUNT_TOKENS: CountTokensBody,
 }
-"""By the paths that take them."""
+"""Bodies by their paths."""

@@ -1,7 +1,8 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""Grammars of calls, in each markup that ``chat_format`` reads: what they admit is read back as the call.
+"""Grammars of calls in each markup of ``chat_format``. ``call_reader`` reads back every call that they admit.
 
-One thing they cannot keep out: a mark that is spelled within a string of a JSON value. No model writes one.
+There is one exception: they cannot exclude a mark that is spelled within a string of a JSON value. No model
+writes one.
 """
 
 from __future__ import annotations
@@ -24,34 +25,36 @@ from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
 
 _NAME: Final = re.compile(r'[^\s<>"｜]([^<>"｜\x00-\x1f\x7f]*[^\s<>"｜])?')
-"""What a tool or a parameter may be called where its calls are constrained: no part of markup."""
+"""Names of tools and parameters in constrained calls, which contain no part of markup."""
 
 _FREE_KEY = "/[A-Za-z0-9_.\\-]{1,64}/"
-"""Of a parameter that no schema names."""
+"""Name of a parameter that no schema names."""
 
 _CHARS_A_STEP = 8
-"""That are written in the time of one."""
+"""Characters charged as one step."""
 
 
 @dataclass(frozen=True)
 class CallableTool:
-    """``place``: as errors call it. ``is_strict``: what its schema says is enforced, or an error."""
+    """A tool that an answer may call."""
 
     place: str
+    """Path of the tool in the request, for errors."""
     name: str
     parameters: Mapping[str, object]
     is_strict: bool
+    """What cannot be enforced of the schema is an error; otherwise it is left out."""
 
 
 class CallWriter(ABC):
-    """Writes the calls of one markup. They begin with ``opening``; ``gap`` may precede it."""
+    """Writes calls in one markup. They begin with ``opening``, before which ``gap`` may stand."""
 
     gap = ""
 
     def __init__(
         self, markup: Markup, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps
     ) -> None:
-        """``tools``: all of the request; ``steps``: what reading their schemas is paid from."""
+        """``tools`` are all tools of the request; ``steps`` pays for the reading of their schemas."""
         self.opening = markup.openings[-1]
         self._markup = markup
         self._lark = lark
@@ -59,7 +62,8 @@ class CallWriter(ABC):
         self._schemas = ToolSchemas(tools, steps)
 
     def behind_opening(self, tools: Sequence[CallableTool], *, at_most_one: bool) -> str:
-        """What follows ``opening``: calls of ``tools``, and their end. Raises ApiError 400, TooManySteps."""
+        """Return what follows ``opening``: calls of ``tools``, and their end. Raises ApiError 400 and
+        TooManySteps."""
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
                 raise _refused(tool, "has a name that this model's calls cannot have")
@@ -72,16 +76,16 @@ class CallWriter(ABC):
             raise _refused(tool, str(error)) from error
 
     def _calls(self, call: str, at_most_one: bool) -> str:
-        """What follows the opening; in most markups each further call has an opening of its own."""
+        """Return what follows the opening. In most markups each further call has an opening of its own."""
         further = f"({NEWLINE}? {self._lark.mark(self.opening)} {call})*"
         return call if at_most_one else f"{call} {further}"
 
     @abstractmethod
     def _call(self, tool: CallableTool) -> str:
-        """One call. Raises NotWritable."""
+        """Return one call. Raises NotWritable."""
 
     def _json_arguments(self, tool: CallableTool) -> str:
-        """All arguments as one JSON object."""
+        """Return all arguments as one JSON object."""
         if tool.parameters.get("type", "object") != "object":
             raise NotWritable("has parameters that are no object")
         parameters = {**tool.parameters, "type": "object"}
@@ -120,14 +124,14 @@ class _WithArguments(CallWriter):
 
     @abstractmethod
     def _argument(self, key: str, value: str) -> str:
-        """``value``: with what ends it."""
+        """Return an argument; ``value`` includes the mark that ends it."""
 
     @abstractmethod
     def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
-        """The value, and the mark that ends it."""
+        """Return a value with the mark that ends it."""
 
     def _texts(self, texts: Sequence[str], strings: Sequence[str]) -> str:
-        """As ``texts_of``, paid for: what many parameters refer to is written for each."""
+        """Return ``texts_of`` and pay for it: a schema is written for each parameter that refers to it."""
         written = texts_of(texts, strings)
         self._steps.spend(len(written) // _CHARS_A_STEP)
         return written
@@ -139,13 +143,13 @@ class _WithArguments(CallWriter):
 def _members(
     tool: CallableTool, reader: SchemaReader
 ) -> tuple[Mapping[str, object], Mapping[str, None], object]:
-    """Properties, the names of those that are required, and the schema of all others."""
+    """Return the properties, the names of the required ones, and the schema of all others."""
     root = reader.target_of(tool.parameters)
     if not isinstance(root, dict):
         raise NotWritable("has parameters that are no object")
     known = {"type", "properties", "required", "additionalProperties"}
     if tool.is_strict and (more := [word for word in _COMBINING if word in root.keys() - known]):
-        raise NotWritable(f"has parameters with {more[0]!r}, which this model's calls cannot be held to")
+        raise NotWritable(f"has parameters with {more[0]!r}, which cannot be enforced in this model's calls")
     properties, required = root.get("properties") or {}, root.get("required") or []
     others = root.get("additionalProperties", True)
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -159,7 +163,7 @@ _COMBINING = (
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     "unevaluatedProperties",
 )
-"""What can be said of the arguments together, besides."""
+"""Keywords about all arguments together that a markup with separate arguments cannot enforce."""
 
 
 class _Glm(_WithArguments):
@@ -175,14 +179,16 @@ class _Glm(_WithArguments):
         return sequence(keyed, value, f"{NEWLINE}?")
 
     def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
-        """Bare or JSON, as ``ToolSchemas.to_json`` will tell them apart."""
+        """Return the value, bare or as JSON, such that ``ToolSchemas.to_json`` tells them apart."""
         forms = reader.forms(schema)
         end = self._lark.mark(self._markup.end_of_value)
         if forms.is_anything:
             return self._bare(ANY)
         if forms.whole is not None:
             if self._schemas.to_json(tool.name, name, '"x"') != '"x"':
-                raise NotWritable("mixes strings with what this model's calls cannot tell from them")
+                raise NotWritable(
+                    "mixes strings with values that this model's calls cannot tell from strings"
+                )
             return sequence(self._json(tool, forms.whole, reader), end)
         texts = [text for text in forms.texts if self._is_read_back(tool.name, name, text)]
         strings = reader.regexes(forms)
@@ -197,7 +203,7 @@ class _Glm(_WithArguments):
         if (rest := forms.schema) is not None:
             written.append(sequence(self._json(tool, rest, reader), end))
         if not written:
-            raise NotWritable("has no value that this model's calls can have")
+            raise NotWritable("has no value that this model's calls can contain")
         return f"({' | '.join(written)})"
 
     def _bare(self, text: str) -> str:
@@ -210,7 +216,7 @@ class _Glm(_WithArguments):
 
 
 class _Dsml(_WithArguments):
-    """DeepSeek-V3.2's, in which each argument says whether it is a bare string."""
+    """DeepSeek-V3.2's markup, in which each argument says whether it is a bare string."""
 
     gap = f"({NEWLINE} {NEWLINE})?"
 
@@ -240,7 +246,7 @@ class _Dsml(_WithArguments):
 
 
 class _DeepSeekV31(CallWriter):
-    """DeepSeek-V3.1's, in which the arguments are one JSON object."""
+    """DeepSeek-V3.1's markup, in which the arguments are one JSON object."""
 
     def _calls(self, call: str, at_most_one: bool) -> str:
         return sequence(call if at_most_one else f"{call}+", self._lark.mark(self._markup.closing))
@@ -261,7 +267,7 @@ class _Hermes(CallWriter):
 
 
 class _Mistral(CallWriter):
-    """``[TOOL_CALLS]name[ARGS]{...}``, the next call or the answer's end behind it."""
+    """``[TOOL_CALLS]name[ARGS]{...}``, followed by the next call or the answer's end."""
 
     def _calls(self, call: str, at_most_one: bool) -> str:
         return call if at_most_one else f"{call} ({self._lark.mark(self.opening)} {call})*"
@@ -284,8 +290,8 @@ CALL_WRITERS: Final[Mapping[ToolMarkup, type[CallWriter]]] = {
 
 
 def callable_tools(tools: Sequence[Mapping[str, object]], names: Sequence[str]) -> Iterator[CallableTool]:
-    """Those of ``names``; of several tools of one name the last, as ``ToolSchemas`` has it. Raises ApiError
-    for a schema that is too large."""
+    """Yield the tools of ``names``; of several tools of one name the last one, as in ``ToolSchemas``. Raises
+    ApiError for a schema that is too large."""
     found: dict[str, CallableTool] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function")

@@ -1,9 +1,9 @@
-"""Tool calls out of an answer's text as it comes: the name at once, then arguments as JSON text.
+"""Reads tool calls from an answer's text as it comes: shows the name at once, then arguments as JSON text.
 
-What has been shown is never taken back: an argument of which only its end tells whether it is a string is
-held back until then. A text without a name is no call, but content. What cannot be read of a call that has
-begun follows in its arguments as it stands, with the mark that ends the call: they are no JSON then, and no
-client takes them for what the model meant. A call that is cut off keeps the arguments that were certain.
+What has been shown is never taken back: an argument is withheld while only its end tells whether it is a
+string. A text without a name is no call, but content. From a fault on, the rest of a call is shown in its
+arguments as it stands, with the mark that ends the call. The arguments are no JSON then, so that no client
+takes them for what the model meant. A call that is cut off keeps the arguments that were certain.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 T = TypeVar("T")
 Marks = tuple[str, ...]
 Reading: TypeAlias = Generator[Marks, tuple[str, bool], T]
-"""Yields what is markup where it has come to, and is sent what comes next: a text without any of these marks,
-or one of them, and whether it is one. So a text may come in any number of pieces."""
+"""A generator that yields the marks to look for, and is sent what comes next: either one of these marks and
+True, or a text without any of them and False. A text may come in any number of pieces."""
 
 _MAX_NAME_CHARS = 512
-"""With the white space round it: tools have names of 256 characters at most."""
+"""Longest name with the white space around it; a tool's name has 256 characters at most."""
 
 _HEAD_CHARS = 8
-"""Of a value, behind white space: enough to tell text from any word of JSON."""
+"""Characters of a value, behind white space, that tell a text from any word of JSON."""
 
 
 class _JsonCall(msgspec.Struct):
@@ -41,7 +41,7 @@ _JSON_CALLS: TypedDecoder[_JsonCall] = TypedDecoder.json(_JsonCall)
 
 
 def _json_call(text: str) -> _JsonCall | None:
-    """A call that is JSON as a whole; None where it is none."""
+    """Return a call that is JSON as a whole; None where the text is none."""
     try:
         call = _JSON_CALLS.decode(text.encode())
     except msgspec.MsgspecError:
@@ -50,7 +50,7 @@ def _json_call(text: str) -> _JsonCall | None:
 
 
 class CallReader:
-    """The calls behind one ``opening``, which show themselves in ``blocks``."""
+    """Reads the calls behind one ``opening``, and shows them in ``blocks``."""
 
     def __init__(self, markup: Markup, schemas: ToolSchemas, opening: str, blocks: BlockList) -> None:
         self._markup = markup
@@ -58,23 +58,23 @@ class CallReader:
         self._schemas = schemas
         self._blocks = blocks
         self._unshown = [opening]
-        """Text and marks that have been read and not been shown yet."""
+        """Text and marks that are read, and not shown yet."""
         self._shows_end = False
-        """Something between opening and closing was content; so is the closing."""
+        """Text between opening and closing was content, so the closing is content, too."""
         self.num_calls = 0
         self.is_in_call = False
         """A call has begun and not ended."""
         self.is_over = False
-        """The calls have ended; otherwise, once nothing more is read, what was read since then is none."""
+        """The calls have ended. If it is False after ``read``, the unshown text is no call."""
 
     @property
     def unshown(self) -> str:
-        """What was read and is no call so far, with the opening unless a call followed it."""
+        """The text that is read and not shown, with the opening unless a call followed it."""
         return "".join(self._unshown)
 
     def read(self, marks_beside_name: Marks) -> Reading[str]:
-        """Returns the mark that ends them if it is none of theirs alone: another opening, or one of
-        ``marks_beside_name``, by which it shows in a name that there is none."""
+        """Read the calls to their end. Returns the mark that ended them where the caller has to read it:
+        another opening, or one of ``marks_beside_name``, which show that what looked like a name is none."""
         markup, ends, mark = self._markup, self._ends, ""
         before = markup.end_of_name or markup.key
         marks_of_name = (*([before] if before else []), *ends, *(() if markup.call else markup.openings))
@@ -87,7 +87,7 @@ class CallReader:
             name, mark = yield from self._collect((*marks_of_name, *marks_beside_name), self._is_no_name)
             name, ends_call = name.strip(), mark in ends
             if mark in (*marks_beside_name, *markup.openings) or not (mark or markup.call):
-                return mark  # the opening, which begins a call, was none
+                return mark  # the opening was none, for no call followed
             if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
                 self._begin_call(whole.name)
                 self._end_call(bytes(whole.arguments).decode(), mark)
@@ -108,8 +108,8 @@ class CallReader:
     def _collect(
         self, marks: Marks, is_enough: Callable[[str, int], bool] = lambda text, num_chars: False
     ) -> Reading[tuple[str, str]]:
-        """What is in front of the next of ``marks``, which stays unshown, and that mark; none once there
-        ``is_enough``, by the last piece and the number of all characters."""
+        """Read up to the next of ``marks``. Returns the text before it, which stays unshown, and the mark; or
+        no mark once there ``is_enough``, by the last piece and the number of all characters."""
         parts: list[str] = []
         num_chars = 0
         while True:
@@ -128,8 +128,8 @@ class CallReader:
         return num_chars > _MAX_NAME_CHARS and not self._markup.is_json
 
     def _read_gap(self, marks: Marks) -> Reading[str]:
-        """Between two calls, or the opening and the first one: what is no white space there is content, and
-        so is the closing behind it."""
+        """Read up to the next call. Text before it is content unless it is white space, and the closing
+        behind such text is content, too."""
         _, mark = yield from self._collect(marks, _is_text)
         if not mark:
             self._show_content()
@@ -150,10 +150,10 @@ class CallReader:
         self._unshown.clear()
         self._shows_end = True
 
-    # --- a call: each method reads on to the mark that ends it, and returns this --------------------------
+    # --- a call: each method reads up to the mark that ends the call, and returns it ----------------------
 
     def _read_call(self, name: str, mark: str) -> Reading[str]:
-        """``mark``: behind its name."""
+        """Read a call behind its name and the ``mark`` after it."""
         markup, keys = self._markup, set[str]()
         self._begin_call(name)
         if mark in self._ends:
@@ -174,8 +174,8 @@ class CallReader:
                 return mark
 
     def _read_argument(self, tool: str, keys: set[str]) -> Reading[str]:
-        """Behind the mark of its key; "" where the call goes on behind it. ``keys``: of the arguments that
-        have begun, to which its own is added."""
+        """Read an argument behind the mark of its key, and add the key to ``keys``. Returns "" where the call
+        goes on."""
         markup, said = self._markup, ""
         self._unshown.append(markup.key)
         key, mark = yield from self._collect((markup.end_of_key, *self._ends))
@@ -199,7 +199,7 @@ class CallReader:
         return (yield from self._read_value(tool, key, is_string=said == "true"))
 
     def _read_value(self, tool: str, key: str, *, is_string: bool) -> Reading[str]:
-        """``is_string``: it is one for sure."""
+        """Read an argument's value; ``is_string``: it is certain that it is one."""
         markup, head = self._markup, ""
         if is_string:
             self._show('"')
@@ -211,7 +211,7 @@ class CallReader:
             else:
                 self._unshown.append(text)
                 head = (head + text).lstrip()[:_HEAD_CHARS]
-                # Where it says that it is JSON, it may still fail to be.
+                # A value that is declared as JSON may still not be JSON.
                 if not markup.says_type and not self._schemas.may_be_json(tool, key, head):
                     is_string = True
                     self._show(_string(self.unshown)[:-1])
@@ -232,10 +232,11 @@ class CallReader:
         return text.strip()  # as it stands: 1.0 stays 1.0
 
     def _read_json(self, text: str) -> Reading[str]:
-        """Arguments that are written as they are, without the white space round them; ``text``: of them."""
+        """Read arguments that are JSON already, without the white space around them. ``text`` is their
+        beginning."""
         self._unshown.clear()
         space: list[str] = []
-        """Behind what was shown."""
+        """White space behind the shown text."""
         has_json = is_mark = False
         while not is_mark:
             if shown := text.rstrip() if has_json else text.strip():
@@ -248,7 +249,7 @@ class CallReader:
         return self._end_call("" if has_json else "{}", text)
 
     def _read_fault(self) -> Reading[str]:
-        """What cannot be read of a call, from what is unshown on."""
+        """Show the rest of a faulty call as it stands, beginning with the unshown text."""
         text, is_mark = self.unshown, False
         while not is_mark:
             self._show(text)
@@ -267,7 +268,7 @@ class CallReader:
         return self._end_call(self.unshown + mark, mark)
 
     def _end_call(self, text: str, mark: str) -> str:
-        """``text``: what has still to be shown of it."""
+        """End the call with the last ``text`` of its arguments. Returns ``mark``."""
         self._blocks.grow(text)
         self._blocks.close()
         self._unshown.clear()

@@ -1,4 +1,4 @@
-"""Which tools an answer must call or may: OpenAI's and Anthropic's ``tool_choice``, and what goes with it."""
+"""Which tools an answer may or must call, by OpenAI's and Anthropic's ``tool_choice`` and related fields."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
-from hisparse_pd.serving.api import body_parts as parts
-from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api import anthropic_parts, openai_parts, responses_parts
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.openai_responses import find_tool
 from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.raw_json import decode_item
 from hisparse_pd.serving.http.http_errors import InvalidField
 
-_Choice = parts.ChatToolChoice | parts.ToolChoice
+_Choice = openai_parts.ChatToolChoice | responses_parts.ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """Which tools an answer calls. ``field``: what says so.
-
-    ``is_forced``: the answer calls one or more of ``names`` and says nothing else; otherwise it may.
-    """
+    """Which tools an answer calls."""
 
     field: str
+    """Path of the field that says so."""
     names: tuple[str, ...]
     is_forced: bool
+    """The answer consists of calls; otherwise it may have some."""
     at_most_one: bool
 
 
 def openai_calls(
-    tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, in_function: bool
+    tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_in_function: bool
 ) -> CallRule | None:
-    """Of chat completions and responses; None where the model calls what it likes as it likes.
+    """Return the rule of chat completions and responses; None where the model may call any tool in any way.
 
-    ``in_function``: a tool is named within ``function``, as in chats, and not beside its type.
+    Where it ``is_in_function``, a tool's name is within ``function``, as in chats, and not beside its type.
     """
     names = names_of_tools(prompt)
     at_most_one = parallel_tool_calls is False
@@ -52,20 +51,22 @@ def openai_calls(
             is_forced = True
         case {"type": "function" | "custom"}:
             assert tool_choice is not None
-            kind: type[_Choice] = parts.ChatToolChoice if in_function else parts.ToolChoice
+            kind: type[_Choice] = (
+                openai_parts.ChatToolChoice if is_in_function else responses_parts.ToolChoice
+            )
             names, is_forced = (_chosen(decode(kind, tool_choice, field), field, prompt),), True
-            at_most_one = True  # one specific function, as OpenAI has it
+            at_most_one = True  # as OpenAI has it for one named function
         case {"type": "allowed_tools"}:
             assert tool_choice is not None
-            names, is_forced = _allowed(tool_choice, field, prompt, in_function)
+            names, is_forced = _allowed(tool_choice, field, prompt, is_in_function)
         case _:
             rule = 'must be "none", "auto", "required", or an object of type "function" or "allowed_tools"'
             raise InvalidField(field, choice, rule)
     return _rule(prompt, field, names, is_forced, at_most_one, "parallel_tool_calls")
 
 
-def anthropic_calls(choice: parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
-    """Of messages."""
+def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
+    """Return the rule of messages; None where the model may call any tool in any way."""
     names = names_of_tools(prompt)
     if choice is None:
         return _rule(prompt, "", names, False, False, "")
@@ -92,7 +93,8 @@ def _rule(
     at_most_one: bool,
     serial_field: str,
 ) -> CallRule | None:
-    """None where the model calls what it likes as it likes. ``field``: of the choice, "" for none."""
+    """Return the rule that ``field`` asks for, which is "" where there is no choice; then ``serial_field`` or
+    a strict tool may ask for one."""
     if not names:
         return None
     if not field and at_most_one:
@@ -108,28 +110,30 @@ def _is_strict(tool: dict[str, object]) -> bool:
 
 
 def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
-    """Of the tools that may be called, each once."""
+    """Return the names of the tools that may be called, each once."""
     functions = (tool["function"] for tool in prompt.all_tools)
     return tuple(dict.fromkeys(str(function["name"]) for function in functions if isinstance(function, dict)))
 
 
-def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
-    """The names, and whether one of them must be called."""
-    allowed: parts.ChatAllowed | parts.AllowedChoice
-    if in_function:
-        allowed = decode(parts.ChatAllowedChoice, choice, field).allowed_tools
+def _allowed(
+    choice: Raw, field: str, prompt: ChatPrompt, is_in_function: bool
+) -> tuple[tuple[str, ...], bool]:
+    """Return the allowed names, and whether one of them must be called."""
+    allowed: openai_parts.ChatAllowed | responses_parts.AllowedChoice
+    if is_in_function:
+        allowed = decode(openai_parts.ChatAllowedChoice, choice, field).allowed_tools
         field = f"{field}.allowed_tools"
     else:
-        allowed = decode(parts.AllowedChoice, choice, field)
+        allowed = decode(responses_parts.AllowedChoice, choice, field)
     tools: Sequence[_Choice] = allowed.tools
     known = [_chosen(tool, f"{field}.tools[{index}]", prompt) for index, tool in enumerate(tools)]
     return tuple(dict.fromkeys(known)), allowed.mode == "required"
 
 
 def _chosen(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
-    """The function's name, which has that of its namespace in it."""
+    """Return the chosen function's name, which includes its namespace."""
     names = names_of_tools(prompt)
-    if isinstance(tool, parts.ChatToolChoice):
+    if isinstance(tool, openai_parts.ChatToolChoice):
         return _known(f"{field}.function.name", tool.function.name, names)
     name = find_tool(prompt.called_tools, tool.name, tool.namespace)
     return _known(f"{field}.name", tool.name if name is None else name, names)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""How a checkpoint writes chats: with which tool calls, and with which marks of reasoning.
+"""How a checkpoint writes chats: its markup of tool calls, and its marks of reasoning.
 
 The template decides, not the family: DeepSeek-V3.2-Exp has DeepSeek-V3.2's ``model_type``, and a template
 that writes calls as DeepSeek-V3.1 does.
@@ -15,12 +15,12 @@ from typing import Final
 from hisparse_pd.engine.messages import unpack_token_ids
 
 DSML = "｜DSML｜"
-"""Begins the marks of DeepSeek-V3.2's calls."""
+"""The beginning of all marks of DeepSeek-V3.2's calls."""
 
 
 @dataclass(frozen=True)
 class ThinkMarks:
-    """What reasoning stands between."""
+    """The marks around reasoning."""
 
     opening: str
     closing: str
@@ -28,14 +28,15 @@ class ThinkMarks:
 
 THINK = ThinkMarks("<think>", "</think>")
 THINK_MARKS: Final = (THINK, ThinkMarks("[THINK]", "[/THINK]"))
-"""Mistral's are the second, which it has as special tokens."""
+"""All known marks of reasoning. The second pair is Mistral's, which are special tokens."""
 
 _END_TOKENS = 16
-"""Of a prompt: enough to see either of them a byte a token, and white space behind it."""
+"""Tokens at a prompt's end that are searched for a mark: a mark may have one token a byte, and white space
+may follow it."""
 
 
 class ToolMarkup(StrEnum):
-    """The ways of writing tool calls that are known here."""
+    """The known ways of writing tool calls."""
 
     GLM = "glm"
     DSML = "dsml"
@@ -45,7 +46,7 @@ class ToolMarkup(StrEnum):
 
 
 class V31:
-    """The marks of DeepSeek-V3.1's calls, which DeepSeek-V3.2-Exp writes too."""
+    """The marks of DeepSeek-V3.1's calls, which DeepSeek-V3.2-Exp also writes."""
 
     CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     CALL, END_OF_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -53,43 +54,44 @@ class V31:
 
 
 class ReasoningStart(Enum):
-    """What a prompt's end says of reasoning in the answer."""
+    """Whether the answer to a prompt has reasoning."""
 
     NONE = auto()
     MAY_BEGIN = auto()
-    """The model may open it."""
+    """The model may open reasoning."""
     BEGUN = auto()
+    """The prompt has opened reasoning."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What of a checkpoint the grammar of an answer depends on.
-
-    ``markup``: of calls; None where it is not known. ``reasons``: its template knows of reasoning.
-    ``token_ids``: of the tokens beside the vocabulary proper, by what they stand for. ``think``: the marks of
-    reasoning.
-    """
+    """A checkpoint's way of writing answers, on which their grammars depend."""
 
     markup: ToolMarkup | None = None
+    """Markup of calls; None where it is not known."""
     reasons: bool = False
+    """The template has marks of reasoning."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    """Ids of added tokens, by the text that they stand for."""
     think: ThinkMarks = THINK
 
     def reasoning_start(
         self, prompt: bytes, of_token: Callable[[int], bytes], *, is_continued: bool
     ) -> ReasoningStart:
-        """``prompt``: packed token ids that ``of_token`` spells; ``is_continued``: it ends in an answer."""
+        """Return whether the answer to ``prompt``, packed token ids, has reasoning. ``of_token`` returns a
+        token's bytes. ``is_continued``: the prompt ends within an answer."""
         if self.opens_reasoning(prompt, of_token):
             return ReasoningStart.BEGUN
         is_over = is_continued or self._ends_with(self.think.closing, prompt, of_token)
         return ReasoningStart.NONE if is_over or not self.reasons else ReasoningStart.MAY_BEGIN
 
     def opens_reasoning(self, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
-        """Whether the prompt, packed token ids, ends with what opens reasoning."""
+        """Whether the prompt, packed token ids, ends with the mark that opens reasoning."""
         return self._ends_with(self.think.opening, prompt, of_token)
 
     def _ends_with(self, mark: str, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
-        """``mark``: where the vocabulary has it as a token, its spelling alone is text."""
+        """Whether the prompt ends with ``mark``. If the vocabulary has a token for the mark, only this token
+        is the mark, and its spelling in other tokens is text."""
         token_ids = unpack_token_ids(prompt)[-_END_TOKENS:].tolist()
         if (mark_id := self.token_ids.get(mark)) is None:
             return b"".join(map(of_token, token_ids)).rstrip().endswith(mark.encode())
@@ -104,7 +106,7 @@ _MARKS = {
     ToolMarkup.HERMES: "<tool_call>",
     ToolMarkup.MISTRAL: "[ARGS]",
 }
-"""What a template has that writes such calls, and those before it here have not."""
+"""Text by which a template shows the markup that it writes. The order counts: the first one found decides."""
 _OF_FAMILY = {
     "glm_moe_dsa": ToolMarkup.GLM,
     "deepseek_v32": ToolMarkup.DSML,
@@ -113,7 +115,7 @@ _OF_FAMILY = {
 
 
 def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
-    """What the template's earlier calls look like; of one that shows none, what the family has."""
+    """Return the markup in which the template writes earlier calls, else the family's; None if unknown."""
     for markup, mark in _MARKS.items():
         if template is not None and mark in template:
             return markup
@@ -121,57 +123,58 @@ def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
 
 
 def think_marks(template: str | None) -> ThinkMarks | None:
-    """The first marks of reasoning that the template has; None where it knows of none."""
+    """Return the first marks of reasoning that the template has; None where it has none."""
     return next((marks for marks in THINK_MARKS if template is not None and marks.opening in template), None)
 
 
-# --- marks of calls, by which ``call_reader`` reads them -----------------------------------------------
+# --- marks of calls ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Markup:
-    """Calls stand between one of ``openings`` and ``closing``; each begins with ``call`` and ends with
-    ``call_end``. A call is a name and, behind ``end_of_name``, its arguments: keys and values, each with
-    marks of its own, or one JSON object. Or it ``is_json`` as a whole: an object of ``name`` and
-    ``arguments``.
+    """The marks between which an answer has calls.
 
-    ``call``, ``end_of_name``, ``value``: "" where no mark stands there. ``key``: "" where arguments are JSON.
-    ``values_hide_marks``: within a value nothing but its end is a mark; otherwise a call can end there.
-    ``says_type``: behind the key stands whether the value is a string; otherwise the tool's schema says so.
-    ``takes_repeated_keys``: otherwise a key that comes twice is a fault.
-    ``ends_reasoning``: a model may call without having closed its reasoning.
-    ``sign``: what of an opening can be nothing but markup.
+    Calls stand between one of ``openings`` and ``closing``. Each call begins with ``call`` and ends with
+    ``call_end``. It is a name, ``end_of_name``, and its arguments: either keys and values between marks of
+    their own, or one JSON object. Where it ``is_json``, the whole call is an object of ``name`` and
+    ``arguments``. A mark is "" where the markup has none.
     """
 
     openings: tuple[str, ...]
     closing: str
     call_end: str
     sign: str
+    """The part of an opening that occurs in markup alone."""
     call: str = ""
     end_of_name: str = ""
     key: str = ""
+    """Empty where the arguments are JSON."""
     end_of_key: str = ""
     value: str = ""
     end_of_value: str = ""
     values_hide_marks: bool = False
+    """Within a value only its end is a mark; otherwise a call can end there."""
     says_type: bool = False
+    """The mark behind a key says whether the value is a string; otherwise the tool's schema says it."""
     is_json: bool = False
     takes_repeated_keys: bool = False
+    """A key may come twice; otherwise that is a fault."""
     ends_reasoning: bool = False
+    """The model may call without closing its reasoning."""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """What a call ends with, whether it is complete or not."""
+        """The marks that end a call, complete or not."""
         return tuple(dict.fromkeys((self.call_end, self.closing)))
 
     @property
     def ends_with_answer(self) -> bool:
-        """Calls have no end of their own: the next one or the end of the answer is theirs."""
+        """A call has no mark of its own at its end: the next call or the answer's end ends it."""
         return self.call_end in self.openings
 
 
 STRING_ATTRIBUTE = '" string="'
-"""Between a key and whether its value is a string, in DeepSeek-V3.2's calls."""
+"""Text behind a key of DeepSeek-V3.2's calls; ``true`` or ``false`` follows it."""
 
 MARKUPS: Final[Mapping[ToolMarkup, Markup]] = {
     # name<arg_key>key</arg_key><arg_value>value</arg_value>..., with line breaks between or without.

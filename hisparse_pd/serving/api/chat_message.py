@@ -1,8 +1,8 @@
-"""A chat answer's text, taken apart as it comes: reasoning, content, tool calls.
+"""Takes a chat answer's text apart as it comes: into reasoning, content and tool calls.
 
-What may yet turn out to be markup is held back, so blocks do not depend on how the text was cut into deltas.
-Every character is searched once, and those that a marker may begin with once more: the work for a piece of
-text follows its own length, whatever came before it.
+Text that may be the beginning of a mark is withheld, so blocks do not depend on how the text was cut into
+deltas. Every character is searched once, and those that may begin a mark once more: the work for a piece of
+text is proportional to its length, whatever came before it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 
 class MessageParser:
-    """One answer, of which all text is fed.
-
-    ``in_reasoning``: the prompt ended within reasoning. ``separates_reasoning``: otherwise it is content like
-    the rest. ``markup``: None when no tools were offered, and what looks like a call is content. ``think``:
-    the marks of reasoning.
-    """
+    """Parses one answer."""
 
     def __init__(
         self,
@@ -35,6 +30,9 @@ class MessageParser:
         separates_reasoning: bool = True,
         think: ThinkMarks = THINK,
     ) -> None:
+        """``in_reasoning``: the prompt ended within reasoning. ``markup`` is None where no tools are offered:
+        text that looks like a call is content then. Without ``separates_reasoning``, reasoning is content.
+        """
         self._in_reasoning = in_reasoning and separates_reasoning
         self._markup = markup
         self._openings = markup.openings if markup is not None else ()
@@ -42,20 +40,20 @@ class MessageParser:
         self._schemas = schemas
         self._list = BlockList()
         self._is_at_start = separates_reasoning
-        """Only white space and what opens reasoning came: models repeat the opening of the prompt."""
+        """Only white space and opening marks of reasoning have come: models repeat the prompt's mark."""
         self._space: list[str] = []
         """White space at the start, which is content unless reasoning follows."""
         self._withheld = ""
-        """Behind what was read: it may be the beginning of a marker."""
+        """Text that may be the beginning of a mark; it is read with the next text."""
         self._skips_space = False
-        """White space beside markup is part of it."""
+        """White space that comes next belongs to the markup before it."""
         self._calls: CallReader | None = None
-        """The calls that are read."""
+        """The reader of the calls that have begun; None outside of calls."""
         self._is_reasoning_open = False
-        """Calls came before the end of reasoning."""
+        """Calls came before reasoning was closed."""
         self._reading = self._read_message()
         self._marks: Marks = () if self._is_at_start else next(self._reading)
-        """What is markup now."""
+        """The marks to look for next."""
 
     @property
     def has_calls(self) -> bool:
@@ -71,7 +69,8 @@ class MessageParser:
         return self._list.blocks
 
     def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
-        """What ``text`` changes, as of ``BlockList.take``. ``finish``: nothing follows, for this reason."""
+        """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: it is the last, for
+        this reason."""
         text, self._withheld = self._withheld + text, ""
         unread = self._begin(text) if self._is_at_start else text
         if unread is not None:
@@ -82,7 +81,7 @@ class MessageParser:
         return self._list.take()
 
     def _begin(self, text: str) -> str | None:
-        """What is to be read, once it is known what the answer begins with; None before."""
+        """Return the text to read, or None until it is known what the answer begins with."""
         openings = _match_openings(text, self._think)
         if self._think.opening in openings:
             self._space.clear()
@@ -96,7 +95,7 @@ class MessageParser:
         return self._leave_start() + begun
 
     def _leave_start(self) -> str:
-        """The white space of the start, which is to be read next."""
+        """Leave the answer's start. Returns its white space, which is to be read next."""
         self._is_at_start = False
         self._skips_space = self._in_reasoning
         self._marks = next(self._reading)
@@ -108,7 +107,7 @@ class MessageParser:
         at = 0
         while (found := _search(self._marks, text, at)) is not None:
             self._send(text[at : found.start()])
-            # What came before it may say that it is none.
+            # The text before it may have changed the marks.
             self._send(found.group(), is_mark=found.group() in self._marks)
             at = found.end()
         tail = text[max(at, len(text) - max(map(len, self._marks), default=0)) :]
@@ -145,12 +144,12 @@ class MessageParser:
             return (closing, *(self._openings if markup is not None and markup.ends_reasoning else ()))
         if markup is None:
             return ()
-        # A second end of the same calls, which GLM writes at times, is no content.
+        # GLM sometimes writes the end of its calls twice: the second one is no content.
         ends = (*([markup.closing] * self.has_calls), *([closing] * self._is_reasoning_open))
         return (*self._openings, *ends)
 
     def _give_up(self, calls: CallReader) -> None:
-        """What was taken for a call, and is none, belongs to what came before it."""
+        """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
         self._is_reasoning_open &= not self._in_reasoning
         self._skips_space = calls.num_calls > 0
         self._show(calls.unshown)
@@ -164,10 +163,8 @@ class MessageParser:
             self._list.add(BlockKind.REASONING if self._in_reasoning else BlockKind.TEXT, text)
 
     def _finish(self, *, is_cut: bool) -> None:
-        """Show what was held back and is no markup after all.
-
-        ``is_cut``: the answer would have gone on, so what may be markup is taken for it.
-        """
+        """Show the withheld text unless it is markup. Where the answer ``is_cut``, a possible beginning of
+        markup is taken for markup."""
         withheld, self._withheld = self._withheld, ""
         if self._is_at_start:
             withheld = self._leave_start() + withheld

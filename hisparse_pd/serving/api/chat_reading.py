@@ -1,4 +1,4 @@
-"""How a chat's answers are read: into blocks, with the tokens of their reasoning counted."""
+"""Reads a chat's answers: their text into blocks, and the number of tokens of their reasoning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_format import MARKUPS, ThinkMarks
 from hisparse_pd.serving.api.chat_message import MessageParser
 from hisparse_pd.serving.api.detokenizer import TokenBytes
@@ -15,9 +15,10 @@ from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 
-def chat_readings(front: Front, work: Work) -> list[ChatReading]:
-    """One for each sample of a chat. Tool calls stay text where it is not known how the model writes them."""
-    token_bytes, chat_format = front.codec.token_bytes, front.codec.chat_format
+def chat_readings(context: DecodeContext, work: Work) -> list[ChatReading]:
+    """Return a reading for each sample of a chat. Where the model's markup of calls is not known, calls stay
+    text."""
+    token_bytes, chat_format = context.codec.token_bytes, context.codec.chat_format
     (prompt,) = work.request.prompts
     assert isinstance(prompt, ChatPrompt)
     tools = prompt.all_tools
@@ -59,18 +60,18 @@ class ChatReading:
         return [block for block in self.blocks if block.kind is kind]
 
     def calls_tools(self, finish: Finish) -> bool:
-        """Whether an answer, all of which was read, ended to have its calls made, none of them cut off."""
+        """Whether a complete answer ends with calls to be made, none of them cut off."""
         parser = self._parser
         return parser.has_calls and not parser.is_in_call and finish.reason is FinishReason.STOP
 
     def feed(self, output: SampleOutput, delta: Delta) -> list[tuple[Change, Block, str]]:
-        """What ``delta`` changes, in order; the text is by what a block grew."""
+        """Take in ``delta``, and return the changes in order, each with the text that the block grew by."""
         self._reasoning.count(output.token_ids[delta.first_token : delta.last_token])
         return self._parser.feed(delta.text, delta.finish.reason if delta.finish is not None else None)
 
 
 class ReasoningTokens:
-    """Counts the tokens of an answer up to the one that ends its reasoning: with its closing mark, or one of
+    """Counts the tokens of an answer up to the one that ends its reasoning, with the closing mark or one of
     ``interruptions``."""
 
     def __init__(
@@ -81,7 +82,7 @@ class ReasoningTokens:
         self._ends = tuple(end.encode() for end in (think.closing, *interruptions))
         self._num_kept_bytes = max(map(len, self._ends))
         self._seen = self._opening if in_reasoning else b""
-        """Of the answer, as if it began with what opens reasoning: its last bytes."""
+        """Last bytes of the answer, with the opening mark that the prompt may have."""
         self._num_tokens = 0
         self._is_open: bool | None = True if in_reasoning else None
         """None until it is known whether the answer begins with reasoning."""
@@ -104,5 +105,5 @@ class ReasoningTokens:
 
     @property
     def num_tokens(self) -> int:
-        """0 while it is not known that the answer begins with reasoning."""
+        """Number of reasoning tokens so far; 0 until it is known that the answer begins with reasoning."""
         return 0 if self._is_open is None else self._num_tokens

@@ -1,10 +1,10 @@
-"""What clients write in a chat stays text; what the model's template writes may be control tokens.
+"""Keeps clients' strings in a chat text: only the model's template may write control tokens.
 
 Where a client's string spells a control token, the template is shown a stand-in for its first character: one
-character for one, which trimming, slicing and JSON leave alone, and which the request has nowhere else. In
-the chat that the template wrote, each stand-in becomes its character again, between two breaks. No token is
-found across a break, and the tokenizer of chats drops breaks before it normalizes and splits the text between
-the tokens. So this text has the tokens that it has as plain text.
+character that trimming, slicing and JSON leave alone, and that the request has nowhere else. In the chat that
+the template has written, each stand-in becomes its character again, between two breaks. The tokenizer finds
+no control token across a break. It drops the breaks before it normalizes and splits the text between control
+tokens, which therefore has the tokens of plain text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.serving.api.chat_format import ThinkMarks
@@ -24,22 +24,23 @@ logger = logging.getLogger(__name__)
 
 _BREAK, _ESCAPE = "\U0010ffff", "\U0010fffe"
 _WRITTEN = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
-"""How a chat's own escapes and breaks are told from ours, in the order in which they are replaced."""
+"""Replacements for a chat's own escapes and breaks, in the order in which they are replaced."""
 _FIRST_ALONE = 0xF0000
-"""Behind an escape: stands for the first control token of one character, which breaks cannot break."""
+"""Code point that stands, behind an escape, for the first control token of a single character; the next ones
+stand for the others. Breaks cannot break such a token."""
 
 _STAND_INS = range(0x3400, 0x4DC0)
-"""Rare ideographs: letters to all that a template calls, and Python prints them as they are."""
+"""Code points of stand-ins: rare ideographs, which count as letters and which Python prints unescaped."""
 _TAKEN = re.compile(r"[\u3400-\u4dbf]|\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
-"""One of them, or how JSON in ASCII writes it."""
+"""A stand-in, or its escape in ASCII JSON."""
 
 
 class StandIns:
-    """The stand-ins of one request, and the strings that have them."""
+    """The stand-ins of one request, and its strings with them."""
 
     def __init__(self, places: Mapping[str, Sequence[int]], strings: Iterable[str], template: str) -> None:
-        """``places``: of characters, by string. Raises ApiError 400 where ``strings`` have too many
-        characters of those that could stand in."""
+        """``places`` has, by string, the indexes of the characters to replace. Raises ApiError 400 where
+        ``strings`` use so many of _STAND_INS that too few are free."""
         characters = sorted({text[place] for text, found in places.items() for place in found})
         taken = {found for text in (*strings, template) for found in _TAKEN.findall(text)}
         free = (code for code in _STAND_INS if chr(code) not in taken and _in_ascii(code) not in taken)
@@ -54,25 +55,26 @@ class StandIns:
         self._shown = {text: self.put(text, found) for text, found in places.items()}
 
     def put(self, text: str, places: Iterable[int]) -> str:
+        """Return ``text`` with stand-ins at ``places``."""
         characters = list(text)
         for place in places:
             characters[place] = chr(self._codes[text[place]])
         return "".join(characters)
 
-    def shown(self, value: Any) -> Any:
-        """A JSON value as the template sees it."""
+    def in_template(self, value: Any) -> Any:
+        """Return a JSON value as the template is shown it."""
         match value:
             case str():
                 return self._shown.get(value, value)
             case dict():
-                return {self._shown.get(name, name): self.shown(item) for name, item in value.items()}
+                return {self._shown.get(name, name): self.in_template(item) for name, item in value.items()}
             case list() | tuple():
-                return list(map(self.shown, value))
+                return list(map(self.in_template, value))
             case _:
                 return value
 
-    def replaced(self, text: str, by: Callable[[str], str] = str) -> str:
-        """``text`` with the characters again, or with what is there for them."""
+    def restored(self, text: str, by: Callable[[str], str] = str) -> str:
+        """Return ``text`` with each stand-in replaced by its character, or by what ``by`` makes of that."""
         for character, code in self._codes.items():
             for stand_in in (chr(code), _in_ascii(code)):
                 text = text.replace(stand_in, by(character))
@@ -83,13 +85,23 @@ def _in_ascii(code: int) -> str:
     return f"\\u{code:04x}"
 
 
+class TemplateInput(NamedTuple):
+    """What the template is shown of a conversation."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    arguments: dict[str, Any]
+    stand_ins: StandIns | None = None
+    """None where no string needs one."""
+
+
 class ClientText:
-    """Tells the text of clients from what a template writes, and encodes what is told apart."""
+    """Keeps clients' strings apart from what the template writes, and encodes chats with both."""
 
     def __init__(self, backend: Any, template: str, read_marks: ThinkMarks | None = None) -> None:
-        """``backend``: a tokenizer whose vocabulary is shared. ``read_marks``: what the template looks for in
-        an answer's text, to take its reasoning out. Raises CheckpointError for added tokens whose ids are not
-        those that the tokenizer would give them.
+        """``backend`` is the checkpoint's tokenizer, whose vocabulary is shared. ``read_marks`` are the marks
+        by which the template takes the reasoning out of an answer's text. Raises CheckpointError for added
+        tokens whose ids are not those that a new tokenizer gives them.
         """
         self._template, self._read_marks = template, read_marks
         added = backend.get_added_tokens_decoder()
@@ -101,8 +113,7 @@ class ClientText:
         self._split_words()
 
     def _tokenizer_like(self, backend: Any) -> Any:
-        """Finds control tokens in the text as it stands, where ``backend`` may find them in what a normalizer
-        makes of it."""
+        """Return a tokenizer like ``backend`` that finds control tokens before the text is normalized."""
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.normalizers import Replace, Sequence
 
@@ -139,8 +150,8 @@ class ClientText:
         return ours
 
     def _split_words(self) -> None:
-        """Some vocabularies have a control token as a word, too: in text it is split behind its first
-        character."""
+        """Split text behind the first character of each control token that the vocabulary also has as a
+        word."""
         from tokenizers import Regex
         from tokenizers.pre_tokenizers import Sequence, Split
 
@@ -150,7 +161,7 @@ class ClientText:
             others = [] if self._backend.pre_tokenizer is None else [self._backend.pre_tokenizer]
             self._backend.pre_tokenizer = Sequence([split, *others])
         if words := self._words():
-            logger.warning("control tokens that the text of clients can have all the same: %s", words)
+            logger.warning("control tokens that clients' text can still contain: %s", words)
 
     def _words(self) -> list[str]:
         found = []
@@ -160,27 +171,27 @@ class ClientText:
                 found.append(text)
         return found
 
-    def shown(
-        self, prompt: ChatPrompt
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], StandIns | None]:
-        """Messages, tools and arguments for the template; None: nothing in them needs a stand-in."""
+    def template_input(self, prompt: ChatPrompt) -> TemplateInput:
+        """Return what the template is shown of ``prompt``. Raises ApiError 400."""
         messages, tools, arguments = prompt.messages, prompt.tools, prompt.template_arguments
         strings = set(_strings([*map(_of_client, messages), *tools, *arguments.values()]))
         places = {text: found for text in strings if (found := self._controls.places(text))}
         if not places:
-            return list(messages), list(tools), arguments, None
+            return TemplateInput(list(messages), list(tools), arguments)
         stand_ins = StandIns(places, strings, self._template)
-        return (
+        return TemplateInput(
             [self._message(message, places, stand_ins) for message in messages],
-            stand_ins.shown(tools),
-            {name: stand_ins.shown(value) for name, value in arguments.items()},
+            stand_ins.in_template(tools),
+            {name: stand_ins.in_template(value) for name, value in arguments.items()},
             stand_ins,
         )
 
     def _message(
         self, message: dict[str, Any], places: Mapping[str, Sequence[int]], stand_ins: StandIns
     ) -> dict[str, Any]:
-        shown = {name: stand_ins.shown(value) for name, value in message.items()} | {"role": message["role"]}
+        shown = {name: stand_ins.in_template(value) for name, value in message.items()} | {
+            "role": message["role"]
+        }
         content = message["content"]
         if message["role"] == "assistant" and "reasoning_content" not in message and content in places:
             read = self._read_places(content)
@@ -188,29 +199,29 @@ class ClientText:
         return shown
 
     def _read_places(self, answer: str) -> set[int]:
-        """Where the marks begin between which the template will find the answer's reasoning."""
+        """Return the indexes of the marks between which the template finds the answer's reasoning."""
         if self._read_marks is None or (end := answer.find(self._read_marks.closing)) < 0:
             return set()
         start = len(answer) - len(answer.lstrip())
         return {start, end} if answer.startswith(self._read_marks.opening, start) else {end}
 
-    def told_apart(self, chat: str, stand_ins: StandIns | None) -> str:
-        """What a template has written, for ``encode``."""
+    def with_breaks(self, chat: str, stand_ins: StandIns | None) -> str:
+        """Return a chat that the template has written with breaks in it, as ``encode`` takes it."""
         for text, written in _WRITTEN.items():
             chat = chat.replace(text, written)
-        return chat if stand_ins is None else stand_ins.replaced(chat, self._apart)
+        return chat if stand_ins is None else stand_ins.restored(chat, self._apart)
 
     def _apart(self, character: str) -> str:
         return self._alone.get(character) or _BREAK + character + _BREAK
 
     def encode(self, chats: Sequence[str], *, add_special: bool) -> list[list[int]]:
-        """Token ids of each chat that was ``told_apart``."""
+        """Return the token ids of each chat, which must be ``with_breaks``."""
         encodings = self._backend.encode_batch_fast(list(chats), add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
 
 
 def _literal(text: str) -> str:
-    """A pattern for ``text`` in the dialect of tokenizers."""
+    """Return a pattern for ``text`` in the syntax of tokenizers' ``Regex``."""
     return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
@@ -219,7 +230,7 @@ def _of_client(message: Mapping[str, object]) -> list[object]:
 
 
 def _strings(values: list[object]) -> Iterator[str]:
-    """All of JSON values, names too."""
+    """Yield all strings of JSON values, names included."""
     while values:
         match values.pop():
             case str() as text:

@@ -1,7 +1,7 @@
 """What a request asks an answer to be: a format, or calls of tools.
 
-The fields of OpenAI's, Anthropic's, vLLM's and SGLang's clients in, a ``Constraint`` out. It says nothing of
-a checkpoint: ``grammars.py`` writes it as a grammar once the prompt and the model's way of calling are known.
+The fields of OpenAI's, Anthropic's, vLLM's and SGLang's clients make a ``Constraint``. It does not depend on
+the checkpoint: ``grammars.py`` writes it as a grammar for the prompt and the model's markup.
 """
 
 from __future__ import annotations
@@ -26,42 +26,46 @@ from hisparse_pd.serving.api.bodies import (
     SglangFormat,
     VllmFormat,
 )
-from hisparse_pd.serving.api.body_parts import ResponseFormat, StructuredOutputs, TextFormat
+from hisparse_pd.serving.api.body_parts import StructuredOutputs
 from hisparse_pd.serving.api.call_rules import CallRule, anthropic_calls, names_of_tools, openai_calls
-from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.exact_numbers import read_json, write_json
+from hisparse_pd.serving.api.openai_parts import ResponseFormat
 from hisparse_pd.serving.api.prompts import ChatPrompt
+from hisparse_pd.serving.api.responses_parts import TextFormat
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 
 MAX_SCHEMA_BYTES = 128 << 10
 MAX_GBNF_CHARS = 16 << 10
 MAX_GBNF_RULES = 128
-"""Converting a grammar takes time that grows with its rules times its length: a quarter of a second."""
+"""Most rules of a grammar in GBNF. Its conversion takes time proportional to its rules times its length, a
+quarter of a second at these bounds."""
 MAX_CHOICE_CHARS = 64 << 10
-"""Of all choices together."""
+"""Most characters of all choices together."""
 
 ANY_JSON_OBJECT = "$$ANY$$"
-"""SGLang's word for a schema that lets every object pass."""
+"""SGLang's value for a schema that every object matches."""
 
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\]\s*)?:(?!:))", re.MULTILINE)
 
 
 class FormatKind(Enum):
     JSON = auto()
-    """``text``: a JSON schema."""
+    """JSON of the schema ``text``."""
     REGEX = auto()
-    """``text``: what the whole answer matches."""
+    """Text that as a whole matches ``text``."""
     CHOICE = auto()
     LARK = auto()
     GBNF = auto()
-    """llama.cpp's notation, which SGLang and vLLM call EBNF."""
+    """A grammar in llama.cpp's notation, which SGLang and vLLM call EBNF."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What the text of an answer is. ``field``: what asks for it, as errors call it."""
+    """What the text of an answer has to be."""
 
     field: str
+    """Path of the field that asks for it."""
     kind: FormatKind
     text: str = ""
     choices: tuple[str, ...] = ()
@@ -69,51 +73,51 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """With both, the answer is either of that format or calls tools."""
+    """What an answer has to be. With both, it either has the format or calls tools."""
 
     answer: AnswerFormat | None = None
     calls: CallRule | None = None
 
     @property
     def field(self) -> str:
-        """What asks for it, as errors call it."""
+        """Path of the field that asks for it."""
         asking = self.answer or self.calls
         return asking.field if asking is not None else ""
 
 
 def completion_constraint(body: CompletionsBody) -> Constraint | None:
-    """Of ``/v1/completions``."""
+    """Return the constraint of a body of ``/v1/completions``."""
     answer = _openai_format(body)
     return None if answer is None else Constraint(answer)
 
 
 def generate_constraint(params: SamplingParams, name: str) -> Constraint | None:
-    """Of ``sampling_params`` of ``/generate``, which errors call ``name``."""
+    """Return the constraint of the ``sampling_params`` of ``/generate`` at the path ``name``."""
     answer = _one_of([*_sglang_formats(params, f"{name}.")])
     return None if answer is None else Constraint(answer)
 
 
 def chat_constraint(body: ChatBody, prompt: ChatPrompt) -> Constraint | None:
-    """Of ``/v1/chat/completions``."""
+    """Return the constraint of a body of ``/v1/chat/completions``."""
     answer = _openai_format(body)
-    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, in_function=True)
+    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_in_function=True)
     return _constraint(answer, calls, prompt, "continue_final_message")
 
 
 def responses_constraint(body: ResponsesBody, prompt: ChatPrompt) -> Constraint | None:
-    """Of ``/v1/responses``."""
+    """Return the constraint of a body of ``/v1/responses``."""
     own: Sequence[AnswerFormat] = []
     name = "text.format"
     if body.text is not None and body.text.format is not None:
         chosen = decode(TextFormat, body.text.format, name)
         own = _typed_format(f"{name}.type", chosen.type, f"{name}.schema", chosen.schema)
     answer = _one_of([*own, *_vllm_formats(body)])
-    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, in_function=False)
+    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_in_function=False)
     return _constraint(answer, calls, prompt, "input")
 
 
 def messages_constraint(body: MessagesBody, prompt: ChatPrompt) -> Constraint | None:
-    """Of ``/v1/messages``."""
+    """Return the constraint of a body of ``/v1/messages``."""
     formats = {"output_format": body.output_format}
     if body.output_config is not None:
         formats = {"output_config.format": body.output_config.format} | formats
@@ -130,12 +134,12 @@ def _constraint(
 ) -> Constraint | None:
     is_forced = calls is not None and calls.is_forced
     if is_forced:
-        answer = None  # what only calls tools has no text; agents send both, for the turn after the calls
+        answer = None  # an answer of calls alone has no text; agents send the format for the turn after them
     if answer is None and calls is None:
         return None
     asking = answer or (calls if is_forced else None)
     if asking is not None and prompt.continue_final_message:
-        raise _conflict(asking.field, continued_by, "what continues a message of the assistant has no format")
+        raise _conflict(asking.field, continued_by, "a continued message of the assistant has no format")
     if answer is not None and calls is None and (names := names_of_tools(prompt)):
         calls = CallRule("tools", names, is_forced=False, at_most_one=False)
     return Constraint(answer, calls)
@@ -150,7 +154,7 @@ def _conflict(first: str, second: str, why: str) -> ApiError:
 
 def _one_of(answers: Sequence[AnswerFormat]) -> AnswerFormat | None:
     if len(answers) > 1:
-        raise _conflict(answers[0].field, answers[1].field, "one of them can say what the answer is")
+        raise _conflict(answers[0].field, answers[1].field, "only one of them can say what the answer is")
     return answers[0] if answers else None
 
 
@@ -196,7 +200,7 @@ def _vllm_formats(body: VllmFormat) -> Iterator[AnswerFormat]:
 
 
 def _text_formats(path: str, regex: str | None, **grammars: str | None) -> Iterator[AnswerFormat]:
-    """``grammars``: by the server's word for one."""
+    """Yield the formats of a regex and of ``grammars``, which are named as the fields are."""
     if regex is not None:
         yield AnswerFormat(f"{path}regex", FormatKind.REGEX, regex)
     for name, text in grammars.items():
@@ -219,16 +223,15 @@ def _json_format(name: str, given: dict[str, Any] | str | None) -> AnswerFormat:
     if not isinstance(schema, dict):
         raise InvalidField(name, schema, "must be a JSON schema, an object")
     if "x-guidance" in schema:
-        rule = "must not have x-guidance: how schemas are enforced is not the client's"
+        rule = "must not have x-guidance: clients cannot set how schemas are enforced"
         raise InvalidField(name, schema, rule)
     return AnswerFormat(name, FormatKind.JSON, schema_text(name, schema))
 
 
 def schema_text(name: str, schema: object) -> str:
-    """The schema as JSON, its numbers as they are spelled. Raises ApiError for one that is too long."""
-    _check_length(
-        name, json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-    )  # fast, whatever it has
+    """Return the schema as JSON, with its numbers as spelled. Raises ApiError if it is too long."""
+    # json.dumps is fast, so that write_json, which is not, gets a bounded schema.
+    _check_length(name, json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
     text = write_json(schema)
     _check_length(name, text)
     return text
@@ -251,7 +254,8 @@ def _choice_format(name: str, choices: Sequence[str]) -> AnswerFormat:
 
 
 def _grammar_format(name: str, text: str) -> AnswerFormat:
-    """In Lark's notation when it has a rule ``start``, else in GBNF, whose first rule is ``root``."""
+    """Return the format of a grammar: in Lark's notation if it has a rule ``start``, else in GBNF, whose
+    first rule is ``root``."""
     if _LARK.search(text):
         return AnswerFormat(name, FormatKind.LARK, text)
     if len(text) > MAX_GBNF_CHARS:

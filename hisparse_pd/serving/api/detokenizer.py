@@ -1,8 +1,8 @@
-"""Token ids to text, as they come: whole characters only, and nothing of a stop string.
+"""Turns token ids into text as they come: into whole characters, and without any part of a stop string.
 
-Works on bytes: every token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder
-gives exactly what decoding all tokens at once would give, in time linear in the output. A character whose
-bytes are spread over tokens comes out with its last byte.
+Every token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder gives exactly the
+text of decoding all tokens at once, in time linear in the output. A character whose bytes are spread over
+tokens comes with its last byte.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class TokenBytes:
             )
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        marks = {mark for think in THINK_MARKS for mark in (think.opening, think.closing)}  # these are read
+        # Marks of reasoning are never skipped: ``chat_message`` reads them.
+        marks = {mark for think in THINK_MARKS for mark in (think.opening, think.closing)}
         self._special_ids = {i for i, t in added.items() if t.special and t.content not in marks}
         self._byte_of_char = _byte_alphabet()
         self._cache: dict[int, bytes] = {}
 
     def of(self, token_id: int, *, skip_special: bool = False) -> bytes:
-        """b"" for a token that is skipped or that the tokenizer does not know (a padded vocabulary)."""
+        """Return a token's bytes; b"" if it is skipped, or unknown to the tokenizer (a padded vocabulary)."""
         if skip_special and token_id in self._special_ids:
             return b""
         found = self._cache.get(token_id)
@@ -45,12 +46,12 @@ class TokenBytes:
         return found
 
     def text(self, token_id: int) -> str:
-        """One token alone, as logprobs show it; bytes that are no whole character appear as U+FFFD."""
+        """Return the text of one token, with U+FFFD for bytes that are no whole character."""
         return self.of(token_id).decode(errors="replace")
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest token: no text has fewer tokens than its bytes divided by this."""
+        """Bytes of the longest token. A text has at least its bytes divided by this many tokens."""
         return max((len(self._to_bytes(token)) for token in self._tokenizer.get_vocab()), default=1)
 
     def _to_bytes(self, token: str) -> bytes:
@@ -71,7 +72,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         no_stop_trim: bool = False,
     ) -> None:
-        """``no_stop_trim``: the stop string that ends the text is part of it."""
+        """With ``no_stop_trim`` the stop string that ends the text is part of it."""
         self._token_bytes = token_bytes
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -83,26 +84,26 @@ class Detokenizer:
         return self._stop.matched
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain now. A token after a match adds nothing."""
+        """Return the text that is certain now. A token after a match adds nothing."""
         new_bytes = self._token_bytes.of(token_id, skip_special=self._skip_special)
         return self._stop.feed(self._utf8.decode(new_bytes))
 
     def finish(self) -> str:
-        """What was held back. An incomplete character at the very end becomes U+FFFD."""
+        """Return the withheld text. An incomplete character at the end becomes U+FFFD."""
         return self._stop.feed(self._utf8.decode(b"", final=True)) + self._stop.finish()
 
 
 class StopStrings:
-    """Passes text on, except what may yet turn out to be the beginning of a stop string.
+    """Passes text on, and withholds what may be the beginning of a stop string.
 
-    The first stop string to be complete ends the text; of several that end at the same character, the
-    longest. Takes time linear in the text, whatever the stop strings are (Knuth, Morris and Pratt).
+    The stop string that is complete first ends the text; of several that end at the same character, the
+    longest one. The time is linear in the text, whatever the stop strings are (Knuth, Morris and Pratt).
     """
 
     def __init__(self, stop: Sequence[str], *, keep_match: bool = False) -> None:
         self._stop = tuple(stop)
         self._num_begun = [0] * len(stop)
-        """Characters of each stop string, as many as possible, with which the text ends."""
+        """For each stop string, the length of its longest beginning with which the text ends."""
         self._keep_match = keep_match
         self._withheld = ""
         self.matched: str | None = None
@@ -128,15 +129,16 @@ class StopStrings:
         return text
 
     def finish(self) -> str:
-        """What was held back: the text ends without a stop string."""
+        """Return the withheld text: the text has ended without a stop string."""
         withheld, self._withheld = self._withheld, ""
         return withheld
 
 
 def _advance(stop: str, num_begun: int, text: str) -> tuple[int, int]:
-    """How much of ``stop`` is begun behind ``text``, where it was ``num_begun`` before, and where that is.
+    """Advance by ``text``, before which the first ``num_begun`` characters of ``stop`` have come.
 
-    Ends behind the first whole ``stop``.
+    Returns how many have come behind it, and the number of characters read: reading ends behind the first
+    whole ``stop``.
     """
     if not num_begun and stop[0] not in text:
         return 0, len(text)
@@ -152,7 +154,7 @@ def _advance(stop: str, num_begun: int, text: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Of each beginning of ``stop``, the length of the longest shorter one that it ends with."""
+    """Return, for each beginning of ``stop``, the length of the longest shorter one that it ends with."""
     borders = [0] * len(stop)
     for index in range(1, len(stop)):
         length = borders[index - 1]
@@ -163,7 +165,7 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop`` begins with, short of all of ``stop``."""
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop``, and not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -177,9 +179,10 @@ def _is_byte_level(decoder: object) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies, inverted.
+    """Return the byte for each character of byte-level vocabularies.
 
-    Printable Latin-1 bytes stand for themselves; the others, in order, have the characters from U+0100 on.
+    Printable Latin-1 characters stand for their own bytes, and those from U+0100 on for the other bytes in
+    order.
     """
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     itself = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}

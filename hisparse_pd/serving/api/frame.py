@@ -1,4 +1,4 @@
-"""The frame round every endpoint that takes a body: its limits, the client's leaving, errors, the answer."""
+"""What every endpoint that takes a body has in common: limits, a client that leaves, errors, the answer."""
 
 from __future__ import annotations
 
@@ -28,42 +28,43 @@ Headers = Sequence[tuple[bytes, bytes]]
 Respond: TypeAlias = "Callable[[bytes, float, Reply], Coroutine[Any, Any, None]]"
 
 BODY_TIMEOUT_SECS = 30.0
-"""A client that has not sent its whole body by then is answered 408."""
+"""Time for a client to send its whole body; after that the answer is 408."""
 
 _PIECES_BETWEEN_YIELDS = 16
-"""Of an answer; a piece takes some 20 us."""
+"""Pieces of an answer sent before other tasks get a turn; a piece takes some 20 us."""
 
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
-"""With its charset: some clients take text without one for ISO-8859-1."""
+"""The charset is given because some clients take text without one for ISO-8859-1."""
 _CLIENT_LEFT = 499
+"""Status that is counted where the client left before its answer began."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A body that is complete or, with ``rest``, the beginning of a stream and the generator of its rest."""
+class HttpAnswer:
+    """A complete body or, with ``rest``, the first piece of a stream and the generator of the others."""
 
     body: bytes
     content_type: str = _JSON
     rest: AsyncGenerator[bytes, None] | None = None
 
     @classmethod
-    def json(cls, value: object) -> Answer:
+    def json(cls, value: object) -> HttpAnswer:
         return cls(msgspec.json.encode(value))
 
     @classmethod
-    def events(cls, body: bytes) -> Answer:
-        """A stream of server-sent events that is complete."""
+    def events(cls, body: bytes) -> HttpAnswer:
+        """Return a complete stream of server-sent events."""
         return cls(body, _EVENT_STREAM)
 
     @classmethod
-    async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> Answer:
-        """Events as they come. What fails before the first one is raised: it can still have a status."""
+    async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> HttpAnswer:
+        """Return a stream of events. Raises an error before the first one: it can still have a status."""
         return cls(await anext(pieces), _EVENT_STREAM, pieces)
 
 
 def sse(value: object, name: str = "") -> bytes:
-    """One server-sent event with ``value`` as JSON."""
+    """Return one server-sent event with ``value`` as JSON."""
     event = b"event: %s\n" % name.encode() if name else b""
     return event + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
@@ -72,6 +73,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 PING_SECS = 15.0
+"""Silence after which a client hears that its request is still at work."""
 _COMMENT = b": ping\n\n"
 PINGS = {
     ErrorShape.OPENAI: _COMMENT,
@@ -81,12 +83,12 @@ PINGS = {
 
 
 class KeepAlive:
-    """Says that a request is still at work where its answer has been silent: proxies cut what says nothing,
+    """Tells the client of a silent answer that its request is still at work: proxies cut silent connections,
     by default after a minute.
 
-    In a stream that has begun it is said by a comment, or by an event that the API has for it. Before that
-    nothing can be sent without fixing the status, but an interim response to clients that read over those, as
-    the router does. A request of an engine that stands still ends by itself, so what is said here is true.
+    A stream that has begun carries a comment, or the API's own event for this. Before that, only an interim
+    response leaves the status open; it goes to clients that ask for one, as the router does. The requests of
+    an engine that stands still are ended elsewhere, so a ping never keeps up a request without progress.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class KeepAlive:
         shape: ErrorShape,
         send_piece: Callable[[bytes], Coroutine[Any, Any, None]],
     ) -> None:
-        """``send_piece``: of the reply's body."""
+        """``send_piece`` sends a piece of the answer's body."""
         self._send_piece = send_piece
         self._ping = PINGS[shape]
         headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
@@ -105,21 +107,21 @@ class KeepAlive:
         )
         self._has_begun = False
         self._sending: asyncio.Task[None] | None = None
-        self._silence = WaitTimer(PING_SECS, self._break)
+        self._silence = WaitTimer(PING_SECS, self._break_silence)
         self._silence.begin()
 
     def note_piece(self) -> None:
-        """A piece of a stream is sent."""
+        """Note that a piece of a stream is being sent."""
         self._has_begun = True
         self._silence.begin()
 
     def close(self) -> None:
-        """The rest of the answer is sent now, or nothing is any more."""
+        """Stop pinging: the end of the answer is being sent, or nothing more is."""
         self._silence.close()
         if self._sending is not None:
             self._sending.cancel()
 
-    def _break(self) -> None:
+    def _break_silence(self) -> None:
         if not self._has_begun:
             if self._interim is not None:
                 self._interim()
@@ -131,8 +133,9 @@ class KeepAlive:
 class FramedEndpoint:
     """The ASGI application of one path.
 
-    ``respond`` gets the body, and when its request arrived, on the monotonic clock in seconds; it raises
-    ApiError, and is cancelled when the client leaves. ``count`` is told the path and the answer's status.
+    ``respond`` gets the body, the time its request arrived (monotonic clock, seconds) and the reply to send.
+    It may raise ApiError, and is cancelled when the client leaves. ``count`` gets the path and the answer's
+    status.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class FramedEndpoint:
 
 
 class Reply:
-    """The one answer to one request, of which it has the headers and, when there are traces, the span."""
+    """Sends the one answer to a request. ``span`` is None where the request is not traced."""
 
     def __init__(
         self, send: Send, error_shape: ErrorShape, request_headers: Headers, span: RequestSpan | None
@@ -182,11 +185,11 @@ class Reply:
         self.span = span
         self._begun = False
         self.status = _CLIENT_LEFT
-        """Of the answer; what it is when the handler is cancelled before there is one."""
+        """Status of the answer; _CLIENT_LEFT where the handler is cancelled before it has answered."""
         self._alive: KeepAlive | None = None
 
     def keep_alive(self, scope: Scope) -> None:
-        """Say from now on that the request is at work."""
+        """Break the silence from now on until the answer ends."""
         self._alive = KeepAlive(scope, self._error_shape, self._piece)
 
     def close(self) -> None:
@@ -194,8 +197,8 @@ class Reply:
             self._alive.close()
             self._alive = None
 
-    async def send_answer(self, answer: Answer, headers: Headers = ()) -> None:
-        """``headers``: beside those of its body."""
+    async def send_answer(self, answer: HttpAnswer, headers: Headers = ()) -> None:
+        """Send ``answer`` with ``headers`` besides those that describe its body."""
         if answer.rest is None:
             await self._begin(200, answer.content_type, len(answer.body), headers)
             await self._piece(answer.body, last=True)
@@ -207,14 +210,14 @@ class Reply:
             async for piece in pieces:
                 await self._piece(piece)
                 num_sent += 1
-                # Neither a backlog nor a connection that is gone ever waits: without this, a long one would
-                # let nothing else run, not even the watch for the client's leaving.
+                # Sending pieces that are ready, or to a connection that is gone, never waits. Without this a
+                # long answer would let nothing else run, not even the watch for a client that leaves.
                 if num_sent % _PIECES_BETWEEN_YIELDS == 0:
                     await asyncio.sleep(0)
         await self._piece(b"", last=True)
 
     async def fail(self, error: ApiError) -> None:
-        """Answer with ``error``; as an event and the end of the stream when one has begun."""
+        """Answer with ``error``, or end a stream that has begun with it."""
         if self.span is not None:
             self.span.error = str(error)
         if self._begun:

@@ -1,7 +1,7 @@
-"""Grammars of requests, checked before an engine sees them: in a process beside the front, in turn.
+"""Checks the grammars of requests before an engine sees them, one at a time in a process beside the front.
 
-A check costs a core for a second at most, and its front nothing but the wait. What came out is remembered,
-unless it may come out differently the next time.
+A check takes a core for a second at most, and nothing of the front but the wait. Its result is remembered,
+unless another check could have another one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hisparse_pd.core.grammar.turns import Turns
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
 
 MAX_WAITING = 64
-"""Checks of a front that are asked for and not over."""
+"""Most checks of a front that wait or run."""
 _MAX_REMEMBERED = 4096
 _ANSWER_SECS = 3 * MAX_CLOCK_SECS
-"""Of the helper, which may have to read the tokenizer first."""
+"""Longest wait for the helper process, which may have to read the tokenizer first."""
 
 
 class GrammarChecks:
-    """Of one front and its checkpoint. The process is started by the first grammar."""
+    """The checks of one front. The first grammar starts the helper process."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_id: int) -> None:
         self._arguments = [str(tokenizer_json), str(vocab_size), str(eos_token_id)]
@@ -38,11 +38,11 @@ class GrammarChecks:
         self._turns = Turns(1, "grammar-checks")
         self._num_waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        """By a text's hash, what is wrong with it, or "". The latest asked for last."""
+        """What is wrong with a grammar, or "", by its text's hash; the latest one asked for is last."""
 
     async def check(self, text: str, field: str) -> None:
-        """Raises ApiError 400, which names ``field`` and the bound that the grammar is over, and 503 when too
-        many are waiting, or nothing certain came out."""
+        """Raises ApiError 400, which names ``field`` and the bound that the grammar exceeds, and 503 where
+        too many checks wait or the result is not certain."""
         encoded = text.encode(errors="replace")
         if len(encoded) > MAX_GRAMMAR_BYTES:
             raise _refusal(field, f"has {len(encoded)} bytes, {MAX_GRAMMAR_BYTES} are the most")
@@ -74,7 +74,7 @@ class GrammarChecks:
             self._num_waiting -= 1
 
     def _answer(self, encoded: bytes) -> Verdict:
-        """In the thread. A helper that has ended, or says nothing, is replaced, once."""
+        """Ask the helper, in the thread. A helper that has ended or does not answer is replaced once."""
         for _ in range(2):
             process = self._process or self._start()
             assert process.stdin is not None
@@ -93,7 +93,7 @@ class GrammarChecks:
         )
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """It ends with this process, which closes its input."""
+        """Start the helper. It ends when its input is closed, so it ends with this process."""
         home = str(Path(grammar.__file__).parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hisparse_pd.core.grammar.checker", *self._arguments],
@@ -110,7 +110,7 @@ class GrammarChecks:
             process.communicate()
 
     def close(self) -> None:
-        """Waits for the check that is under way."""
+        """Wait for the check that runs, and end the helper."""
         self._turns.close(wait=True)
         self._stop()
 

@@ -1,8 +1,8 @@
-"""The grammar of an answer: what its ``Constraint`` says, in the words of the checkpoint at hand.
+"""Writes the grammar of an answer: its ``Constraint``, in the checkpoint's markup of reasoning and calls.
 
-Reasoning comes first where the prompt has begun it or the model may begin it, free but for its end. Behind it
-is the answer in its format, or calls in the checkpoint's markup, or text in which a call may begin. In some
-markups the first call may be the end of reasoning.
+Where the prompt has begun reasoning or the model may begin it, an answer begins with free text up to the mark
+that ends reasoning. Then comes the answer in its format, or calls, or text in which a call may begin. In some
+markups the first call may end reasoning.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hisparse_pd.serving.api.lark import (
 from hisparse_pd.serving.http.http_errors import FieldRefused
 
 _SPACE = "/[ \\n]*/"
-"""Before reasoning, and in front of what looks like it."""
+"""White space before the mark that opens reasoning."""
 _GAP = f"{NEWLINE}? {NEWLINE}?"
-"""Beside reasoning, and no part of what follows."""
+"""Line breaks beside reasoning, which belong neither to it nor to what follows."""
 
 Tool = Mapping[str, object]
 
@@ -45,10 +45,10 @@ def write_grammar(
     *,
     separates_reasoning: bool = True,
 ) -> str:
-    """In llguidance's Lark notation; "" where nothing is asked that this checkpoint could do otherwise.
+    """Return the grammar in llguidance's Lark notation, or "" where the constraint excludes nothing. Raises
+    ApiError 400.
 
-    ``separates_reasoning``: reasoning is no content, so that what looks like a call in it is none.
-    Raises ApiError 400.
+    With ``separates_reasoning``, text in reasoning that looks like a call is none.
     """
     answer, calls = constraint.answer, constraint.calls
     if chat_format.markup is None:
@@ -56,7 +56,7 @@ def write_grammar(
             raise FieldRefused(
                 calls.field, "a call cannot be forced: how this model writes calls is not known here"
             )
-        calls = None  # it makes none that would be read
+        calls = None  # calls of an unknown markup stay text
     asking = answer or calls
     if asking is None:
         return ""
@@ -64,7 +64,7 @@ def write_grammar(
         if answer is not None and calls is None and reasoning is ReasoningStart.NONE:
             return _alone(answer)
         lark, think = Lark(chat_format.token_ids), chat_format.think
-        # What begins so would be read as reasoning, unless that is over.
+        # Text that begins with the mark would be read as reasoning, unless that is over.
         excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(think.opening)}"]
         if calls is None or chat_format.markup is None:
             assert answer is not None
@@ -95,7 +95,7 @@ def write_grammar(
 
 
 def _thoughts(lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, excluded: Sequence[str] = ()) -> str:
-    """Reasoning with its end; "" where there is none. ``excluded``: marks that are not in it."""
+    """Return reasoning with its end, and without ``excluded`` marks in it; "" where there is none."""
     match reasoning:
         case ReasoningStart.NONE:
             return ""
@@ -108,7 +108,7 @@ def _thoughts(lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, excluded
 def _thoughts_until(
     lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, mark: str, excluded: Sequence[str]
 ) -> str:
-    """Reasoning up to ``mark`` and with it, from its opening on where the prompt has not begun it."""
+    """Return reasoning up to and with ``mark``. Its opening mark comes first unless the prompt has it."""
     if reasoning is ReasoningStart.BEGUN:
         return lark.until(mark, excluded=excluded)
     if think.opening in lark.token_ids:
@@ -121,7 +121,7 @@ def _thoughts_until(
 
 
 def _alone(answer: AnswerFormat) -> str:
-    """The whole grammar, where the answer is all."""
+    """Return the whole grammar of an answer without reasoning and calls."""
     match answer.kind:
         case FormatKind.LARK | FormatKind.GBNF:
             return _in_lark(answer)
@@ -131,7 +131,7 @@ def _alone(answer: AnswerFormat) -> str:
 
 
 def _answer(lark: Lark, answer: AnswerFormat, excluded: Sequence[str]) -> str:
-    """``excluded``: what a text does not begin with."""
+    """Return the rule of the answer's format. A text does not begin with any of ``excluded``."""
     match answer.kind:
         case FormatKind.JSON:
             try:
@@ -165,9 +165,9 @@ def _in_lark(answer: AnswerFormat) -> str:
 def _calls(
     lark: Lark, writer: CallWriter, called: str, excluded: Sequence[str], *, is_text_allowed: bool
 ) -> str:
-    """Calls alone, or with ``is_text_allowed`` text and calls, or only text.
+    """Return the rule of calls alone or, with ``is_text_allowed``, of text and calls, or text alone.
 
-    ``called``: what is behind the opening of the calls.
+    ``called`` is the rule of what follows the opening mark of the calls.
     """
     if not is_text_allowed:
         return sequence(writer.gap, lark.mark(writer.opening), called)

@@ -1,8 +1,8 @@
-"""Grammars of JSON that a schema describes, with its numbers as the client wrote them.
+"""Grammars of the JSON that a schema describes, with numbers spelled as the client wrote them.
 
-llguidance reads schemas, and keeps doubles. A ``const`` or an ``enum`` with other numbers, or with another
-spelling of them, is written here as a rule of its literals, and so is what it lies within: objects, arrays,
-alternatives and definitions. All other parts are llguidance's. A bound that it would shift is refused.
+llguidance reads schemas, but keeps numbers as doubles. A ``const`` or ``enum`` with numbers that a double
+does not spell is written here as a rule of its literals, and so are the objects, arrays, alternatives and
+definitions that contain it. All other parts are llguidance's. A bound that it would shift is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hisparse_pd.serving.api.lark import Lark, literal, one_of, sequence
 from hisparse_pd.serving.api.schema_numbers import Schema, SchemaNumbers, numbers_in
 
 _WHITESPACE: Final = "[ \\n\\r\\t]{1,64}"
-"""Between the parts of a JSON value. Bounded, for a model may write white space for ever."""
+"""White space between the parts of a JSON value. It is bounded, for a model may write it for ever."""
 
 _OBJECT_WORDS = {"properties", "required", "additionalProperties"}
 _ARRAY_WORDS = {"items", "prefixItems", "minItems", "maxItems"}
@@ -44,7 +44,8 @@ _MAX_DEPTH: Final = 100
 
 
 def json_value(lark: Lark, schema: Schema, steps: Steps, *, is_lenient: bool = False) -> str:
-    """JSON that the schema describes. ``is_lenient``: as far as it can be enforced, instead of an error.
+    """Return the rule of the JSON that ``schema`` describes. Where it ``is_lenient``, what cannot be enforced
+    is left out, instead of an error.
 
     Raises InexactNumber, TooManySteps and TooLarge.
     """
@@ -67,7 +68,7 @@ def _by_llguidance(schema: Schema, is_lenient: bool) -> str:
 
 
 class _Writer:
-    """Writes the schemas that ``numbers`` concern, one rule each."""
+    """Writes the schemas that ``numbers`` concern, each as one rule."""
 
     def __init__(
         self, lark: Lark, root: Schema, numbers: SchemaNumbers, steps: Steps, *, is_lenient: bool
@@ -81,10 +82,10 @@ class _Writer:
         self._comma = sequence(self._gap, literal(","), self._gap)
         self._depth = 0
         self._rules: dict[int, str] = {}
-        """By schema; recursive ones are named before they are written."""
+        """Names of rules by the schema's id; a recursive rule is named before it is written."""
 
     def written(self, schema: object, place: str) -> str:
-        """Raises NotWritable."""
+        """Return the rule of ``schema``. Raises NotWritable."""
         if not self._numbers.concern(schema):
             return self._plain(schema)
         assert isinstance(schema, dict)
@@ -130,7 +131,7 @@ class _Writer:
         return " | ".join(f"({way})" for way in ways)
 
     def _check_words(self, schema: Schema, words: set[str], known: set[str], place: str) -> None:
-        """Raises NotWritable: a number would need a rule that cannot be written."""
+        """Raises NotWritable for a word that cannot be enforced in a rule written here."""
         others = sorted(words - known)
         if others and not (self._is_lenient and not set(others) & _ENFORCED):
             raise NotWritable(
@@ -155,7 +156,7 @@ class _Writer:
         return " | ".join(ways)
 
     def _value(self, value: object) -> str:
-        """Takes two calls a level."""
+        """Return the rule of one literal. Takes two stack frames a level."""
         self._steps.spend(1)
         if is_number(value):
             return self._number(value)
@@ -176,7 +177,7 @@ class _Writer:
         texts = [text for value in values for text in (spelling(value), spelled_by_doubles(value)) if text]
         return self._lark.terminal(one_of(list(dict.fromkeys(texts))))
 
-    # --- what literals lie within ------------------------------------------------------------------------
+    # --- schemas that contain literals -------------------------------------------------------------------
 
     def _alternatives(self, schema: Schema, words: set[str], word: str, place: str) -> str:
         branches = listed(schema[word])
@@ -198,7 +199,7 @@ class _Writer:
         return " | ".join(f"({way})" for way in ways)
 
     def _are_apart(self, one: object, other: object) -> bool:
-        """Whether no value is of both schemas, for certain."""
+        """Whether it is certain that no value is of both schemas."""
         one, other = self._reader.target_of(one), self._reader.target_of(other)
         if not isinstance(one, dict) or not isinstance(other, dict):
             return False
@@ -213,7 +214,7 @@ class _Writer:
         )
 
     def _tell_apart(self, one: Schema, other: Schema, name: str) -> bool:
-        """Whether a member that both need says which of two objects it is."""
+        """Whether the member ``name``, which both objects need, tells them apart."""
         if types_of(one) != ["object"] or types_of(other) != ["object"]:
             return False
         keys, other_keys = self._keys_of_member(one, name), self._keys_of_member(other, name)
@@ -231,7 +232,7 @@ class _Writer:
             raise NotWritable(f"has properties at {place:.200} that are no object")
         members = {**properties, **{name: others for name in required if name not in properties}}
         extra = self._extra(members, others, place)
-        # From the last to the first: what follows where a member is written before, and where none is.
+        # From the last member to the first: ``behind`` follows another member, and ``begin`` follows none.
         behind = f"({self._comma} {extra})*" if extra else ""
         begin = f"({extra} {behind})?" if extra else ""
         for name in reversed(members):
@@ -249,7 +250,8 @@ class _Writer:
         return sequence(literal("{"), self._gap, begin, self._gap, literal("}"))
 
     def _extra(self, members: Mapping[str, object], others: object, place: str) -> str:
-        """A member without a schema of its own. Its name has no escapes, by which it could be another's."""
+        """Return the rule of a member without a schema of its own. Its name has no escapes, by which it could
+        spell that of another one."""
         if others is False:
             return ""
         name = '/"[^"\\\\\\x00-\\x1f\\x7f]*"/'
@@ -291,11 +293,11 @@ _ENFORCED = {
     *_ARRAY_WORDS,
     *_SCALAR_WORDS,
 }
-"""What llguidance enforces, so that it is not left out where it stands in the way."""
+"""Words that llguidance enforces: lenient grammars must not leave them out."""
 
 
 def listed_names(schema: Schema) -> Sequence[str]:
-    """Names of the members that an object needs."""
+    """Return the names of the members that an object must have."""
     return [name for name in listed(schema.get("required")) if isinstance(name, str)]
 
 
@@ -304,7 +306,7 @@ def _key_literal(name: str) -> str:
 
 
 def _key(value: object) -> object:
-    """Equal for equal JSON values, of numbers too that are spelled otherwise."""
+    """Return a key that is equal for equal JSON values, however their numbers are spelled."""
     match value:
         case dict():
             return ("object", frozenset((name, _key(each)) for name, each in value.items()))
@@ -317,7 +319,7 @@ def _key(value: object) -> object:
 
 
 def _listed_keys(schema: object) -> set[object] | None:
-    """Keys of all values of a const or an enum; None for another schema."""
+    """Return the keys of all values of a const or an enum; None for another schema."""
     if isinstance(schema, dict) and "const" in schema:
         return {_key(schema["const"])}
     if isinstance(schema, dict) and isinstance(values := schema.get("enum"), list):
@@ -326,7 +328,7 @@ def _listed_keys(schema: object) -> set[object] | None:
 
 
 def _apart_types(schema: Schema) -> set[object]:
-    """Its types, of which no value has two."""
+    """Return the schema's types as disjoint ones: an integer is a number."""
     values = [schema["const"]] if "const" in schema else listed(schema.get("enum"))
     named = [name for value in values for name in _TYPES if _is_of(value, [name])] or types_of(schema)
     return {"number" if name == "integer" else name for name in named}

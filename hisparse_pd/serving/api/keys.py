@@ -1,6 +1,6 @@
-"""API keys: the file that holds them, and the gate that asks for one before anything of a request is read.
+"""API keys: the file that has them, and the middleware that asks for one before it reads a request's body.
 
-A key never stands in a command line, a log or an error; messages name the file and the line.
+No key appears in a command line, a log or an error; messages name the file and the line.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512
 MAX_KEYS = 64
 _MAX_FILE_BYTES = 1 << 20
-"""Whatever the file is, a device or weights; it is read under load."""
+"""Most bytes read, since the path may name a device or weights, and the file is read under load."""
 
 _KEY = re.compile(r"[!-~]+")
 _SCHEME = b"bearer "
 
 
 class ApiKeys:
-    """The keys of one file, one a line; empty lines and lines that begin with # say nothing.
+    """The keys of one file, one a line; empty lines and lines that begin with # are skipped.
 
     The file is read again when it has changed, so keys can be added and removed under load. A file that has
-    become unusable is reported once, and the keys that stood in it last go on.
+    become unusable is reported once, and the keys read last stay valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,12 +45,12 @@ class ApiKeys:
 
     @property
     def first(self) -> str:
-        """The key that a client with this file sends."""
+        """The key that a client sends which has this file."""
         self._refresh()
         return self._keys[0].decode()
 
     def permits(self, key: bytes) -> bool:
-        """Whether ``key`` is one of them. Its time does not tell how much of it is right."""
+        """Whether ``key`` is one of them. The time taken does not tell how much of it is right."""
         self._refresh()
         return sum(hmac.compare_digest(key, known) for known in self._keys) > 0
 
@@ -66,7 +66,7 @@ class ApiKeys:
 
 
 class RequireKey:
-    """ASGI middleware: 401 for a request without a key, but on ``open_paths``, before its body is read."""
+    """ASGI middleware that answers 401 to a request without a key, except on ``open_paths``."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str], on_refused: Callable[[], None]
@@ -97,15 +97,15 @@ class RequireKey:
         if not given and len(bare) == 1:  # as Anthropic's clients send it
             return None if self._keys.permits(bare[0].strip(b" ")) else "the API key is wrong"
         if not given:
-            return "an API key is needed and none came"
+            return "an API key is needed, and the request has none"
         if len(given) > 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:
-            return "the Authorization header is no Bearer key"
+            return "the Authorization header has no Bearer key"
         key = given[0][len(_SCHEME) :].strip(b" ")
         return None if self._keys.permits(key) else "the API key is wrong"
 
 
 def load_api_keys(path: Path | None) -> ApiKeys | None:
-    """None without a file. Raises KeyFileError."""
+    """Load the keys; None without a file. Raises KeyFileError."""
     return None if path is None else ApiKeys(path)
 
 
@@ -140,5 +140,5 @@ def _read(path: Path) -> tuple[bytes, ...]:
 
 
 def _reason(error: OSError | UnicodeError) -> str:
-    """Of a failed read; a decoding error's own text would show the bytes."""
+    """Say why a read failed. A decoding error's own text would show the file's bytes."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"

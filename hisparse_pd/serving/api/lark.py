@@ -1,7 +1,7 @@
 """Pieces of grammars in llguidance's Lark notation.
 
-Free text is what meets a mark: a mark that the tokenizer has as a token has to come as this token, and its
-spelling is no part of the text before it; any other mark is spelled, and the text ends at the first one.
+Free text ends at a mark. A mark that the tokenizer has as a token must come as this token, and the text
+before it must not contain its spelling. Any other mark is spelled, and the text ends at the first spelling.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ MAX_GRAMMAR_CHARS = 256 << 10
 
 
 class TooLarge(ValueError):
-    """A grammar of more than MAX_GRAMMAR_CHARS. The message is about the field that asks for it."""
+    """A grammar has more than MAX_GRAMMAR_CHARS. The message is about the field that asks for it."""
 
 
 class Lark:
-    """A grammar as it grows. Equal rules are written once.
-
-    ``token_ids``: of the tokens that marks may be or have in them.
-    """
+    """A grammar as it grows. Equal rules are written once."""
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
+        """``token_ids`` has the tokens that a mark may be or contain, by their spellings."""
         self.token_ids = token_ids
         self._names: dict[tuple[str, str], str] = {}
         self._lines: list[str] = []
         self._num_chars = 0
 
     def text(self, start: str) -> str:
-        """The grammar of ``start``. Raises TooLarge."""
+        """Return the grammar whose first rule is ``start``. Raises TooLarge."""
         self._grow(start)
         return "\n".join((f"start: {start}", f"{ANY}: /(?s:.*)/", *self._lines, ""))
 
@@ -43,27 +41,28 @@ class Lark:
         return self._named("r", "", expansion)
 
     def begin_rule(self) -> str:
-        """The name of a rule that is yet to be written, and may be used in itself."""
+        """Return the name of a rule that is written later, so that it may refer to itself."""
         name = f"r{len(self._names)}"
         self._names["r", name] = name
         return name
 
     def end_rule(self, name: str, expansion: str) -> None:
-        """Write what ``begin_rule`` named."""
+        """Write the rule that ``begin_rule`` named."""
         self._grow(expansion)
         self._lines.append(f"{name}: {expansion}")
 
     def terminal(self, expression: str) -> str:
-        """One that is a regular expression: rules have no place in it."""
+        """Return the name of a terminal, a regular expression without rules in it."""
         return self._named("T", "", expression)
 
     def mark(self, mark: str) -> str:
-        """The mark alone."""
+        """Return the rule of ``mark``."""
         before, token, behind = self._split(mark)
         return sequence(literal(before), token, literal(behind) if token else "")
 
     def until(self, mark: str, text: str = ANY, excluded: Sequence[str] = ()) -> str:
-        """``text``, a regular expression, up to the first ``mark`` and with it; ``excluded`` is not in it."""
+        """Return the rule of ``text``, a regular expression, up to and with the first ``mark``, and without
+        ``excluded`` in it."""
         before, token, behind = self._split(mark)
         if token:
             free = f"({text} & {without(mark, *excluded)})"
@@ -89,7 +88,8 @@ class Lark:
             )
 
     def _split(self, mark: str) -> tuple[str, str, str]:
-        """What is spelled, the longest token in it, and what is spelled behind; no token: all is spelled."""
+        """Return the spelling before the longest token in ``mark``, the token, and the spelling behind it.
+        The token is "" where all of the mark is spelled."""
         token = max((token for token in self.token_ids if token in mark), key=len, default="")
         if not token:
             return mark, "", ""
@@ -98,12 +98,12 @@ class Lark:
 
 
 def without(*marks: str) -> str:
-    """The regular expression of texts that have none of ``marks`` in them."""
+    """Return the regular expression of texts that contain none of ``marks``."""
     return f"({ANY} & ~({ANY} {one_of(marks)} {ANY}))"
 
 
 def literal(text: str) -> str:
-    """The text itself; "" for none."""
+    """Return ``text`` as a literal; "" for an empty one."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
 
 
@@ -116,8 +116,8 @@ def sequence(*parts: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """A regular expression that the whole text matches, so anchors at its ends say nothing new. Raises
-    ValueError for one that ends in the middle of an escape."""
+    """Return a terminal that the whole text matches, without the pattern's anchors, which add nothing. Raises
+    ValueError for a pattern that ends within an escape."""
     pattern = pattern.removeprefix("^")
     if _ends_anchored(pattern):
         pattern = pattern[:-1]
@@ -127,9 +127,10 @@ def regex(pattern: str) -> str:
 
 
 def searched(pattern: str) -> str:
-    """Texts in which the pattern is found, as JSON Schema's ``pattern`` has it. Raises ValueError."""
+    """Return the expression of texts in which the pattern is found, as for JSON Schema's ``pattern``. Raises
+    ValueError."""
     begins, ends = pattern.startswith("^"), _ends_anchored(pattern)
-    if (begins or ends) and _has_alternatives(pattern):  # whose anchors are not the whole pattern's
+    if (begins or ends) and _has_alternatives(pattern):  # the anchors are those of one alternative
         return sequence(ANY, regex(f"(?:{pattern})"), ANY)
     return sequence("" if begins else ANY, regex(pattern), "" if ends else ANY)
 
@@ -150,7 +151,7 @@ def _num_backslashes(text: str) -> int:
 
 
 def _has_alternatives(pattern: str) -> bool:
-    """Whether there is a bar outside of all brackets."""
+    """Whether the pattern has a bar outside of all brackets."""
     depth, in_class = 0, False
     for found in _STRUCTURE.finditer(pattern):
         match found[0]:

@@ -1,4 +1,4 @@
-"""The models that are served, as OpenAI lists them and, for its own client, as Anthropic does."""
+"""The list of served models, in OpenAI's form and, for Anthropic's client, in Anthropic's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ MODELS_PATH = "/v1/models"
 MODEL_PATH = "/v1/models/{model:path}"
 
 _ANTHROPIC_HEADER = "anthropic-version"
-"""Anthropic's client sends it with every request: the path is that of both."""
+"""Header of every request of Anthropic's client: both APIs have the same path."""
 
 
 def show_models(request: Request, models: Sequence[Mapping[str, object]]) -> Response:
-    """All of ``models``, OpenAI's objects, or the one that the path names; 404 without it."""
+    """Answer with all ``models``, OpenAI's objects, or with the one that the path names; 404 if none has
+    that name."""
     is_anthropics = _ANTHROPIC_HEADER in request.headers
     shown = [_as_anthropic(model) for model in models] if is_anthropics else models
     name = request.path_params.get("model")

@@ -1,6 +1,6 @@
-"""Starts a node: its engines and further fronts in processes of their own, and the HTTP API in this one.
+"""Starts a node: its engines and further fronts in processes of their own, its first front in this one.
 
-``run_front`` is all that a node calls. What the API needs and lacks is said before the engine starts to load.
+A node calls ``run_front`` alone. It checks what the API needs before an engine starts to load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hisparse_pd.base.vocabulary import CheckpointError, StartError
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.protocol.channels import load_control_keys
 from hisparse_pd.serving.api.keys import load_api_keys
-from hisparse_pd.serving.api.node_app import NodeFront
+from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.http.board import Board, make_board
 from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.descriptors import raise_limit
@@ -38,13 +38,14 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
 
-Apps = Callable[[NodeFront], AbstractContextManager[Sequence[ASGIApp]]]
-"""Makes the applications of a front, and ends what they need when it leaves. Raises StartError, OSError."""
+Apps = Callable[[NodeContext], AbstractContextManager[Sequence[ASGIApp]]]
+"""Makes a front's applications, in a context manager that closes what they use. Raises StartError,
+OSError."""
 
 
 @dataclass(frozen=True)
 class _NodePlan(Generic[S]):
-    """What the fronts of a node are made from; it is handed to those that are spawned."""
+    """What a front is made from; the first front hands it to those that it spawns."""
 
     settings: S
     role: str
@@ -58,7 +59,7 @@ class _NodePlan(Generic[S]):
 
     def link(
         self,
-        front: int,
+        front_number: int,
         endpoints: Sequence[str],
         metrics: FrontMetrics,
         on_connected: Callable[[], None] = lambda: None,
@@ -71,14 +72,14 @@ class _NodePlan(Generic[S]):
             QueueLimits.of(self.settings),
             self.choose_rank,
             self.board,
-            front,
+            front_number,
             Crossing.of(self.settings),
         )
 
     def open(self, link: EngineLink, metrics: FrontMetrics) -> AbstractContextManager[Sequence[ASGIApp]]:
-        """The applications of one front. Raises StartError and OSError."""
+        """Make the applications of one front. Raises StartError and OSError."""
         return self.apps(
-            NodeFront(
+            NodeContext(
                 self.role,
                 self.settings,
                 link,
@@ -102,13 +103,13 @@ def run_front(
     check: Callable[[S], object] = lambda settings: None,
     num_at_work: Callable[[EngineLink], int] = samples_at_work,
 ) -> int:
-    """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status. On
-    another machine of the node than the first: the engines alone.
+    """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
 
-    The first port is served by all fronts, with TLS where the settings have a certificate, the others by this
-    one. ``choose_rank``: says whose a sample is. ``check``: raises StartError for settings with which the
-    ``apps`` cannot be, before an engine is started. ``num_at_work``: what a node that leaves waits for.
-    Further fronts import the functions by name.
+    All fronts serve the first port, with TLS where the settings have a certificate; this front alone serves
+    the others. Further machines of the node run engines alone. ``choose_rank`` assigns a sample to a rank.
+    ``check`` raises StartError for settings that ``apps`` cannot serve, before an engine starts.
+    ``num_at_work`` counts the work that a leaving node waits for. Further fronts import all these functions
+    by name.
     """
     raise_limit()
     if settings.node_rank > 0:
@@ -136,9 +137,9 @@ def run_front(
     plan = _NodePlan(settings, role, choose_rank, apps, board, int(time.time()))
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
-    endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
+    endpoints = [engines.endpoints_of(number) for number in range(num_fronts)]
     fronts = Fronts(board, metrics)
-    for number in stop_signals():  # while the applications are made; serve() takes them over
+    for number in stop_signals():  # until serve() installs handlers of its own
         signal.signal(number, _exit)
     try:
         engines.start()
@@ -166,7 +167,7 @@ def _certificate(settings: NodeSettings) -> Certificate | None:
 def _run_further(
     number: int, plan: _NodePlan[Any], endpoints: Sequence[Sequence[str]], listener: Listener
 ) -> None:
-    """Front ``number`` of a node; its exit status is 1 when it cannot start."""
+    """Run front ``number``. Raises SystemExit(1) when it cannot start."""
     setup_logging(plan.settings.log_level, f"{plan.role}-front {number}")
     metrics = plan.metrics()
     link = plan.link(number, endpoints[number], metrics)

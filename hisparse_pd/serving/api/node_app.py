@@ -1,6 +1,6 @@
-"""The HTTP application of a node of either kind: what it says of itself, and what its operators ask of it.
+"""The HTTP application of a node of either kind: information about the node, and its operators' endpoints.
 
-``create_node_app`` adds to these what a node of one kind answers besides.
+``create_node_app`` adds the endpoints that only one kind of node has.
 """
 
 from __future__ import annotations
@@ -35,49 +35,48 @@ _PRIVATE_SETTINGS = {
     *("model_path", "control_key_file", "api_key_file", "allowed_peers"),
     *("ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"),
 }
-"""Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
+"""Settings that /server_info leaves out; a router loads the tokenizer of a reported model_path."""
 
-_OF_RANKS = (
+_RANK_FIELDS = (
     *("max_total_tokens_hisparse", "max_total_tokens_dense"),
     *("transfer_protocol", "transfer_devices"),
 )
-"""What /server_info tells of the node's ready engine, and of each rank."""
-_OF_EACH_RANK = (*_OF_RANKS, "numa_node", "numa_placement")
+"""Fields of /server_info for the node's ready engine and for each rank."""
+_EACH_RANK_FIELDS = (*_RANK_FIELDS, "numa_node", "numa_placement")
 
 
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics", "/status"))
-"""Answered without an API key: probes and monitoring have none."""
+"""Paths that need no API key: probes and monitoring have none."""
 
 _OPERATORS_PATHS = frozenset(("/flush_cache", "/release_quarantine", "/drain"))
-"""That do something to the node: for no page in a browser."""
+"""Paths that change the node's state; pages in a browser may not call them."""
 
 
 @dataclass(frozen=True)
-class NodeFront:
-    """What the handlers of a node of either kind work with."""
+class NodeContext:
+    """What the handlers of a node of either kind need."""
 
     role: str
     settings: NodeSettings
     link: EngineLink
     metrics: FrontMetrics
     api_keys: ApiKeys | None = None
-    """A request must have one of these; None: it needs none."""
+    """None where requests need no key."""
     control_keys: ControlKeys | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
     metrics_of_fronts: Callable[[], Sequence[bytes]] = tuple
-    """Packed metrics of all fronts of a node that has several."""
+    """Returns the packed metrics of all fronts of a node that has several."""
 
 
-Told = Callable[[Request], Awaitable[Response]]
-Taker = Told | ASGIApp
+GetHandler = Callable[[Request], Awaitable[Response]]
+PostHandler = GetHandler | ASGIApp
 
 
 def create_node_app(
-    front: NodeFront, takers: Mapping[str, Taker], information: Mapping[str, Told]
+    context: NodeContext, post_handlers: Mapping[str, PostHandler], get_handlers: Mapping[str, GetHandler]
 ) -> Starlette:
-    """The application with the endpoints that every node has, with ``takers`` of requests (POST), and with
-    further ``information`` (GET); both by path."""
-    own: dict[str, Callable[[NodeFront, Request], Awaitable[Response]]] = {
+    """Return the application with the endpoints that every node has, and with further ones by path."""
+    own: dict[str, Callable[[NodeContext, Request], Awaitable[Response]]] = {
         "/health": _health,
         "/health_generate": _health,
         "/liveness": _liveness,
@@ -90,12 +89,14 @@ def create_node_app(
         MODEL_PATH: _models,
         "/metrics": _metrics,
     }
-    told = {path: partial(answer, front) for path, answer in own.items()} | dict(information)
-    routes: list[BaseRoute] = [Route(path, taker, methods=["POST"]) for path, taker in takers.items()]
-    routes += [Route(path, answer, methods=["GET"]) for path, answer in told.items()]
-    routes.append(Route("/flush_cache", partial(_flush_cache, front), methods=["POST"]))
-    routes += quarantine_routes(front.link)
-    keys, count_refused = front.api_keys, front.metrics.unauthorized.inc
+    all_get_handlers = {path: partial(answer, context) for path, answer in own.items()} | dict(get_handlers)
+    routes: list[BaseRoute] = [
+        Route(path, handler, methods=["POST"]) for path, handler in post_handlers.items()
+    ]
+    routes += [Route(path, answer, methods=["GET"]) for path, answer in all_get_handlers.items()]
+    routes.append(Route("/flush_cache", partial(_flush_cache, context), methods=["POST"]))
+    routes += quarantine_routes(context.link)
+    keys, count_refused = context.api_keys, context.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count_refused)]
     return Starlette(
         routes=routes,
@@ -104,71 +105,71 @@ def create_node_app(
     )
 
 
-def model_info(front: NodeFront) -> dict[str, object]:
-    """What every node says of its model."""
-    info: dict[str, object] = {"served_model_name": front.settings.model_name, "is_generation": True}
-    if front.link.ready is not None:
-        info["context_length"] = front.link.ready.context_length
+def model_info(context: NodeContext) -> dict[str, object]:
+    """Return what every node answers to /model_info."""
+    info: dict[str, object] = {"served_model_name": context.settings.model_name, "is_generation": True}
+    if context.link.ready is not None:
+        info["context_length"] = context.link.ready.context_length
     return info
 
 
 # --- information -------------------------------------------------------------------------------------
 
 
-async def _health(front: NodeFront, request: Request) -> Response:
-    trouble = front.link.trouble()
+async def _health(context: NodeContext, request: Request) -> Response:
+    trouble = context.link.trouble()
     if trouble is None:
-        return json_response({"status": "ok", "role": front.role})
-    is_leaving = front.link.is_leaving
+        return json_response({"status": "ok", "role": context.role})
+    is_leaving = context.link.is_leaving
     body: dict[str, object] = {"status": "leaving" if is_leaving else "unavailable", "reason": trouble}
-    loading = front.link.loading
-    if front.link.is_loading and front.link.stall() is None:
+    loading = context.link.loading
+    if context.link.is_loading and context.link.stall() is None:
         progress = msgspec.structs.asdict(loading) if loading is not None else None
         body = {"status": "loading", "reason": trouble, "loading": progress}
     return json_response(body, 503)
 
 
-async def _liveness(front: NodeFront, request: Request) -> Response:
-    """Whether a restart is the remedy: 503 once the engine, loading or serving, makes no progress."""
-    stall = front.link.stall()
+async def _liveness(context: NodeContext, request: Request) -> Response:
+    """Answer 503 where a restart is the remedy: the engine, loading or serving, makes no progress."""
+    stall = context.link.stall()
     if stall is None:
         return json_response({"status": "ok"})
     return json_response({"status": "unavailable", "reason": stall}, 503)
 
 
-async def _version(front: NodeFront, request: Request) -> Response:
+async def _version(context: NodeContext, request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
-async def _server_info(front: NodeFront, request: Request) -> Response:
-    ready = front.link.ready
+async def _server_info(context: NodeContext, request: Request) -> Response:
+    ready = context.link.ready
     info: dict[str, object] = {
         "version": VERSION,
-        "disaggregation_mode": front.role,
-        "dp_size": front.settings.dp_size,
-        "nnodes": front.settings.nnodes,
-        "served_model_name": front.settings.model_name,
-        "max_running_requests": front.settings.max_running_requests,
-        "status": str(front.link.state),
-        "settings": front.settings.model_dump(mode="json", exclude=_PRIVATE_SETTINGS),
+        "disaggregation_mode": context.role,
+        "dp_size": context.settings.dp_size,
+        "nnodes": context.settings.nnodes,
+        "served_model_name": context.settings.model_name,
+        "max_running_requests": context.settings.max_running_requests,
+        "status": str(context.link.state),
+        "settings": context.settings.model_dump(mode="json", exclude=_PRIVATE_SETTINGS),
     }
     if ready is not None:
-        info |= {name: getattr(ready, name) for name in ("context_length", *_OF_RANKS, "transfer_reason")}
+        info |= {name: getattr(ready, name) for name in ("context_length", *_RANK_FIELDS, "transfer_reason")}
         info["ranks"] = [
-            {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _OF_EACH_RANK}}
-            for rank in front.link.ranks
+            {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _EACH_RANK_FIELDS}}
+            for rank in context.link.ranks
         ]
     info["lanes"] = [
         {"dp_rank": rank.rank, **msgspec.to_builtins(lane)}
-        for rank in front.link.ranks
+        for rank in context.link.ranks
         if rank.stats is not None
         for lane in rank.stats.lanes
     ]
     return json_response(info)
 
 
-async def _load(front: NodeFront, request: Request) -> Response:
-    """One entry a rank; routers add up ``num_tokens``."""
+async def _load(context: NodeContext, request: Request) -> Response:
+    """Answer one entry a rank; routers add up ``num_tokens``."""
     loads = [
         {
             "dp_rank": rank.rank,
@@ -176,35 +177,35 @@ async def _load(front: NodeFront, request: Request) -> Response:
             "num_waiting_reqs": stats.num_waiting if stats else 0,
             "num_tokens": stats.num_used_tokens if stats else 0,
         }
-        for rank in front.link.ranks
+        for rank in context.link.ranks
     ]
     return json_response(loads)
 
 
-async def _status(front: NodeFront, request: Request) -> Response:
-    stats = {rank.rank: rank.stats for rank in front.link.ranks if rank.stats is not None}
-    return json_response(NodeLoad.of(front.role, stats))
+async def _status(context: NodeContext, request: Request) -> Response:
+    stats = {rank.rank: rank.stats for rank in context.link.ranks if rank.stats is not None}
+    return json_response(NodeLoad.of(context.role, stats))
 
 
-async def _models(front: NodeFront, request: Request) -> Response:
+async def _models(context: NodeContext, request: Request) -> Response:
     model: dict[str, object] = {
-        "id": front.settings.model_name,
+        "id": context.settings.model_name,
         "object": "model",
-        "created": front.started_at,
+        "created": context.started_at,
         "owned_by": "hisparse-pd",
     }
-    if front.link.ready is not None:
-        model["max_model_len"] = front.link.ready.context_length
+    if context.link.ready is not None:
+        model["max_model_len"] = context.link.ready.context_length
     return show_models(request, [model])
 
 
-async def _metrics(front: NodeFront, request: Request) -> Response:
-    text = front.metrics.render(front.metrics_of_fronts())
+async def _metrics(context: NodeContext, request: Request) -> Response:
+    text = context.metrics.render(context.metrics_of_fronts())
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-async def _flush_cache(front: NodeFront, request: Request) -> Response:
-    front.link.flush_cache()
+async def _flush_cache(context: NodeContext, request: Request) -> Response:
+    context.link.flush_cache()
     return json_response({"status": "the prefix cache drops what no request uses"})
 
 
@@ -214,7 +215,7 @@ def _answer_api_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods; HTTP/2 with prior knowledge, which routers probe for."""
+    """Answer unknown paths and methods, and HTTP/2 with prior knowledge, which routers probe for."""
     assert isinstance(error, HTTPException)
     asked = cut(f"{request.method} {request.url.path}")
     shown = ApiError(error.status_code, f"{asked}: {error.detail}")

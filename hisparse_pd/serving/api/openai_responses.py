@@ -1,7 +1,7 @@
-"""The conversation of ``/v1/responses``, OpenAI's, as the one that a chat completion would have.
+"""Turns a conversation of OpenAI's ``/v1/responses`` into that of a chat completion.
 
-Nothing is stored: a request brings its whole conversation, as items of ``input``. Items of one answer, its
-reasoning, text and calls, become one message of the assistant again.
+Nothing is stored: a request has its whole conversation in the items of ``input``. The reasoning, text and
+calls of one answer are items of their own, and become one message of the assistant.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from typing import Any
 import pydantic_core
 from msgspec import Raw
 
-from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api import responses_parts as parts
 from hisparse_pd.serving.api.bodies import ResponsesBody
-from hisparse_pd.serving.api.declared import decode
-from hisparse_pd.serving.api.prompts import (
-    CalledTool,
-    ChatPrompt,
-    HostedTool,
+from hisparse_pd.serving.api.body_parts import MAX_TOOLS, ItemKind
+from hisparse_pd.serving.api.conversations import (
     Turn,
     joined_text,
     may_call_tools,
     message_items,
-    parse_text,
     refuse_hosted_alone,
     result_message,
     template_arguments,
     tool_items,
-    within_values,
     without_hosted,
     written_arguments,
 )
+from hisparse_pd.serving.api.declared_decoding import decode
+from hisparse_pd.serving.api.plain_prompts import parse_text
+from hisparse_pd.serving.api.prompts import CalledTool, ChatPrompt, LeftOutTool, limit_values
 from hisparse_pd.serving.api.raw_json import decode_item, first_chars
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 
@@ -45,12 +43,17 @@ _ITEMS: dict[str, type[Any]] = {
     "additional_tools": parts.AdditionalTools,
     "item_reference": parts.ItemReference,
 }
-"""By their type; messages may lack it."""
+"""Classes of items by their type, which messages may lack."""
 
-_OF_ANSWERS = (parts.AnswerMessage, parts.FunctionCall, parts.CustomToolCall, parts.ReasoningItem)
+_OF_ANSWERS = (
+    parts.AnswerMessage,
+    parts.FunctionCall,
+    parts.CustomToolCall,
+    parts.ReasoningItem,
+)
 
 _INPUT = "input"
-"""The one argument of a custom tool, as the model knows it."""
+"""Name of a custom tool's only argument, as the model is shown it."""
 
 _ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
 
@@ -58,13 +61,13 @@ Message = dict[str, object]
 
 
 def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]:
-    """The conversation, and what the answer repeats of the request. Raises ApiError 400."""
+    """Return the conversation, and the fields of the request that the answer repeats. Raises ApiError 400."""
     messages: list[Message] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     tools = ResponseTools()
     tools.add("tools", body.tools)
-    messages += within_values(_input(body.input, tools))
+    messages += limit_values(_input(body.input, tools))
     refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
     effort = body.reasoning.effort if body.reasoning is not None else None
@@ -95,7 +98,7 @@ def _text_format(text: parts.TextOptions | None) -> object:
 
 
 def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
-    """The messages; tools among the items go to ``tools``."""
+    """Yield the messages, and add tools among the items to ``tools``."""
     if value is None:
         raise FieldRefused("input", "the field is needed", code="missing_field")
     if first_chars(value)[0] == b'"':
@@ -133,7 +136,7 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
 
 
 def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
-    """The items by name, each in the first of its places: its own, or that of a reference to it."""
+    """Return the items with their paths, each at the first of its places, its own or that of a reference."""
     items = [(name, _item(name, raw)) for name, raw in given]
     if not any(isinstance(item, parts.ItemReference) for _, item in items):
         return items
@@ -156,9 +159,13 @@ def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
 
 
 def _item(name: str, raw: Raw) -> Any:
-    kind = decode(parts.ItemKind, raw, name)
+    kind = decode(ItemKind, raw, name)
     if kind.type in (None, "message"):
-        return decode(parts.AnswerMessage if kind.role == "assistant" else parts.InputMessage, raw, name)
+        return decode(
+            parts.AnswerMessage if kind.role == "assistant" else parts.InputMessage,
+            raw,
+            name,
+        )
     if kind.type not in _ITEMS:
         known = f"message, {', '.join(_ITEMS)}"
         raise InvalidField(f"{name}.type", kind.type, f"is not supported; supported are {known}")
@@ -169,27 +176,27 @@ def _item(name: str, raw: Raw) -> Any:
 
 
 class ResponseTools:
-    """The tools of one request as the functions by which the model knows them.
+    """The tools of one request, as functions that the model is shown.
 
-    A function of a namespace is called ``namespace.function``, and a custom tool, which takes a text, has one
-    argument, ``input``. ``called_tool`` and ``custom_input`` lead back to what the client knows.
+    A function of a namespace has the name ``namespace.function``. A custom tool, which takes a text, has one
+    argument, ``input``. ``called_tool`` and ``custom_input`` turn a call back into what the client knows.
     """
 
     def __init__(self) -> None:
         self.described: list[Raw] = []
-        """As the client wrote them, without those that are left out."""
+        """Descriptions by the client, without the tools that are left out."""
         self.functions: list[dict[str, object]] = []
-        """For the template."""
+        """Descriptions for the template."""
         self.called: dict[str, CalledTool] = {}
-        """What the client calls the functions, by their names."""
-        self.left_out: tuple[HostedTool, ...] = ()
+        """The client's names of the functions, by the names that the model is shown."""
+        self.left_out: tuple[LeftOutTool, ...] = ()
 
     def add(self, field: str, value: Raw | None) -> None:
-        """Raises ApiError 400."""
+        """Add the tools in ``field``. Raises ApiError 400."""
         items, left_out = without_hosted(tool_items(field, value))
         self.left_out += left_out
         for name, item in items:
-            kind = decode(parts.ItemKind, item, name).type
+            kind = decode(ItemKind, item, name).type
             if kind == "namespace":
                 self._add_namespace(name, decode(parts.NamespaceTool, item, name))
             else:
@@ -199,8 +206,8 @@ class ResponseTools:
     def _add_namespace(self, name: str, space: parts.NamespaceTool) -> None:
         about = f"{space.name}: {space.description}" if space.description else ""
         for inner, item in tool_items(f"{name}.tools", space.tools):
-            self._add(inner, item, decode(parts.ItemKind, item, inner).type, space.name, about)
-            about = ""  # the first function's description has said it
+            self._add(inner, item, decode(ItemKind, item, inner).type, space.name, about)
+            about = ""  # only the first function's description includes it
 
     def _add(
         self, name: str, item: Raw, kind: str | None, namespace: str | None = None, about: str = ""
@@ -219,20 +226,21 @@ class ResponseTools:
         shown = shown_name(called.name, namespace)
         if about:
             function["description"] = "\n\n".join(filter(None, (about, function.get("description"))))
-        if len(self.functions) == parts.MAX_TOOLS:
-            message = f"{name}: a request may have {parts.MAX_TOOLS} tools, those of namespaces counted"
+        if len(self.functions) == MAX_TOOLS:
+            message = f"{name}: a request may have {MAX_TOOLS} tools, those of namespaces counted"
             raise ApiError(400, message, param=name)
         self.functions.append({"type": "function", "function": function | {"name": shown}})
         self.called[shown] = called
 
 
 def shown_name(name: str, namespace: str | None) -> str:
-    """What the model knows a tool by."""
+    """Return the name of a tool that the model is shown."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def find_tool(called: Mapping[str, CalledTool], name: str, namespace: str | None = None) -> str | None:
-    """What the model knows the tool ``name`` by, also in short where no other is called so; None: no tool."""
+    """Return the name that the model is shown for the tool ``name``; None for no tool. The namespace may be
+    missing where only one tool has the name."""
     if (shown := shown_name(name, namespace)) in called:
         return shown
     found = [shown for shown, tool in called.items() if tool.name == name and namespace is None]
@@ -240,13 +248,13 @@ def find_tool(called: Mapping[str, CalledTool], name: str, namespace: str | None
 
 
 def called_tool(called: Mapping[str, CalledTool], name: str) -> CalledTool:
-    """What the client calls the tool that the model called."""
+    """Return the client's name of the tool that the model called."""
     shown = find_tool(called, name)
     return CalledTool(name) if shown is None else called[shown]
 
 
 def custom_input(arguments: str) -> str:
-    """The text of a call, also of one that was cut off; what else the model wrote is the text itself."""
+    """Return the text of a custom tool's call, which may be cut off. Other arguments are the text itself."""
     with suppress(ValueError):
         found = pydantic_core.from_json(arguments or "{}", allow_partial="trailing-strings")
         if isinstance(found, dict) and isinstance(text := found.get(_INPUT, ""), str):
@@ -255,7 +263,7 @@ def custom_input(arguments: str) -> str:
 
 
 def _function(tool: parts.CustomTool) -> dict[str, Any]:
-    """A format is told, and not enforced."""
+    """Describe a custom tool as a function. Its format is shown to the model, and not enforced."""
     rule: dict[str, str] = {"type": "string"}
     if tool.format is not None and tool.format.definition:
         rule["description"] = f"Follows this {tool.format.syntax or 'grammar'}:\n{tool.format.definition}"

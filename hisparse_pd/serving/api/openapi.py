@@ -1,6 +1,6 @@
-"""The OpenAPI document of the endpoints that take a body, made from their declarations.
+"""Makes the OpenAPI document of the endpoints that take a body, from the bodies' declarations.
 
-Nodes and router serve the same one: what a router takes it passes on, with the bootstrap fields added.
+Nodes and router serve the same document: a router passes bodies on, with the bootstrap fields added.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hisparse_pd.base.vocabulary import VERSION
-from hisparse_pd.serving.api import bodies, body_parts
+from hisparse_pd.serving.api import anthropic_parts, bodies, body_parts, openai_parts, responses_parts
 from hisparse_pd.serving.api.bodies import BODIES
 from hisparse_pd.serving.http.http_errors import ErrorShape
 
@@ -39,8 +39,9 @@ _ERRORS = {
 
 @cache
 def openapi_document() -> bytes:
-    """OpenAPI 3.1, as JSON."""
-    found = {**vars(body_parts), **vars(bodies)}.values()
+    """Return the document, OpenAPI 3.1, as JSON."""
+    modules = (bodies, body_parts, openai_parts, anthropic_parts, responses_parts)
+    found = [value for module in modules for value in vars(module).values()]
     declared = {kind for kind in found if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
     in_order = sorted(declared, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(in_order, ref_template="#/components/schemas/{name}")
@@ -49,8 +50,8 @@ def openapi_document() -> bytes:
         "info": {
             "title": "hisparse-pd",
             "version": VERSION,
-            "description": "Fields that are not here are ignored; null is the same as absent. What is "
-            "deprecated is known and not supported: other values than those listed are refused.",
+            "description": "Fields that are not listed are ignored; null is the same as absent. Deprecated "
+            "fields are not supported: values other than those listed are refused.",
         },
         "paths": {path: {"post": _operation(path, body.__name__)} for path, body in BODIES.items()},
         "components": {"schemas": schemas | _ERRORS},

@@ -1,4 +1,4 @@
-"""The output of one sample as it grows: tokens, logprobs, text, and how it ended."""
+"""The output of one sample as it grows: tokens, text, logprobs, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hisparse_pd.serving.api.requests import SampleRequest
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """``matched``: the stop string or stop token that ended the sample."""
+    """The end of a sample."""
 
     reason: FinishReason
     matched: str | int | None = None
+    """The stop string or stop token that ended the sample."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -29,23 +30,23 @@ class Delta(msgspec.Struct, frozen=True):
     last_token: int
     finish: Finish | None
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One a token, when they were asked for. They are not kept: a dialect shows or encodes them at once."""
+    """One entry a token where logprobs are asked for. They are not kept: a dialect encodes them at once."""
 
 
 class SampleOutput:
-    """State of one sample. ``text`` never ends within a character or within what may be a stop string."""
+    """One sample's output. ``text`` ends neither within a character nor within a possible stop string."""
 
     def __init__(self, index: int, sample: SampleRequest, token_bytes: TokenBytes) -> None:
-        """``index``: among the samples of the HTTP request."""
+        """``index`` is the sample's place among those of the HTTP request."""
         options = sample.options
         self.index = index
         self.sample = sample
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
         self.stats: RequestStats | None = None
-        """The last that the engine told; None before it did, and where no engine took part."""
+        """The engine's latest statistics; None before the first ones, and where no engine took part."""
         self.is_behind = False
-        """More of this sample has come already: the client or the node is slower than the engine."""
+        """More messages of this sample are waiting: the client or the front is slower than the engine."""
         self._pieces: list[str] = []
         self._trims_stop_token = not options.no_stop_trim
         self._detokenizer = Detokenizer(
@@ -66,12 +67,12 @@ class SampleOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt; where the output went on at another node, that one may have had some of it, too."""
+        """Cached tokens of the prompt. The engine's number may include output that was resumed."""
         return min(self.stats.num_cached_tokens, self.num_prompt_tokens) if self.stats else 0
 
     @property
     def num_held_tokens(self) -> int:
-        """The same, of what the decode node held."""
+        """Prompt tokens that the decode node held, without resumed output."""
         return min(self.stats.num_held_tokens, self.num_prompt_tokens) if self.stats else 0
 
     @property
@@ -80,13 +81,14 @@ class SampleOutput:
 
     @property
     def num_accepted(self) -> int:
-        """Drafts of those that became output."""
+        """Drafted tokens that became output."""
         return self.stats.num_accepted if self.stats else 0
 
     def feed(self, message: Tokens) -> Delta:
-        """Take in one engine message of a sample that has not finished.
+        """Take in one engine message of a sample that has not finished, and return what it adds.
 
-        A stop string ends the sample at its last token; the engine is then to be told.
+        A stop string ends the sample at its last token. The engine does not know of stop strings: the caller
+        has to tell it.
         """
         if message.stats is not None:
             self.stats = message.stats

@@ -1,8 +1,8 @@
-"""What pages in browsers may ask of a service, such as one of the browser's own machine.
+"""Protects a service from pages in browsers, for instance in a browser on the same machine.
 
-A browser sends any page's POST to any address, as long as its content type is a form's or plain text: that
-the page cannot read the answer undoes nothing. Only about JSON it first asks the service whether this origin
-may. And to a page whose own name was made to resolve to the service's address, everything is of one origin.
+A browser sends a page's POST to any address if its content type is a form's or plain text. The page cannot
+read the answer, but the request has its effect. Only for JSON the browser first asks the service whether this
+origin may send it. A page whose host name resolves to the service's address counts as the same origin.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, shown
 
 _SENT_BY_BROWSERS = (b"origin", b"sec-fetch-site")
-"""With every POST, and by no page's own doing. Programs send neither."""
+"""Headers that browsers add to every POST, and that pages cannot leave out. Programs send neither."""
 
 
 class GuardFromPages:
-    """ASGI middleware: from a page, 415 for a POST that is not JSON, and 403 for any to ``closed_paths``."""
+    """ASGI middleware that answers a page's POST with 415 if it is not JSON, and with 403 on
+    ``closed_paths``."""
 
     def __init__(self, app: ASGIApp, closed_paths: Collection[str] = ()) -> None:
         self._app = app

@@ -1,6 +1,6 @@
-"""A prompt's own logprobs as the dialects show them: JSON that is written once a prompt, a piece at a time.
+"""Logprobs of a prompt's own tokens as the dialects show them: JSON written once a prompt, in pieces.
 
-Lists of one answer have up to 40 MB: they are put into it as they are, and never taken apart.
+The lists of one answer have up to 40 MB, so they are put into it as encoded.
 """
 
 from __future__ import annotations
@@ -16,49 +16,52 @@ from msgspec import Struct
 
 from hisparse_pd.engine.messages import PromptScores, unpack_token_ids
 from hisparse_pd.protocol.prompt_scores import score_dtype
-from hisparse_pd.serving.api.answers import encoded, sglang_token, shown_lists
 from hisparse_pd.serving.api.app import Work
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.detokenizer import TokenBytes
+from hisparse_pd.serving.api.generate_answers import sglang_token
+from hisparse_pd.serving.api.grown_json import encoded, shown_lists
 from hisparse_pd.serving.api.requests import SampleRequest
 from hisparse_pd.serving.api.token_names import EchoOffsets, TokenNames, finite
 from hisparse_pd.serving.http.http_errors import RequestFailedError
 from hisparse_pd.serving.http.off_loop import off_loop
 
 _PIECE_ENTRIES = 2048
-"""Logprobs that are encoded at a time: a millisecond or two, in which no other thread runs."""
+"""Logprobs encoded at a time, which takes a millisecond or two in which no other thread runs."""
 
 _INLINE_BYTES = 16 << 10
 _INLINE_PROMPTS = 64
-"""Rows of so many bytes and prompts are written at once: what takes no longer than a piece."""
+"""Most bytes of rows, and prompts, that are written on the event loop, which takes no longer than a piece."""
 
 
 class Scores(Struct):
-    """Of one prompt, as they come from the engine: ``rows`` as of ``score_dtype(num_top)``."""
+    """Logprobs of one prompt as the engine sends them. ``rows`` are of ``score_dtype(num_top)``."""
 
     num_top: int = 0
     rows: list[bytes] = []
 
     def add(self, piece: PromptScores) -> None:
-        """Those that come next."""
+        """Add the next piece."""
         self.num_top = piece.num_top
         self.rows.append(piece.rows)
 
 
 class PromptLists(NamedTuple):
-    """Pieces of the JSON of lists, without brackets, by field: of each choice of one prompt, of a choice's
-    ``logprobs``, where they come before the output's, and of ``meta_info``."""
+    """The JSON lists of one prompt by field, each in pieces without brackets."""
 
     choice: defaultdict[str, list[bytes]]
+    """Fields of each choice."""
     logprobs: defaultdict[str, list[bytes]]
+    """Fields of a choice's ``logprobs``, whose lists begin with these."""
     meta_info: defaultdict[str, list[bytes]]
+    """Fields of SGLang's ``meta_info``."""
 
 
 async def write_lists(
     work: Work, scores: Mapping[int, Scores], token_bytes: TokenBytes
 ) -> dict[int, PromptLists]:
-    """Of each prompt, by number, of which there are ``scores``. Raises RequestFailedError when the engine
-    left positions out."""
+    """Write the lists of each prompt in ``scores``, both by prompt index. Raises RequestFailedError where the
+    engine left out positions."""
     written: dict[int, PromptLists] = {}
     names = TokenNames(token_bytes, are_ids=work.request.names_tokens_by_id)
     of_prompt = {sample.prompt_index: sample for sample in work.samples}
@@ -75,7 +78,7 @@ async def write_lists(
 
 
 def with_lists(work: Work, body: bytes, written: Mapping[int, PromptLists]) -> bytes:
-    """The whole answer ``body`` with the lists of its prompts."""
+    """Put the lists of its prompts into the whole answer ``body``."""
     answer: Any = msgspec.json.decode(body)
     prompts = [written[sample.prompt_index] for sample in work.samples]
     if work.request.endpoint is Endpoint.GENERATE:
@@ -94,7 +97,7 @@ def with_lists(work: Work, body: bytes, written: Mapping[int, PromptLists]) -> b
 
 
 def _write(sample: SampleRequest, scores: Scores, names: TokenNames, lists: PromptLists) -> Iterator[bool]:
-    """Append what the prompt's fields show, a piece at a time; each yields True."""
+    """Append the entries of the prompt's fields to ``lists``, and yield True after each piece."""
     options, wanted = sample.options, sample.wanted_scores
     assert wanted is not None
     token_bytes = names.token_bytes
@@ -109,7 +112,7 @@ def _write(sample: SampleRequest, scores: Scores, names: TokenNames, lists: Prom
     if options.echo and num_logprobs is not None:
         offsets = EchoOffsets(names.token_bytes, sample.echo)
     first = 1
-    """Of the piece, the first token that has a logprob."""
+    """Index of the piece's first token with a logprob."""
     for piece in _pieces(token_ids, rows, scores.num_top):
         unknown, known = [None] * first, piece[first:]
         if options.num_prompt_logprobs is not None:
@@ -124,7 +127,7 @@ def _write(sample: SampleRequest, scores: Scores, names: TokenNames, lists: Prom
             ]
             logprobs["top_logprobs"] += encoded([*unknown, *likeliest])
         if options.logprob_start is not None:
-            # SGLang has no logprob of the first token from where it starts, wherever that is.
+            # SGLang shows no logprob of the token at which it starts.
             with_text = options.text_in_logprobs
             entries: list[tuple[int, float | None]] = [(token.token_id, None) for token in piece[:first]]
             entries += [(token.token_id, token.logprob) for token in known]
@@ -141,7 +144,7 @@ def _write(sample: SampleRequest, scores: Scores, names: TokenNames, lists: Prom
 
 
 class _Token(NamedTuple):
-    """One of the prompt, with the likeliest ones in its place and their logprobs."""
+    """A token of the prompt, with the likeliest tokens in its place and their logprobs."""
 
     token_id: int
     logprob: float = 0.0
@@ -152,7 +155,7 @@ class _Token(NamedTuple):
 def _pieces(
     token_ids: npt.NDArray[np.int32], rows: npt.NDArray[np.void], num_top: int
 ) -> Iterator[list[_Token]]:
-    """All tokens; the first one has no row."""
+    """Yield all tokens in pieces. The first token has no row."""
     if not len(token_ids):
         return
     head = [_Token(int(token_ids[0]))]
@@ -172,7 +175,7 @@ def _pieces(
 
 
 def _by_id(token_bytes: TokenBytes, token: _Token, num_top: int) -> dict[str, object]:
-    """As vLLM shows a prompt's token: itself, then the likeliest ones."""
+    """Return vLLM's entry for a prompt's token: itself, then the likeliest ones."""
     ranked = [(token.token_id, token.logprob, token.rank)]
     ranked += [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(token.top[:num_top], 1)]
     return {

@@ -1,8 +1,9 @@
-"""A node's endpoints about slots that nobody gets: which and why, and the word that they are good.
+"""A node's endpoints about slots that are withheld: which ones and why, and their release.
 
-On a decode node a room that a prefill node was given keeps its slots until that run says that nothing of it
-is in flight, or is known to be over. A machine that vanishes does neither, and time proves nothing: somebody
-has to say it. Nor does anything but a test of the memory say that a page in which a row went wrong is good.
+On a decode node a room that a prefill node was given keeps its slots until that run of the prefill node says
+that nothing is in flight, or is known to be over. A machine that vanishes does neither, and time proves
+nothing, so an operator has to release them. A page in which a row went wrong is set aside until an operator
+has tested the memory.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from hisparse_pd.serving.http.http_errors import ApiError
 
 
 def quarantine_routes(link: EngineLink) -> list[Route]:
-    """``GET /quarantine``; ``POST /release_quarantine``, with ``?instance_id=`` for a run, or with
-    ``?pool=``, ``&slot=`` and on a node of several ranks ``&rank=`` for a page. Raise ApiError."""
+    """Return the routes ``GET /quarantine`` and ``POST /release_quarantine``. The latter takes
+    ``?instance_id=`` for a run, or ``?pool=``, ``&slot=`` and, on a node of several ranks, ``&rank=`` for a
+    page. Both raise ApiError."""
 
     async def show(request: Request) -> Response:
         pages = [{"rank": rank, **msgspec.to_builtins(page)} for rank, page in _pages(link)]
@@ -34,7 +36,7 @@ def quarantine_routes(link: EngineLink) -> list[Route]:
             return json_response(_release_page(link, query))
         instance_id = query.get("instance_id", "")
         if not instance_id:
-            raise ApiError(400, "instance_id, or pool and slot: missing; /quarantine has what is kept")
+            raise ApiError(400, "instance_id, or pool and slot: missing; /quarantine lists what is withheld")
         run = next((run for run in _runs(link) if run.instance_id == instance_id), None)
         if run is None:
             raise ApiError(

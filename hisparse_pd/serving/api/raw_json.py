@@ -1,4 +1,4 @@
-"""JSON of clients, looked at, split and decoded in bounded pieces: the decoder lets no other thread run."""
+"""Splits, checks and decodes clients' JSON in bounded pieces: the decoder lets no other thread run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, Invalid
 from hisparse_pd.serving.http.off_loop import taking_interpreter
 
 MAX_FIELD_BYTES = 2 << 20
-"""Of a field's JSON, strings and split lists aside: 0.2 s of decoding at the very worst; a second of numbers
-whose spelling is kept, in which other threads run."""
+"""Most bytes of a field's JSON, except for strings and split lists. Decoding takes 0.2 s at worst, or a
+second for numbers whose spelling is kept, in which other threads run."""
 
 MAX_FIELD_VALUES = 1 << 16
-"""Of a longer field, by the marks between them, those within strings counted too. Its rest is strings, such
-as images in base64, which cost little."""
+"""Most values of a longer field, counted by the marks between them, even within strings. The rest of it is
+strings, such as images in base64, which cost little."""
 
 _SPACE = (b" ", b"\t", b"\r", b"\n")
 
 _TRUNCATED = "Input data was truncated"
-"""msgspec says it also of a string that ends soon after the first half of a surrogate pair."""
+"""msgspec's message for JSON that ends too early, and for a string that ends soon after half of a surrogate
+pair."""
 
 _SHORT_BYTES = 1 << 16
-"""Of a list that is split at once, whatever the number of its entries: a millisecond."""
+"""Longest list that is split before its entries are counted, which takes a millisecond."""
 
 _decoder = msgspec.json.Decoder()
 _spelled_decoder = msgspec.json.Decoder(float_hook=read_float)
@@ -35,7 +36,7 @@ _list_decoder = msgspec.json.Decoder(list[Raw])
 
 
 def first_chars(value: bytes | Raw) -> tuple[bytes, bytes]:
-    """The first character of a JSON value and the next one, white space left out."""
+    """Return the first two characters of a JSON value that are no white space."""
     view = memoryview(value)
     first = _next_char(view, 0)
     second = _next_char(view, first + 1)
@@ -57,7 +58,7 @@ def is_object(text: str) -> bool:
 
 
 def split(name: str, value: Raw, max_items: int) -> list[Raw]:
-    """The entries of a list, each as JSON, at most ``max_items``. Raises ApiError."""
+    """Return the entries of a list, each as JSON. Raises ApiError for no list, or more than ``max_items``."""
     if first_chars(value)[0] != b"[":
         raise InvalidField(name, decode_item(name, value), "must be a list")
     try:
@@ -70,8 +71,8 @@ def split(name: str, value: Raw, max_items: int) -> list[Raw]:
 
 
 def split_list(value: Raw, max_items: int) -> list[Raw] | None:
-    """The entries of a JSON list, each as JSON; None for more than ``max_items``, whatever their number.
-    Raises what msgspec raises for what is no JSON list."""
+    """Return the entries of a JSON list, each as JSON; None for more than ``max_items``. Takes bounded memory
+    whatever their number. Raises msgspec's errors for what is no JSON list."""
     if len(memoryview(value)) <= _SHORT_BYTES:
         items = _list_decoder.decode(value)
     else:
@@ -83,16 +84,16 @@ def split_list(value: Raw, max_items: int) -> list[Raw] | None:
 
 @cache
 def _entries_decoder(max_items: int) -> msgspec.json.Decoder[Any]:
-    """Of a list as a structure with so many fields: what is behind the last one costs no memory."""
+    """Return a decoder of a list as a structure with ``max_items`` fields: further entries take no memory."""
     fields = [(f"item_{index}", Raw | UnsetType, UNSET) for index in range(max_items)]
     return msgspec.json.Decoder(msgspec.defstruct("Entries", fields, array_like=True))
 
 
 def decode_item(name: str, value: Raw, *, as_spelled: bool = False) -> Any:
-    """The value. Raises ApiError for what is no JSON, or too much of it; a string may have any length.
+    """Decode ``value``. Raises ApiError if it is no JSON, or too much; a string may have any length.
 
-    ``as_spelled``: of numbers the spelling is kept (``exact_numbers``), as schemas need it. It is not to be
-    encoded again.
+    With ``as_spelled`` the spelling of numbers is kept (``exact_numbers``), as schemas need it. Such a value
+    must not be encoded again.
     """
     check_size(name, value)
     try:
@@ -103,7 +104,7 @@ def decode_item(name: str, value: Raw, *, as_spelled: bool = False) -> Any:
 
 
 def check_size(name: str, value: Raw) -> None:
-    """Raises ApiError for a value, no string, of more than MAX_FIELD_BYTES and MAX_FIELD_VALUES."""
+    """Raises ApiError for a value of more than MAX_FIELD_BYTES and MAX_FIELD_VALUES that is no string."""
     num_bytes = len(memoryview(value))
     if num_bytes <= MAX_FIELD_BYTES or first_chars(value)[0] == b'"':
         return
@@ -113,7 +114,7 @@ def check_size(name: str, value: Raw) -> None:
 
 
 def check_text(body: bytes) -> None:
-    """Raise ApiError for a body that is no UTF-8, or nested more deeply than ``check_nesting`` allows."""
+    """Raises ApiError for a body that is not UTF-8, or nested more deeply than ``check_nesting`` allows."""
     try:
         with taking_interpreter(len(body)):
             body.decode()
@@ -127,7 +128,7 @@ def check_text(body: bytes) -> None:
 
 
 def not_json(name: str, error: Exception) -> ApiError:
-    """``name``: of the field, "" for the body itself."""
+    """Return the error for a field that is not JSON, or for the body where ``name`` is ""."""
     what, why = f"{name}: is" if name else "the body is", str(error)
     if why == _TRUNCATED:
         why = "it ends too early, or a string has half of a surrogate pair, such as \\ud83d alone"

@@ -1,6 +1,6 @@
-"""From a parsed HTTP request to the engine's: token ids, and lengths that fit.
+"""Plans the samples of a parsed HTTP request: token ids, lengths that fit, seeds, rooms and grammars.
 
-The last of the front's checks. Nothing has been reserved anywhere when one of them fails.
+These are the front's last checks. Nothing is reserved anywhere before they have passed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hisparse_pd.serving.api.body_parts import MAX_SAMPLES_PER_PROMPT
 from hisparse_pd.serving.api.chat_format import ReasoningStart
 from hisparse_pd.serving.api.constraints import Constraint
 from hisparse_pd.serving.api.grammars import write_grammar
-from hisparse_pd.serving.api.journal import NOT_RESUMED, Resumed
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
+from hisparse_pd.serving.api.request_journal import NOT_RESUMED, Resumed
 from hisparse_pd.serving.api.sampling_options import SEED_MASK, SampleOptions
 from hisparse_pd.serving.api.schemas import ApiRequest
 from hisparse_pd.serving.api.text_codec import TextCodec
@@ -35,37 +35,35 @@ from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, Invalid
 from hisparse_pd.serving.http.off_loop import off_loop
 
 MAX_SCORES = 1 << 19
-"""Logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
-
+"""Most logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
 As JSON they have up to 40 MB."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
-"""Of the grammars of all samples of an HTTP request: each sample is sent its own."""
+"""Most characters of grammars in one HTTP request; each sample is sent a grammar of its own."""
 
 _UNSHOWN = SamplingParams(max_new_tokens=1, temperature=0.0)
-"""An engine draws one token at least, also where only the prompt's logprobs are wanted: nobody sees it."""
+"""Sampling of a request for the prompt's logprobs alone: an engine draws at least one token, which is not
+shown."""
 
 _SAMPLES_BETWEEN_YIELDS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What an engine can hold, in tokens.
-
-    ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
-    """
+class RequestLimits:
+    """What an engine can hold, in tokens."""
 
     context_length: int
     max_total_tokens_hisparse: int
     max_total_tokens_dense: int
     default_max_tokens: int = 0
+    """Length of an answer for which nobody names one; 0 for as much as there is room for."""
 
     @property
     def request_tokens(self) -> int:
-        """Prompt tokens times samples of one HTTP request at most: a prompt alone may always have all."""
+        """Most prompt tokens times samples of one HTTP request. A single prompt may have any ``n``."""
         return MAX_SAMPLES_PER_PROMPT * self.context_length
 
     def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
-        """Longest prompt plus output that the pools can ever hold for a request with this flag."""
+        """Return the longest prompt plus output that the pools can hold for a request with this flag."""
         match hisparse:
             case HisparseFlag.TRUE:
                 return self.max_total_tokens_hisparse
@@ -77,40 +75,38 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One sample: what the engine gets, and what the front needs to show its output.
-
-    ``prompt``: its token ids as of ``pack_token_ids``; the samples of a prompt share it.
-    """
+    """One sample: what the engine gets, and what the front needs to show its output."""
 
     generate: Generate
     prompt: bytes
+    """Token ids as ``pack_token_ids`` packs them; the samples of a prompt share them."""
     prompt_index: int
     options: SampleOptions
     root: PageKey = NO_ISOLATION
-    """Of the prompt's keys."""
+    """Root of the prompt's page keys."""
     wanted_scores: WantedScores | None = None
-    """Of the prompt, which its first sample has computed for all."""
+    """Wanted logprobs of the prompt's tokens; the prompt's first sample has them computed for all."""
     echo: str = ""
-    """Text of the prompt, which comes before the output's."""
+    """The prompt's text, where it is shown before the output's."""
     resumed: Resumed = NOT_RESUMED
-    """Of its output, what is there already; it stands behind the prompt in what the engine gets."""
+    """Output that the client has from another node; the engine gets it behind the prompt."""
     num_resumes: int = 0
-    """How often it went on at another node."""
+    """How often the sample went on at another node."""
 
     @property
     def is_empty(self) -> bool:
-        """No token of it is asked for: the prompt is computed, scored and kept, and a token drawn unshown."""
+        """No token is asked for: the prompt is computed, scored and kept, and one token drawn, not shown."""
         return self.options.max_new_tokens == 0
 
 
 async def plan_samples(
-    request: ApiRequest, codec: TextCodec, limits: Limits, front: int = 0
+    request: ApiRequest, codec: TextCodec, limits: RequestLimits, front_number: int = 0
 ) -> tuple[SampleRequest, ...]:
-    """The samples of ``request``, prompt-major; ``front``: the number of this one. Raises ApiError 400 for a
-    prompt or a grammar that cannot be served."""
+    """Return the samples of ``request``, prompt-major. Raises ApiError 400 for a prompt or a grammar that
+    cannot be served."""
     pool_tokens = limits.pool_tokens(request.hisparse)
     most_tokens = min(limits.context_length, pool_tokens)
-    prefix = request_prefix(front)
+    prefix = request_prefix(front_number)
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
         for index in range(len(request.prompts))
@@ -174,7 +170,7 @@ async def plan_samples(
 async def _with_grammars(
     request: ApiRequest, prompts: Sequence[bytes], codec: TextCodec
 ) -> Sequence[SampleOptions]:
-    """The options of each prompt with the grammar of its answers. ``prompts``: their token ids."""
+    """Return each prompt's options with the grammar of its answers. ``prompts`` are packed token ids."""
     written: dict[Constraint, str] = {}
     found: list[SampleOptions] = []
     num_chars = 0
@@ -191,7 +187,7 @@ async def _with_grammars(
         if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
             raise FieldRefused(
                 "n",
-                f"the grammars of all samples together have {num_chars} characters or more; "
+                f"the grammars of all samples together have at least {num_chars} characters; "
                 f"{MAX_REQUEST_GRAMMAR_CHARS} are the most for a request: split it",
             )
         sampling = msgspec.structs.replace(options.sampling, grammar=written[constraint])
@@ -200,7 +196,7 @@ async def _with_grammars(
 
 
 async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec: TextCodec) -> str:
-    """Of the answers to one prompt: all prompts of a request that has several are no conversations."""
+    """Write the grammar of the answers to one prompt, which is a conversation or plain text or token ids."""
     if isinstance(source, ChatPrompt):
         reasoning = codec.chat_format.reasoning_start(
             prompt, codec.token_bytes.of, is_continued=source.continue_final_message
@@ -214,8 +210,8 @@ async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec:
 
 
 def grouped(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
-    """What the engine is sent: one message a prompt, which is in it once. Samples that have gone different
-    ways have prompts of their own; nothing is sent of those that are over."""
+    """Return what the engine is sent: one message for all samples of a prompt, which it contains once.
+    Resumed samples with different outputs have messages of their own, and samples that are over have none."""
     live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []
     for _, of_one in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
@@ -226,7 +222,7 @@ def grouped(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
 
 
 def _resumed(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
-    """For an engine that draws behind what there is. Raises ApiError 400 where nothing may follow."""
+    """Return ``sampling`` for what is left of the sample. Raises ApiError 400 where no token may follow."""
     num_tokens = len(resumed.token_ids)
     if not resumed.is_over and num_tokens >= sampling.max_new_tokens:
         raise InvalidField("journal_records", num_tokens, f"must be below {sampling.max_new_tokens} tokens")
@@ -238,7 +234,7 @@ def _resumed(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
     )
 
 
-def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
+def _check_request_tokens(field: str, num_tokens: int, limits: RequestLimits) -> None:
     if num_tokens > limits.request_tokens:
         raise FieldRefused(
             field,
@@ -256,7 +252,7 @@ def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> N
 
 
 def _has_scores(wanted: WantedScores | None, num_prompt_tokens: int) -> bool:
-    """Whether the prompt has a token of which a logprob is wanted."""
+    """Whether the prompt has a token whose logprob is wanted."""
     return wanted is not None and wanted.first < num_prompt_tokens
 
 
@@ -270,14 +266,15 @@ def _check_scores(field: str, num_scores: int) -> None:
 
 
 def _max_new_tokens(
-    name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: RequestLimits, pool_tokens: int
 ) -> int:
-    """The asked number when it fits, else an error; without one, the default or what room there is.
+    """Return how many tokens the answer may have: the number asked for, else the default or all that fits.
+    Raises ApiError 400 where the number asked for does not fit.
 
     The last new token takes no place: its KV is never computed.
     """
     asked = options.max_new_tokens
-    num_new_tokens = asked or 1  # with none, too, the prompt has to fit
+    num_new_tokens = asked or 1  # the prompt has to fit even where no token is asked for
     length = f"{name}: the prompt has {num_prompt_tokens} tokens"
     if asked == 0:
         length += ", and none is generated"
@@ -286,7 +283,7 @@ def _max_new_tokens(
     else:
         length += ", and at least one more is generated"
     if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
-        # In the words by which clients know this error from others.
+        # Clients recognise the error by these words.
         rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
         raise _too_long(name, f"{length}; {rule}")
     if num_prompt_tokens + num_new_tokens - 1 > pool_tokens:
@@ -302,7 +299,7 @@ def _max_new_tokens(
     if min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field
         raise FieldRefused(
-            field, f"{min_new_tokens} is above {max_new_tokens}, all that this request can get"
+            field, f"{min_new_tokens} is above {max_new_tokens}, the most that this request can get"
         )
     return max_new_tokens
 

@@ -1,6 +1,6 @@
-"""Answers to ``/v1/responses``, as OpenAI publishes them, whole and streamed.
+"""Answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
-A block is an item of the output. Nothing is stored, so an answer's id finds nothing later.
+A block is an item of the output. Nothing is stored, so an answer cannot be retrieved by its id.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
-from hisparse_pd.serving.api.answers import Json, hisparse_usage
-from hisparse_pd.serving.api.app import Front, Work
-from hisparse_pd.serving.api.blocks import BlockAnswer
+from hisparse_pd.serving.api.app import DecodeContext, Work
+from hisparse_pd.serving.api.block_dialect import BlockDialect
+from hisparse_pd.serving.api.dialect import Json, hisparse_usage
 from hisparse_pd.serving.api.openai_responses import called_tool, custom_input
 from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -26,15 +26,15 @@ _GROWING = {
     BlockKind.TEXT: ("output_text", "text"),
     BlockKind.CALL: ("function_call_arguments", "arguments"),
 }
-"""What the events of an item's text are called, and its field in the last one."""
+"""For each kind, the name in the events of an item's text, and the text's field in the last of them."""
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 
-class Responses(BlockAnswer):
+class ResponsesDialect(BlockDialect):
     """``/v1/responses``."""
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
         self._echo = work.request.echo or {}
         self._sampling = work.request.options[0].sampling
         chat = work.request.chat
@@ -96,7 +96,7 @@ class Responses(BlockAnswer):
         return {"type": name, "sequence_number": self._num_events - 1, **fields}
 
     def _response(self, status: str, output: SampleOutput | None) -> Json:
-        """``output``: None where its usage is not told."""
+        """Return the response object. ``output`` is None where no usage is shown."""
         is_over = status in (_COMPLETED, _INCOMPLETE)
         return {
             "id": self._id,
@@ -121,7 +121,7 @@ class Responses(BlockAnswer):
         }
 
     def _item(self, block: Block, *, is_open: bool = False) -> Json:
-        """Of the output; ``is_open``: without what is in it yet."""
+        """Return an item of the output; where it ``is_open``, without its content."""
         status = _IN_PROGRESS if is_open else _INCOMPLETE if block.is_cut else _COMPLETED
         shown: Json = {"id": self._id_of(block), "status": status}
         text = "" if is_open else block.text

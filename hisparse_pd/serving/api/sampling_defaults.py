@@ -1,4 +1,4 @@
-"""What sampling is of a request that does not say: the checkpoint's, or OpenAI's."""
+"""The sampling parameters that a request leaves out: the checkpoint's, or OpenAI's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hisparse_pd.base.settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.protocol.decoding import decode_json
 from hisparse_pd.serving.api.body_parts import MAX_TOKENS
-from hisparse_pd.serving.api.declared import declared, decode
+from hisparse_pd.serving.api.declared import declared
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.http.http_errors import ApiError
 
 FILE_NAME = "generation_config.json"
@@ -21,7 +22,7 @@ FILE_NAME = "generation_config.json"
 
 @declared
 class _GenerationConfig:
-    """What of the file is used."""
+    """The fields of generation_config.json that are used."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
@@ -32,9 +33,9 @@ class _GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """As built, OpenAI's. ``top_k``: 0 for all tokens.
+    """Sampling parameters, by default OpenAI's. ``top_k`` is 0 for all tokens.
 
-    All decode nodes must have the same: a stream that goes on at another node is drawn there as here.
+    All decode nodes must have the same ones: a stream may go on at another node.
     """
 
     temperature: float = 1.0
@@ -45,15 +46,14 @@ class SamplingDefaults:
 
     @classmethod
     def of(cls, settings: DecodeSettings) -> SamplingDefaults:
-        """The defaults of a node with these settings. Raises CheckpointError."""
+        """Return the defaults of a node with these settings. Raises CheckpointError."""
         return cls() if settings.sampling_defaults == "openai" else cls.of_checkpoint(settings.model_path)
 
     @classmethod
     def of_checkpoint(cls, model_path: Path) -> SamplingDefaults:
-        """OpenAI's, but for what generation_config.json names. Raises CheckpointError for one that is no use.
+        """Return OpenAI's defaults changed by generation_config.json. Raises CheckpointError for a bad one.
 
-        ``do_sample`` is not looked at: like SGLang and vLLM, which do not know it either, a node draws
-        greedily at temperature 0 only.
+        ``do_sample`` is ignored, as by SGLang and vLLM: a node draws greedily at temperature 0 only.
         """
         path = model_path / FILE_NAME
         try:
@@ -74,13 +74,13 @@ class SamplingDefaults:
         return cls().changed_by(given)
 
     def changed_by(self, given: Any) -> SamplingDefaults:
-        """What attributes of ``given`` say, of these where they are None. Its ``top_k`` may be -1."""
-        said = {name: value for name in asdict(self) if (value := getattr(given, name)) is not None}
-        if "top_k" in said:
-            said["top_k"] = max(said["top_k"], 0)
-        return replace(self, **said)
+        """Return these with the attributes of ``given`` that are not None. Its ``top_k`` may be -1."""
+        changes = {name: value for name in asdict(self) if (value := getattr(given, name)) is not None}
+        if "top_k" in changes:
+            changes["top_k"] = max(changes["top_k"], 0)
+        return replace(self, **changes)
 
     def __str__(self) -> str:
-        """What differs from OpenAI's, for the log; empty for no difference."""
+        """Return what differs from OpenAI's, for the log; empty where nothing does."""
         ours, openai = asdict(self), asdict(SamplingDefaults())
         return ", ".join(f"{name} {value!r}" for name, value in ours.items() if value != openai[name])

@@ -1,4 +1,4 @@
-"""How the samples of a prompt are drawn: OpenAI's fields at the top level, SGLang's in sampling_params."""
+"""How the samples of a prompt are drawn, from OpenAI's top-level fields or SGLang's sampling_params."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hisparse_pd.serving.api.bodies import (
 from hisparse_pd.serving.api.bodies import SamplingParams as SglangParams
 from hisparse_pd.serving.api.body_parts import MAX_PROMPTS
 from hisparse_pd.serving.api.constraints import Constraint, generate_constraint
-from hisparse_pd.serving.api.declared import decode
+from hisparse_pd.serving.api.declared_decoding import decode
 from hisparse_pd.serving.api.raw_json import decode_item, first_chars, split
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http.http_errors import InvalidField
@@ -33,15 +33,15 @@ SEED_MASK = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """How the samples of one prompt are drawn, and what of them the client wants to see."""
+    """How the samples of one prompt are drawn, and what the client wants to see of them."""
 
     sampling: SamplingParams
-    """What the engine is told, but for how many tokens a sample gets; the seed is the first sample's."""
+    """The engine's parameters, but for the number of tokens. The seed is the first sample's."""
     n: int = 1
     max_new_tokens: int | None = None
-    """None: ``default_new_tokens``, or fewer when less room is left."""
+    """None for ``default_new_tokens``, or as many as there is room for."""
     default_new_tokens: int | None = None
-    """None: the node's own default, or whatever room is left."""
+    """None for the node's own default, or as many as there is room for."""
     max_new_tokens_field: str = "max_tokens"
     min_new_tokens_field: str = "min_tokens"
     biased_token_ids: tuple[int, ...] = ()
@@ -51,23 +51,23 @@ class SampleOptions:
     text_in_logprobs: bool = False
     """``/generate`` shows the text of each token beside its logprob."""
     constraint: Constraint | None = None
-    """What the answer has to be; the checkpoint's words for it are the grammar of ``sampling``."""
+    """What the answer has to be. ``sampling`` gets it as a grammar."""
     echo: bool = False
-    """The prompt's text comes first, with logprobs too when they are asked for."""
+    """The answer begins with the prompt's text, and with its logprobs where logprobs are asked for."""
     num_prompt_logprobs: int | None = None
-    """vLLM's ``prompt_logprobs``."""
+    """Value of vLLM's ``prompt_logprobs``."""
     logprob_start: int | None = None
-    """SGLang's ``logprob_start_len``; None: it is -1."""
+    """Value of SGLang's ``logprob_start_len``; None for -1."""
 
     def wanted_scores(self) -> WantedScores | None:
-        """Of the prompt's own tokens: all that any of the fields asks for."""
+        """Return which logprobs of the prompt's own tokens any of the fields asks for; None for none."""
         asked = [self.num_prompt_logprobs]
         asked += [self.sampling.num_logprobs] if self.echo or self.logprob_start is not None else []
         most = max((num for num in asked if num is not None), default=None)
         return None if most is None else WantedScores((self.logprob_start or 0) + 1, most)
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
-        """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
+        """Return a sample's parameters for the engine. A prompt's samples have successive 63-bit seeds."""
         seed = self.sampling.seed
         seed = None if seed is None else (seed + sample_index) & SEED_MASK
         return msgspec.structs.replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
@@ -79,10 +79,10 @@ def parse_openai_options(
     default_new_tokens: int | None,
     defaults: SamplingDefaults,
 ) -> SampleOptions:
-    limit = Given("max_tokens", body.max_tokens)
+    limit = IntegerField("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
-        limit = Given("max_completion_tokens", body.max_completion_tokens)
-    minimum = Given("min_tokens", body.min_tokens)
+        limit = IntegerField("max_completion_tokens", body.max_completion_tokens)
+    minimum = IntegerField("min_tokens", body.min_tokens)
     options = _options(body, limit, minimum, body.seed, body.stop, defaults, body.n, num_logprobs)
     if body.best_of is not None and body.best_of != options.n:
         raise InvalidField(
@@ -99,7 +99,7 @@ def parse_openai_options(
 def parse_generate_options(
     body: GenerateBody, num_prompts: int, defaults: SamplingDefaults
 ) -> tuple[SampleOptions, ...]:
-    """One a prompt: the same for all, or from a list."""
+    """Return the options of each prompt, either shared or from a list."""
     num_logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
     start = body.logprob_start_len if num_logprobs is not None else None
     name, given = "sampling_params", body.sampling_params
@@ -126,27 +126,27 @@ def parse_generate_options(
 
 
 def parse_turn_options(body: MessagesBody | ResponsesBody, defaults: SamplingDefaults) -> SampleOptions:
-    """Of Anthropic's messages and OpenAI's responses."""
+    """Return the options of Anthropic's messages and OpenAI's responses."""
     stop: str | list[str] | None
     if isinstance(body, MessagesBody):
-        limit, stop = Given("max_tokens", body.max_tokens), body.stop_sequences
+        limit, stop = IntegerField("max_tokens", body.max_tokens), body.stop_sequences
     else:
-        limit, stop = Given("max_output_tokens", body.max_output_tokens), body.stop
-    return _options(body, limit, Given("min_tokens", body.min_tokens), body.seed, stop, defaults)
+        limit, stop = IntegerField("max_output_tokens", body.max_output_tokens), body.stop
+    return _options(body, limit, IntegerField("min_tokens", body.min_tokens), body.seed, stop, defaults)
 
 
 def _sglang_options(
     params: SglangParams, name: str, defaults: SamplingDefaults, num_logprobs: int | None
 ) -> SampleOptions:
-    limit = Given(f"{name}.max_new_tokens", params.max_new_tokens)
-    minimum = Given(f"{name}.min_new_tokens", params.min_new_tokens)
+    limit = IntegerField(f"{name}.max_new_tokens", params.max_new_tokens)
+    minimum = IntegerField(f"{name}.min_new_tokens", params.min_new_tokens)
     seed, stop = params.sampling_seed, params.stop
     options = _options(params, limit, minimum, seed, stop, defaults, params.n, num_logprobs)
     return replace(options, constraint=generate_constraint(params, name))
 
 
-class Given(NamedTuple):
-    """A field by its path, and its value."""
+class IntegerField(NamedTuple):
+    """The path and value of an integer field."""
 
     name: str
     value: int | None
@@ -154,8 +154,8 @@ class Given(NamedTuple):
 
 def _options(
     drawing: Drawing,
-    limit: Given,
-    minimum: Given,
+    limit: IntegerField,
+    minimum: IntegerField,
     seed: int | None,
     stop: str | list[str] | None,
     defaults: SamplingDefaults,

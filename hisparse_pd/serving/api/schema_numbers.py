@@ -1,11 +1,11 @@
-"""The numbers of a schema: bounds that llguidance would shift, and literals that it would misread."""
+"""The numbers of a schema that llguidance would shift, as bounds, or misread, as literals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from hisparse_pd.serving.api.argument_forms import InexactNumber, Steps, listed, path_of
+from hisparse_pd.serving.api.argument_forms import InexactNumber, Steps, listed, path_of, types_of
 from hisparse_pd.serving.api.exact_numbers import (
     BOUNDS,
     LENGTHS,
@@ -26,7 +26,7 @@ Schema = Mapping[str, object]
 
 
 class SchemaNumbers:
-    """Which parts of a schema have numbers that llguidance would spell otherwise, or take for others."""
+    """Finds the parts of a schema with literal numbers that llguidance would spell otherwise or misread."""
 
     def __init__(self, root: Schema, steps: Steps) -> None:
         """Raises InexactNumber for a bound that cannot be enforced exactly."""
@@ -34,18 +34,18 @@ class SchemaNumbers:
         self._root = root
         self._steps = steps
         self._literals: set[int] = set()
-        """Schemas, by id, that have such numbers themselves; the schema keeps them alive."""
+        """Ids of schemas that have such numbers themselves; the root keeps the schemas alive."""
         self._users: dict[int, list[int]] = {}
-        """By schema, those that it is a part of, or that refer to it."""
+        """For each schema, by id, the schemas that contain it or refer to it."""
         self._look(root)
         self._concerned = self._reached(self._literals)
 
     def concern(self, schema: object) -> bool:
-        """Whether the schema, or what it refers to, has such numbers."""
+        """Whether the schema, or any that it contains or refers to, has such numbers."""
         return id(schema) in self._concerned
 
     def target(self, reference: object) -> object:
-        """What is referred to; None where it is not in this document."""
+        """Return the schema at ``reference``; None where it is not in this document."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         self._steps.spend(1 + len(reference) // 8)
@@ -83,14 +83,15 @@ class SchemaNumbers:
             reference = schema["$ref"]
             if isinstance(target := self.target(reference), dict):
                 found.append((str(reference), target))
-            else:  # an anchor, perhaps: of any of them
+            else:  # it may be an anchor of any definition
                 for word in _DEFINITIONS:
                     found += _named(f"#/{word}", self._root.get(word))
         self._steps.spend(len(found) // 8)
         return ((where, part) for where, part in found if isinstance(part, dict))
 
     def _check_bounds(self, place: str, schema: Schema) -> None:
-        of_integers = schema.get("type") == "integer"
+        types = types_of(schema)
+        of_integers = "integer" in types and "number" not in types
         for word in BOUNDS:
             value = schema.get(word)
             if is_number(value) and (fault := fault_of_bound(word, value, of_integers=of_integers)):
@@ -112,7 +113,7 @@ class SchemaNumbers:
             )
 
     def _reached(self, start: set[int]) -> set[int]:
-        """With all that use them."""
+        """Return ``start`` with all schemas that contain or refer to one of them."""
         found, open_schemas = set(start), list(start)
         while open_schemas:
             for user in self._users.get(open_schemas.pop(), ()):

@@ -1,8 +1,7 @@
-"""The bodies of the endpoints that generate, parsed and checked.
+"""Parses and checks the bodies of the endpoints that generate.
 
-``parse_request`` makes an ``ApiRequest`` of a body. Whatever needs no tokenizer is checked here;
-``requests.py`` does the rest. Unknown fields are ignored; a known field that asks for something unsupported
-is an error.
+``parse_request`` makes an ``ApiRequest`` of a body, and checks all that needs no tokenizer; ``requests.py``
+checks the rest. Unknown fields are ignored. A known field that asks for something unsupported is an error.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import (
     BODIES,
-    Addressed,
+    AddressedBody,
     ChatBody,
     CompletionsBody,
     Endpoint,
     GenerateBody,
     MessagesBody,
     ResponsesBody,
-    Served,
+    ServedBody,
 )
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES, Labels
 from hisparse_pd.serving.api.constraints import (
@@ -36,16 +35,12 @@ from hisparse_pd.serving.api.constraints import (
     messages_constraint,
     responses_constraint,
 )
-from hisparse_pd.serving.api.declared import decode, decode_body
-from hisparse_pd.serving.api.journal import Journal
+from hisparse_pd.serving.api.declared_decoding import decode, decode_body
+from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
 from hisparse_pd.serving.api.openai_responses import parse_responses
-from hisparse_pd.serving.api.prompts import (
-    ChatPrompt,
-    Prompt,
-    generate_prompt,
-    parse_chat_prompt,
-    parse_prompts,
-)
+from hisparse_pd.serving.api.plain_prompts import generate_prompt, parse_prompts
+from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
+from hisparse_pd.serving.api.request_journal import RequestJournal
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.api.sampling_options import (
     COMPLETIONS_DEFAULT_TOKENS,
@@ -58,27 +53,27 @@ from hisparse_pd.serving.api.sampling_options import (
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 
 DEFAULT_BOOTSTRAP_PORT: int = PrefillSettings.model_fields["bootstrap_port"].default
-"""Where a decode node looks when ``bootstrap_port`` is null: a prefill node's default port."""
+"""Port of a prefill node whose ``bootstrap_port`` is null: a prefill node's default port."""
 
 OPENAI_DEFAULTS = SamplingDefaults()
 
 _NO_MODEL = ("", "unknown", "default")
-"""What public routers and clients fill in when the client named no model."""
+"""Values of ``model`` from public routers and clients where nobody named a model."""
 
 
 class StreamedUsage(Enum):
-    """Which chunks of an OpenAI stream carry usage."""
+    """The chunks of an OpenAI stream that have usage."""
 
     NONE = auto()
     LAST = auto()
-    """One more chunk at the end, for the whole request."""
+    """A further chunk at the end has the usage of the whole request."""
     EVERY = auto()
-    """That, and each chunk what its sample has used so far."""
+    """Each chunk also has its sample's usage so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The prefill node of one sample, and the room under which it knows the sample."""
+    """The prefill node of one sample, and the sample's room."""
 
     bootstrap_host: str
     bootstrap_port: int
@@ -87,53 +82,53 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """One HTTP request. ``options[p]`` and ``roots[p]`` belong to ``prompts[p]``; ``rendezvous`` has one a
-    sample."""
+    """One parsed HTTP request. ``options[p]`` and ``roots[p]`` belong to ``prompts[p]``."""
 
     endpoint: Endpoint
     prompts: tuple[Prompt, ...]
     prompt_field: str
     is_batch: bool
-    """The prompts came as a list: ``/generate`` then answers with a list."""
+    """The prompts came as a list, so ``/generate`` answers with a list."""
     options: tuple[SampleOptions, ...]
     roots: tuple[PageKey, ...]
-    """Of each prompt's keys, as the request's isolation key has it."""
+    """Root of each prompt's page keys, which depends on the isolation keys."""
     rendezvous: tuple[Rendezvous, ...]
+    """One entry a sample."""
     stream: bool
     usage: StreamedUsage
     hisparse: HisparseFlag | None
     is_speculative: bool
     request_ids: tuple[str, ...]
-    """``rid`` of ``/generate``: one a prompt, or ()."""
+    """Values of ``rid`` of ``/generate``, one a prompt; empty where there are none."""
     returns_token_ids: bool = False
-    """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
+    """Show token ids of prompts and answers, as vLLM does; ``/generate`` always shows those of answers."""
     names_tokens_by_id: bool = False
-    """Call tokens in logprobs ``token_id:N``, as vLLM does."""
+    """Name tokens in logprobs ``token_id:N``, as vLLM does."""
     echo: dict[str, object] | None = None
     """Fields of ``/v1/responses`` that its answer repeats."""
     omits_thinking: bool = False
-    """An answer to ``/v1/messages`` does not show its thinking."""
-    journal: Journal | None = None
-    """None: there is no router that keeps one."""
+    """Do not show the thinking in an answer to ``/v1/messages``."""
+    journal: RequestJournal | None = None
+    """None where no router keeps a journal."""
 
     @property
     def chat(self) -> ChatPrompt | None:
-        """The conversation, of which a request has one; None: it has other prompts."""
+        """The request's only conversation; None where it has other prompts."""
         (prompt, *_) = self.prompts
         return prompt if isinstance(prompt, ChatPrompt) else None
 
     @property
     def wants_scores(self) -> bool:
-        """Logprobs of a prompt's own tokens."""
+        """Whether logprobs of a prompt's own tokens are asked for."""
         return any(options.wanted_scores() is not None for options in self.options)
 
 
 def parse_request(
     endpoint: Endpoint, content: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
 ) -> ApiRequest:
-    """Check ``content``, a body; what it does not say of drawing tokens is of ``defaults``. Raises ApiError:
-    400 for a field, 404 for another model than ``model_name``."""
-    body: Served = decode_body(BODIES[endpoint], content)
+    """Parse the body ``content``. Sampling parameters that it leaves out are those of ``defaults``. Raises
+    ApiError: 400 for a field, 404 for another model than ``model_name``."""
+    body: ServedBody = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
     echo = chat = constraint = None
     prompt_field = "messages"
@@ -190,30 +185,29 @@ def parse_request(
         ),
         echo=echo,
         omits_thinking=_omits_thinking(body),
-        journal=Journal.of(body, num_samples),
+        journal=RequestJournal.of(body, num_samples),
     )
     if body.stream and parsed.wants_scores:
         raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
     return parsed
 
 
-def _omits_thinking(body: Served) -> bool:
+def _omits_thinking(body: ServedBody) -> bool:
     thinking = body.thinking if isinstance(body, MessagesBody) else None
     return thinking is not None and thinking.display == "omitted"
 
 
 def derive_room(room: int, sample_index: int) -> int:
-    """The room of a prompt's sample ``sample_index``: ``room`` itself for the first, else a hash of both.
-
-    In [0, 2**63).
-    """
+    """Return the room of a prompt's sample, in [0, 2**63): ``room`` itself for the first, else a hash of
+    ``room`` and ``sample_index``."""
     if sample_index == 0:
         return room
     key = room.to_bytes(8, "big") + sample_index.to_bytes(4, "big")
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def check_model(body: Addressed, model_name: str) -> None:
+def check_model(body: AddressedBody, model_name: str) -> None:
+    """Raises ApiError 404 for another model than ``model_name``."""
     if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
         raise ApiError(
             404,
@@ -226,10 +220,10 @@ def check_model(body: Addressed, model_name: str) -> None:
 # --- what the router adds, and the rest --------------------------------------------------------------
 
 
-def _rendezvous(body: Served, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
-    """One a sample, prompt-major. Lists have one entry a prompt or one a sample; one value serves all.
-
-    Of a room for several samples the first uses it, the others derive theirs.
+def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
+    """Return the rendezvous of each sample, prompt-major. A field has one value for all samples, or a list of
+    one entry a prompt or a sample. Where samples share a room, the first uses it and the others derive
+    theirs.
     """
     for field in ("bootstrap_room", "bootstrap_host"):
         if getattr(body, field) is None:
@@ -256,7 +250,7 @@ def _rendezvous(body: Served, samples_per_prompt: Sequence[int]) -> tuple[Rendez
 
 
 def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[tuple[Any, int]]:
-    """``(value, index among the samples that share it)`` of each sample."""
+    """Return the value of each sample, and the sample's index among those that share the value."""
     num_samples = sum(samples_per_prompt)
     if not isinstance(value, list):
         return [(value, index) for index in range(num_samples)]
@@ -269,14 +263,14 @@ def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[t
 
 
 def _bootstrap_host(value: str) -> str:
-    """Without the brackets that a URL puts round an IPv6 address."""
+    """Return a host without the brackets that a URL puts round an IPv6 address. Raises InvalidField."""
     host = value.removeprefix("[").removesuffix("]")
     if not is_host(host):
         raise InvalidField("bootstrap_host", value, "must be a host name or an address")
     return host
 
 
-def _streamed_usage(body: Served) -> StreamedUsage:
+def _streamed_usage(body: ServedBody) -> StreamedUsage:
     options = body.stream_options if isinstance(body, CompletionsBody | ChatBody) else None
     if options is None:
         return StreamedUsage.NONE
@@ -287,8 +281,8 @@ def _streamed_usage(body: Served) -> StreamedUsage:
     return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST
 
 
-def _labels(body: Served) -> Labels:
-    """What public routers let pass of the fields that they drop at the top level, where these count first."""
+def _labels(body: ServedBody) -> Labels:
+    """Return the fields in labels, which public routers pass on. Values at the top level take precedence."""
     match body:
         case ChatBody() | MessagesBody():
             labels = body.metadata
@@ -301,13 +295,13 @@ def _labels(body: Served) -> Labels:
     return labels or Labels()
 
 
-def _hisparse(body: Served, labels: Labels) -> HisparseFlag | None:
+def _hisparse(body: ServedBody, labels: Labels) -> HisparseFlag | None:
     given = labels.hisparse if body.hisparse is None else body.hisparse
     return None if given is None else HisparseFlag(str(given).lower())
 
 
-def _roots(body: Served, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
-    """One a prompt: each field is one value for all, or a list of one a prompt."""
+def _roots(body: ServedBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
+    """Return the root of each prompt's keys. Each field has one value for all prompts, or one a prompt."""
     keys: list[list[str | None]] = []
     for field in ("cache_salt", "extra_key"):
         given = getattr(body, field)
@@ -321,7 +315,7 @@ def _roots(body: Served, labels: Labels, num_prompts: int) -> tuple[PageKey, ...
     return tuple(map(root_of, *keys))
 
 
-def _request_ids(body: Served, num_prompts: int) -> tuple[str, ...]:
+def _request_ids(body: ServedBody, num_prompts: int) -> tuple[str, ...]:
     if not isinstance(body, GenerateBody) or body.rid is None:
         return ()
     rid = body.rid

@@ -1,11 +1,11 @@
-"""What a checkpoint's chat template takes otherwise than clients give it, so that nothing is lost in silence.
+"""Fits a conversation to the checkpoint's chat template, which would silently lose part of it otherwise.
 
-- A template without the role ``developer`` drops such messages: they become a system's.
+- A template without the role ``developer`` drops such messages: they become system messages.
 - Most templates want the arguments of earlier calls as an object, DeepSeek-V3.1's as JSON text. Arguments
-  that are no JSON object are shown as the text that they are: V3.1's in their place, others' as an argument.
-- A level of ``reasoning_effort`` that a template does not name means its default, which for GLM-5.2 and later
-  is the highest. So it becomes the next higher level that the template names, if there is one. A request for
-  no effort also switches thinking off, where there is a switch.
+  that are no JSON object stay text: V3.1's template gets the text itself, others get an object with it.
+- A template takes a level of ``reasoning_effort`` that it does not name for its default, which for GLM-5.2
+  and later is the highest. Such a level becomes the next higher one that the template names, if there is one.
+  A request for no effort also switches thinking off, where there is a switch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from hisparse_pd.serving.api.prompts import ChatPrompt
 Message = dict[str, object]
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""From the least on, in the words of all APIs."""
+"""Levels of all APIs, the least first."""
 _NO_EFFORT = ("none", "minimal")
 _SWITCHES = ("thinking", "enable_thinking")
-"""Of DeepSeek's templates and of GLM's."""
+"""Template arguments that switch thinking, DeepSeek's and GLM's."""
 _NAMED_EFFORT = re.compile(rf"""["']({"|".join(_EFFORTS)})["']""")
 
 
 class TemplateFit:
-    """``template``: all that the checkpoint's say, if it has any. ``markup``: of its calls."""
+    """The needs of one checkpoint's chat template."""
 
     def __init__(self, template: str | None, markup: ToolMarkup | None) -> None:
+        """``template`` is the text of all the checkpoint's templates; ``markup`` is that of its calls."""
         self._takes_developer = template is not None and "developer" in template
         self._writes_arguments = markup is ToolMarkup.DEEPSEEK_V31
         has_effort = template is not None and "reasoning_effort" in template
@@ -39,7 +40,7 @@ class TemplateFit:
         self._efforts = [effort for effort in _EFFORTS if effort in named]
 
     def fitted(self, prompt: ChatPrompt) -> ChatPrompt:
-        """The same conversation for the template."""
+        """Return the conversation as the template takes it."""
         return replace(
             prompt,
             messages=tuple(map(self._message, prompt.messages)),

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer and chat template: prompts to token ids, in a thread when they are long."""
+"""Encodes prompts with the checkpoint's tokenizer and chat template, long ones in a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hisparse_pd.serving.api.chat_format import (
     think_marks,
     tool_markup,
 )
-from hisparse_pd.serving.api.client_text import ClientText, StandIns
+from hisparse_pd.serving.api.client_text import ClientText, StandIns, TemplateInput
 from hisparse_pd.serving.api.detokenizer import TokenBytes
 from hisparse_pd.serving.api.grammar_checks import GrammarChecks
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
@@ -29,18 +29,18 @@ from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, Invalid
 from hisparse_pd.serving.http.off_loop import off_loop
 
 _INLINE_CHARS = 4096
-"""Up to this length, encoding takes well under a millisecond and is done at once."""
+"""Longest text that is encoded on the event loop, which takes well under a millisecond."""
 
 _WITHOUT_TEMPLATE = "deepseek_v32"
-"""The family of models that is published so; the file of its name is ours."""
+"""The family of models that is published without a chat template; ours is in the file of this name."""
 
 _BATCH_CHARS = 1 << 18
 _BATCH_PROMPTS = 64
-"""Prompts are encoded in batches of no more than these; a longer one is a batch of its own."""
+"""Most characters and prompts of a batch; a longer prompt is a batch of its own."""
 
 
 class TextCodec:
-    """Encodes prompts. ``token_bytes`` decodes."""
+    """Encodes prompts; ``token_bytes`` decodes tokens."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class TextCodec:
         *,
         clients_write_tokens: bool = False,
     ) -> None:
-        """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
-        ``model_type``: of config.json, the family of models that it belongs to; ``first_token_id``: begins a
-        text that gets special tokens, also where the tokenizer itself puts nothing before it;
-        ``clients_write_tokens``: what spells a control token in a chat is that token, whoever wrote it.
+        """``tokenizer`` is a fast tokenizer of transformers, ``vocab_size`` the number of rows of the model's
+        embedding, and ``model_type`` the family of models in config.json. ``first_token_id`` begins a text
+        with special tokens, even if the tokenizer puts none before it. With ``clients_write_tokens`` any
+        spelling of a control token in a chat is that token, whoever wrote it.
         """
         self._tokenizer = tokenizer
         self._first_token = b"" if first_token_id is None else pack_token_ids([first_token_id])
@@ -89,7 +89,7 @@ class TextCodec:
     @classmethod
     def load(cls, model_path: Path, *, clients_write_tokens: bool = False) -> TextCodec:
         """Read the tokenizer from a local checkpoint. Raises CheckpointError."""
-        # Late, because it takes a second; and this class, because AutoTokenizer imports torch.
+        # Imported here because that takes a second. AutoTokenizer would import torch.
         from transformers import PreTrainedTokenizerFast
 
         config = _json_object(model_path / "config.json")
@@ -123,11 +123,11 @@ class TextCodec:
         *,
         add_special: bool | None = None,
     ) -> tuple[bytes, ...]:
-        """Token ids of each prompt, packed (``pack_token_ids``); errors call them by their ``names``.
+        """Return the token ids of each prompt, packed (``pack_token_ids``). ``names`` are for errors.
 
-        ``add_special``: put the tokenizer's special tokens round a text; None: unless a template wrote it.
-        Raises ApiError 400: nothing to encode, an id outside the vocabulary, a template that refuses the
-        conversation, or a text that is longer than ``max_tokens`` whatever its tokens are.
+        ``add_special`` puts the tokenizer's special tokens round a text; None does so unless a template wrote
+        the text. Raises ApiError 400 where there is nothing to encode, an id is outside the vocabulary, the
+        template refuses the conversation, or a text must have more than ``max_tokens``.
         """
         if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
             return tuple(self._encode(prompts, names, max_tokens, add_special))
@@ -138,24 +138,24 @@ class TextCodec:
         return tuple(packed)
 
     async def check_grammar(self, text: str, field: str) -> None:
-        """Raises ApiError, as ``GrammarChecks.check``."""
+        """Check a grammar (``GrammarChecks.check``). Raises ApiError."""
         if self._grammar_checks is None:
             raise FieldRefused(field, "this model's tokenizer takes no grammars")
         await self._grammar_checks.check(text, field)
 
     @property
     def description(self) -> dict[str, object]:
-        """Its special tokens and its template, by the names of tokenizer_config.json."""
+        """Special tokens and chat template, by their names in tokenizer_config.json."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         shown = {name: getattr(self._tokenizer, name) for name in names}
         return {"tokenizer_class": type(self._tokenizer).__name__, **shown}
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The tokens as the vocabulary spells them; None for an id that only pads it."""
+        """Return the tokens as the vocabulary spells them, with None for an id that only pads it."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     async def text_of(self, packed: bytes) -> str:
-        """What packed token ids stand for together, special ones too."""
+        """Return the text of packed token ids, special ones included."""
         token_ids = unpack_token_ids(packed)
         if len(token_ids) <= _INLINE_CHARS:
             return self.bytes_of(token_ids.tolist()).decode(errors="replace")
@@ -166,13 +166,13 @@ class TextCodec:
         return b"".join(parts).decode(errors="replace")
 
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
-        """What the tokens stand for together, special ones too."""
+        """Return the bytes of the tokens, special ones included."""
         return b"".join(map(self.token_bytes.of, token_ids))
 
     def _encode(
         self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int, add_special: bool | None
     ) -> list[bytes]:
-        """Of prompts of one kind."""
+        """Encode prompts, either all of them token ids, all texts or all chats."""
         texts: list[str] = []
         is_chat = False
         for prompt, name in zip(prompts, names, strict=True):
@@ -199,14 +199,14 @@ class TextCodec:
         return packed
 
     def _encode_texts(self, texts: list[str], is_chat: bool, add_special: bool) -> list[list[int]]:
-        # Unlike ``encode``, the batch calls let other threads run: streams go on meanwhile.
+        # Unlike ``encode``, batch calls release the interpreter, so streams go on meanwhile.
         if is_chat and self._client_text is not None:
             return self._client_text.encode(texts, add_special=add_special)
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
 
     def check_ids(self, prompt: bytes, name: str) -> None:
-        """Raises InvalidField for an id outside the vocabulary, of token ids as of ``pack_token_ids``."""
+        """Check packed token ids. Raises InvalidField for an id outside the vocabulary."""
         token_ids = unpack_token_ids(prompt)
         if not len(token_ids):
             return
@@ -217,7 +217,7 @@ class TextCodec:
             )
 
     def _check_length(self, text: str, name: str, max_tokens: int) -> None:
-        """Refuse a hopeless text before it costs seconds to encode."""
+        """Raise FieldRefused for a text that cannot fit, before it takes seconds to encode."""
         if len(text) <= max_tokens or self._backend.normalizer is not None:
             return
         at_least = len(text.encode()) // self.token_bytes.max_token_bytes
@@ -230,40 +230,43 @@ class TextCodec:
             )
 
     def _render(self, prompt: ChatPrompt, name: str, max_tokens: int) -> str:
-        """What the template writes, for ``_encode_texts``."""
+        """Return the chat as the template writes it, for ``_encode_texts``."""
         if prompt.tools and not self._takes_tools:
             raise FieldRefused("tools", "the model's chat template takes none")
         prompt = self._fit.fitted(prompt)
         if self._has_our_template and not (prompt.add_generation_prompt or prompt.continue_final_message):
             raise FieldRefused(
-                "add_generation_prompt", "this model's chats are written with what begins the answer only"
+                "add_generation_prompt",
+                "the model's chat template always ends with the beginning of an answer",
             )
         stand_ins: StandIns | None = None
         try:
-            messages, tools, arguments = list(prompt.messages), list(prompt.tools), prompt.template_arguments
-            if self._client_text is not None:
-                messages, tools, arguments, stand_ins = self._client_text.shown(prompt)
+            if self._client_text is None:
+                given = TemplateInput(list(prompt.messages), list(prompt.tools), prompt.template_arguments)
+            else:
+                given = self._client_text.template_input(prompt)
+            stand_ins = given.stand_ins
             chat = str(
                 self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools or None,
+                    given.messages,
+                    tools=given.tools or None,
                     tokenize=False,
                     add_generation_prompt=prompt.add_generation_prompt,
                     continue_final_message=prompt.continue_final_message,
-                    **arguments,
+                    **given.arguments,
                 )
             )
         except RecursionError as error:
             raise ApiError(400, "messages, tools: nested too deeply to be written") from error
         except (jinja2.TemplateError, ValueError, TypeError) as error:
-            why = str(error) if stand_ins is None else stand_ins.replaced(str(error))
+            why = str(error) if stand_ins is None else stand_ins.restored(str(error))
             raise FieldRefused("messages", f"the model's chat template refuses them: {why}") from error
-        self._check_length(chat if stand_ins is None else stand_ins.replaced(chat), name, max_tokens)
-        return chat if self._client_text is None else self._client_text.told_apart(chat, stand_ins)
+        self._check_length(chat if stand_ins is None else stand_ins.restored(chat), name, max_tokens)
+        return chat if self._client_text is None else self._client_text.with_breaks(chat, stand_ins)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """What a file of the checkpoint says. Raises CheckpointError."""
+    """Read a JSON file of the checkpoint. Raises CheckpointError."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -274,8 +277,8 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _first_token_id(model_path: Path, tokenizer: Any) -> int | None:
-    """The BOS token's id if tokenizer_config.json has ``add_bos_token``, which transformers leaves to the
-    post-processor of tokenizer.json; DeepSeek's have none. Raises CheckpointError.
+    """Return the BOS token's id if tokenizer_config.json has ``add_bos_token``: transformers leaves it to the
+    post-processor of tokenizer.json, and DeepSeek's tokenizers have none. Raises CheckpointError.
     """
     path = model_path / "tokenizer_config.json"
     if not path.exists() or _json_object(path).get("add_bos_token") is not True:
@@ -287,13 +290,13 @@ def _first_token_id(model_path: Path, tokenizer: Any) -> int | None:
 
 
 def _template_text(tokenizer: Any) -> str | None:
-    """All that a checkpoint's templates say; some have one for each use."""
+    """Return the text of all the checkpoint's templates; some checkpoints have one for each use."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 def _read_marks(tokenizer: Any, template: str) -> ThinkMarks | None:
-    """The marks of reasoning that the template looks for in the text of an earlier answer, seen by trial."""
+    """Return the marks of reasoning that the template looks for in earlier answers, found by a trial."""
 
     def chat(answer: str) -> str:
         turns = ("user", "a question"), ("assistant", answer), ("user", "a question")
@@ -311,7 +314,7 @@ def _read_marks(tokenizer: Any, template: str) -> ThinkMarks | None:
 
 
 def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-    """The prompts in order, cut before one with which a batch would be too large."""
+    """Yield the prompts in order, in batches of bounded size."""
     start = num_chars = 0
     for index, prompt in enumerate(prompts):
         of_prompt = _num_chars(prompt)
@@ -323,10 +326,10 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 
 
 def _num_chars(prompt: Prompt) -> int:
-    """Of the text that is to be encoded; for a conversation more than that, for what the template costs."""
+    """Return the characters to encode. A conversation has more, for the time that its template takes."""
     match prompt:
         case bytes():
-            return len(prompt) // 64 + 1  # a look at each id is all
+            return len(prompt) // 64 + 1  # ids are checked, not encoded
         case str():
             return len(prompt)
         case ChatPrompt():

@@ -1,7 +1,7 @@
-"""When what happened to one HTTP request: for histograms, ``server-timing`` and traces.
+"""The phases of one HTTP request with their times: for histograms, ``server-timing`` and traces.
 
-What the engines say of their phases comes here, sample by sample, and with the first token what the prefill
-node said of its own. The trace's spans are made of it afterwards, with the times that the engines took.
+Engines report their phases sample by sample; the decode node's first report includes the prefill node's
+phases. A trace gets its spans from these reports, with the engines' times.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from hisparse_pd.base.tracing import RequestSpan
 
 TIMING_HEADER = b"x-request-timing"
-"""Of a request: with ``1`` its answer has ``server-timing``."""
+"""Header of a request; with ``1`` the answer has ``server-timing``."""
 
 MAX_TRACED_SAMPLES = 16
-"""Of one HTTP request; the phases of its other samples are no spans."""
+"""Samples of one HTTP request whose phases become spans."""
 
 _PLAIN = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
 _LANDING = "landing"
-"""The phase of a decode node at whose end a prefill node's last one ended."""
+"""The decode node's phase that ends when the prefill node's last one ends."""
 
 
 class Timeline:
-    """One HTTP request, from its complete body on."""
+    """The times of one HTTP request, from its complete body on."""
 
     def __init__(
         self,
@@ -46,29 +46,30 @@ class Timeline:
         headers: Iterable[tuple[bytes, bytes]],
         span: RequestSpan | None,
     ) -> None:
-        """``arrived_at``: of ``time.monotonic``. ``headers``: of the request. ``span``: None: not traced."""
+        """``arrived_at`` is a time of ``time.monotonic``, and ``headers`` are the request's. ``span`` is None
+        where the request is not traced."""
         self._metrics = metrics
         self._arrived_at = arrived_at
         self._complete_at = time.monotonic()
         self._is_asked = (TIMING_HEADER, b"1") in [(name.lower(), value.strip()) for name, value in headers]
         self._span = span if span is not None and span.is_recording else None
         self._secs: dict[str, float] = {}
-        """By phase, the longest that it took of any sample."""
+        """Seconds of each phase, of the sample that took longest."""
         self._samples: Sequence[SampleRequest] = ()
         self._ranks: Mapping[str, int] = {}
         self._checked_at = 0.0
-        """Unix time."""
+        """Unix time when the body was parsed and its prompts were tokens."""
         self._ended_at: dict[int, float] = {}
-        """By sample, Unix time of its last phase's end."""
+        """Unix time of the end of each sample's last phase."""
         self._decoding: set[int] = set()
-        """Samples that have had their first step and not their last."""
+        """Samples that have had their first decode step and not their last."""
         self._told: dict[int, RequestStats] = {}
-        """What was last said of each sample that is traced."""
+        """Latest statistics of each traced sample."""
         self._num_output_tokens = 0
         self._finish_reasons: list[str] = []
 
     def checked(self, request: ApiRequest, samples: Sequence[SampleRequest], model_name: str) -> None:
-        """The body is parsed and its prompts are tokens."""
+        """Note that the body is parsed and its prompts are tokens."""
         now, ahead = time.monotonic(), wall_clock_ahead()
         self._samples, self._checked_at = samples, now + ahead
         self._took("tokenize", now - self._complete_at)
@@ -87,11 +88,11 @@ class Timeline:
             self._span.part("tokenize", self._complete_at + ahead, self._checked_at, num_tokens)
 
     def sent(self, ranks: Mapping[str, int]) -> None:
-        """The samples went to the engines of these ``ranks``, by request id."""
+        """Note that the samples went to the engines of these ``ranks``, by request id."""
         self._ranks = ranks
 
     def first_token(self) -> float:
-        """A sample's first token has come, after so many seconds, which are the answer."""
+        """Note that a sample's first token has come. Returns the seconds since the request arrived."""
         secs = time.monotonic() - self._arrived_at
         self._secs.setdefault("ttft", secs)
         return secs
@@ -105,9 +106,9 @@ class Timeline:
         *,
         error: str = "",
     ) -> None:
-        """Sample ``index`` has been through ``phases``; ``error``: in the last of which it failed.
+        """Note that sample ``index`` has been through ``phases``. With ``error`` it failed in the last one.
 
-        ``prefill``: what the prefill node said when the landing ended.
+        ``prefill`` is what the prefill node reported when the landing ended.
         """
         if told is not None and self._is_traced(index):
             self._told[index] = told
@@ -120,8 +121,8 @@ class Timeline:
             self._decoding.add(index)
 
     def _note_prefill(self, index: int, times: PrefillTimes, landing_began_at: float) -> None:
-        """The prefill node's phases, which ended with the landing. Its clock may be another machine's: only
-        what they took is known."""
+        """Note the prefill node's phases, which ended with the landing. Only their durations are known: its
+        clock may be another machine's."""
         phases = {
             "prefill_queue": times.queue_secs,
             "prefill": times.prefill_secs,
@@ -141,7 +142,7 @@ class Timeline:
             )
 
     def finished(self, index: int, num_tokens: int, reason: FinishReason) -> None:
-        """Sample ``index`` has all its tokens."""
+        """Note that sample ``index`` has all its tokens."""
         self._num_output_tokens += num_tokens
         if len(self._finish_reasons) < MAX_TRACED_SAMPLES:
             self._finish_reasons.append(str(reason))
@@ -159,13 +160,13 @@ class Timeline:
             )
 
     def failed(self, index: int, phases: Sequence[Phase], error: str) -> None:
-        """Sample ``index``, and the request with it, ended in the last of ``phases`` or after them."""
+        """Note that sample ``index``, and the request with it, failed in the last of ``phases`` or later."""
         self.note(index, phases, error=error)
         if self._span is not None:
             self._span.error = error
 
     def close(self) -> None:
-        """No more comes. A sample that has not finished has failed, or its client is gone."""
+        """End the request. A sample that has not finished has failed, or its client is gone."""
         if self._span is None:
             return
         for index in self._decoding:
@@ -183,7 +184,7 @@ class Timeline:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """For the answer, if it was asked for: what is known by now, in milliseconds."""
+        """The ``server-timing`` header with the phases so far, in milliseconds, where it was asked for."""
         if not self._is_asked:
             return []
         secs = self._secs | {"total": time.monotonic() - self._arrived_at}
@@ -205,7 +206,7 @@ class Timeline:
         error: str = "",
         attributes: Attributes | None = None,
     ) -> float:
-        """When it began, on this machine's clock."""
+        """Note a phase of sample ``index``. Returns when it began, on this machine's clock."""
         if not error:
             self._took(phase, max(0.0, ended_at - started_at))
         # An engine's clock may be another machine's: phases neither overlap nor are in the future.

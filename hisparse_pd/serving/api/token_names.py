@@ -1,7 +1,7 @@
-"""Tokens in the logprobs of completions: what each is called, and where its text begins.
+"""Tokens in the logprobs of completions: their names, and the offsets of their texts.
 
-A token is called by its text. One whose bytes are no whole characters is called ``bytes:\\xe2\\x80``, as by
-OpenAI, and one that would have the name of another in a list of likeliest tokens ``token_id:N``, as by vLLM.
+A token's name is its text. A token whose bytes are no whole characters has the name ``bytes:\\xe2\\x80``, as
+OpenAI has it. In a list of likeliest tokens one with the name of another has ``token_id:N``, as vLLM has it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hisparse_pd.serving.api.detokenizer import TokenBytes
 
 _MIN_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON has not."""
+"""Stands for minus infinity, which JSON does not have."""
 
 
 def finite(logprob: float) -> float:
@@ -27,7 +27,7 @@ class TokenNames:
     """The names of a request's tokens."""
 
     def __init__(self, token_bytes: TokenBytes, *, are_ids: bool) -> None:
-        """``are_ids``: all tokens are called ``token_id:N``."""
+        """Where they ``are_ids``, all names are ``token_id:N``."""
         self.token_bytes = token_bytes
         self._are_ids = are_ids
 
@@ -41,7 +41,7 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def likeliest(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """The likeliest tokens and the one that is there, which has the name that it has alone."""
+        """Return the logprobs of the likeliest tokens and of the token itself, which keeps its own name."""
         own = self.of(token_id)
         shown: dict[str, float] = {}
         for top_id, of_top in top:
@@ -54,32 +54,32 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Where each token's text begins: the character of which its first byte is a part."""
+    """Computes where each token's text begins: at the character of which its first byte is a part."""
 
     def __init__(self, token_bytes: TokenBytes, start: int = 0, *, skip_special_tokens: bool = False) -> None:
-        """``start``: of the first token; ``skip_special_tokens``: they are no part of the text."""
+        """``start`` is the first token's offset. With ``skip_special_tokens``, those are not in the text."""
         self._token_bytes = token_bytes
         self._skips_special = skip_special_tokens
         self._num_chars = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, token_id: int) -> int:
-        """The offset of the next token."""
+        """Return the offset of the next token."""
         spelled = self._token_bytes.of(token_id, skip_special=self._skips_special)
         if not spelled:
             return self._num_chars
         ended = len(self._utf8.decode(spelled[:1]))
         num_begun = len(self._utf8.getstate()[0])
-        # Its first byte goes on with a character, or begins one, or ends one or is one.
+        # The first byte continues a character, or begins one, or ends one or is one.
         offset = self._num_chars + (0 if num_begun > 1 else ended if num_begun else ended - 1)
         self._num_chars += ended + len(self._utf8.decode(spelled[1:]))
         return offset
 
 
 class EchoOffsets:
-    """Where each token of a prompt begins in the text that is echoed.
+    """Computes where each token of a prompt begins in the echoed text.
 
-    Tokens that the tokenizer put before the client's text are not in it, and begin where it does.
+    Tokens that the tokenizer put before the client's text are not in it. Their offset is 0.
     """
 
     def __init__(self, token_bytes: TokenBytes, echo: str) -> None:
@@ -89,7 +89,7 @@ class EchoOffsets:
         self._has_begun = False
 
     def next(self, token_id: int) -> int:
-        """The offset of the next token."""
+        """Return the offset of the next token."""
         if not self._has_begun:
             alone = codecs.getincrementaldecoder("utf-8")("replace").decode(self._token_bytes.of(token_id))
             self._has_begun = self._echo.startswith(alone)

@@ -1,12 +1,13 @@
-"""What a text or a chat is in tokens, and tokens in text.
+"""Answers /tokenize, /detokenize and Anthropic's count of tokens.
 
-Nothing is generated, so either kind of node answers. A prompt is encoded as one that is to be served, within
-the same limits; what is long is done in pieces, beside the event loop.
+A prompt is encoded like one that is served, within the same limits. Long ones are done in pieces, in a
+thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -14,28 +15,33 @@ from msgspec import Raw
 from hisparse_pd.engine.messages import num_packed_tokens, unpack_token_ids
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody, TokenPath
-from hisparse_pd.serving.api.declared import decode_body
-from hisparse_pd.serving.api.frame import Answer
-from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
+from hisparse_pd.serving.api.declared_decoding import decode_body
+from hisparse_pd.serving.api.frame import HttpAnswer
+from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
+from hisparse_pd.serving.api.plain_prompts import parse_text, parse_token_ids
+from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
 from hisparse_pd.serving.api.schemas import check_model
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
 from hisparse_pd.serving.http.off_loop import off_loop, parsed
 
 _TOKENS_A_PIECE = 1 << 14
-"""Shown at a time: some 5 ms, in which no other thread runs."""
+"""Tokens shown at a time, which takes some 5 ms in which no other thread runs."""
 
 
 async def answer_about_tokens(
     path: TokenPath, body: bytes, model_name: str, codec: TextCodec, context_length: int
-) -> Answer:
-    """Raises ApiError 400 and 404."""
+) -> HttpAnswer:
+    """Answer a request to ``path``. Raises ApiError 400 and 404."""
     match path:
         case TokenPath.TOKENIZE:
-            prompt, add_special, with_strings = await parsed(body, _parse_tokenize, body, model_name)
-            (packed,) = await codec.encode([prompt], [_name(prompt)], context_length, add_special=add_special)
-            token_strs = await _json_list(packed, codec.token_strings) if with_strings else None
-            return Answer.json(
+            asked = await parsed(body, _parse_tokenize, body, model_name)
+            name = "prompt" if isinstance(asked.prompt, str) else "messages"
+            (packed,) = await codec.encode(
+                [asked.prompt], [name], context_length, add_special=asked.add_special
+            )
+            token_strs = await _json_list(packed, codec.token_strings) if asked.with_strings else None
+            return HttpAnswer.json(
                 {
                     "count": num_packed_tokens(packed),
                     "max_model_len": context_length,
@@ -45,19 +51,21 @@ async def answer_about_tokens(
             )
         case TokenPath.DETOKENIZE:
             packed = await parsed(body, _parse_detokenize, body, model_name, codec, context_length)
-            return Answer.json({"prompt": await codec.text_of(packed)})
+            return HttpAnswer.json({"prompt": await codec.text_of(packed)})
         case TokenPath.COUNT_TOKENS:
             chat = await parsed(body, _parse_messages, body, model_name)
             (packed,) = await codec.encode([chat], ["messages"], context_length)
-            return Answer.json({"input_tokens": num_packed_tokens(packed)})
+            return HttpAnswer.json({"input_tokens": num_packed_tokens(packed)})
 
 
-def _name(prompt: Prompt) -> str:
-    return "prompt" if isinstance(prompt, str) else "messages"
+class _Tokenize(NamedTuple):
+    prompt: Prompt
+    add_special: bool
+    with_strings: bool
+    """The answer shows the tokens' spellings, too."""
 
 
-def _parse_tokenize(content: bytes, model_name: str) -> tuple[Prompt, bool, bool]:
-    """The prompt, whether special tokens are added to it, and whether tokens are to be shown as text too."""
+def _parse_tokenize(content: bytes, model_name: str) -> _Tokenize:
     body = decode_body(TokenizeBody, content)
     check_model(body, model_name)
     if (body.prompt is None) == (body.messages is None):
@@ -69,7 +77,7 @@ def _parse_tokenize(content: bytes, model_name: str) -> tuple[Prompt, bool, bool
     else:
         prompt = parse_chat_prompt(body, is_to_be_answered=False)
     add_special = is_text if body.add_special_tokens is None else body.add_special_tokens
-    return prompt, add_special, bool(body.return_token_strs)
+    return _Tokenize(prompt, add_special, bool(body.return_token_strs))
 
 
 def _parse_messages(content: bytes, model_name: str) -> ChatPrompt:
@@ -91,7 +99,7 @@ def _parse_detokenize(content: bytes, model_name: str, codec: TextCodec, context
 
 
 async def _json_list(packed: bytes, show: Callable[[list[int]], object]) -> Raw:
-    """A JSON list of what ``show`` makes a list of, piece by piece."""
+    """Return the JSON of the list that ``show`` makes of token ids, encoded piece by piece."""
 
     def encoded(token_ids: list[int]) -> bytes:
         return msgspec.json.encode(show(token_ids))[1:-1]

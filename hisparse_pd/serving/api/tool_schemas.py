@@ -1,7 +1,7 @@
-"""What a tool's JSON schema says of an argument that comes as bare text: is it a string, or JSON?
+"""Decides by a tool's JSON schema whether an argument that comes as bare text is a string or JSON.
 
-No validation: of a schema its ``argument_forms`` count. What it does not say, or in more steps than
-``_MAX_STEPS``, is not known. So what a text is depends on the schema and the text alone.
+This is no validation: only the ``argument_forms`` of the schema count. What they do not say, or say in more
+than ``_MAX_STEPS``, is not known. The result depends on the schema and the text alone.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hisparse_pd.serving.api.argument_forms import (
 )
 
 _MAX_STEPS = 2048
-"""For one parameter, once: some milliseconds, in which the front does nothing else."""
+"""Most steps for a parameter, which is read once: some milliseconds, in which the front does nothing else."""
 
 
 @dataclass(frozen=True)
 class _Values:
-    """What a parameter may be: any string or one of ``texts``, and what ``schemas`` say.
+    """What a parameter may be: any string, one of ``texts``, or a value of one of ``schemas``.
 
-    Nothing is known where it may be nothing.
+    Without any of these, nothing is known of it.
     """
 
     any_string: bool = False
@@ -42,7 +42,7 @@ class _Values:
 
     @classmethod
     def of(cls, found: Sequence[Forms]) -> _Values:
-        """``found``: all that is said of the parameter."""
+        """Return the values of all forms in ``found``."""
         return cls(
             any(schema is not ANY_STRING for forms in found for schema in forms.strings),
             frozenset(text for forms in found for text in forms.texts),
@@ -50,7 +50,7 @@ class _Values:
         )
 
     def take(self, value: object) -> bool:
-        """``value``: an object, an array or null."""
+        """Whether a schema takes ``value``, an object, an array or null."""
         name = "null" if value is None else "object" if isinstance(value, dict) else "array"
         return any(
             value in listed(schema["enum"]) if "enum" in schema else name in types_of(schema)
@@ -59,7 +59,7 @@ class _Values:
 
     @property
     def json_beginnings(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Of texts that ``to_json`` may take for JSON: the characters, and the words that they begin with."""
+        """Characters and words with which a text may begin that ``to_json`` takes for JSON."""
         if not self.any_string:
             return tuple('{["-0123456789'), ("null", "true", "false")
         return (tuple("{["), ("null",)) if self.schemas else ((), ())
@@ -69,22 +69,22 @@ class ToolSchemas:
     """The parameters of the tools of one request."""
 
     def __init__(self, tools: Sequence[Mapping[str, object]], steps: Steps | None = None) -> None:
-        """``steps``: what questions are paid from; None: each is short, and an answer asks few of them."""
+        """``steps`` pays for the reading of schemas; None where an answer's few parameters are read."""
         self._steps = steps
         self._parameters: dict[str, Mapping[str, object]] = {}
         self._values: dict[tuple[str, str], _Values] = {}
-        """By tool and parameter, of those that were asked for."""
+        """Values of the parameters that were asked for, by tool and parameter."""
         for tool in tools:
             match tool:
                 case {"function": {"name": str(name), "parameters": dict(parameters)}}:
                     self._parameters[name] = parameters
 
     def to_json(self, tool: str, parameter: str, text: str) -> str:
-        """The argument ``text`` as JSON text.
+        """Return the argument ``text`` as JSON text.
 
-        A string where the schema allows one; but a whole object or array, or ``null``, is itself where the
-        schema allows that too. Where no string is allowed, or nothing is known, what it is as JSON. A text
-        that is no JSON is a string in any case.
+        It becomes a string where the schema allows one, unless it is a whole object or array, or ``null``,
+        and the schema allows this, too. Where no string is allowed or nothing is known, it stays as it is. A
+        text that is no JSON always becomes a string.
         """
         as_string = json.dumps(text, ensure_ascii=False)
         try:
@@ -98,9 +98,9 @@ class ToolSchemas:
         return text.strip()
 
     def may_be_json(self, tool: str, parameter: str, head: str) -> bool:
-        """Whether an argument that begins with ``head`` may be something else than a string for ``to_json``.
+        """Whether ``to_json`` may take an argument for something else than a string.
 
-        False is certain, whatever follows. ``head``: without white space before it.
+        ``head`` is the argument's beginning behind white space. False holds whatever follows.
         """
         firsts, words = self._values_of(tool, parameter).json_beginnings
         return head.startswith(firsts) or any(word.startswith(head.rstrip()) for word in words)

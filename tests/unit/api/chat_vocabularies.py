@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""Tokenizers of several kinds with templates that write control tokens and all that clients can send."""
+"""Tokenizers of several kinds, with templates that write control tokens and all strings of clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<�
 
 
 def _with_tokens(tokenizer: PreTrainedTokenizerFast, **options: bool) -> PreTrainedTokenizerFast:
-    """Special tokens of roles, and marks that are none, as GLM's and Qwen's tokenizers have them."""
+    """Roles are special tokens and marks are not, as in GLM's and Qwen's tokenizers."""
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False, **options) for text in ROLES])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in MARKS])
     return tokenizer

@@ -10,7 +10,7 @@ from tests.unit.api.recording_codec import RecordingCodec
 
 @pytest.fixture
 def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
-    """That of the nodes, which keeps prompts."""
+    """The nodes' codec, which keeps prompts."""
     codec = RecordingCodec.make()
     monkeypatch.setattr(support, "CODEC", codec)
     return codec

@@ -18,7 +18,7 @@ _WORDS = ("a", " ", "\n", "{", "[", "<", "/", '"', "null", "5", "é", "😀", "<
 
 
 class _Bytes:
-    """The 256 bytes, the end, and ``tokens``, which are special or only longer than a byte."""
+    """A vocabulary of the 256 bytes, the end, and ``tokens``, special ones or just longer than a byte."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -59,7 +59,7 @@ def admits(grammar: str, text: str) -> bool:
 
 
 class Walk:
-    """Answers at random. ``marks``: of the markup, which random bytes would not hit on."""
+    """Makes random answers. ``marks`` are those of the markup, which random bytes would not hit."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Walk:
         *,
         are_special: bool = False,
     ) -> None:
-        """``tokens``: of which marks are made, or parts of them; ``are_special``: these are special ones."""
+        """``tokens`` are marks or parts of marks, which ``are_special`` or not."""
         self.grammar = grammar
         self._marks = tuple(marks)
         self._ids = token_ids(tokens)
@@ -79,7 +79,7 @@ class Walk:
         self._start = matcher(grammar, self.over)
 
     def answer(self, seed: int, end_chance: float = 0.4) -> str:
-        """``end_chance``: of an end wherever the answer may end."""
+        """``end_chance`` is the chance to end wherever the answer may."""
         self._random = random.Random(seed)
         made = self._start.deep_copy()
         text = b""
@@ -117,5 +117,5 @@ class Walk:
 
 
 def _is_in_json_string(made: LLMatcher) -> bool:
-    """Where letters may follow, but no character that JSON has to escape: a bare text may have any."""
+    """Whether letters may follow, but no character that JSON has to escape; a bare text may have any."""
     return all(made.validate_tokens([ord(char)]) for char in 'q"') and not made.validate_tokens([1])

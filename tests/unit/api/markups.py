@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""The markups of calls as tests have them: marks, tokens, and what a front knows of a model with them."""
+"""The markups of calls in tests: marks, tokens, and the chat format of a model with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARKS = TOKENS | {
         *(f"<{end}{DSML}{name}" for end in ("", "/") for name in ("function_calls>", "invoke", "parameter")),
     )
 }
-"""Made of these tokens, or spelled."""
+"""Tokens that the marks are made of; without any, the marks are spelled."""
 
 
 def chat_format(markup: ToolMarkup | None, *, has_tokens: bool = False, reasons: bool = True) -> ChatFormat:

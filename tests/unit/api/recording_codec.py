@@ -1,4 +1,4 @@
-"""A codec that shows in letters what a request becomes for the model's template."""
+"""A codec that keeps prompts as text, to show what the model's template makes of a request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordingCodec(TextCodec):
 
     @classmethod
     def make(cls) -> Self:
-        """With GLM's calls."""
+        """Make a codec with GLM's markup of calls."""
         tokenizer = make_tokenizer()
         tokenizer.chat_template = TEMPLATE
         return cls(tokenizer, len(tokenizer), "glm_moe_dsa")
@@ -46,6 +46,6 @@ class RecordingCodec(TextCodec):
         return str(self._tokenizer.decode(unpack_token_ids(packed).tolist()))
 
     async def written(self, request: ApiRequest) -> str:
-        """What the model is shown of the conversation."""
+        """Return what the model is shown of the conversation."""
         await self.encode(request.prompts, ["prompt"], 10_000_000)
         return self.prompt

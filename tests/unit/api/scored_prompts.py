@@ -12,7 +12,7 @@ from hisparse_pd.protocol.prompt_scores import score_dtype
 
 
 def rows_of(generate: Generate) -> bytes:
-    """At position p: logprob -p, rank p, and the likeliest tokens a, b, c and so on with -p/2, -p/2 - 1, …"""
+    """Position p has logprob -p, rank p, and the likeliest tokens a, b, c and so on with -p/2, -p/2 - 1, …"""
     assert generate.scores is not None
     positions = np.arange(generate.scores.first, generate.num_prompt_tokens)
     rows = np.empty(len(positions), score_dtype(generate.scores.num_top))
@@ -24,7 +24,7 @@ def rows_of(generate: Generate) -> bytes:
 
 
 def scores(generate: Generate) -> Iterable[FromEngine]:
-    """In two messages, as of two forwards; then as many ``!`` as may be."""
+    """Send the scores in two messages, as of two forwards, then as many ``!`` as the answer may have."""
     if generate.scores is not None:
         rows, num_top = rows_of(generate), generate.scores.num_top
         half = generate.num_prompt_tokens // 2 * score_dtype(num_top).itemsize

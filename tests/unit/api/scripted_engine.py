@@ -153,7 +153,7 @@ class ScriptedEngine(threading.Thread):
         return [message.request_id for message in self.received if isinstance(message, Abort)]
 
     def turn(self, socket: EngineSocket) -> bool:
-        """One iteration; False at the end."""
+        """Do one iteration. Returns False at the end."""
         for message in socket.receive():
             self.received.append(message)
             match message:

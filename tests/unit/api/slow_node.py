@@ -15,7 +15,7 @@ from hisparse_pd.engine.messages import Generate
 
 
 def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-    """Says the rest of each answer once there is a file ``go_on`` beside the model."""
+    """Send the rest of each answer once there is a file ``go_on`` beside the model."""
     from tests.unit.api.scripted_engine import ScriptedEngine, say, serve_script
 
     go_on = settings.model_path.parent / "go_on"
@@ -31,7 +31,7 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 
 
 def run_prefill_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-    """Has a room in hand until there is such a file."""
+    """Keep a room in hand until there is a file ``go_on`` beside the model."""
     from hisparse_pd.engine.sockets import EngineSocket
     from tests.unit.api.scripted_engine import ScriptedEngine, serve_script
 

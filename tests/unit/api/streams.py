@@ -1,4 +1,4 @@
-"""An answer whole, and as its stream says it."""
+"""A whole answer, and the same answer from a stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.api.support import Node
 
 
 async def whole_and_streamed(node: Node, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
-    """Both answers without what is anew in each; of the whole one what a stream has too."""
+    """Return both answers without fields that differ in each request, or that a stream does not have."""
     whole = await node.answer(path, **body)
     if path in ("/v1/completions", "/v1/chat/completions"):
         body = {**body, "stream_options": {"include_usage": True}}

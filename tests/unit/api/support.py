@@ -19,11 +19,11 @@ from hisparse_pd.base.tracing import Tracer
 from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.prefill_node.server import create_bootstrap_app, create_prefill_app
 from hisparse_pd.protocol.channels import load_control_keys
-from hisparse_pd.serving.api.app import Front
+from hisparse_pd.serving.api.app import DecodeContext
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.grammar_checks import GrammarChecks
 from hisparse_pd.serving.api.keys import load_api_keys
-from hisparse_pd.serving.api.node_app import NodeFront
+from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.api.schemas import ApiRequest, parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
@@ -45,12 +45,12 @@ MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.MESSAGES: {"messages": MESSAGES, "max_tokens": 9, **ROOM},
     Endpoint.RESPONSES: {"input": "hello", **ROOM},
 }
-"""Bodies."""
+"""A minimal body of each endpoint."""
 TOKENIZER = make_tokenizer()
 
 
 def parse(endpoint: Endpoint, **changes: Any) -> ApiRequest:
-    """The request that is the minimal body with ``changes``."""
+    """Parse the minimal body with ``changes``."""
     return parse_request(endpoint, json.dumps(MINIMAL[endpoint] | changes).encode(), "tiny")
 
 
@@ -82,13 +82,13 @@ class Node:
         return await self.client.post(path, json=body)
 
     async def answer(self, path: str, **body: Any) -> Any:
-        """What is answered, decoded."""
+        """Return the decoded answer."""
         response = await self.post(path, **body)
         assert response.status_code == 200, response.text
         return response.json()
 
     async def events(self, path: str, **body: Any) -> list[Any]:
-        """The events of a stream, decoded, without [DONE]."""
+        """Return the decoded events of a stream, without [DONE]."""
         return decode_events((await self.post(path, stream=True, **body)).text)
 
     async def metric(self, name: str) -> float | None:
@@ -115,7 +115,7 @@ async def serving(
     health_timeout_secs: float = NEVER_SECS,
     **options: Any,
 ) -> AsyncIterator[Node]:
-    """For ``WAIT_SECS`` at most."""
+    """Serve a node for ``WAIT_SECS`` at most."""
     options = {"model_path": tmp_path / "model", "served_model_name": "tiny", **options}
     metrics = FrontMetrics()
     endpoints = [f"ipc://{tmp_path}/engine.ipc"]
@@ -124,7 +124,7 @@ async def serving(
     if role == "prefill":
         apps = prefill_apps(link, metrics, PrefillSettings(**options))
     else:
-        apps = [create_decode_app(decode_front(link, metrics, DecodeSettings(**options), tracer))]
+        apps = [create_decode_app(decode_context(link, metrics, DecodeSettings(**options), tracer))]
     engine = ScriptedEngine(endpoints, script, is_ready=is_ready)
     listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
     servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=False)]
@@ -156,10 +156,10 @@ async def serving(
                 listener.socket.close()
 
 
-def decode_front(
+def decode_context(
     link: EngineLink, metrics: FrontMetrics, settings: DecodeSettings, tracer: Tracer | None = None
-) -> Front:
-    return Front(
+) -> DecodeContext:
+    return DecodeContext(
         role="decode",
         settings=settings,
         link=link,
@@ -173,17 +173,17 @@ def decode_front(
 
 def prefill_apps(link: EngineLink, metrics: FrontMetrics, settings: PrefillSettings) -> list[Starlette]:
     keys = load_api_keys(settings.api_key_file), load_control_keys(settings.control_key_file)
-    front = NodeFront("prefill", settings, link, metrics, *keys)
-    return [create_prefill_app(front), create_bootstrap_app(settings, front)]
+    context = NodeContext("prefill", settings, link, metrics, *keys)
+    return [create_prefill_app(context), create_bootstrap_app(settings, context)]
 
 
-def socketless_front(tmp_path: Path, link: EngineLink) -> Front:
+def socketless_context(tmp_path: Path, link: EngineLink) -> DecodeContext:
     link.ranks[0].ready, link.state = ready(), LinkState.SERVING
-    return decode_front(link, FrontMetrics(), DecodeSettings(model_path=tmp_path, served_model_name="tiny"))
+    return decode_context(link, FrontMetrics(), DecodeSettings(model_path=tmp_path, served_model_name="tiny"))
 
 
 async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: bool) -> list[Message]:
-    """What the app sends without a server; the client ``leaves`` once it has sent its body, or never."""
+    """Return what the app sends without a server; the client ``leaves`` after its body, or never."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent: list[Message] = []
 

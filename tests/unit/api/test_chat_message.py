@@ -1,4 +1,4 @@
-"""Reasoning, content and tool calls out of the text of a chat answer, however it is cut."""
+"""Reasoning, content and tool calls are found in the text of a chat answer, however it is cut."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parameter(name: str, value: str, is_string: str) -> str:
 END_OF_INVOKE = f"</{BAR}DSML{BAR}invoke>"
 GLM_READ = ("weather", {"city": "42", "days": 3})
 PROSE = "what opens a call. " * 40
-"""Too long for a name."""
+"""Text that is too long for a name."""
 NO_CALL = f"<tool_call>{PROSE}</tool_call>"
 END_OF_CALLS = f"</{BAR}DSML{BAR}function_calls>"
 MARKED = END_OF_INVOKE + END_OF_CALLS
@@ -76,7 +76,7 @@ V31_ODD = (
 MISTRAL_CALLS = '[TOOL_CALLS]weather[ARGS]{"city": "杭州", "days": [1]}[TOOL_CALLS]now[ARGS]{}'
 MISTRAL_READ = [("weather", {"city": "杭州", "days": [1]}), ("now", {})]
 BROKEN_GLM = "f" + "<arg_key>" * 30_000
-"""Calls that hurt whoever searches for the end of each beginning."""
+"""Calls that take long if each beginning is searched for its end."""
 
 
 def make_parser(markup: Markup | None = None, *, in_reasoning: bool = False, **options: Any) -> MessageParser:
@@ -91,7 +91,7 @@ def parse(
     finish: FinishReason = FinishReason.STOP,
     **options: Any,
 ) -> Message:
-    """The joined blocks of an answer that comes in ``pieces``."""
+    """Return the joined blocks of an answer that comes in ``pieces``."""
     parser = make_parser(markup, in_reasoning=in_reasoning, **options)
     changes = [change for piece in pieces[:-1] for change in parser.feed(piece)]
     changes += parser.feed(pieces[-1], finish)
@@ -102,12 +102,12 @@ def parse(
 
 
 def parse_cut(text: str, markup: Markup | None, num_chars: int, **options: Any) -> Message:
-    """The same of ``text`` in pieces of as many characters."""
+    """Parse ``text`` in pieces of equal length."""
     return parse([text[i : i + num_chars] for i in range(0, len(text), num_chars)], markup, **options)
 
 
 Case = tuple[str, Markup | None, bool, tuple[str, str, list[tuple[str, object]]]]
-"""A text, what it is read with, and reasoning, content and calls that are read."""
+"""Texts with the options to parse them, and the reasoning, content and calls expected."""
 
 
 def thought(
@@ -231,7 +231,7 @@ def test_what_cannot_be_read_of_a_call_stays_in_its_arguments_which_are_no_json(
 def test_of_calls_that_are_cut_off_no_markup_is_shown(
     markup: Markup, calls: str, finish: FinishReason
 ) -> None:
-    """Wherever the answer ends; arguments are a beginning of what they would have been."""
+    """The answer may end anywhere. Arguments are a beginning of those of the whole call."""
     whole = parse([f"So: {calls}"], markup)
     for end in range(len(calls)):
         found = parse_cut(f"So: {calls[:end]}", markup, 5, finish=finish)
@@ -246,7 +246,7 @@ def test_of_calls_that_are_cut_off_no_markup_is_shown(
 
 
 def cut(text: str, data: st.DataObject) -> list[str]:
-    """In pieces, some of which may be empty."""
+    """Cut a text into pieces, some of which may be empty."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
@@ -309,7 +309,7 @@ def is_json(text: str) -> bool:
 
 @st.composite
 def written_calls(draw: st.DrawFn) -> tuple[Markup, str, ToolSchemas, tuple[str, str]]:
-    """One call of a tool whose parameters have types of all kinds, as its markup writes it; what it says."""
+    """Return a call in its markup, of a tool with parameters of all types, and the call's meaning."""
     kind = draw(st.sampled_from(ToolMarkup))
     given = draw(st.lists(st.sampled_from(SCHEMA_OF_VALUES), max_size=3))
     properties = {f"p{index}": schema for index, schema in enumerate(given)}
@@ -356,7 +356,7 @@ def written_calls(draw: st.DrawFn) -> tuple[Markup, str, ToolSchemas, tuple[str,
 def test_the_arguments_of_a_call_are_those_that_were_written(
     case: tuple[Markup, str, ToolSchemas, tuple[str, str]], data: st.DataObject
 ) -> None:
-    """To the byte, in whatever pieces the text comes."""
+    """They are the same to the byte, in whatever pieces the text comes."""
     markup, text, schemas, expected = case
     found = parse(cut(text, data), markup, schemas=schemas)
     assert (found.content, [(call.name, call.arguments) for call in found.calls]) == ("", [expected])
@@ -369,7 +369,7 @@ def test_other_marks_of_reasoning() -> None:
 
 
 def test_reasoning_that_speaks_of_calls_goes_on() -> None:
-    """It is held back for the length of a name at most, and nothing of it is lost."""
+    """The text is withheld for the length of a name at most, and none of it is lost."""
     parser = make_parser(GLM, in_reasoning=True)
     thoughts = f"So <tool_call>{PROSE}"
     assert joined(parser.feed(thoughts[:100])).reasoning == "So "
@@ -378,19 +378,19 @@ def test_reasoning_that_speaks_of_calls_goes_on() -> None:
 
 
 def shown(parser: MessageParser, *pieces: str) -> list[str]:
-    """What each piece adds to the arguments."""
+    """Return what each piece adds to the arguments."""
     return ["".join(text for _, _, text in parser.feed(piece)) for piece in pieces]
 
 
 def begun(parser: MessageParser, piece: str) -> str:
-    """The name of the call that begins in the piece, in which nothing else happens."""
+    """Return the name of the call that begins in the piece, in which nothing else happens."""
     ((change, block, _),) = parser.feed(piece)
     assert (change, block.kind) == (Change.OPENED, BlockKind.CALL)
     return block.name
 
 
 def test_names_and_strings_are_shown_as_they_come() -> None:
-    """What is no string for sure waits for its end."""
+    """A value that may not be a string is withheld until its end."""
     parser = make_parser(GLM)
     assert parser.feed("<tool_call>weather<arg_") == []
     assert begun(parser, "key>") == "weather"
@@ -459,7 +459,7 @@ def glm_calls(num_calls: int) -> str:
 def test_each_character_is_searched_once(
     text: str, markup: Markup, piece_chars: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted: what searching for markers goes over, and what is looked at as a start."""
+    """Counts the characters that are searched for marks, and those that are read as the answer's start."""
     num_searched = 0
     search = chat_message._search
 

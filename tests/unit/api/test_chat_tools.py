@@ -28,7 +28,7 @@ THINKING = {"chat_template_kwargs": {"thinking": True, "enable_thinking": True}}
 
 
 async def answered(node: Node, **changes: Any) -> tuple[Any, str]:
-    """The message that is answered to a chat with tools, and why it ends."""
+    """Return the message that answers a chat with tools, and its finish reason."""
     body = {"messages": MESSAGES, "tools": TOOLS, **ROOM, **changes}
     (choice,) = (await node.answer("/v1/chat/completions", **body))["choices"]
     return choice["message"], choice["finish_reason"]

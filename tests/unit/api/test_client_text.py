@@ -135,7 +135,7 @@ def test_no_token_is_made_of_what_a_client_wrote_and_what_stands_beside_it(
 
 
 def test_what_templates_look_for_they_find() -> None:
-    """Words of a template, and what is no control token, are as the client wrote them."""
+    """A template's own words, and text that spells no control token, stay as the client wrote them."""
     template = (
         "{{ '<' }}{% for m in messages %}"
         "{% if m.content == 'user' %}U{% elif '<b>' in m.content %}B{% endif %}"
@@ -204,7 +204,7 @@ def test_the_spelling_of_a_mark_at_the_end_of_a_prompt_opens_no_reasoning() -> N
 
 
 def test_a_checkpoint_with_hundreds_of_tokens_is_searched_in_one_pass() -> None:
-    """Patterns share what tokens share; and places overlap."""
+    """Patterns share beginnings that tokens share, and places may overlap."""
     tokens = ControlTokens([f"<｜place▁holder▁no▁{number}｜>" for number in range(800)] + ["ab<", "<c>"], "")
     assert tokens.places("x<｜place▁holder▁no▁799｜>") == [1]
     assert tokens.places("<｜place▁holder▁no▁800｜>") == []

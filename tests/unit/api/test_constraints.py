@@ -1,4 +1,4 @@
-"""Which fields ask for what: each API's own words for a format of the answer and for calls of tools."""
+"""The fields of each API that ask for a format of the answer, or for calls of tools."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def calls_of(endpoint: Endpoint, *, strict: bool | None = None, **changes: Any) 
 
 
 def choosing(endpoint: Endpoint, word: str, *, is_serial: bool = False) -> dict[str, Any]:
-    """``word``: OpenAI's."""
+    """``word`` is OpenAI's value of tool_choice."""
     if endpoint is MESSAGES:
         serial = {"disable_parallel_tool_use": True} if is_serial else {}
         return {"tool_choice": {"type": "any" if word == "required" else word, **serial}}
@@ -203,7 +203,7 @@ def test_allowed_tools() -> None:
 
 
 def test_a_format_beside_tools_lets_either_come() -> None:
-    """As agents ask for it: tools until the answer is found, and the answer in its format."""
+    """Agents ask for it: tools until the answer is found, and then the answer in its format."""
     assert constraint_of(CHAT, tools=[tool(CHAT, "f")], response_format=OPENAI_FORMAT) == Constraint(
         AnswerFormat("response_format.json_schema.schema", FormatKind.JSON, TEXT),
         CallRule("tools", ("f",), is_forced=False, at_most_one=False),

@@ -16,7 +16,8 @@ from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.protocol.decoding import MAX_NESTING
 from hisparse_pd.serving.api import text_codec
 from hisparse_pd.serving.api.chat_format import ToolMarkup
-from hisparse_pd.serving.api.prompts import ChatPrompt, written_arguments
+from hisparse_pd.serving.api.conversations import written_arguments
+from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.tiny_tokenizer import BOS as TINY_BOS
@@ -82,7 +83,7 @@ HEAD, _, TAIL = (
 
 
 def test_the_text_about_tools_is_word_for_word_what_the_model_was_trained_on() -> None:
-    """As its authors' encoder writes it."""
+    """It is the text of the authors' encoder."""
     digest = hashlib.sha256((HEAD + TAIL).encode()).hexdigest()
     assert digest == "05d1fb2e79f2f92049694ff7c2840faed8fcb20fee32ad85473fdee890cdef0a"
 
@@ -244,7 +245,7 @@ def test_what_it_has_no_form_for_is_refused(
 
 @pytest.mark.I8
 def test_arguments_may_be_nested_as_deeply_as_json_from_outside(checkpoint: Path) -> None:
-    """And not one level more: whichever the Python, what is read can be written."""
+    """One level more is refused. In every version of Python, what is read can be written."""
     inner = "[" * (MAX_NESTING - 1) + "]" * (MAX_NESTING - 1)
     arguments = written_arguments("arguments", f'{{"a":{inner}}}')
     assert isinstance(arguments, dict)

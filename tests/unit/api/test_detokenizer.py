@@ -1,4 +1,4 @@
-"""Streamed text is exactly the whole text, never half a character, and shows nothing of a stop string."""
+"""Streamed text is exactly the whole text, without half characters or parts of a stop string."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_text_is_held_back_only_while_it_may_be_a_stop_string(text: str, stop: l
 @pytest.mark.I8
 @pytest.mark.parametrize("token_id", [0xFF, 0xF0, 0x80, ord("z")])
 def test_what_is_kept_back_does_not_grow_even_for_bytes_that_are_no_text(token_id: int) -> None:
-    """Each token is decoded with what is kept: time is linear."""
+    """Each token is decoded with what is withheld, whose length bounds the time."""
     detokenizer = Detokenizer(TOKEN_BYTES, ["zyz", "zzzzzy"])
     for num_tokens in range(1000):
         detokenizer.feed(token_id)
@@ -99,7 +99,7 @@ def test_what_is_kept_back_does_not_grow_even_for_bytes_that_are_no_text(token_i
 @pytest.mark.I8
 @pytest.mark.parametrize("stop", ["ac" * 512, "a" * 511 + "b" * 512], ids=["restarts", "falls"])
 def test_long_stop_strings_cost_no_more_a_character_than_short_ones(stop: str) -> None:
-    """Counted in lines of Python. One stop string keeps 1,023 characters back, others are tried on them."""
+    """Counts lines of Python. One stop string withholds 1,023 characters, and others are tried on them."""
     stops = StopStrings(["a" * 1023 + "b", *(stop + str(i) for i in range(8))])
     stops.feed("a" * 1023)
     num_lines = 0

@@ -83,7 +83,7 @@ async def test_an_empty_result_is_an_empty_text(
 
 
 async def test_a_session_goes_on_behind_empty_turns(tmp_path: Path, codec: RecordingCodec) -> None:
-    """As the APIs' own clients send an answer without a word back."""
+    """The empty answers are as the APIs' own clients send them back."""
     silent: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None}
     item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "incomplete", "content": []}
     async with serving(stops_after("ok"), tmp_path) as node:

@@ -43,7 +43,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.serving.api import node
 from hisparse_pd.serving.api.app import Work, create_app
-from hisparse_pd.serving.api.frame import Answer
+from hisparse_pd.serving.api.frame import HttpAnswer
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http import first_front, rank_link
 from hisparse_pd.serving.http.engine_link import EngineLink
@@ -60,7 +60,7 @@ from tests.unit.api.support import (
     call_app,
     decode_events,
     serving,
-    socketless_front,
+    socketless_context,
 )
 from tests.unit.api.tiny_tokenizer import EOS
 from tests.waiting import WAIT_SECS, until, wait_until
@@ -137,7 +137,7 @@ async def test_completion_logprobs(tmp_path: Path) -> None:
 
 
 async def test_token_ids_of_prompts_and_answers(tmp_path: Path) -> None:
-    """Also where a token shows no text yet."""
+    """Ids are shown even where a token shows no text yet."""
     said = list("a€b".encode())
     async with serving(say("a€b"), tmp_path) as node:
         body: dict[str, Any] = {**BODY, "prompt": ["ab", "c"], "n": 2, "return_token_ids": True}
@@ -187,7 +187,7 @@ async def test_n_and_several_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_message", [1, 3, 8])
 async def test_stop_strings(tmp_path: Path, per_message: int) -> None:
     def script(generate: Generate) -> Iterable[FromEngine | float]:
-        """One that is not through before it hears of the stop: nobody would tell it of it."""
+        """Say the text slowly: an engine that ends first is not told of the stop string."""
         num_said = 0
         for event in say("abcdefgh", per_message=per_message)(generate):
             yield event
@@ -487,10 +487,10 @@ async def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path
         for _ in range(10_000):
             yield b"data: {}\n\n"
 
-    async def answer(work: Work) -> Answer:
-        return Answer(b"data: {}\n\n", "text/event-stream", backlog())
+    async def answer(work: Work) -> HttpAnswer:
+        return HttpAnswer(b"data: {}\n\n", "text/event-stream", backlog())
 
-    front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
+    front = socketless_context(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
     sent = await call_app(create_app(front, answer), "/v1/completions", BODY, leaves=True)
     assert len(sent) < 100
 
@@ -507,7 +507,7 @@ def test_a_client_that_leaves_amid_its_body_is_counted_and_not_answered(tmp_path
     async def send(message: Message) -> None:
         sent.append(message)
 
-    front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
+    front = socketless_context(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(create_decode_app(front)(scope, receive, send))
     assert sent == []
@@ -532,7 +532,7 @@ async def test_an_engine_that_dies_fails_what_is_in_flight(tmp_path: Path) -> No
 async def test_an_engine_that_hangs_does_not_hang_its_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time goes on by stats that come, so that an engine which has little of the machine is not silent."""
+    """The clock advances with each message of statistics, so that an engine is not silent for being slow."""
     now = time.monotonic()
     monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
     async with serving(lambda generate: [60.0], tmp_path, health_timeout_secs=0.2) as node:
@@ -568,7 +568,7 @@ async def test_an_h2c_preface_is_turned_away_quietly(
 
 
 async def test_health_follows_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still between two looks."""
+    """The clock stands still between two requests."""
     now = time.monotonic()
     monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
 

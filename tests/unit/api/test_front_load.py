@@ -31,7 +31,7 @@ from hisparse_pd.engine.messages import (
 from hisparse_pd.engine.sockets import FrontSocket
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.prompts import MAX_VALUES
-from hisparse_pd.serving.api.requests import Limits, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits
@@ -51,7 +51,7 @@ from tests.unit.api.support import (
     decode_events,
     parse,
     serving,
-    socketless_front,
+    socketless_context,
 )
 from tests.waiting import until
 
@@ -71,7 +71,7 @@ def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> Gener
 
 
 def connectionless_link(limits: QueueLimits) -> EngineLink:
-    """One whose engine takes nothing in."""
+    """Return a link whose engine reads nothing."""
     link = EngineLink(["unused.ipc"], 5.0, limits=limits)
     link.ranks[0].ready, link.state = ready(), LinkState.SERVING
     return link
@@ -164,7 +164,7 @@ def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
 @pytest.mark.I7
 @pytest.mark.I8
 def test_prompt_tokens_times_samples_are_bounded() -> None:
-    limits, n = Limits(256, 256, 256), 128
+    limits, n = RequestLimits(256, 256, 256), 128
     most = 128 * 256
 
     def plan(num_tokens: int) -> int:
@@ -218,7 +218,7 @@ async def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
 @pytest.mark.I7
 @pytest.mark.I8
 async def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left() -> None:
-    """Else clients that come and go would fill the memory of a front whose engine takes nothing in."""
+    """Otherwise clients that come and go would fill the memory of a front whose engine reads nothing."""
     link = connectionless_link(QueueLimits(50, 1000))
     num_opened = 0
     with contextlib.suppress(QueueFull):
@@ -243,7 +243,7 @@ async def test_tokens_have_a_place_again_once_the_engine_took_the_prompt(tmp_pat
 
 
 class RecordingBackend:
-    """A tokenizer that notes what it was given at once, and in which turn of the loop."""
+    """A tokenizer that records what each call is given, and in which turn of the loop."""
 
     normalizer = None
 
@@ -322,7 +322,7 @@ def test_a_chat_is_written_beside_the_loop_by_all_that_the_template_gets(
 
 
 def calling(path: str, num_calls: int) -> dict[str, Any]:
-    """A conversation of so many calls, each with a quarter of the values that one may have, and some."""
+    """Return a conversation of so many calls, each with just over a quarter of the allowed values."""
     arguments = {"list": [0] * (MAX_VALUES // 4)}
     function = {"name": "f", "arguments": json.dumps(arguments)}
     call: dict[str, Any]
@@ -340,7 +340,7 @@ def calling(path: str, num_calls: int) -> dict[str, Any]:
 @pytest.mark.I8
 @pytest.mark.parametrize("path", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
 def test_the_values_of_a_conversation_are_few_enough_to_be_let_go_at_once(path: Endpoint) -> None:
-    """What comes behind the call with which they are too many is not even read."""
+    """The messages behind the call with which they are too many are not even decoded."""
     parse(path, **calling(path, 3))
     body = calling(path, 4)
     if path is Endpoint.RESPONSES:
@@ -366,7 +366,7 @@ async def test_long_bodies_are_parsed_beside_the_loop(
         return function(*args)
 
     monkeypatch.setattr("hisparse_pd.serving.http.off_loop.off_loop", recorded)
-    front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))
+    front = socketless_context(tmp_path, connectionless_link(QueueLimits(10, 10)))
     for num_chars in (10, 100_000):
         body = {**BODY, "prompt": "a" * num_chars, "n": 11}
         await call_app(create_decode_app(front), "/v1/completions", body, leaves=False)
@@ -378,7 +378,7 @@ async def test_long_bodies_are_parsed_beside_the_loop(
 @pytest.mark.I8
 @pytest.mark.parametrize("direction", ["receive", "send"])
 def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> None:
-    """ZMQ's sockets answer at once while there is something: using them up is no turn for anybody."""
+    """ZMQ's sockets return at once while messages are waiting, so awaiting them gives others no turn."""
 
     class Backlog:
         num_left = 1000
@@ -432,7 +432,7 @@ def test_a_backlog_of_one_request_lets_others_have_their_turns() -> None:
 
 
 class Backlogged(EngineLink):
-    """All of an answer has come before its first token is looked at."""
+    """A link on which all of an answer has come before its first token is read."""
 
     num_messages = 200
 
@@ -464,7 +464,7 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
     looked_up_in: Counter[int] = Counter()
 
     async def main() -> bytes:
-        front = socketless_front(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
+        front = socketless_context(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
         turns = Turns()
         look_up = type(CODEC.token_bytes).of
 
@@ -490,8 +490,8 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
 async def test_generate_leaves_out_what_the_next_event_repeats(
     tmp_path: Path, path: str, num_events: int
 ) -> None:
-    """Each event has all the text so far: a reader that lags would cost the square of its length."""
-    front = socketless_front(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
+    """Each event has all the text so far: a slow reader would cost the square of its length."""
+    front = socketless_context(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
     body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
     sent = await call_app(create_decode_app(front), path, body, leaves=False)
     events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())

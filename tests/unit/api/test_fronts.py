@@ -36,7 +36,7 @@ class NodeProcess:
     num_fronts: int
 
     def children(self) -> dict[int, str]:
-        """Those that were spawned, in the order of their start: the engines, then the fronts."""
+        """Return the spawned processes in the order of their start: the engines, then the fronts."""
         pid = self.process.pid
         pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         spawned = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -47,7 +47,7 @@ class NodeProcess:
 
     @contextlib.contextmanager
     def streams(self, num: int) -> Iterator[list[Iterator[str]]]:
-        """Their lines, from the second event on."""
+        """Return the lines of streams, from the second event on."""
         with contextlib.ExitStack() as stack:
             answers = [
                 stack.enter_context(self.client.stream("POST", "/v1/completions", json=STREAM))
@@ -59,7 +59,7 @@ class NodeProcess:
             yield lines
 
     def statuses(self, num: int) -> set[int]:
-        """Of so many answers, when they begin."""
+        """Return the statuses of so many answers as they begin."""
         found = set()
         for _ in range(num):
             with self.client.stream("POST", "/v1/completions", json=STREAM) as answer:
@@ -84,7 +84,7 @@ def node(
     drain_timeout_secs: float = NEVER_SECS,
     role: str = "decode",
 ) -> Iterator[NodeProcess]:
-    """With as many engines as fronts."""
+    """Run a node with as many engines as fronts."""
     model_path = write_checkpoint(tmp_path / "tiny")
     port = free_port()
     command = [sys.executable, "-m", "tests.unit.api.slow_node", role, str(model_path)]
@@ -162,7 +162,7 @@ def test_a_front_alone_lets_them_finish_too(tmp_path: Path, number: signal.Signa
 
 
 def test_a_prefill_node_that_leaves_finishes_the_rooms_in_hand(tmp_path: Path) -> None:
-    """Of which its front knows from the engine alone."""
+    """The front knows of these rooms from the engine alone."""
     with node(tmp_path, num_fronts=1, role="prefill") as one:
         assert one.client.post("/v1/completions", json=BODY).status_code == 200
         one.until("/get_load", '"num_reqs":1')

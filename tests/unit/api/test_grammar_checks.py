@@ -1,4 +1,4 @@
-"""Grammars of requests at a front: checked in a process beside it, which may die, with errors of 400."""
+"""Grammars of requests are checked in a process beside the front, which may die; bad ones get a 400."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hisparse_pd.core.grammar.checker import Verdict
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.grammar_checks import MAX_WAITING, GrammarChecks
-from hisparse_pd.serving.api.requests import Limits, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.support import parse
@@ -145,7 +145,7 @@ def test_others_are_served_while_checks_wait_and_only_so_many_wait(checks: Gramm
 
 def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path: Path) -> None:
     codec = TextCodec.load(model_path)
-    limits = Limits(8192, 8192, 8192)
+    limits = RequestLimits(8192, 8192, 8192)
 
     def plan(grammar: str) -> Any:
         request = parse(Endpoint.GENERATE, sampling_params={"ebnf": grammar, "max_new_tokens": 5})

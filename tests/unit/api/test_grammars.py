@@ -1,4 +1,4 @@
-"""What grammars admit: answers of the asked format, and calls that our own parser reads back."""
+"""Grammars admit answers of the format asked for, and calls that our own parser reads back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tool(parameters: dict[str, Any] | None, *, name: str = "f", strict: bool = T
 
 
 def closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    """An object of these properties alone."""
+    """Return the schema of an object with these properties alone."""
     shape = {"type": "object", "properties": properties, "required": list(required)}
     return shape | {"additionalProperties": False}
 
@@ -105,7 +105,7 @@ def answers(kind: FormatKind, text: str = "", *choices: str) -> Constraint:
 def read(
     text: str, markup: ToolMarkup | None, *, in_reasoning: bool = False, separates: bool = True
 ) -> tuple[str, str, list[Call]]:
-    """Reasoning, content and calls, as an answer shows them."""
+    """Return the reasoning, content and calls that an answer shows."""
     parser = MessageParser(
         in_reasoning=in_reasoning,
         markup=MARKUPS[markup] if markup is not None else None,
@@ -129,7 +129,7 @@ def check_calls(calls: list[Call], names: tuple[str, ...]) -> None:
 
 
 def walk_of(grammar: str, markup: ToolMarkup, tokens_are_special: bool | None) -> Walk:
-    """``tokens_are_special``: None where marks are spelled."""
+    """``tokens_are_special`` is None where marks are spelled."""
     tokens = () if tokens_are_special is None else TOKENS[markup]
     return Walk(grammar, MARKS[markup], tokens, are_special=bool(tokens_are_special))
 
@@ -307,7 +307,7 @@ def test_white_space_in_json_is_bounded() -> None:
 
 
 def test_reasoning_that_is_content_has_no_calls_in_it() -> None:
-    """Where reasoning is not told apart, what looks like a call in it would be one."""
+    """Where reasoning is content, text in it that looks like a call would be read as one."""
     call = CALLS[ToolMarkup.DEEPSEEK_V31]
     asked = forced("no_arguments"), chat_format(ToolMarkup.DEEPSEEK_V31), ReasoningStart.BEGUN, TOOLS
     for separates in (True, False):
@@ -337,7 +337,7 @@ CALLS = {
 def test_a_call_of_glm_may_end_its_reasoning(
     markup: ToolMarkup, constraint: Constraint | None, separates: bool, are_special: bool | None
 ) -> None:
-    """And of no other model; None: in place of an answer in a format."""
+    """Calls of other models may not. None: the call comes in place of an answer in a format."""
     if constraint is None:
         answer = answers(FormatKind.JSON, json.dumps(SCHEMA)).answer
         constraint = Constraint(answer, free("no_arguments").calls)
@@ -404,7 +404,7 @@ def test_forced_calls_need_a_known_markup_and_other_rules_do_without() -> None:
 
 
 def write_for(markup: ToolMarkup, parameters: Sequence[dict[str, Any]], *, strict: bool = False) -> str:
-    """The grammar of calls that are forced of tools with these parameters."""
+    """Return the grammar of forced calls of tools with these parameters."""
     tools = [tool(each, name=f"f{number}", strict=strict) for number, each in enumerate(parameters)]
     names = (each["function"]["name"] for each in tools)
     return write_grammar(forced(*names), chat_format(markup), tools=tools)
@@ -437,7 +437,7 @@ schemas = st.recursive(
 def test_no_schema_breaks_the_writing_of_a_grammar(
     schema: Any, definition: Any, markup: ToolMarkup, strict: bool
 ) -> None:
-    """What no engine can enforce is for the engine's check: a grammar comes out, or a 400."""
+    """The result is a grammar or a 400. Whether an engine can enforce the grammar is checked elsewhere."""
     parameters = of_one(schema, **{"$defs": {"x": definition, "a/b": schema}})
     for root in (parameters, schema if isinstance(schema, dict) else {}):
         with contextlib.suppress(ApiError):

@@ -1,4 +1,4 @@
-"""A stream with a journal, at the node's front: what it says to the router, and how one goes on."""
+"""Streams with a journal at a node's front: their records, and how they go on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 def units(text: str) -> list[tuple[str, Any]]:
-    """Events, and the line behind them."""
+    """Return pairs of events and the line behind them."""
     parts = text.split(":journal ")
     found, events = [], parts[0]
     for part in parts[1:]:
@@ -58,7 +58,7 @@ async def test_each_piece_says_which_tokens_it_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_records", [0, 1, 2, 3])
 async def test_a_stream_goes_on_behind_its_records(tmp_path: Path, num_records: int) -> None:
-    """With the same events, names and time; the engine draws behind the tokens that are there."""
+    """It has the same events, names and time; the engine draws behind the recorded tokens."""
 
     def script(generate: Any) -> Any:
         return say(TEXT[generate.sampling.num_resumed_tokens :], per_message=3)(generate)
@@ -94,7 +94,7 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("codec")
 @pytest.mark.parametrize("path", WITH_TOOLS)
 async def test_the_cut_may_lie_within_any_markup(tmp_path: Path, path: str) -> None:
-    """Records are of a few characters each, so that ``</think>`` and all parts of a call are cut."""
+    """Records have a few characters each, so that ``</think>`` and all parts of a call are cut."""
 
     def script(generate: Generate) -> Iterable[FromEngine | float]:
         return stops_after(MARKUP[generate.sampling.num_resumed_tokens :], per_message=4)(generate)

@@ -1,4 +1,4 @@
-"""Streams that have nothing to say for a while."""
+"""Streams that are silent for a while."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STREAMS: dict[str, tuple[dict[str, Any], bytes]] = {
 async def test_a_stream_is_not_silent_for_long(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model writes on once the client has seen two pings; what else comes is as without them."""
+    """The model goes on once the client has seen two pings; all else comes as without pings."""
     monkeypatch.setattr(frame, "PING_SECS", 0.02)
     body, ping = STREAMS[path]
     is_seen = threading.Event()

@@ -100,14 +100,14 @@ HEADERS = list[tuple[bytes, bytes]]
 
 @dataclass
 class Gate:
-    """Before an application; what it lets through and what it answers."""
+    """The middleware before an application, with what it lets through."""
 
     keys: ApiKeys
     num_refused: int = 0
     num_reached: int = 0
 
     def ask(self, target: str, headers: HEADERS) -> tuple[int, dict[bytes, bytes], bytes]:
-        """Status, headers and body of the answer. Nothing of it waits, and no body is read."""
+        """Return the status, headers and body of the answer. Nothing of it waits, and no body is read."""
         sent: list[Message] = []
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:

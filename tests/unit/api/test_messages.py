@@ -132,7 +132,7 @@ THOUGHTS = [
 
 
 def with_result(*content: Any) -> dict[str, Any]:
-    """The thoughts with this result in the place of theirs."""
+    """Return the conversation of thoughts with this result instead of its own."""
     return {"messages": [*THOUGHTS[:4], user(given(*content)), *THOUGHTS[5:]]}
 
 
@@ -142,7 +142,7 @@ def cleared(**edit: Any) -> dict[str, Any]:
 
 
 def shown_thoughts(first: str, second: str) -> str:
-    """Of the two turns before the last question."""
+    """Return the thoughts shown of the two turns before the last question."""
     u, v = second or ("", "")
     return (
         f"[user]a[assistant]{first}b[user]c"

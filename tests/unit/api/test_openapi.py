@@ -1,4 +1,4 @@
-"""``/openapi.json``: a document of what is declared."""
+"""``/openapi.json``, the document of the declared bodies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def references(value: object) -> Iterator[str]:
 
 
 def test_the_document_is_whole() -> None:
-    """Every path that takes a body is in it; each reference leads somewhere; schemas are schemas."""
+    """It has every path that takes a body; each reference leads somewhere, and schemas are valid."""
     assert DOCUMENT["openapi"].startswith("3.1.")
     assert set(DOCUMENT["paths"]) == {*Endpoint, *TokenPath} == set(BODIES)
     known = {f"#/components/schemas/{name}" for name in SCHEMAS}

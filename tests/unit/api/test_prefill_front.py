@@ -44,7 +44,7 @@ async def test_every_request_has_an_empty_answer(tmp_path: Path, endpoint: Endpo
 
 @pytest.mark.I8
 async def test_a_body_is_read_as_far_as_bodies_may_go(tmp_path: Path) -> None:
-    """The connection of one that goes on for ever ends with the answer; others go on."""
+    """The connection of a body without end ends with the answer; other connections go on."""
     num_sent = 0
 
     def read_answer(port: int) -> bytes:
@@ -141,18 +141,18 @@ async def test_bootstrap_endpoint(tmp_path: Path) -> None:
 
 
 def test_its_process_has_no_tokenizer() -> None:
-    """In a process that has made the front's applications."""
+    """The process of the test makes the front's applications."""
     code = """
 import sys
 from pathlib import Path
 from hisparse_pd.base.settings import PrefillSettings
 from hisparse_pd.prefill_node import server
-from hisparse_pd.serving.api.node_app import NodeFront
+from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.metrics import FrontMetrics
 
 settings = PrefillSettings(model_path=Path("/nowhere"))
-front = NodeFront("prefill", settings, EngineLink(["ipc://unused"], 5.0), FrontMetrics())
+front = NodeContext("prefill", settings, EngineLink(["ipc://unused"], 5.0), FrontMetrics())
 with server.apps(front) as served:
     assert len(served) == 2
 loaded = {name.split(".")[0] for name in sys.modules}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 def best(position: int, own: str, num: int) -> dict[str, float]:
-    """As ``top_logprobs`` shows it; the own token, where it is among the best, once."""
+    """Return ``top_logprobs``, which has the token itself once if it is among the best."""
     likeliest = {chr(ord("a") + rank): -position / 2 - rank for rank in range(num)}
     return likeliest | ({} if own in likeliest else {own: -float(position)})
 
@@ -43,7 +43,7 @@ BY_ID = [None] + [
 
 
 async def test_a_prompt_alone(tmp_path: Path) -> None:
-    """The engine draws a token that nobody sees."""
+    """The engine draws a token that is not shown."""
     async with serving(scores, tmp_path) as node:
         asked = ECHOED | {"max_tokens": 0, "logprobs": 1, "prompt_logprobs": 1, "temperature": 0.5}
         answer = await node.answer("/v1/completions", **asked)
@@ -85,7 +85,7 @@ async def test_an_echo_beside_a_whole_answer(tmp_path: Path) -> None:
 
 
 async def test_an_echo_of_parts_of_characters(tmp_path: Path) -> None:
-    """A token of such bytes is called by them; each begins in the character of which it is a part."""
+    """The name of such a token is its bytes; it begins in the character of which it is a part."""
     async with serving(scores, tmp_path) as node:
         asked = ECHOED | {"prompt": "é€", "max_tokens": 1, "logprobs": 0}
         (choice,) = (await node.answer("/v1/completions", **asked))["choices"]

@@ -1,4 +1,4 @@
-"""What an operator is told about the quarantine, and may say."""
+"""Operators see the quarantine, and release slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request that does not say is drawn with: the checkpoint's own defaults, or OpenAI's."""
+"""Sampling parameters that a request leaves out: the checkpoint's defaults, or OpenAI's."""
 
 from __future__ import annotations
 

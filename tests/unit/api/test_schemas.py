@@ -1,4 +1,4 @@
-"""Bodies of requests: what they mean, and the error for each that cannot be served."""
+"""Bodies of requests: their meaning, and the error for each that cannot be served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hisparse_pd.protocol.decoding import MAX_NESTING
 from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.bodies import BODIES, Endpoint
 from hisparse_pd.serving.api.openapi import openapi_document
-from hisparse_pd.serving.api.requests import Limits, SampleRequest, grouped, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, grouped, plan_samples
 from hisparse_pd.serving.api.schemas import ApiRequest, derive_room, parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -28,7 +28,7 @@ from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.support import MESSAGES, MINIMAL, parse
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
-LIMITS = Limits(CONTEXT_LENGTH, 200, 100)
+LIMITS = RequestLimits(CONTEXT_LENGTH, 200, 100)
 
 
 def completion(**changes: Any) -> ApiRequest:
@@ -45,7 +45,7 @@ def generate(**changes: Any) -> ApiRequest:
     return parse(Endpoint.GENERATE, **changes)
 
 
-def plan(request: ApiRequest, limits: Limits = LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
+def plan(request: ApiRequest, limits: RequestLimits = LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
     tokens = make_tokenizer(**tokenizer)
     return asyncio.run(plan_samples(request, TextCodec(tokens, len(tokens)), limits))
 
@@ -93,7 +93,7 @@ def max_new_tokens(request: ApiRequest, default_max_tokens: int = 0) -> int:
 
 
 def test_defaults() -> None:
-    """A completion has OpenAI's number of tokens, SGLang's own API its own, and a chat the node's, or all."""
+    """A completion has OpenAI's default of tokens, /generate SGLang's, and a chat the node's, or all."""
     room = 201 - plan(chat())[0].generate.num_prompt_tokens
     assert max_new_tokens(completion()) == max_new_tokens(completion(), 20) == 16
     assert max_new_tokens(generate()) == 128
@@ -236,7 +236,7 @@ def test_the_flag_where_public_routers_leave_it(endpoint: Endpoint, carrier: str
 
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_both_isolation_fields_count_everywhere(endpoint: Endpoint) -> None:
-    """Together: neither stands for the other."""
+    """Both count together: neither replaces the other."""
     said: list[dict[str, str | None]] = [
         {},
         {"cache_salt": "a"},
@@ -277,7 +277,7 @@ def test_drafts_can_be_declined(endpoint: Endpoint) -> None:
 # --- errors ----------------------------------------------------------------------------------------
 
 Case = tuple[dict[str, Any], str, str]
-"""Fields, the one at fault, and what its error says."""
+"""Fields, the one at fault, and a part of its error."""
 
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), (0, 2**31 - 1)),
@@ -286,7 +286,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **{"n": (1, 128), "seed": (-(2**63), 2**63 - 1)},
     **{"bootstrap_room": (0, 2**63 - 1), "bootstrap_port": (1, 65535)},
 }
-"""Of completions and chats, both ends included."""
+"""Fields of completions and chats with their bounds, both ends included."""
 NOT_SUPPORTED: dict[str, Any] = {
     **{"lora_path": "x", "allowed_token_ids": [5], "bad_words": ["x"], "custom_logit_processor": "x"},
     **{"structural_tag": "{}", "logits_processors": ["x"]},
@@ -294,7 +294,7 @@ NOT_SUPPORTED: dict[str, Any] = {
     **{"return_hidden_states": True, "modalities": ["audio"], "chat_template": "{{ 1 }}", "suffix": "x"},
     **{"documents": [{"text": "x"}], "prompt_embeds": "AAAA", "guided_json": {}, "guided_choice": ["a"]},
 }
-"""On all endpoints."""
+"""Fields of all endpoints with their bounds."""
 TYPED: list[Case] = [
     ({"hisparse": "sometimes"}, "hisparse", '"sometimes" must be true, false or "auto"'),
     ({"hisparse": 1}, "hisparse", 'true, false or "auto"'),
@@ -473,7 +473,7 @@ CASES = [
     *((Endpoint.CHAT, *case) for case in CHAT),
     *((Endpoint.GENERATE, *case) for case in GENERATE),
 ]
-"""What breaks a declaration, and rules of several fields."""
+"""Bodies that break a declaration, or a rule of several fields."""
 
 
 @pytest.mark.parametrize(("endpoint", "changes", "param", "said"), CASES)
@@ -539,7 +539,7 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
 
 
 def test_large_fields_are_refused_and_large_unknown_ones_are_not_decoded() -> None:
-    """Whatever the type that a field is declared to have."""
+    """This holds for fields of every declared type."""
     many = json.dumps([1] * (1 << 20))
 
     def parse_with(field: str) -> None:
@@ -572,7 +572,7 @@ def test_fields_beside_large_ones_are_read_and_checked_as_ever() -> None:
 
 
 def test_null_is_the_same_as_absent() -> None:
-    """In every declared field, of bodies and of messages."""
+    """This holds for every declared field, of bodies and of messages."""
     for endpoint in Endpoint:
         body: dict[str, Any] = dict.fromkeys(BODIES[endpoint].__struct_fields__) | MINIMAL[endpoint]
         bare = parse_request(endpoint, json.dumps(MINIMAL[endpoint]).encode(), "tiny")
@@ -661,7 +661,7 @@ def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
 
 
 def test_an_engine_scores_a_prompt_of_which_no_token_is_wanted() -> None:
-    """It draws one, as cheaply as can be."""
+    """The engine draws one token, as cheaply as possible."""
     drawing = {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2, "max_tokens": 0}
     samples = plan(completion(prompt=["abc", "d"], n=2, echo=True, **drawing))
     sent = [sample for group in grouped(samples) for sample in group.samples]

@@ -1,4 +1,4 @@
-"""Streams of all APIs: they say what the whole answer says, calls piece by piece as they are written."""
+"""Streams of all APIs say what the whole answer says, and show calls piece by piece."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CALL = (
 )
 ARGUMENTS = '{"text": "one\\ntwo", "times": 3}'
 BEGUN = '{"text": "one\\nt'
-"""Of them, where the call is cut within its first argument."""
+"""Arguments of the call where it is cut within the first one."""
 OOPS = "<arg_key>text</arg_key>oops</tool_call>"
 Call = tuple[str, str]
 
@@ -90,7 +90,7 @@ async def test_a_stream_says_what_the_whole_answer_says(
     ends: dict[str, str],
     per_message: int,
 ) -> None:
-    """However the engine's text comes. Of a cut call Anthropic's clients see the arguments that are whole."""
+    """The engine's text is cut in every way. Anthropic's clients see the complete arguments of a cut call."""
     script: Script = engine(text, per_message=per_message)
     async with serving(script, tmp_path) as node:
         for path, body in BODIES.items():
@@ -105,7 +105,7 @@ async def test_a_stream_says_what_the_whole_answer_says(
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_names_come_at_once_and_arguments_as_they_are_written(tmp_path: Path, path: str) -> None:
-    """Each piece of the text is written once the client has seen what the one before it says."""
+    """Each piece of the text is written once the client has seen the one before it."""
     pieces = ["<tool_call>write<arg_key>", "text</arg_key><arg_value>one", "\ntwo", CALL.partition("two")[2]]
     arguments = ('{"text": "one', "\\ntwo", '", "times": 3}')
     seen = ['"name":"write"', *(json.dumps(piece)[1:-1] for piece in arguments)]
@@ -130,7 +130,7 @@ async def test_names_come_at_once_and_arguments_as_they_are_written(tmp_path: Pa
 
 
 async def test_usage_of_a_chat_tells_its_reasoning_tokens(tmp_path: Path) -> None:
-    """Up to the mark that ends it, which of GLM may be a call's."""
+    """Tokens count up to the mark that ends reasoning, which may be a call's for GLM."""
     async with serving(stops_after(f"<think>hm{CALL}"), tmp_path) as node:
         whole, streamed = await whole_and_streamed(node, CHAT, BODIES[CHAT] | {"n": 2})
         assert streamed == whole

@@ -1,6 +1,6 @@
-"""A request's words for structured output, through a front to its engine and back as the answer.
+"""Structured output from the request's fields through a front to its engine, and back as the answer.
 
-The engine says at random what the grammar that it was given admits.
+The engine answers at random with what its grammar admits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def test_clients_get_what_they_asked_for(check: Callable[[Served], None], 
 
 
 async def asked(tmp_path: Path, **body: Any) -> tuple[httpx.Response, list[str]]:
-    """The answer to a chat, and the grammars that the engine was given."""
+    """Return the answer to a chat, and the grammars that the engine was given."""
     async with serving(stops_after("x"), tmp_path) as node:
         answer = await node.post("/v1/chat/completions", **{"messages": MESSAGES, **ROOM, **body})
         return answer, [generate.sampling.grammar for generate in node.engine.generates]
@@ -83,7 +83,7 @@ async def test_reasoning_comes_first_where_the_prompt_begins_it(
 
 @pytest.mark.I8
 async def test_grammars_of_many_samples_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample is sent its own."""
+    """Each sample is sent a grammar of its own."""
     monkeypatch.setattr(requests, "MAX_REQUEST_GRAMMAR_CHARS", 1000)
     fits, (grammar, *_) = await asked(tmp_path, regex="a", n=2)
     assert fits.status_code == 200

@@ -11,8 +11,9 @@ import pytest
 
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.serving.api.bodies import ChatBody
-from hisparse_pd.serving.api.declared import decode_body
-from hisparse_pd.serving.api.prompts import ChatPrompt, parse_chat_prompt
+from hisparse_pd.serving.api.declared_decoding import decode_body
+from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
+from hisparse_pd.serving.api.prompts import ChatPrompt
 from hisparse_pd.serving.api.text_codec import TextCodec
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
@@ -24,14 +25,14 @@ CHAT = (
 )
 GLM, V31 = CHAT.replace("CALL", GLM_CALL), CHAT.replace("CALL", V31_CALL)
 OWN = None
-"""Ours of DeepSeek-V3.2."""
+"""Our own template of DeepSeek-V3.2."""
 DEVELOPER = {"role": "developer", "content": "D."}
 HELLO = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def written(template: str | None, messages: list[Any], **fields: Any) -> str:
-    """The prompt of a chat completion."""
+    """Return the prompt of a chat completion."""
     tokenizer = make_tokenizer()
     tokenizer.bos_token = ""
     tokenizer.chat_template = template
@@ -49,7 +50,7 @@ def test_a_developer_is_the_system_where_the_template_knows_no_other() -> None:
 
 
 def test_of_our_own_template_a_developer_without_tools_asks_nothing() -> None:
-    """With tools it is a search agent's question, which stays one."""
+    """With tools, the message is a search agent's question, and is answered."""
     asked = "<｜User｜>hi<｜Assistant｜></think>"
     assert written(OWN, [DEVELOPER, HELLO]) == f"D.{asked}"
     searching = written(OWN, [DEVELOPER | {"tools": [TOOL]}, HELLO])
@@ -78,7 +79,7 @@ def calling(arguments: str) -> list[Any]:
 def test_arguments_that_are_no_json_object_are_shown_as_they_are(
     template: str | None, shown: str, arguments: str
 ) -> None:
-    """What max_tokens cut off, or the model got wrong, comes back with the next turn."""
+    """Arguments that max_tokens cut off, or that the model got wrong, come back with the next turn."""
     assert shown.format(arguments) in written(template, calling(arguments))
 
 

@@ -1,4 +1,4 @@
-"""What tokens are called in logprobs, and where their texts begin: of any bytes, whole and streamed."""
+"""Names of tokens in logprobs, and the offsets of their texts, for any bytes, whole and streamed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.api.tiny_tokenizer import BOS, EOS
 BYTES = CODEC.token_bytes
 EOS_ID, THE = TOKENIZER.convert_tokens_to_ids([EOS, "the"])
 UNKNOWN = len(TOKENIZER) + 7
-"""A row of the embedding that the tokenizer has no token for."""
+"""Id of a row of the embedding for which the tokenizer has no token."""
 
 
 def offsets(*token_ids: int, **options: Any) -> list[int]:
@@ -74,7 +74,7 @@ PIECES = ("😀", "👩‍👩‍👧", "漢字", "한", "é", "the", " page", "
 
 
 def random_tokens(choose: random.Random) -> list[int]:
-    """Tokens of a text, some of it broken: characters that are cut off, ids between them that say nothing."""
+    """Return tokens of a text that may have cut characters, and ids without text among them."""
     token_ids: list[int] = []
     for _ in range(choose.randrange(1, 12)):
         piece = choose.choice(PIECES)
@@ -89,7 +89,7 @@ def random_tokens(choose: random.Random) -> list[int]:
 
 
 def says_at_random(generate: Generate) -> Iterable[FromEngine]:
-    """The same for the same seed, in messages of random lengths; of these nothing may depend on them."""
+    """The answer depends on the seed. Its messages have random lengths, on which nothing may depend."""
     seed = generate.sampling.seed
     token_ids = random_tokens(random.Random(seed)) or [97]
     sizes = random.Random(generate.request_id)
@@ -106,14 +106,14 @@ def says_at_random(generate: Generate) -> Iterable[FromEngine]:
 
 
 def named_bytes(name: str) -> bytes:
-    """What the name of a token says of its bytes."""
+    """Return the bytes that a token's name spells."""
     if name.startswith("bytes:"):
         return bytes.fromhex(name.removeprefix("bytes:").replace("\\x", ""))
     return name.encode()
 
 
 def check(choice: dict[str, Any], *, skips: bool, num_prompt_tokens: int = 0) -> None:
-    """Names are whole bytes, and lead to the text, which a stop string may end before its tokens' end."""
+    """Check that the names spell the text, which a stop string may end before the tokens end."""
     text, logprobs = choice["text"], choice["logprobs"]
     names, begins = logprobs["tokens"], logprobs["text_offset"]
     token_ids = [*choice["prompt_token_ids"][:num_prompt_tokens], *choice["token_ids"]]
@@ -136,13 +136,13 @@ def check(choice: dict[str, Any], *, skips: bool, num_prompt_tokens: int = 0) ->
 
 
 def random_top(token_id: int) -> list[int]:
-    """Likeliest tokens, of which some have names alike."""
+    """Return likeliest tokens, some of them with equal names."""
     alike = [97, THE, EOS_ID, UNKNOWN, UNKNOWN + 1, UNKNOWN + 2]
     return random.Random(token_id).sample([*range(0x80, 0x90), *alike], 5)
 
 
 def joined(events: list[Any], index: int) -> dict[str, Any]:
-    """The choice that the chunks of a stream make together."""
+    """Return the choice that the chunks of a stream make together."""
     chunks = [choice for event in events for choice in event["choices"] if choice["index"] == index]
     lists: dict[str, list[Any]] = {}
     for chunk in chunks:

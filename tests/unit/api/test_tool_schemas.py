@@ -1,4 +1,4 @@
-"""Whether a bare argument is a string or JSON, by what the tool's schema says."""
+"""The tool's schema decides whether a bare argument is a string or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STRING, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"
 
 
 def read(schema: object, text: str, **root: Any) -> object:
-    """The argument ``a`` of a tool whose parameter has this schema."""
+    """Read the argument ``a`` of a tool whose parameter has this schema."""
     parameters = {"type": "object", "properties": {"a": schema}, **root}
     tools = ToolSchemas([{"function": {"name": "f", "parameters": parameters}}])
     return json.loads(tools.to_json("f", "a", text))
@@ -133,7 +133,7 @@ def test_a_tool_that_nobody_described_gets_json() -> None:
 
 @pytest.mark.I8
 def test_schemas_that_multiply_or_go_deep_end() -> None:
-    """Counted in steps, so in the time of a few thousand; without a bound it would be 2**60 of them."""
+    """They end after a few thousand steps; without a bound they would take 2**60."""
     definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
     assert read({"$ref": "#/$defs/d0"}, "42", **{"$defs": definitions}) == 42
     deep: dict[str, Any] = STRING
@@ -146,7 +146,7 @@ def test_schemas_that_multiply_or_go_deep_end() -> None:
 
 @pytest.mark.I8
 def test_a_schema_that_is_reached_in_many_ways_is_looked_at_once() -> None:
-    """Where it says something, at the end of 2**20 ways, that is found."""
+    """The schema at the end of 2**20 ways is found."""
     definitions: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(20)}
     definitions["d20"] = STRING
     assert read({"$ref": "#/$defs/d0"}, "42", **{"$defs": definitions}) == "42"

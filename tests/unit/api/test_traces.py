@@ -45,7 +45,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 def phases(*lasting: tuple[str, float], started_at: float) -> tuple[Phase, ...]:
-    """One after the other."""
+    """Return phases that follow each other."""
     found = []
     for name, secs in lasting:
         found.append(Phase(name, started_at, started_at + secs))
@@ -84,7 +84,7 @@ def fails_in_landing(generate: Generate) -> Iterable[FromEngine | float]:
 async def spans_of(
     receiver: Receiver, tmp_path: Path, script: Script, status: int = 200, **body: Any
 ) -> list[Span]:
-    """Those of one request, in its client's trace, to a node whose engine plays ``script``."""
+    """Return the spans of one request, in its client's trace, to a node whose engine plays ``script``."""
     async with serving(script, tmp_path, collector=receiver.url) as node:
         response = await node.client.post("/v1/completions", json=BODY | body, headers=TRACEPARENT)
         assert response.status_code == status
@@ -155,13 +155,13 @@ async def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Rec
 
 @pytest.fixture
 def began_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are taken for checked before the phases that their engine tells of began."""
+    """Let requests be checked before the first of the phases that the engine reports."""
     monkeypatch.setattr(timing, "wall_clock_ahead", lambda: wall_clock_ahead() - 1.0)
 
 
 @pytest.mark.usefixtures("began_before")
 async def test_the_prefill_nodes_phases_end_with_the_landing(tmp_path: Path, receiver: Receiver) -> None:
-    """In the trace that the decode node makes of both nodes."""
+    """The decode node makes one trace of both nodes."""
     spans = by_name(await spans_of(receiver, tmp_path, answers))
     landing = spans["landing"]
     lasted = {name: (spans[name].end - spans[name].start) / 1e9 for name in OF_PREFILL_NODE}
@@ -180,7 +180,7 @@ async def test_the_prefill_nodes_phases_end_with_the_landing(tmp_path: Path, rec
 async def test_phases_that_took_longer_than_the_landing_begin_with_it(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    """Two clocks need not agree."""
+    """The clocks of two nodes need not agree."""
 
     def lands_fast(generate: Generate) -> Iterable[FromEngine | float]:
         for message in answers(generate):
@@ -354,7 +354,7 @@ def test_the_variables_of_opentelemetry_hold(receiver: Receiver, monkeypatch: py
 
 
 def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
-    """In a process that has the modules of fronts, engines, router and command line."""
+    """The process of the test imports the modules of fronts, engines, router and command line."""
     code = """
 import sys, threading
 from hisparse_pd.commands import cli

@@ -42,14 +42,14 @@ def make_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
 
 
 def byte_chars() -> list[str]:
-    """The character of each byte 0..255 in the vocabulary: token id = byte."""
+    """Return the vocabulary's character for each byte 0..255, whose token id is the byte."""
     shown = set(pre_tokenizers.ByteLevel.alphabet())
     others = iter(range(256))
     return [chr(byte) if chr(byte) in shown else chr(0x100 + next(others)) for byte in range(256)]
 
 
 def write_checkpoint(directory: Path) -> Path:
-    """A directory with what a front reads: config.json and the tokenizer."""
+    """Write a directory with the files that a front reads: config.json and the tokenizer."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"vocab_size": len(tokenizer)}))

@@ -1,9 +1,9 @@
-"""A stream that may go on at another node: what its router says of it, and what the router is told.
+"""The journal of a stream that may go on at another node, as its router sends it with the request.
 
 Tokens depend on the request alone, so an answer goes on elsewhere with the tokens that it would have had. The
-router gives what must not be drawn again, the seed and the names in the answer. It keeps what each engine
-message of the answer said, a record, and sends all of them along when the node is lost. They are then fed to
-what an engine message is fed to, and yield the very events that the client has.
+router sends what must not be drawn again: the seed, and what the answer's ids are made from. It also keeps a
+record of each engine message of the answer. When the node is lost, another one gets the request with all
+records, feeds them to its dialect like engine messages, and so arrives at the events that the client has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
-from hisparse_pd.serving.api.bodies import Served
+from hisparse_pd.serving.api.bodies import ServedBody
 from hisparse_pd.serving.api.body_parts import MAX_RECORD_BLOCKS, TokenId
 from hisparse_pd.serving.api.raw_json import check_size, not_json, split
 from hisparse_pd.serving.http.http_errors import FieldRefused, InvalidField
@@ -29,20 +29,20 @@ from hisparse_pd.serving.http.off_loop import taking_interpreter
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Of an answer: when it began, and what makes its names its own."""
+    """When an answer began, and the key from which its ids are made."""
 
     key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     created: int = field(default_factory=lambda: int(time.time()))
-    """Unix time."""
+    """Unix time, in seconds."""
 
     def name(self, prefix: str, num_bytes: int, *place: int) -> str:
-        """``prefix`` and hexadecimal digits, the same whenever the answer is asked for the same ``place``."""
-        said = f"{prefix}{place}".encode()
-        return prefix + hashlib.blake2b(said, digest_size=num_bytes, key=self.key).hexdigest()
+        """Return ``prefix`` with hexadecimal digits, always the same ones for the same ``place``."""
+        named = f"{prefix}{place}".encode()
+        return prefix + hashlib.blake2b(named, digest_size=num_bytes, key=self.key).hexdigest()
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
-    """One engine message, or several together, of one of a request's samples. Fields as of ``Tokens``."""
+class JournalRecord(msgspec.Struct, array_like=True, frozen=True):
+    """One engine message of a sample, or several joined. Its fields are those of ``Tokens``."""
 
     sample: int
     token_ids: tuple[TokenId, ...]
@@ -58,25 +58,26 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-_records_decoder = msgspec.json.Decoder(tuple[Record, ...])
+_records_decoder = msgspec.json.Decoder(tuple[JournalRecord, ...])
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
-    """``seed``: of samples that have none. ``may_move``: another decode node was healthy.
-
-    ``records``: of what the client has, in order.
-    """
+class RequestJournal:
+    """A stream's journal, as the request for the stream, or for its continuation, has it."""
 
     seed: int
+    """Seed of samples for which the client named none."""
     identity: Identity
     may_move: bool = False
+    """Another decode node was healthy, to which the stream may move."""
     num_resumes: int = 0
-    records: tuple[Record, ...] = ()
+    """How often the stream went on at another node."""
+    records: tuple[JournalRecord, ...] = ()
+    """Records of what the client has, in order."""
 
     @classmethod
-    def of(cls, body: Served, num_samples: int) -> Journal | None:
-        """Raises ApiError 400."""
+    def of(cls, body: ServedBody, num_samples: int) -> RequestJournal | None:
+        """Read the journal of ``body``; None where it has none. Raises ApiError 400."""
         head = body.journal
         if head is None:
             return None
@@ -94,7 +95,7 @@ class Journal:
         return cls(head.seed, identity, bool(head.may_move), head.num_resumes or 0, records)
 
     def resumed(self) -> dict[int, Resumed]:
-        """What there is of each sample that has begun."""
+        """Return the output so far of each sample that has begun."""
         found: dict[int, list[int]] = {}
         for record in self.records:
             found.setdefault(record.sample, []).extend(record.token_ids)
@@ -103,17 +104,18 @@ class Journal:
 
 
 class Resumed(NamedTuple):
-    """Of one sample: its tokens so far, and whether they are all."""
+    """The output of a resumed sample so far."""
 
     token_ids: tuple[int, ...] = ()
     is_over: bool = False
+    """The sample has all its tokens."""
 
 
 NOT_RESUMED = Resumed()
 
 
-def _records(blocks: Raw) -> Iterator[Record]:
-    """Raises ApiError 400."""
+def _records(blocks: Raw) -> Iterator[JournalRecord]:
+    """Decode the records of all blocks. Raises ApiError 400."""
     name = "journal_records"
     for block in split(name, blocks, MAX_RECORD_BLOCKS):
         check_size(name, block)

@@ -1,6 +1,6 @@
 """Answers that are a sequence of blocks: Anthropic's messages and OpenAI's responses.
 
-A stream shows them by events that open a block, let it grow and close it, which a subclass writes.
+Events of a stream open a block, let it grow and close it. Subclasses write these events.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import msgspec
 from msgspec import Raw
 
 from hisparse_pd.serving.api.answer_blocks import Block, Change
-from hisparse_pd.serving.api.answers import Dialect, Json
-from hisparse_pd.serving.api.app import Front, Work
+from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_reading import chat_readings
+from hisparse_pd.serving.api.dialect import Dialect, Json
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 
 _NO_CHOICE = Raw(msgspec.json.encode(None))
 
 
-class BlockAnswer(Dialect):
-    """For requests of one sample."""
+class BlockDialect(Dialect):
+    """A dialect of requests with one sample."""
 
     end = b""
 
-    def __init__(self, front: Front, work: Work) -> None:
-        super().__init__(front, work)
-        (self._reading,) = chat_readings(front, work)
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
+        (self._reading,) = chat_readings(context, work)
         self._has_begun = False
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         self._reading.feed(output, delta)
 
     def choice(self, output: SampleOutput) -> Raw:
-        return _NO_CHOICE  # there is one, and ``whole`` shows it
+        return _NO_CHOICE  # ``whole`` shows the only sample
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         if not self._has_begun:
@@ -45,8 +45,8 @@ class BlockAnswer(Dialect):
 
     @abstractmethod
     def _begin(self, output: SampleOutput) -> Iterator[Json]:
-        """The events before the first block."""
+        """Return the events before the first block."""
 
     @abstractmethod
     def _show(self, change: Change, block: Block, text: str) -> Iterator[Json]:
-        """The events of a change; ``text``: by what the block grew."""
+        """Return the events of a change; ``text`` is what the block grew by."""

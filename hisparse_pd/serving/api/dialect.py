@@ -1,0 +1,110 @@
+"""How an endpoint writes its answers, and the usage objects in them.
+
+A stream is made of ``events``, called with each delta, and ``last_events`` after all of them. A whole body is
+made of ``keep``, called with each delta, ``choice`` after a sample's last one, and ``whole`` after all of
+them; it says what the events of a stream say together. Each call encodes what one engine message brought:
+encoding all logprobs of a long answer at once would hold up the event loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import Raw
+
+from hisparse_pd.serving.api.app import DecodeContext, Work
+from hisparse_pd.serving.api.frame import SSE_DONE
+from hisparse_pd.serving.api.output import Delta, SampleOutput
+from hisparse_pd.serving.http.http_errors import ApiError
+
+Json = dict[str, Any]
+
+
+class Dialect(ABC):
+    """Writes the answer to one request of one endpoint."""
+
+    end = SSE_DONE
+    """Bytes after the last event of a stream."""
+
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        self._work = work
+        self._identity = work.identity
+        self._token_bytes = context.codec.token_bytes
+        self._model_name = context.settings.model_name
+
+    @abstractmethod
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta of a sample in a whole answer."""
+
+    @abstractmethod
+    def choice(self, output: SampleOutput) -> Raw:
+        """Return the JSON of a finished sample in a whole answer."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        """Return the body of a whole answer, to be encoded. ``choices`` has the JSON of each sample."""
+
+    @abstractmethod
+    def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
+        """Return the events for one delta; none where it shows nothing new."""
+
+    def replay(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta whose events the client has already."""
+        for _ in self.events(output, delta):
+            pass
+
+    def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
+        """Return the events after the last delta of all samples."""
+        return iter(())
+
+    def failed(self, error: ApiError) -> Json | None:
+        """Return the event that ends a failed stream; None for the error event of the endpoint's API."""
+        return None
+
+
+def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = None) -> Json:
+    """Return OpenAI's usage object. A prompt counts once, however many samples it has.
+
+    ``num_reasoning_tokens`` counts all samples; it is None where answers have no reasoning.
+    """
+    firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
+    num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
+    num_new_tokens = sum(len(output.token_ids) for output in outputs)
+    details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
+    if num_drafted := sum(output.num_drafted for output in outputs):
+        num_accepted = sum(output.num_accepted for output in outputs)
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_drafted - num_accepted
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.num_cached_tokens for output in firsts),
+            "held_tokens": sum(output.num_held_tokens for output in firsts),
+        },
+        **({"completion_tokens_details": details} if details else {}),
+        "hisparse": hisparse_usage(outputs),
+    }
+
+
+def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
+    """Return the mode, hits and misses of all samples together; None where no engine has told any.
+
+    Samples of different modes have the mode "mixed" together, with ``modes`` for each of them. ``resumes``
+    counts how often the answer went on at another node; hits and misses are those of the last node.
+    """
+    stats = [output.stats for output in outputs if output.stats is not None]
+    if not stats:
+        return None
+    modes = [entry.mode for entry in stats]
+    shown: Json = {
+        "mode": modes[0] if len(set(modes)) == 1 else "mixed",
+        "hits": sum(entry.hits for entry in stats),
+        "misses": sum(entry.misses for entry in stats),
+    }
+    if num_resumes := outputs[0].sample.num_resumes:
+        shown["resumes"] = num_resumes
+    return shown if len(set(modes)) == 1 else shown | {"modes": modes}

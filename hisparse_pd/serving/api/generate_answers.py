@@ -1,0 +1,101 @@
+"""Answers of SGLang's native ``/generate``."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.serving.api.app import DecodeContext, Work
+from hisparse_pd.serving.api.detokenizer import TokenBytes
+from hisparse_pd.serving.api.dialect import Dialect, Json, hisparse_usage
+from hisparse_pd.serving.api.grown_json import GrownObject
+from hisparse_pd.serving.api.output import Delta, Finish, SampleOutput
+from hisparse_pd.serving.api.token_names import finite
+
+
+class GenerateDialect(Dialect):
+    """``/generate``. Each event of a stream has all text, ids and logprobs so far, as SGLang's have.
+
+    A stream's bytes grow with the square of its length, so an event is left out when the next one is waiting.
+    """
+
+    def __init__(self, context: DecodeContext, work: Work) -> None:
+        super().__init__(context, work)
+        self._is_list = work.request.is_batch or len(work.samples) > 1
+        self._logprobs: defaultdict[int, GrownObject] = defaultdict(GrownObject)
+        """Lists of logprobs, by sample."""
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if (num_logprobs := output.sample.options.sampling.num_logprobs) is None:
+            return
+        lists: Json = {
+            "output_token_logprobs": [
+                self._token(output, entry.token_id, entry.logprob) for entry in delta.logprobs
+            ]
+        }
+        if num_logprobs:
+            lists["output_top_logprobs"] = [
+                [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
+                for entry in delta.logprobs
+            ]
+        self._logprobs[output.index].add(lists)
+
+    def choice(self, output: SampleOutput) -> Raw:
+        return Raw(msgspec.json.encode(self._show(output)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        return choices if self._is_list else choices[0]
+
+    def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
+        self.keep(output, delta)
+        if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
+            yield self._show(output) | ({"index": output.index} if self._is_list else {})
+
+    def replay(self, output: SampleOutput, delta: Delta) -> None:
+        self.keep(output, delta)  # the next event repeats all earlier ones
+
+    def _show(self, output: SampleOutput) -> Json:
+        meta: Json = {
+            "id": self._request_id(output),
+            "finish_reason": output.finish and self._finish_reason(output, output.finish),
+            "prompt_tokens": output.num_prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": output.num_cached_tokens,
+            "held_tokens": output.num_held_tokens,
+            "e2e_latency": time.monotonic() - self._work.arrived_at,
+            "hisparse": hisparse_usage([output]),
+        }
+        if output.num_drafted:
+            meta["spec_draft_token_num"] = output.num_drafted
+            meta["spec_accept_token_num"] = output.num_accepted
+        if output.sample.options.sampling.num_logprobs is not None:
+            meta["input_token_logprobs"] = []
+            meta |= self._logprobs[output.index].show()
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
+        return sglang_token(self._token_bytes, token_id, logprob, output.sample.options.text_in_logprobs)
+
+    def _request_id(self, output: SampleOutput) -> str:
+        given = self._work.request.request_ids
+        return given[output.sample.prompt_index] if given else self._identity.name("", 12, output.index)
+
+    @staticmethod
+    def _finish_reason(output: SampleOutput, finish: Finish) -> Json:
+        shown: Json = {"type": finish.reason}
+        if finish.reason == "length":
+            shown["length"] = len(output.token_ids)
+        if finish.matched is not None:
+            shown["matched"] = finish.matched
+        return shown
+
+
+def sglang_token(
+    token_bytes: TokenBytes, token_id: int, logprob: float | None, with_text: bool
+) -> list[object]:
+    text = token_bytes.text(token_id) if with_text else None
+    return [None if logprob is None else finite(logprob), token_id, text]

@@ -1,0 +1,63 @@
+"""JSON that grows by pieces, as an answer does by its events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+_TEXTS = ("text", "content", "reasoning_content", "arguments")
+"""Strings of choices that grow; other strings come once."""
+
+
+class GrownObject:
+    """An object joined from pieces as clients join them: texts and lists are concatenated, objects joined by
+    field, and of anything else the first value counts. Lists are kept encoded, which takes less memory."""
+
+    def __init__(self) -> None:
+        self._fields: dict[Any, Any] = {}
+
+    def add(self, piece: Mapping[Any, object]) -> None:
+        fields = self._fields
+        for name, value in piece.items():
+            match value:
+                case dict():
+                    fields[name] = fields.get(name) or GrownObject()
+                    fields[name].add(value)
+                case list() if name == "tool_calls":
+                    fields.setdefault(name, GrownObject()).add({call["index"]: call for call in value})
+                case list():
+                    fields.setdefault(name, []).extend(encoded(value))
+                case str() if name in _TEXTS:
+                    fields.setdefault(name, []).append(value)
+                case _ if fields.get(name) is None:
+                    fields[name] = value
+
+    def show(self) -> dict[str, Any]:
+        """Return the joined object, with ``tool_calls`` as an object by index."""
+        shown: dict[str, Any] = {}
+        for name, value in self._fields.items():
+            match value:
+                case GrownObject():
+                    shown[name] = value.show()
+                case [str(), *_]:
+                    value[:] = ["".join(value)]
+                    (shown[name],) = value
+                case list():
+                    value[:] = [b",".join(value)] if value else []
+                    shown[name] = Raw(b"[%b]" % b"".join(value))
+                case _:
+                    shown[name] = value
+        return shown
+
+
+def encoded(entries: Sequence[object]) -> list[bytes]:
+    """Return the JSON of a list's ``entries`` without brackets, as a list of one piece, or of none."""
+    return [msgspec.json.encode(entries)[1:-1]] if entries else []
+
+
+def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
+    """Return the lists as JSON, joined from the pieces of ``encoded``."""
+    return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}

@@ -1,0 +1,131 @@
+"""Prompts that are text or token ids, as fields of bodies have them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.serving.api import body_parts as parts
+from hisparse_pd.serving.api.bodies import GenerateBody
+from hisparse_pd.serving.api.declared_errors import Complaint
+from hisparse_pd.serving.api.prompts import Prompt
+from hisparse_pd.serving.api.raw_json import decode_item, first_chars, split
+from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
+
+_IDS_BYTES = 128 << 10
+"""Bytes of a list of token ids that are decoded at a time: 5 ms, in which no other thread runs."""
+
+_ids_decoder = msgspec.json.Decoder(list[parts.TokenId])
+
+
+def generate_prompt(body: GenerateBody) -> tuple[str, Raw]:
+    """Return the field of ``/generate`` that has the prompts, and its value."""
+    given = [(name, value) for name in ("text", "input_ids") if (value := getattr(body, name)) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "exactly one of text and input_ids is needed", param="text")
+    return given[0]
+
+
+class PlainPrompts(NamedTuple):
+    """Texts, or packed token ids."""
+
+    is_batch: bool
+    """The field is a list of prompts. A list of integers is a single prompt."""
+    prompts: tuple[Prompt, ...]
+
+
+def parse_prompts(field: str, value: Raw | None) -> PlainPrompts:
+    """Read the prompts in ``field``. Raises ApiError 400."""
+    takes_text, takes_ids = field != "input_ids", field != "text"
+    shapes = ["a string", "a list of strings"] * takes_text + [
+        "a list of token ids",
+        "a list of such lists",
+    ] * takes_ids
+    if value is None:
+        raise FieldRefused(field, "the field is needed", code="missing_field")
+    match first_chars(value):
+        case b'"', _ if takes_text:
+            return PlainPrompts(False, (_text(field, value),))
+        case b"[", b"]":
+            raise InvalidField(field, [], "must not be empty")
+        case b"[", first if takes_ids and first in _INTEGER_BEGINS:
+            return PlainPrompts(False, (_packed_ids(field, value),))
+        case b"[", (b'"' | b"[") as first if takes_text if first == b'"' else takes_ids:
+            parse = _text if first == b'"' else _packed_ids
+            items = split(field, value, parts.MAX_PROMPTS)
+            prompts = (parse(f"{field}[{index}]", item) for index, item in enumerate(items))
+            return PlainPrompts(True, tuple(prompts))
+        case _:
+            raise InvalidField(field, decode_item(field, value), f"must be {' or '.join(shapes)}")
+
+
+_INTEGER_BEGINS = tuple(bytes((char,)) for char in b"-0123456789tf")
+"""First characters of integers, and of true and false, which the error for a wrong token id names."""
+
+
+def _text(name: str, value: Raw) -> str:
+    text = decode_item(name, value)
+    if not isinstance(text, str):
+        raise InvalidField(name, text, "must be a string as the first prompt is")
+    if not text:
+        raise InvalidField(name, text, "must not be empty")
+    return text
+
+
+def parse_text(field: str, value: Raw) -> str:
+    """Read a string of any length that is not empty. Raises ApiError 400."""
+    if first_chars(value)[0] != b'"':
+        raise InvalidField(field, decode_item(field, value), "must be a string")
+    return _text(field, value)
+
+
+def parse_token_ids(field: str, value: Raw | None) -> bytes:
+    """Read a list of token ids, which may be empty, and return them packed. Raises ApiError 400."""
+    if value is None:
+        raise FieldRefused(field, "the field is needed", code="missing_field")
+    match first_chars(value):
+        case b"[", b"]":
+            return b""
+        case b"[", _:
+            return _packed_ids(field, value)
+        case _:
+            raise InvalidField(field, decode_item(field, value), "must be a list of token ids")
+
+
+def _packed_ids(name: str, value: Raw) -> bytes:
+    """Read token ids in pieces, so that other threads run in between. Each piece is checked as a whole, for
+    each id is an object."""
+    first, second = first_chars(value)
+    if first != b"[":
+        rule = "must be a list of token ids as the first prompt is"
+        raise InvalidField(name, decode_item(name, value), rule)
+    if second == b"]":
+        raise InvalidField(name, [], "must not be empty")
+    text = bytes(value)
+    pieces: list[bytes] = []
+    num_ids, start, end = 0, 1, len(text) - 1
+    while start < end:
+        stop = text.find(b",", start + _IDS_BYTES, end)
+        stop = end if stop < 0 else stop
+        piece = b"[" + text[start:stop] + b"]"
+        try:
+            token_ids = _ids_decoder.decode(piece)
+        except msgspec.MsgspecError as error:
+            raise _no_token_id(name, piece, num_ids, error) from error
+        pieces.append(pack_token_ids(token_ids))
+        num_ids += len(token_ids)
+        start = stop + 1
+    return b"".join(pieces)
+
+
+def _no_token_id(name: str, piece: bytes, first_index: int, error: msgspec.MsgspecError) -> ApiError:
+    if isinstance(error, msgspec.ValidationError):
+        with suppress(msgspec.MsgspecError):  # the piece may end within an entry that is a list or a string
+            index = int(Complaint.of(error).steps[0])
+            path, value = f"{name}[{first_index + index}]", msgspec.json.decode(piece)[index]
+            return InvalidField(path, value, f"must be a token id, an integer from 0 to {parts.MAX_TOKEN_ID}")
+    return FieldRefused(name, "must have nothing but token ids")
