@@ -39,7 +39,7 @@ class ExpertMatrices:
     ue8m0: bool = False
 
     def of(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """[num_matrices, rows, columns]"""
+        """[num_matrices, rows, columns]."""
         if self.scales is None:
             return self.values[expert].to(dtype)
         return dequantize(self.values[expert], self.scales[expert], dtype)

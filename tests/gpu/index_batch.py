@@ -111,7 +111,7 @@ class Batch:
         return paged_index_topk_reference(**self.arguments())
 
     def keys(self, row: int, seq_len: int) -> Tensor:
-        """float32 [seq_len, head_dim]"""
+        """float32 [seq_len, head_dim]."""
         return gather_keys(
             self.index_pool, self.page_table[row], self.page_size, seq_len, self.head_dim, self.key_format
         ).float()

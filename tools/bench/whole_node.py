@@ -220,7 +220,7 @@ def measure_links(ranks: RankGroup, device: torch.device, num_bytes: int) -> lis
     dev = torch.empty_like(host, device=device, pin_memory=False)
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> int:
-        """MB/s"""
+        """MB/s."""
         started = time.perf_counter()
         for _ in range(LINK_REPEATS):
             target.copy_(source, non_blocking=True)

@@ -290,7 +290,7 @@ class _DraftLayer:
         self._layer.write([self._joined(token_ids, hidden)], places, kv)
 
     def _joined(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """[parts, num_tokens, hidden_size]"""
+        """[parts, num_tokens, hidden_size]."""
         embedded = self._embed_norm(self._embed(token_ids))[1].dense
         both = torch.cat((embedded, self._hidden_norm(hidden)[1].dense), dim=-1)
         return parts_of(self._join, Activations(both))
