@@ -43,7 +43,9 @@ def trees() -> dict[str, ast.Module]:
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Each docstring with its line, those behind attributes and constants included."""
     for node in ast.walk(tree):
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for statement in node.body:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     yield statement.lineno, text.strip()
@@ -62,7 +64,8 @@ def imports_at_once(tree: ast.Module) -> Iterator[str]:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 pass
             case node:
-                waiting += ast.iter_child_nodes(node)
+                inner = ast.iter_child_nodes(node)
+                waiting += (child for child in inner if isinstance(child, ast.stmt | ast.ExceptHandler))
 
 
 def file_of(module: str) -> str | None:
