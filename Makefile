@@ -30,6 +30,14 @@ SOAK_FLIPS ?= 0
 ROOM_EXAMPLES ?= 10000
 TORCH_PIP_ARGS ?=
 
+# Unit tests that need no torch: folders, and files of folders whose other tests do. tests/unit/test_docs.py holds it.
+FAST_TESTS := $(addprefix tests/unit/,base deploy grammar http paging protocol router memory/test_numa.py \
+    transfer/test_plan.py transfer/test_rdma.py transfer/test_transport.py \
+    test_architecture.py test_docs.py test_process.py test_settings.py)
+# Folders that `make coverage` has a line for.
+COVERED := hisparse_pd/base hisparse_pd/core hisparse_pd/engine hisparse_pd/serving hisparse_pd/commands \
+    protocol kernels transfer prefill_node decode_node router
+
 # The retrieval model has a draft layer; another model may have none. SERVE_ARGS come later, and so prevail.
 DRAFT_ARGS := $(if $(filter tools/checkpoints/retrieval,$(MODEL)),--speculative-num-steps 3)
 
@@ -71,7 +79,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma test-clients fuzz rooms soak serve lint format bench bench-accuracy bench-serve bench-swap-in clean
+.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-fast test-full test-gpu test-compose test-rdma test-clients fuzz rooms soak serve lint format coverage wheel bench bench-accuracy bench-serve bench-swap-in clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -86,6 +94,9 @@ serve: $(READY) $(MODEL)/config.json ## start a pair and a router, and stay
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+test-fast: $(READY) ## unit tests that need no torch: protocol, plans, router, HTTP, docs; 30 seconds
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -p tests.without_torch $(FAST_TESTS) $(TEST_ARGS)
 
 test-full: $(READY) ## what takes longer: the full oracle matrix, failures, transport faults; 9 minutes
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
@@ -126,6 +137,19 @@ format: $(READY) ## sort imports and format
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
 
+coverage: $(READY) ## lines and branches that unit and property tests run, by folder; a page in out/coverage/html
+	@rm -rf out/coverage
+	$(BIN)/coverage run -m pytest -q -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/property $(TEST_ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage html --quiet --directory out/coverage/html
+	@for folder in $(COVERED); do \
+	    printf '%-24s %3s%%\n' $$folder $$($(BIN)/coverage report --format=total --include="$$folder/*"); \
+	done
+
+wheel: $(READY) ## build the wheel of this checkout into out/wheel
+	@rm -rf build out/wheel
+	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir out/wheel .
+
 bench: $(READY) ## measure the transfer; results go to out
 	$(BIN)/python -m tools.bench.transfer
 
@@ -139,7 +163,7 @@ bench-serve: $(READY) ## latencies and throughput of what `make serve` started, 
 	$(BIN)/python -m tools.bench.serve $(BENCH_ARGS)
 
 clean: ## remove .venv, the tiny model, caches and results
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .npm-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis out *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .npm-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis out build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What is in $$missing is installed when we are root on Debian or Ubuntu. Otherwise the line to run is printed.

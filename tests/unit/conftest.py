@@ -1,4 +1,4 @@
-"""Fixtures of more than one room."""
+"""Fixtures that the tests of several packages share."""
 
 from __future__ import annotations
 

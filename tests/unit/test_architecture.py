@@ -1,4 +1,4 @@
-"""The rooms of the house and who may import whom: the rule of docs/architecture.md, read from the sources."""
+"""The packages and who may import whom: the rules of docs/architecture.md, read from the sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FLOORS = (
+LEVELS = (
     ("base",),
     ("protocol", "kernels", "core.grammar"),
     ("core.memory", "core.model", "core.paging"),
@@ -31,14 +31,14 @@ FLOORS = (
     ("commands.cli", "tools.bench"),
     ("__main__",),
 )
-"""Rooms of ``hisparse_pd`` and of ``tools``, from the ground up. A room imports rooms of the floors below its
-own, and none beside it."""
+"""Packages of ``hisparse_pd`` and of ``tools``, lowest level first. A package imports packages of the levels
+below its own, and none beside it."""
 
 LINKED = ("prefill_node", "decode_node", "router", "transfer", "kernels", "protocol")
 """Folders at the root of the repository, to which ``hisparse_pd`` has links of the same names."""
 
-ROOFS = ("core", "serving", "commands")
-"""Folders of ``hisparse_pd`` that have several rooms."""
+GROUPS = ("core", "serving", "commands")
+"""Folders of ``hisparse_pd`` that have several packages."""
 
 OWNERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("transfer/engine.py", "hisparse_pd/commands/doctor/checks.py"),
@@ -82,7 +82,7 @@ PURE = (
 )
 """Schedulers, pools and plans: no tensors, no sockets, no HTTP."""
 
-ROOMS = {room for floor in FLOORS for room in floor}
+PACKAGES = {package for level in LEVELS for package in level}
 
 
 @cache
@@ -111,14 +111,14 @@ def module_of(file: Path) -> str:
     return ".".join(("hisparse_pd", *parts) if parts[0] in LINKED else parts)
 
 
-def room_of(name: str) -> str:
-    """The room of a module, or of a name in one, as ``FLOORS`` has it; of a stranger its own first name."""
+def package_of(name: str) -> str:
+    """The package of a module, or of a name in one, as ``LEVELS`` has it; a stranger's own first name."""
     first, *others = name.split(".")
     if first == "tools":
         return ".".join((first, *others[:1]))
     if first != "hisparse_pd" or not others:
         return first
-    return ".".join(others[: 2 if others[0] in ROOFS else 1])
+    return ".".join(others[: 2 if others[0] in GROUPS else 1])
 
 
 def imported(file: Path) -> set[str]:
@@ -141,8 +141,8 @@ def imports(module: str) -> frozenset[str]:
     )
 
 
-def test_every_module_is_in_a_room() -> None:
-    assert {room_of(module) for module in sources()} == ROOMS
+def test_every_module_is_in_a_package() -> None:
+    assert {package_of(module) for module in sources()} == PACKAGES
     folders = {file.parent.name for file in ROOT.glob("[!.]*/*.py")}
     assert folders == {"hisparse_pd", *LINKED, "tools", "deploy", "tests"}
 
@@ -176,24 +176,26 @@ def test_a_package_of_a_folders_name_is_found_from_the_root(folder: str, tmp_pat
 
 
 def test_no_import_runs_upward_or_sideways() -> None:
-    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    level_of = {package: number for number, level in enumerate(LEVELS) for package in level}
     wrong = [
         f"{module} imports {name}"
         for module in sources()
         for name in imports(module)
-        if (room := room_of(name)) in ROOMS
-        and room != (own := room_of(module))
-        and floor_of[room] >= floor_of[own]
+        if (package := package_of(name)) in PACKAGES
+        and package != (own := package_of(module))
+        and level_of[package] >= level_of[own]
     ]
     assert not wrong
 
 
 def test_no_circle_between_folders() -> None:
-    """Arrows between two folders have one direction, also where their rooms are on several floors."""
+    """Imports between two folders have one direction, also where their packages are on several levels."""
     graph: dict[str, set[str]] = defaultdict(set)
     for module in sources():
-        own = room_of(module).split(".")[0]
-        graph[own] |= {room_of(name).split(".")[0] for name in imports(module) if room_of(name) in ROOMS}
+        own = package_of(module).split(".")[0]
+        graph[own] |= {
+            package_of(name).split(".")[0] for name in imports(module) if package_of(name) in PACKAGES
+        }
         graph[own] -= {own}
     TopologicalSorter(graph).prepare()
 
@@ -244,19 +246,19 @@ def test_schedulers_pools_and_plans_are_pure(path: str) -> None:
     assert not {name.split(".")[0] for name in imports(module_of(ROOT / path))} & OWNERS.keys()
 
 
-def test_the_page_names_every_room_in_this_order() -> None:
+def test_the_page_names_every_package_in_this_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = [line for line in page.splitlines() if line.startswith("| `")]
-    floors = [[room for room in floor if room != "__main__"] for floor in FLOORS]
+    levels = [[package for package in level if package != "__main__"] for level in LEVELS]
     named = [re.findall(r"`([\w/]+?)/?(?:\.py)?`", line.split("|")[1]) for line in table]
     said = [
-        {room.removeprefix("hisparse_pd/").replace("/", ".") for room in rooms} for rooms in reversed(named)
+        {name.removeprefix("hisparse_pd/").replace("/", ".") for name in names} for names in reversed(named)
     ]
-    assert said == [set(floor) for floor in floors if floor]
+    assert said == [set(level) for level in levels if level]
 
 
 def test_the_walk_of_the_page_names_files_that_exist_and_goes_forward() -> None:
-    """Files in the order in which a request meets them, each once."""
+    """Its files are in the order in which a request meets them, each once."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     walk = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", page.split("## The way of one request")[1], re.MULTILINE)
     assert 20 < len(walk) == len(set(walk)) < 34

@@ -47,7 +47,7 @@ class BlockLinear(torch.nn.Module):
         return block_product(rounded, x.num_tokens, x.dense.dtype, self.weight, self.weight_scale_inv)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: [..., in_features]"""
+        """``x``: [..., in_features]."""
         return product_of(self, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
@@ -116,7 +116,7 @@ class GatedMlp(torch.nn.Module):
         return parts_of(self.down_proj, gated(gate_up, x.dense.dtype, rounding_of(self.down_proj)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: [..., hidden_size]"""
+        """``x``: [..., hidden_size]."""
         return product_of(self, x.reshape(-1, x.shape[-1])).view(x.shape)
 
 

@@ -12,7 +12,7 @@ from hisparse_pd.protocol.prompt_scores import score_dtype
 
 
 def rows_of(generate: Generate) -> bytes:
-    """Position p has logprob -p, rank p, and the likeliest tokens a, b, c and so on with -p/2, -p/2 - 1, …"""
+    """Position p has logprob -p, rank p, and the likeliest tokens a, b, c … with -p/2, -p/2 - 1 and so on."""
     assert generate.scores is not None
     positions = np.arange(generate.scores.first, generate.num_prompt_tokens)
     rows = np.empty(len(positions), score_dtype(generate.scores.num_top))

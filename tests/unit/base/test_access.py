@@ -70,7 +70,9 @@ def test_what_a_host_is() -> None:
 def test_by_default_every_service_stays_on_this_machine() -> None:
     nodes = [model(model_path=Path("/m")) for model in NODES]
     router = RouterSettings(prefill=(("http://a:1", None),), decode=("http://b:2",))
-    for settings in (*nodes, router, *pair_settings({"model_path": "/m"})[1:]):
+    _, *of_pair = pair_settings({"model_path": "/m"})
+    services: list[Any] = [*nodes, router, *of_pair]
+    for settings in services:
         assert settings.host == "127.0.0.1"
         assert settings.exposure is None
     assert {node.reachable_host for node in nodes} == {"127.0.0.1"}

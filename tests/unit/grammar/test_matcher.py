@@ -165,6 +165,10 @@ _SCALARS: list[Any] = [
 ]
 
 
+def _requiring_its_own(schema: dict[str, Any]) -> dict[str, Any]:
+    return schema | {"required": [name for name in schema["required"] if name in schema["properties"]]}
+
+
 def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     names = st.sampled_from(["a", "b", "long name", "ü", "0"])
     objects = st.fixed_dictionaries(
@@ -173,7 +177,7 @@ def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             "required": st.lists(names, max_size=3, unique=True),
             "additionalProperties": st.just(False) | inner,
         }
-    ).map(lambda of: of | {"required": [name for name in of["required"] if name in of["properties"]]})
+    ).map(_requiring_its_own)
     arrays = st.builds(
         lambda first, items, least: (
             {"type": "array", "prefixItems": first, "items": items, "minItems": least}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -27,7 +28,7 @@ def nodes_of(placements: tuple[Placement, ...]) -> list[int | None]:
     return [placement.node for placement in placements]
 
 
-def never() -> tuple[str, ...]:
+def never() -> Never:
     raise AssertionError("the driver is asked")
 
 

@@ -75,4 +75,4 @@ def test_positions_outside_the_pages_are_refused(page_size: int, start: int, sto
 @pytest.mark.parametrize("values", [[0.5], [[1, 2]], ["3"]])
 def test_only_lists_of_integers_are_slots(values: list[object]) -> None:
     with pytest.raises(ValueError, match="expected a list of integers"):
-        as_slots(values)
+        as_slots(values)  # type: ignore[arg-type]

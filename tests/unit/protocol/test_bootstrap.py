@@ -193,8 +193,9 @@ def test_a_forged_or_recorded_answer_is_not_believed() -> None:
     keys = ControlKeys.generate()
     body = msgspec.json.encode(INFO)
     recorded = keys.sign("bootstrap answer", b"0" * 32, body)
-    for headers in ({}, {CODE_HEADER: "0" * 64}, {CODE_HEADER: recorded}):
-        with answering((http(body, **headers),)) as port:
+    codes: tuple[dict[str, str], ...] = ({}, {CODE_HEADER: "0" * 64}, {CODE_HEADER: recorded})
+    for headers in codes:
+        with answering((http(body, b"200 OK", **headers),)) as port:
             assert look_up("127.0.0.1", port).instance_id == "inst", "without a key there is nothing to check"
             with pytest.raises(BootstrapLookupError, match="same control_key_file") as caught:
                 look_up("127.0.0.1", port, keys)

@@ -96,7 +96,8 @@ def test_malformed_frames_are_counted_and_the_next_message_arrives(
 
 def _identity(server: ControlServer, client: ControlClient) -> bytes:
     client.send(Heartbeat(1))
-    return receive_one(server)[0]
+    identity: bytes = receive_one(server)[0]
+    return identity
 
 
 def test_a_message_that_the_peer_would_not_take_is_not_sent(
@@ -189,7 +190,7 @@ def test_with_keys_only_a_holder_of_the_key_gets_through(make_server: Make, make
     keys = ControlKeys.generate()
     server = make_server(keys)
     stranger_public, stranger_secret = zmq.curve_keypair()
-    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)
     stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
     stranger.setsockopt(zmq.CURVE_PUBLICKEY, stranger_public)
