@@ -473,7 +473,7 @@ class RequestLife:
                 log.error("room %d cannot be started", request.room, exc_info=error)
                 self.fail(request, 500, f"the request cannot be started: {error}", now)
             else:
-                request.is_filling = not self.tables.joins_next_step(request)
+                request.is_filling = not self.tables.is_ready(request)
 
     def _on_device(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import add
 from typing import Final
@@ -33,17 +32,6 @@ from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
 """Bytes that are copied to fill rows in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""
-VERIFIED_SLICE_BYTES: Final = 1 << 30
-"""Bytes of a dense request's items that are verified in a millisecond at most, in device memory."""
-
-
-@dataclass(frozen=True)
-class RowFill:
-    """A launch that fills a row, beside the steps."""
-
-    is_over: torch.cuda.Event
-    is_short: bool
-    """Whether a step may wait for it: it takes a millisecond at most."""
 
 
 class RequestTables:
@@ -80,11 +68,9 @@ class RequestTables:
         self.slice_bytes = SLICE_BYTES
         self._filling: dict[int, RowStart] = {}
         """What is left to fill of each row, in order of arrival."""
-        self._warming: dict[int, RowFill] = {}
-        """The latest launch for each row that is being filled."""
+        self._warming: dict[int, torch.cuda.Event] = {}
+        """For each row that is being filled, the end of what was launched last for it."""
         self._last_slice: torch.cuda.Event | None = None
-        self._last_release: torch.cuda.Event | None = None
-        """The steps before it are the last that used any row or slot that is free now."""
         self._fill_stream = SideStream(self.device)
         """Fills rows and warms hot buffers up, beside the steps of the others."""
         self._landing_stream = SideStream(self.device)
@@ -133,23 +119,21 @@ class RequestTables:
         """Begin to fill the row of a request that is RUNNING from now on, and to warm its hot buffer up.
 
         On a GPU that goes on beside the steps of others, a slice in a turn of the engine's loop (``go_on``).
-        ``joins_next_step`` says when the request can be in a step.
+        ``is_ready`` says when all is over.
         """
         if request.mode is Mode.DENSE:
-            num_verified = request.num_kv_tokens if self.state.row_checks is not None else 0
-            is_short = num_verified * self.spec.item_bytes * self.spec.num_kv_layers <= VERIFIED_SLICE_BYTES
-            with self._beside_steps(request.req_row, is_first=True, is_short=is_short):
+            with self._beside_steps(request.req_row, is_first=True):
                 pages, index_pages = (
                     self._pages(request, kind) for kind in (PoolKind.DEVICE, PoolKind.INDEX)
                 )
                 start_dense_row(self.state, request.req_row, pages=pages, index_pages=index_pages)
-                if num_verified:
+                if self.state.row_checks is not None and request.num_kv_tokens:
                     self._check_dense(request)
             return
         is_next = not self._filling and self._is_slice_over()
         self._filling[request.req_row] = self._row_start(request)
         if is_next:
-            self._launch_slice(request.req_row, self.slice_bytes, is_short=True)
+            self._launch_slice(request.req_row, self.slice_bytes)
 
     def _check_dense(self, request: Request) -> None:
         """Enqueue a check of all items of a dense request, in its pages."""
@@ -193,11 +177,10 @@ class RequestTables:
         if not self._filling or not self._is_slice_over():
             return failed
         left = max(self.slice_bytes, sum(each.num_left_bytes or 0 for each in self._filling.values()) // 8)
-        is_short = left <= self.slice_bytes
         for row in tuple(self._filling):
             try:
                 while row in self._filling and left > 0:
-                    left -= max(1, self._launch_slice(row, left, is_short=is_short))
+                    left -= max(1, self._launch_slice(row, left))
             except torch.AcceleratorError:
                 raise
             except Exception as error:
@@ -207,59 +190,46 @@ class RequestTables:
     def fill_at_once(self, request: Request) -> None:
         """Launch all that is left to fill of a request's row."""
         while request.req_row in self._filling:
-            self._launch_slice(request.req_row, None, is_short=False)
+            self._launch_slice(request.req_row, None)
 
     def _is_slice_over(self) -> bool:
         return self._last_slice is None or bool(self._last_slice.query())  # type: ignore[no-untyped-call]
 
-    def _launch_slice(self, row: int, most_bytes: int | None, *, is_short: bool) -> int:
+    def _launch_slice(self, row: int, most_bytes: int | None) -> int:
         filling = self._filling.pop(row)
-        with self._beside_steps(row, is_first=row not in self._warming, is_short=is_short):
+        with self._beside_steps(row, is_first=row not in self._warming):
             num_bytes = filling.launch_slice(most_bytes)
         if filling.num_left_bytes is not None:
             self._filling = {row: filling, **self._filling}  # it stays the first
         return num_bytes
 
     @contextmanager
-    def _beside_steps(self, row: int, *, is_first: bool, is_short: bool) -> Iterator[None]:
+    def _beside_steps(self, row: int, *, is_first: bool) -> Iterator[None]:
         """Fill a row within, in a stream of its own. ``is_first``: nothing of the row was filled yet."""
         if self.device.type != "cuda":
             yield
             return
-        # Steps before the last release may have used the row, and the slots, for an earlier request.
-        with self._fill_stream.behind(self._last_release if is_first else None):
+        # The last step in the current stream may have used the row's slots for the request before.
+        with self._fill_stream.behind_current() if is_first else self._fill_stream.use():
             try:
                 yield
             finally:  # what was launched before an error still reads the request's slots
                 filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 filled.record()
-                self._last_slice = filled
-                self._warming[row] = RowFill(filled, is_short)
+                self._warming[row] = self._last_slice = filled
 
     def stop_filling(self, request: Request) -> None:
         """Launch no more to fill a request's row. ``is_ready`` says when what was launched is over."""
         self._filling.pop(request.req_row, None)
 
-    def joins_next_step(self, request: Request) -> bool:
-        """Whether a RUNNING request can be in the next step. The step waits on the device for a short launch
-        that still fills its row; the others of a step do not wait for a long one.
-        """
-        if request.req_row in self._filling:
-            return False
-        launch = self._warming.get(request.req_row)
-        if launch is None or not launch.is_short:
-            return self.is_ready(request)
-        torch.cuda.current_stream(self.device).wait_event(launch.is_over)
-        return True
-
     def is_ready(self, request: Request) -> bool:
         """Whether nothing fills the row of a RUNNING or ENDING request any more."""
         if request.req_row in self._filling:
             return False
-        launch = self._warming.get(request.req_row)
-        if launch is None:
+        filled = self._warming.get(request.req_row)
+        if filled is None:
             return True
-        if not launch.is_over.query():  # type: ignore[no-untyped-call]
+        if not filled.query():  # type: ignore[no-untyped-call]
             return False
         del self._warming[request.req_row]
         return True
@@ -325,13 +295,10 @@ class RequestTables:
         self._ended_counters += request.row_counters
         request.row_counters = (0, 0, 0)
         self.state.reset_row(row)
-        if self.device.type == "cuda":
-            self._last_release = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._last_release.record()
 
     def _wait_until_filled(self, row: int) -> None:
-        if (launch := self._warming.pop(row, None)) is not None:
-            launch.is_over.synchronize()
+        if (filled := self._warming.pop(row, None)) is not None:
+            filled.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
         """Positions in the hot buffer of each group, latest used first, without drafts that were not

@@ -25,12 +25,6 @@ class SideStream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self.use()
 
-    def behind(self, event: torch.cuda.Event | None) -> torch.cuda.StreamContext:
-        """Let this stream wait for ``event``; None: for nothing. Returns the context of ``use``."""
-        if self._stream is not None and event is not None:
-            self._stream.wait_event(event)
-        return self.use()
-
     def join(self) -> None:
         """Let the current stream wait for all that this one has by now."""
         if self._stream is not None:

@@ -186,9 +186,6 @@ class SimRequestTables:
     def is_ready(self, request: Request) -> bool:
         return True
 
-    def joins_next_step(self, request: Request) -> bool:
-        return self.is_ready(request)
-
     def totals(self, running: Sequence[Request]) -> tuple[int, int, int]:
         return 0, 0, 0
 

@@ -15,7 +15,6 @@ import pytest
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.decode_node import forwards
 from hisparse_pd.decode_node.request import Request, RequestState
-from hisparse_pd.decode_node.request_tables import RowFill
 from hisparse_pd.decode_node.runner import Launched
 from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from hisparse_pd.engine.messages import Abort
@@ -148,7 +147,7 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_tha
     fillings = {request.room: Filling() for request in requests}
     node.engine.steps.settle()
     for request in requests:
-        warming[request.req_row] = RowFill(fillings[request.room], is_short=False)  # type: ignore[arg-type]
+        warming[request.req_row] = fillings[request.room]  # type: ignore[assignment]
         request.is_filling = True
     num_before = [len(request.output_token_ids) for request in requests]
     for _ in range(5):
@@ -174,8 +173,7 @@ def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
         node.engine.steps.settle()
         (request,) = node.engine.requests.select(RequestState.RUNNING)
         filling = Filling()
-        fill = RowFill(filling, is_short=False)  # type: ignore[arg-type]
-        node.engine.tables._warming[request.req_row] = fill
+        node.engine.tables._warming[request.req_row] = filling  # type: ignore[assignment]
     assert filling.num_waits == 1
     assert node.engine.requests.pools.free == node.engine.requests.pools.totals
 
