@@ -87,7 +87,7 @@ async def _drain(context: DecodeContext, request: Request) -> Response:
     """As SIGTERM to the node: its first front, of which the others are children, gets one. Asked for again it
     is no second one, which would end the wait for requests in flight."""
     if not context.link.is_leaving:
-        os.kill(os.getpid() if context.link.front == 0 else os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid() if context.link.front_number == 0 else os.getppid(), signal.SIGTERM)
     return json_response({"status": "the node takes nothing new, and ends"})
 
 

@@ -78,7 +78,7 @@ class FlushCache(Struct, frozen=True, tag="flush_cache"):
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Leave the loop, release everything and exit with status 0, once every front has said so."""
 
-    front_index: int = 0
+    front_number: int = 0
 
 
 class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
@@ -94,12 +94,12 @@ class ReleasePage(Struct, frozen=True, tag="release_page"):
     start: int
 
 
-def request_prefix(front_index: int) -> str:
+def request_prefix(front_number: int) -> str:
     """Return what the ids of one HTTP request begin with. It names the front that answers are sent to."""
-    return f"{front_index:02x}{secrets.token_hex(8)}"
+    return f"{front_number:02x}{secrets.token_hex(8)}"
 
 
-def front_index_of(request_id: str) -> int:
+def front_number_of(request_id: str) -> int:
     """Return the index of the request's front. Raises ValueError unless the id begins with a
     ``request_prefix``."""
     return int(request_id[:2], 16)

@@ -29,7 +29,7 @@ from hisparse_pd.engine.messages import (
     GenerateGroup,
     Shutdown,
     ToEngine,
-    front_index_of,
+    front_number_of,
 )
 from hisparse_pd.protocol.channels import ControlKeys, Guard, Heartbeats, load_control_keys, prove_key
 from hisparse_pd.protocol.polling import BURST_MESSAGES, SEND_HWM, burst
@@ -148,7 +148,7 @@ class EngineSocket:
         for (frame,) in burst(*(channel.socket for channel in channels)):
             message = engine_messages.to_engine_decoder.decode(frame)
             if isinstance(message, Shutdown):
-                self._leaving.add(message.front_index)
+                self._leaving.add(message.front_number)
                 if len(self._leaving) < len(self.channels):
                     continue
             yield message
@@ -170,7 +170,7 @@ class EngineSocket:
         elif len(self.channels) == 1:
             self.channels[0].send(frame)
         else:
-            self.channels[front_index_of(message.request_id)].send(frame)
+            self.channels[front_number_of(message.request_id)].send(frame)
 
     def close(self) -> None:
         for channel in self.channels:

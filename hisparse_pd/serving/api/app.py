@@ -73,7 +73,7 @@ class DecodeContext(NodeContext):
             node.metrics.count_spans,
         )
         defaults = SamplingDefaults.of(settings)
-        if node.link.front == 0 and str(defaults):
+        if node.link.front_number == 0 and str(defaults):
             log.info("sampling defaults from generation_config.json: %s", defaults)
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         gc.freeze()  # else each full collection scans transformers' objects and holds the loop for 30 ms
@@ -159,7 +159,7 @@ async def _checked(
     ready = context.link.require_serving()
     pools = ready.max_total_tokens_hisparse, ready.max_total_tokens_dense
     limits = RequestLimits(ready.context_length, *pools, settings.default_max_tokens)
-    samples = await plan_samples(request, context.codec, limits, context.link.front)
+    samples = await plan_samples(request, context.codec, limits, context.link.front_number)
     timeline.checked(request, samples, settings.model_name)
     return Work(request, samples, arrived_at, timeline)
 

@@ -58,8 +58,8 @@ class Board:
     def sum(self, column: int) -> int:
         return sum(self._numbers[1 + column :: self._num_columns])
 
-    def add(self, front: int, column: int, num: int) -> None:
-        self._numbers[1 + front * self._num_columns + column] += num
+    def add(self, front_number: int, column: int, num: int) -> None:
+        self._numbers[1 + front_number * self._num_columns + column] += num
 
     @property
     def instruction(self) -> Instruction:
@@ -69,21 +69,23 @@ class Board:
         """Tell the other fronts what to do. Only the first front may call this."""
         self._numbers[0] = instruction
 
-    def write_metrics(self, front: int, packed: bytes) -> None:
+    def write_metrics(self, front_number: int, packed: bytes) -> None:
         """Publish a front's metrics. Raises ValueError for more than MAX_METRICS_BYTES."""
         if len(packed) > MAX_METRICS_BYTES:
-            raise ValueError(f"front {front}: {len(packed)} bytes of metrics; {MAX_METRICS_BYTES} have room")
+            raise ValueError(
+                f"front {front_number}: {len(packed)} bytes of metrics; {MAX_METRICS_BYTES} have room"
+            )
         head = _METRICS_HEAD.pack(len(packed), zlib.crc32(packed))
-        memoryview(self._metrics[front]).cast("B")[: len(head) + len(packed)] = head + packed
+        memoryview(self._metrics[front_number]).cast("B")[: len(head) + len(packed)] = head + packed
 
     def metrics(self) -> Sequence[bytes]:
         """Return what each front wrote last; nothing in a node of one front."""
-        for front, place in enumerate(self._metrics):
+        for number, place in enumerate(self._metrics):
             num_bytes, checksum = _METRICS_HEAD.unpack_from(place)
             start = _METRICS_HEAD.size
             packed = bytes(memoryview(place).cast("B")[start : start + num_bytes])
             if zlib.crc32(packed) == checksum:
-                self._read[front] = packed
+                self._read[number] = packed
         return [packed for packed in self._read if packed]
 
 
@@ -95,9 +97,9 @@ def make_board(num_ranks: int, num_fronts: int = 1) -> Board:
 class InFlightCounts:
     """Counts of what is in flight. They are read as sums over all fronts, and one front changes its own."""
 
-    def __init__(self, board: Board, front: int) -> None:
+    def __init__(self, board: Board, front_number: int) -> None:
         self._board = board
-        self._front = front
+        self._front_number = front_number
 
     @property
     def num_samples(self) -> int:
@@ -116,7 +118,7 @@ class InFlightCounts:
 
     def set_ready(self) -> None:
         """Note that this front is connected to all engines."""
-        self._board.add(self._front, _IS_READY, 1)
+        self._board.add(self._front_number, _IS_READY, 1)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -124,8 +126,8 @@ class InFlightCounts:
         return self._board.sum(_PROMPT_TOKENS)
 
     def add(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
-        self._board.add(self._front, _SAMPLES, num_samples)
-        self._board.add(self._front, _PROMPT_TOKENS, num_prompt_tokens)
+        self._board.add(self._front_number, _SAMPLES, num_samples)
+        self._board.add(self._front_number, _PROMPT_TOKENS, num_prompt_tokens)
 
     def tokens_of(self, rank: int) -> int:
         """Prompt tokens of the samples that the rank has."""
@@ -137,9 +139,9 @@ class InFlightCounts:
 
     def give(self, rank: int, num_tokens: int) -> None:
         """Count a sample that the rank is given."""
-        self._board.add(self._front, _OF_RANKS + 2 * rank, num_tokens)
-        self._board.add(self._front, _OF_RANKS + 2 * rank + 1, 1)
+        self._board.add(self._front_number, _OF_RANKS + 2 * rank, num_tokens)
+        self._board.add(self._front_number, _OF_RANKS + 2 * rank + 1, 1)
 
     def take_back(self, rank: int, num_tokens: int) -> None:
         """Count a sample that has ended on the rank, or was not sent after all."""
-        self._board.add(self._front, _OF_RANKS + 2 * rank, -num_tokens)
+        self._board.add(self._front_number, _OF_RANKS + 2 * rank, -num_tokens)

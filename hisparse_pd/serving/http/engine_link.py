@@ -110,19 +110,19 @@ class EngineLink:
         limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
         choose_rank: RankChoice = least_loaded,
         board: Board | None = None,
-        front: int = 0,
+        front_number: int = 0,
         crossing: Crossing | None = None,
     ) -> None:
         """``endpoints``: one for each rank, as in RankLink. ``on_stats``: called with a rank and its stats.
 
         ``on_connected``: called once all engines are connected to all fronts. ``board``: what the node's
-        fronts share; None if this is the only one. ``front``: the number of this front.
+        fronts share; None if this is the only one. ``front_number``: this front's.
         """
         self.limits = limits
         self.health_timeout_secs = health_timeout_secs
         self.state = LinkState.LOADING
-        self.front = front
-        self.counts = InFlightCounts(board or make_board(len(endpoints)), front)
+        self.front_number = front_number
+        self.counts = InFlightCounts(board or make_board(len(endpoints)), front_number)
         self.ranks = [
             RankLink(
                 rank,
@@ -315,7 +315,7 @@ class EngineLink:
     async def shut_engines_down(self) -> None:
         """Ask the engines to exit, after all messages that were sent before."""
         for rank in self.ranks:
-            rank.put(Shutdown(self.front))
+            rank.put(Shutdown(self.front_number))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(rank.flush() for rank in self.ranks)), timeout=1.0)
 

@@ -28,7 +28,7 @@ from hisparse_pd.engine.messages import (
     Tokens,
     encoder,
     from_engine_decoder,
-    front_index_of,
+    front_number_of,
     request_prefix,
 )
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone, FrontSocket
@@ -65,7 +65,7 @@ def on_one_machine(directory: Path, num_fronts: int) -> Iterator[tuple[EngineSoc
 
 
 def test_a_request_id_names_its_front() -> None:
-    assert [front_index_of(request_prefix(front)) for front in (0, 1, 63, 255)] == [0, 1, 63, 255]
+    assert [front_number_of(request_prefix(front)) for front in (0, 1, 63, 255)] == [0, 1, 63, 255]
     assert request_prefix(1) != request_prefix(1)
 
 

@@ -24,7 +24,7 @@ def make_link(
 ) -> EngineLink:
     """Make a link whose engines are ready."""
     endpoints = [f"ipc://unused-{rank}" for rank in range(num_ranks)]
-    link = EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose_rank, board=board, front=front)
+    link = EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose_rank, board=board, front_number=front)
     for rank in link.ranks:
         link._handle(rank, EngineReady(100, 100 - rank.rank, 50 + rank.rank))
     return link

@@ -80,7 +80,7 @@ def test_no_front_says_that_it_serves_before_all_do() -> None:
         def clean_up() -> None:
             cleaned_up.append(front)
 
-        return EngineLink(["ipc://unused"], 5.0, on_connected=clean_up, board=board, front=front)
+        return EngineLink(["ipc://unused"], 5.0, on_connected=clean_up, board=board, front_number=front)
 
     links = [link_of(0), link_of(1)]
     links[0]._handle(links[0].ranks[0], EngineReady(100, 100, 100))
