@@ -136,17 +136,17 @@ class Service:
         """SIGTERM, as an operator would. Returns the exit status."""
         if self.process is None:
             return 0
-        if self.process.poll() is None:
+        if (status := self.process.poll()) is None:
             self.process.terminate()
             try:
-                self.process.wait(waiting.WAIT_SECS)
+                status = self.process.wait(waiting.WAIT_SECS)
             except subprocess.TimeoutExpired:
                 self.signal_group(signal.SIGKILL)
                 self.process.wait()
                 raise RuntimeError(
                     f"{self.name} did not stop within {waiting.WAIT_SECS} s\n{self.log_tail()}"
                 ) from None
-        return self.process.returncode
+        return status
 
     def kill(self) -> None:
         """SIGKILL to front and engine at once, as a machine's death would."""

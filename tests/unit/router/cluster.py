@@ -80,7 +80,7 @@ class FakeNode:
             case path:
                 request = Request(scope, receive)
                 self.requests.append((path, httpx.Headers(request.headers.raw), await request.body()))
-                working = asyncio.create_task(self.behaviour(self, send))  # type: ignore[arg-type]
+                working: asyncio.Task[None] = asyncio.create_task(self.behaviour(self, send))  # type: ignore[arg-type]
                 leaving = asyncio.create_task(disconnected(receive))
                 await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
                 leaving.cancel()
@@ -196,7 +196,8 @@ class Cluster:
     def prefill_of(self, body: dict[str, Any]) -> FakeNode:
         """Return the prefill node that the body of a decode node's request names."""
         port = body["bootstrap_port"]
-        return self.prefill[(port[0] if isinstance(port, list) else port) - FIRST_BOOTSTRAP_PORT]
+        number: int = (port[0] if isinstance(port, list) else port) - FIRST_BOOTSTRAP_PORT
+        return self.prefill[number]
 
     async def metrics(self) -> str:
         return (await self.client.get("/metrics")).text
