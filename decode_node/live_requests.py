@@ -87,7 +87,7 @@ class LiveRequests:
         return list(self._queues[state])
 
     def queued(self, state: RequestState, peer: PeerAddress) -> Collection[Request]:
-        """Of those the ones of one node, in order of arrival."""
+        """Return the requests that are CONNECTING, or WAITING, for one prefill node, in order of arrival."""
         queues = self._queues[state]
         if (state, peer) in self._unsorted and peer in queues:
             queues[peer] = dict.fromkeys(sorted(queues[peer], key=_arrival))

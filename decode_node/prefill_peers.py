@@ -176,10 +176,10 @@ class PrefillPeers:
     def __post_init__(self) -> None:
         self._peers: dict[PeerAddress, _Peer] = {}
         self._events: list[PeerEvent] = []
-        """Of the ``poll`` that is under way."""
+        """What the ``poll`` that is under way has found so far."""
         self._num_peers_ever = 0
         self._num_ranks: dict[tuple[str, int], int] = {}
-        """Of nodes in ``_peers`` that have more than one."""
+        """Number of ranks of each node in ``_peers`` that has more than one."""
         self._ended: deque[tuple[str, float]] = deque()
         """Runs whose lanes have ended, and when that was heard."""
         self._wakeup = Wakeup()
@@ -217,7 +217,7 @@ class PrefillPeers:
         return now - peer.heard_at < REGISTER_TIMEOUT_SECS
 
     def instance_id(self, address: PeerAddress) -> str:
-        """Of a peer that may be entrusted with a room; so ``page_size``."""
+        """The peer must be one that may be entrusted with a room; the same holds for ``page_size``."""
         return self._peers[address].instance_id
 
     def page_size(self, address: PeerAddress) -> int:

@@ -137,7 +137,8 @@ class Request:
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
     held_prefix_tokens: int = 0
-    """Of the prompt, in whole pages: their KV and indexer keys were here already, so nothing lands there."""
+    """Leading tokens of the prompt, in whole pages, whose KV and indexer keys were here already: nothing
+    lands for them."""
     prefix: Prefix | None = None
     """The first of its pages, shared with whoever begins alike; its own are behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
@@ -176,7 +177,7 @@ class Request:
     """What the draft layer guesses to follow the newest token; the next step takes them."""
     num_drafted: int = 0
     num_accepted: int = 0
-    """Of the drafts that were verified."""
+    """Drafts that were verified and accepted."""
     hot_positions: list[NDArray[np.int32]] | None = None
     """Per hot group, what a new hot buffer is to be warmed with, most useful first."""
     delivery: RoomDone | None = None
@@ -277,7 +278,7 @@ class Request:
         self.num_drafts_in_flight += most_drafts
 
     def leave_step(self, most_drafts: int) -> None:
-        """That step's tokens are read, and follow."""
+        """Note that the tokens of that step are read, and are added next."""
         self.num_in_flight -= 1
         self.num_drafts_in_flight -= most_drafts
 
@@ -317,7 +318,7 @@ class Request:
 
     @property
     def run_stage(self) -> RunStage:
-        """Of a RUNNING request."""
+        """What a RUNNING request is doing."""
         if self.sampling.grammar and self.matcher is None:
             return RunStage.AWAITS_GRAMMAR
         if self.is_filling:
@@ -345,13 +346,13 @@ class Request:
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:
-        """Of the pages of its prompt that a held prefix may spare it: those with the bits of prompts."""
+        """Keys of the prompt's pages that may come from a held prefix: those with the bits of prompts."""
         if self.prompt_keys is None:
             return ()
         return self.prompt_keys.keys[: self.first_stepped // self.prompt_keys.page_size]
 
     def kept_keys(self, num_tokens: int) -> list[PageKey]:
-        """Of the whole pages of its first ``num_tokens`` tokens."""
+        """Return the keys of the whole pages of its first ``num_tokens`` tokens."""
         if self.prompt_keys is None:
             return []
         num_pages = num_tokens // self.prompt_keys.page_size

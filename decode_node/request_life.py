@@ -583,8 +583,8 @@ class RequestLife:
         self._let_go(request, now)
 
     def _let_go(self, request: Request, now: float, *, waits: bool = False) -> None:
-        """Of what a request that is ENDING owns, unless the step that it is in, or what fills its row, uses
-        any of it (I1). ``waits``: for what fills the row; for no step."""
+        """Release what a request that is ENDING owns, unless the step that it is in, or what fills its row,
+        uses any of it (I1). ``waits``: wait for what fills the row, though for no step."""
         if not request.num_in_flight and (waits or self.tables.is_ready(request)):
             self.tables.release(request)
             self.requests.release(request, now)

@@ -29,7 +29,8 @@ _ANY = 1 << 60
 """More slots than there are."""
 
 _Slots = tuple[int, int, int, int]
-"""Of the host, the device, the index and the lookup pool. Of others a request always has all it needs."""
+"""Slots of the host, the device, the index and the lookup pool, in this order. A request has all that it
+needs of other pools from its admission on."""
 
 
 class Claim(NamedTuple):
@@ -148,7 +149,7 @@ def _lack(entry: tuple[Request, Claim]) -> int:
 
 
 def slots_of(counts: SlotCounts) -> _Slots:
-    """Of the pools that requests get slots of step by step."""
+    """Return the counts of the pools from which requests get slots step by step."""
     return counts.host, counts.device, counts.index, counts.lookup
 
 

@@ -35,7 +35,8 @@ from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.decode_node.reserve import Beginning, Beginnings, Claim, Place, Reserve, slots_of
 
 MAX_LOOKED_AT = 256
-"""Of the queue, in one step: only stuck slots let a request be passed over."""
+"""Waiting requests that one plan looks at, at most: it passes over those that only lack stuck slots,
+and further samples that wait for the first."""
 
 _NONE = SlotCounts()
 
@@ -72,7 +73,7 @@ class Limits:
 
     @property
     def smallest_hot_buffer(self) -> int:
-        """Of a request of any length."""
+        """Entries of the smallest hot buffer that works for a request of any length."""
         return smallest_buffer(self.max_drafts, self.index_topk)
 
     def min_capacity(self, request: Request) -> int:
@@ -94,7 +95,7 @@ class Limits:
         return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
 
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
-        """Of ``request`` with ``owned`` in ``mode``, behind pages that it shares."""
+        """Return what ``request`` claims with ``owned`` slots in ``mode``, behind pages that it shares."""
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
         lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
@@ -215,9 +216,9 @@ class _Planner:
     _kept: SlotCounts = _NONE
     """A page for each request that will grow."""
     _owned: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
-    """Of those to whom this plan gives slots, or others."""
+    """Mode and slots of the requests to which this plan gives slots."""
     _admitted: list[Claim] = field(default_factory=list)
-    """Of those that it admits."""
+    """Claims of the requests that this plan admits."""
 
     def grow(self) -> None:
         """Slots for the newest tokens of requests that have none left, in the order in which all can end."""
