@@ -1,23 +1,24 @@
-"""Whether everybody who was admitted can still end, when all get the most that they may ask for. Pure.
+"""Tells which slots can be given away so that every admitted request can still end. Pure.
 
-Requests get slots step by step, and together they may ask for more than there is. So slots are granted only
-while there is an order in which everybody can end, one after the other, with what is free and what those
-before it leave (the banker's algorithm, for the host, the device, the index and the lookup pool together):
+Requests get slots step by step, and together they may need more than there are. Slots are therefore granted
+only while there is an order in which all requests can end, one after the other, if each gets the most that it
+may still ask for: it uses what is free then, including what the requests before it owned. This is the
+banker's algorithm, for the host, device, index and lookup pools together.
 
-- The first in the order never sits out. When it ends, the next is the first; nobody new is admitted while
-  somebody sits out, so everybody gets there.
-- A dense request can end in two ways: in device pages, or in a hot buffer and host slots for its whole life.
-  One that shares pages ends in device pages.
-- Shared pages are free when the last of those that use them has ended. Held pages that nobody uses count as
-  free until a plan lets somebody share them (``Beginnings``).
-- A request whose KV is on its way comes last, and nobody counts on what it holds: when its prefill node
-  vanishes, its slots may never be free again. Nobody counts on slots in quarantine either.
+- The first request in the order never sits out. When it ends, the next one is the first. Nobody is admitted
+  while a request sits out, so each request becomes the first in time.
+- A dense request can end in two ways: in device pages, or in a hot buffer with host slots for its whole life.
+  A dense request that shares pages ends in device pages.
+- Shared pages are free when the last of their users has ended. Held pages without users count as free until a
+  plan lets a request share them (``HeldMatches``).
+- Requests whose KV is on its way come last, and no other request counts on their slots: if the prefill node
+  vanishes, these may never be free again. Slots in quarantine are not counted on either.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
@@ -26,35 +27,39 @@ from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 
 _ANY = 1 << 60
-"""More slots than there are."""
+"""More slots than any pool has."""
 
 _Slots = tuple[int, int, int, int]
-"""Slots of the host, the device, the index and the lookup pool, in this order. A request has all that it
-needs of other pools from its admission on."""
+"""Numbers of host, device, index and lookup slots, in this order. These are the pools whose slots a request
+gets step by step; it gets all slots of the others at its admission. A NamedTuple would triple the time of a
+sum, and every step makes many."""
 
 
 class Claim(NamedTuple):
-    """What a request owns, and what it lacks to end, one way or another."""
+    """What a request owns, and what it lacks to end."""
 
     owned: _Slots
     ways: tuple[_Slots, ...]
+    """The slots that it lacks, for each of the one or two ways in which it can end."""
     prefix: Prefix | None = None
-    """What it shares."""
+    """The prefix that it shares."""
 
 
 class Place(NamedTuple):
-    """A request in the order in which all can end. ``available``: when those before it have ended."""
+    """A request's place in the order in which all can end."""
 
     request: Request
     claim: Claim
     available: _Slots
+    """What is free when all requests before it have ended."""
 
 
 class Reserve:
-    """An order in which all running requests can end, and what may be given away without breaking it.
+    """An order in which all running requests can end, and what can be given away without breaking it.
 
-    What is given to a request is taken from those before it only: those behind it count on its end, and then
-    it is back. So ``keep`` the requests of ``order`` one by one, and give to each before it is kept.
+    A slot that a request gets is missing only to those before it in the order: those behind it wait for its
+    end, and then the slot is free again. ``keep_all`` therefore lets each request grow just before it keeps
+    what that request needs. It is called once, before anything else is given away.
     """
 
     def __init__(
@@ -64,20 +69,25 @@ class Reserve:
         pinned: Mapping[Prefix, int],
         page_size: int,
     ) -> None:
-        """``pinned``: pages, from their start, of prefixes that those share whose KV is on its way."""
+        """``pinned``: see ``HeldMatches.pinned``."""
         self._available = slots_of(free)
+        """What is free when all requests in ``order`` have ended, once that is made."""
         self._pinned = pinned
         self._page_size = page_size
         self.is_safe = True
-        """Whether there is such an order. Without one, those who cannot end come last and get nothing."""
+        """Whether such an order exists. If not, the requests that cannot end come last in ``order``."""
         self.order = tuple(self._order(running))
-        self._most: _Slots | None = None
-        """What those that were kept and have one way to their end can do without; None: nobody was."""
-        self._by_way: list[list[_Slots]] = []
-        """The same of those with two, each by way; below zero where a way is closed."""
+        self._spare: _Slots | None = None
+        """What the kept requests with one way to end can do without; None if there are none."""
+        self._spare_by_way: list[list[_Slots]] = []
+        """What each kept request with two ways to end can do without, for each way; negative where that way
+        is closed."""
 
     def _order(self, running: Iterable[tuple[Request, Claim]]) -> Iterator[Place]:
-        """Whoever lacks least is tried first. Whoever can end makes it no harder for the others."""
+        """Yield the requests in an order in which they can end, those that lack least first.
+
+        No choice is ever wrong: a request that ends leaves the others at least what they had.
+        """
         pending = sorted(running, key=_lack)
         num_users = Counter(part for _, claim in pending if claim.prefix for part in claim.prefix.chain())
         while pending:
@@ -106,41 +116,51 @@ class Reserve:
         ways = claim.ways
         return _fits(ways[0], self._available) or (len(ways) > 1 and _fits(ways[1], self._available))
 
-    def keep(self, claim: Claim, available: _Slots) -> None:
-        """From now on nothing is given away that this request needs to end."""
-        if len(claim.ways) > 1:
-            self._by_way.append([_slack(available, way) for way in claim.ways])
-            return
-        slack = _slack(available, claim.ways[0])
-        self._most = slack if self._most is None else _least(self._most, slack)
+    def keep_all(self, landing: Iterable[Claim], grown: Callable[[Place], Claim] | None = None) -> None:
+        """Keep what each request needs to end: the running ones in order, then those whose KV is on its way.
 
-    def keep_landing(self, claim: Claim) -> None:
-        """The same of a request whose KV is on its way. After all of ``order``."""
-        self.is_safe &= self._can_end(claim)
-        self.keep(claim, self._available)
+        ``grown`` may ``give`` slots to a running request; it returns the request's new claim.
+        """
+        for place in self.order:
+            claim = grown(place) if grown is not None else place.claim
+            self._keep(claim, place.available)
+        for claim in landing:
+            self.is_safe &= self._can_end(claim)
+            self._keep(claim, self._available)
+
+    def _keep(self, claim: Claim, available: _Slots) -> None:
+        if len(claim.ways) > 1:
+            self._spare_by_way.append([_rest(available, way) for way in claim.ways])
+            return
+        rest = _rest(available, claim.ways[0])
+        self._spare = rest if self._spare is None else _least(self._spare, rest)
 
     def allows(self, slots: SlotCounts) -> bool:
-        """Whether all that were kept can end when ``slots`` are given away; those below 0 are given back."""
+        """Return whether all kept requests can end when ``slots`` are given away; negative counts are slots
+        that are given back."""
         need = slots_of(slots)
-        if self._most is not None and not _fits(need, self._most):
+        if self._spare is not None and not _fits(need, self._spare):
             return False
-        return all(any(_fits(need, slack) for slack in by_way) for by_way in self._by_way)
+        return all(any(_fits(need, spare) for spare in ways) for ways in self._spare_by_way)
 
     def give(self, slots: SlotCounts) -> None:
+        """Note that ``slots`` are given away, which ``allows`` has allowed."""
         need = slots_of(slots)
-        if self._most is not None:
-            self._most = _difference(self._most, need)
-        self._by_way = [[_difference(slack, need) for slack in by_way] for by_way in self._by_way]
+        if self._spare is not None:
+            self._spare = _difference(self._spare, need)
+        self._spare_by_way = [[_difference(spare, need) for spare in ways] for ways in self._spare_by_way]
 
     def allows_landing(self, claim: Claim) -> bool:
-        """Whether one more may take what it holds from what is free, and can end too. After all others."""
+        """Return whether a request may be admitted: it takes what ``claim`` owns from what is free, and it
+        and all kept requests can end."""
         left = _difference(self._available, claim.owned)
         return self.allows(SlotCounts(*claim.owned)) and any(_fits(way, left) for way in claim.ways)
 
     def give_landing(self, claim: Claim) -> None:
+        """Give an admitted request what ``claim`` owns, and keep what it needs to end."""
         self.give(SlotCounts(*claim.owned))
         self._available = _difference(self._available, claim.owned)
-        self.keep(claim, self._available)
+        self._keep(claim, self._available)
 
 
 def _lack(entry: tuple[Request, Claim]) -> int:
@@ -149,12 +169,11 @@ def _lack(entry: tuple[Request, Claim]) -> int:
 
 
 def slots_of(counts: SlotCounts) -> _Slots:
-    """Return the counts of the pools from which requests get slots step by step."""
     return counts.host, counts.device, counts.index, counts.lookup
 
 
-def _slack(available: _Slots, way: _Slots) -> _Slots:
-    """What ``way`` leaves; where it takes nothing, it does not matter what there is."""
+def _rest(available: _Slots, way: _Slots) -> _Slots:
+    """Return what ``way`` leaves of ``available``: ``_ANY`` of pools from which it takes nothing."""
     return (
         available[0] - way[0] if way[0] else _ANY,
         available[1] - way[1] if way[1] else _ANY,
@@ -185,18 +204,18 @@ def _least(one: _Slots, other: _Slots) -> _Slots:
     return host, device, index, lookup
 
 
-class Beginning(NamedTuple):
-    """What is held of one prompt."""
+class HeldMatch(NamedTuple):
+    """The pages of one prompt that are held."""
 
     num_pages: int
     parts: tuple[tuple[Prefix, int], ...]
-    """The prefixes that it is of, and how many of their pages."""
+    """The prefixes that have these pages, each with the number of its pages that match."""
     taken: SlotCounts
-    """What of it nobody uses so far."""
+    """The slots of those pages that count as free until the prompt's request shares them."""
 
 
-class Beginnings:
-    """What is held of the prompts that one plan admits, and what of that the plan has taken already.
+class HeldMatches:
+    """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
 
     ``landing``: requests whose KV is on its way.
     """
@@ -205,28 +224,29 @@ class Beginnings:
         self._held = held
         self._page_size = page_size
         self.pinned: dict[Prefix, int] = {}
-        """Pages, from their start, of prefixes that those share whose KV is on its way, or is going to be."""
+        """Number of pages, from a prefix's start, that are shared by requests whose KV is on its way or that
+        the plan admits. Nobody counts on these pages."""
         for request in landing:
             for part in request.prefix.chain() if request.prefix else ():
                 self.pinned[part] = len(part.keys)
 
-    def of(self, request: Request, mode: Mode) -> Beginning:
-        """What is held of its prompt in ``mode``."""
+    def find(self, request: Request, mode: Mode) -> HeldMatch:
         kinds = KV_POOLS[mode]
         match = self._held.find(request.usable_keys, kinds)
         if match is None:
-            return Beginning(0, (), SlotCounts())
+            return HeldMatch(0, (), SlotCounts())
         parts = tuple(match.parts())
         unused = (max(0, num - self.pinned.get(part, 0)) for part, num in parts if not part.num_users)
-        return Beginning(match.num_pages, parts, SlotCounts.of(kinds, sum(unused) * self._page_size))
+        return HeldMatch(match.num_pages, parts, SlotCounts.of(kinds, sum(unused) * self._page_size))
 
-    def are_counted_on(self, one: Beginning) -> bool:
-        """Whether some of it would be free when those that run have ended, and is not if it is shared."""
-        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in one.parts)
+    def is_counted_on(self, match: HeldMatch) -> bool:
+        """Return whether running requests use pages of ``match`` that are not pinned yet: an order counts on
+        them to be free in the end, which sharing them would prevent."""
+        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in match.parts)
 
-    def pinned_with(self, one: Beginning) -> dict[Prefix, int]:
-        """With ``one`` shared."""
-        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in one.parts}
+    def pinned_with(self, match: HeldMatch) -> dict[Prefix, int]:
+        """Return ``pinned`` as it would be if ``match`` were shared."""
+        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in match.parts}
 
-    def take(self, one: Beginning) -> None:
-        self.pinned = self.pinned_with(one)
+    def take(self, match: HeldMatch) -> None:
+        self.pinned = self.pinned_with(match)

@@ -1,24 +1,24 @@
-"""Decides who is admitted, in which mode, who gets more slots, and whose hot buffer changes. Pure planning.
+"""Plans a step: which requests are admitted and in which mode, which get slots, and whose hot buffer changes.
 
-``plan_step`` looks at counts of free slots and at requests, and changes nothing. Its rules:
+``plan_step`` looks at requests and at counts of free slots, and changes nothing. Its rules:
 
-- A request is admitted with the slots of its prompt, behind what is held of it, and ``growth_tokens`` more,
-  and gets as many again before the step that needs them. A grant leaves everybody a way to their end
-  (``reserve.py``). Who cannot be granted more sits steps out: nothing that was computed is given up.
-- Growth comes before admission, and nobody is admitted while somebody sits out. A page for every request that
-  will grow is kept out of admissions.
-- Admission is in order of arrival: when the first in the queue does not fit, nobody overtakes it, unless it
-  is only beside slots of an unacknowledged quarantine, which may never come back.
-- Further samples of a prompt wait while the KV of the first is on its way, and then share its pages. The rest
-  of the queue goes ahead of them.
-- ``auto`` is dense, with the pages of its whole life, while that is comfortable, hisparse otherwise, and
-  dense again when hisparse lacks host slots and the pages are there.
-- A dense request whose next page cannot be had gives its pages up for a hot buffer, if the host has slots
-  for it.
-- While the first in the queue lacks only device slots for a hot buffer, larger ones than necessary shrink to
-  their minimum, latest admitted first. They get their full size back when nobody waits and
+- A request is admitted with slots for its prompt, except for the pages that are held, and for
+  ``growth_tokens`` more; it gets as many again before the step that needs them. No grant takes away a
+  request's way to its end (``reserve.py``). A request that cannot get slots sits steps out and keeps its KV.
+- Growth comes before admission, and nobody is admitted while a request sits out. Admissions leave a page free
+  for each request that will grow.
+- Admission is in order of arrival: while the first in the queue does not fit, nobody overtakes it,
+  unless it waits for stuck slots, such as those in an unacknowledged quarantine, which may never be free.
+- Further samples of a prompt wait while the first one's KV is on its way, and then share its pages. The rest
+  of the queue overtakes them.
+- ``auto`` is dense, with pages for its whole life, while device slots are plenty, and hisparse otherwise; it
+  is dense, too, when hisparse lacks slots and the device pages are there.
+- A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
+  it.
+- While the first in the queue lacks only device slots for a hot buffer, hot buffers larger than their minimum
+  shrink to it, those admitted last first. They get their full size back when nobody waits and
   ``AUTO_DENSE_MARGIN`` of the device pool stays free.
-- Slots for drafts come with the others when they are there; nobody waits for them.
+- Slots for drafts come with the others if they are free; nobody waits for them.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
 from hisparse_pd.decode_node.drafting import smallest_buffer
 from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
-from hisparse_pd.decode_node.reserve import Beginning, Beginnings, Claim, Place, Reserve, slots_of
+from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of
 
 MAX_LOOKED_AT = 256
-"""Waiting requests that one plan looks at, at most: it passes over those that only lack stuck slots,
-and further samples that wait for the first."""
+"""Requests of the queue that one step looks at; it passes some over only while slots are stuck."""
 
 _NONE = SlotCounts()
 
 AUTO_DENSE_MARGIN = 0.25
-"""Share of the device pool that stays free for hot buffers when ``auto`` picks dense."""
+"""Part of the device pool that must stay free for hot buffers if ``auto`` is to be dense."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that planning goes by, in tokens."""
+    """The sizes of pools and buffers, in tokens unless a name says otherwise."""
 
     totals: SlotCounts
     page_size: int
@@ -56,11 +55,11 @@ class Limits:
     growth_tokens: int
     """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
     max_drafts: int = 0
-    """Drafts that a step verifies behind a request's newest token at most."""
+    """Most drafts that a step verifies behind a request's newest token."""
 
     @property
     def max_life_hisparse(self) -> int:
-        """Longest whole life that a hisparse request can have."""
+        """Most tokens that a hisparse request can have in its whole life."""
         bound = min(self.totals.host, self.totals.index)
         if self.totals.device < round_up(self.smallest_hot_buffer, self.page_size):
             bound = min(bound, max(0, self.totals.device - self.max_drafts))
@@ -68,34 +67,39 @@ class Limits:
 
     @property
     def max_life_dense(self) -> int:
-        """Longest whole life that a dense request can have."""
+        """Most tokens that a dense request can have in its whole life."""
         return min(self.totals.device, self.totals.index)
 
     @property
     def smallest_hot_buffer(self) -> int:
-        """Entries of the smallest hot buffer that works for a request of any length."""
+        """Entries that suffice for a request of any length."""
         return smallest_buffer(self.max_drafts, self.index_topk)
 
     def min_capacity(self, request: Request) -> int:
-        """Smallest hot buffer that works; one for the whole life, with its last step's drafts, is enough."""
+        """Return the entries of the smallest hot buffer that works.
+
+        One that holds the whole life, with the drafts of the last step, always works.
+        """
         return min(self.smallest_hot_buffer, request.life_tokens + self.max_drafts)
 
     def max_capacity(self, request: Request) -> int:
+        """Return the entries of the largest hot buffer that is of use."""
         whole_life = request.life_tokens + self.max_drafts
         return max(self.min_capacity(request), min(self.device_buffer_size, whole_life))
 
     def in_pages(self, num_tokens: int) -> int:
+        """Return the slots of as many whole pages as ``num_tokens`` take."""
         return round_up(num_tokens, self.page_size)
 
     def kv_slots(self, mode: Mode, num_tokens: int, num_shared_pages: int = 0) -> SlotCounts:
-        """What KV of ``num_tokens`` takes behind pages that are shared, in whole pages."""
+        """Return the slots, in whole pages, for ``num_tokens`` of KV that begin with shared pages."""
         in_pages = self.in_pages(num_tokens)
         own = in_pages - num_shared_pages * self.page_size
         lookup = in_pages if mode is Mode.HISPARSE else 0
         return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
 
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
-        """Return what ``request`` claims with ``owned`` slots in ``mode``, behind pages that it shares."""
+        """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages."""
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
         lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
@@ -112,14 +116,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Admission:
-    """Reserve ``need`` and let the KV land. ``hot_capacity`` is 0 when dense."""
+    """Reserve ``need``, and ask for the KV. ``hot_capacity`` is 0 when dense."""
 
     request: Request
     mode: Mode
     need: SlotCounts
     hot_capacity: int
     num_shared_pages: int = 0
-    """Held ones of its prompt: nothing is to land in these."""
+    """Held pages of its prompt: their KV is here, and nothing lands in them."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,9 @@ class Growth:
 @dataclass(frozen=True)
 class Exchange:
     """Give up all device slots, and go on as hisparse with a hot buffer of ``hot_capacity`` entries.
-    ``need``: host, index and lookup slots that a dense request takes for that."""
+
+    ``need``: further host, index and lookup slots, which a dense request needs for that.
+    """
 
     request: Request
     hot_capacity: int
@@ -142,7 +148,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """To be carried out in the order of the fields."""
+    """What to do before the next step, in the order of the fields."""
 
     exchanges: tuple[Exchange, ...] = ()
     growths: tuple[Growth, ...] = ()
@@ -150,7 +156,7 @@ class StepPlan:
 
 
 def refusal(limits: Limits, request: Request) -> str:
-    """Why ``request`` can never be admitted, with bound and remedy; empty when it can."""
+    """Return why ``request`` can never be admitted, with bound and remedy; empty if it can."""
     life = request.life_tokens
     hisparse = dense = ""
     if life > limits.max_life_hisparse:
@@ -187,11 +193,13 @@ def plan_step(
     stuck: SlotCounts,
     held: PrefixTree,
 ) -> StepPlan:
-    """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible;
-    None: nobody could be admitted last time, and nothing has changed. ``stuck``: slots that may never be free
-    again. ``free``: with what of ``held`` nobody uses."""
-    beginnings = Beginnings(held, landing, limits.page_size)
-    planner = _Planner(limits, free, running, landing, stuck, beginnings)
+    """Return what to do before the next step.
+
+    ``free``: slots that can be given away, those of ``held`` prefixes without users included. ``waiting``:
+    requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
+    and nothing has changed. ``stuck``: slots that may never be free again.
+    """
+    planner = _Planner(limits, free, running, landing, stuck, HeldMatches(held, landing, limits.page_size))
     planner.grow()
     if waiting is not None and not planner.is_short and planner.admit(waiting):
         planner.enlarge_hot_buffers()
@@ -202,73 +210,75 @@ def plan_step(
 class _Planner:
     limits: Limits
     available: SlotCounts
+    """What is free besides everything that the plan has given away so far."""
     running: Sequence[Request]
     landing: Sequence[Request]
     stuck: SlotCounts
-    beginnings: Beginnings
+    matches: HeldMatches
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     is_short: bool = False
-    """Somebody sits the step out."""
+    """Whether a request sits the step out."""
     _reserve: Reserve | None = None
-    """Made when something is to be given away: mostly nothing is."""
-    _kept: SlotCounts = _NONE
-    """A page for each request that will grow."""
-    _owned: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
-    """Mode and slots of the requests to which this plan gives slots."""
-    _admitted: list[Claim] = field(default_factory=list)
-    """Claims of the requests that this plan admits."""
+    """None until there is something to give away; in most steps there is not."""
+    _growth_room: SlotCounts = _NONE
+    """A page for each request that will grow; admissions leave it free."""
+    _changed: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
+    """Mode and slots, under this plan, of running requests that it grows or exchanges."""
+    _admitted_claims: list[Claim] = field(default_factory=list)
 
     def grow(self) -> None:
-        """Slots for the newest tokens of requests that have none left, in the order in which all can end."""
-        # Whose last token is in flight needs no slot, and may have none left: its life can fill its pages.
+        """Give slots to requests that have none left for their next step."""
+        # A request without a next step needs no slot, and may have none left: its life can fill its pages.
         short = {r for r in self.running if r.has_next_step and r.reserved_tokens < self._with_drafts(r)}
         if short:
             self._make_reserve(short)
 
     def _make_reserve(self, short: set[Request]) -> Reserve:
-        """The order in which all can end, once a plan; ``short`` requests get what it leaves them."""
+        """Return the plan's reserve. The first call makes it, and grows the ``short`` requests meanwhile."""
         if self._reserve is None:
-            self._reserve = self._in_order(self.beginnings.pinned, short)
+            self._reserve = self._new_reserve(self.matches.pinned, short)
             growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
             num_dense, page = sum(r.mode is Mode.DENSE for r in growing), self.limits.page_size
             num_hisparse = len(growing) - num_dense
-            self._kept = SlotCounts(
+            self._growth_room = SlotCounts(
                 num_hisparse * page, num_dense * page, len(growing) * page, num_hisparse * page
             )
         return self._reserve
 
-    def _in_order(self, pinned: Mapping[Prefix, int], short: Collection[Request] = ()) -> Reserve:
+    def _new_reserve(self, pinned: Mapping[Prefix, int], short: Collection[Request] = ()) -> Reserve:
         claims = ((r, self._claim(r)) for r in self.running)
         reserve = Reserve(self.available, claims, pinned, self.limits.page_size)
-        for place in reserve.order:
-            claim = self._grown(place, reserve) if place.request in short else place.claim
-            reserve.keep(claim, place.available)
-        for request in self.landing:
-            reserve.keep_landing(self._claim(request))
-        for claim in self._admitted:
-            reserve.keep_landing(claim)
+
+        def grown(place: Place) -> Claim:
+            return self._grown(place, reserve) if place.request in short else place.claim
+
+        landing = [self._claim(request) for request in self.landing]
+        reserve.keep_all(landing + self._admitted_claims, grown)
         return reserve
 
     def _claim(self, request: Request) -> Claim:
-        mode, owned = self._owned.get(request, (request.mode, request.owned_slots))
+        mode, owned = self._changed.get(request, (request.mode, request.owned_slots))
         return self.limits.claim(request, mode, owned, request.num_shared_pages)
 
     def _grown(self, place: Place, reserve: Reserve) -> Claim:
-        """Give a request more slots, or others. What it claims of everybody else stays the same."""
+        """Give a request more slots, or a hot buffer for its pages, and return its claim.
+
+        Growth leaves the claim as it is: the request lacks fewer slots, and as many fewer are free.
+        """
         request, owned = place.request, place.request.owned_slots
         for num_tokens in self._lengths(request):
             need = _missing(self.limits.kv_slots(request.mode, num_tokens, request.num_shared_pages), owned)
             if self._may_give(need, reserve):
                 self.growths.append(Growth(request, need))
-                self._owned[request] = request.mode, owned + need
+                self._changed[request] = request.mode, owned + need
                 self._give(need, reserve)
                 return place.claim
         if request.has_slots_for_next:
             return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages:
-            # What fits in its own pages, if that works: nobody else's are touched.
+            # The hot buffer takes no more than its own pages, unless its minimum is larger.
             own = min(self.limits.max_capacity(request), owned.device)
             capacity = max(own, self.limits.min_capacity(request))
             for num_tokens in self._lengths(request):
@@ -276,35 +286,36 @@ class _Planner:
                 given = need + SlotCounts(device=self.limits.in_pages(capacity) - owned.device)
                 if self._may_give(given, reserve):
                     self.exchanges[request] = Exchange(request, capacity, need)
-                    self._owned[request] = Mode.HISPARSE, owned + given
+                    self._changed[request] = Mode.HISPARSE, owned + given
                     self._give(given, reserve)
                     return Claim(place.claim.owned, place.claim.ways[1:])
         self.is_short = True
         return place.claim
 
     def _lengths(self, request: Request) -> Iterator[int]:
-        """Positions that a request should get slots for, those that it has included; the first choice
-        first."""
+        """Yield to how many tokens a request's slots may grow, first choice first."""
         with_growth = min(request.next_seq_len - 1 + self.limits.growth_tokens, request.life_tokens)
         yield max(with_growth, self._with_drafts(request))
         if not request.has_slots_for_next:
             yield request.next_seq_len
 
     def _with_drafts(self, request: Request) -> int:
-        """Positions of the request's next step, and those before them. With drafts one more, for the step
-        after, which is launched before anybody knows how many are right."""
+        """Return the length of the sequence in the next step, drafts included.
+
+        With drafts it is one more, for the step after: it is launched before it is known how many are right.
+        """
         behind = self.limits.max_drafts + 1 if self.limits.max_drafts else 0
         return min(request.next_seq_len + behind, self.limits.max_context)
 
     def admit(self, waiting: Iterable[Request]) -> bool:
-        """Whether nobody waits any more, but who does not fit beside stuck slots."""
+        """Admit requests that wait. Returns whether only requests that lack stuck slots still wait."""
         num_following = 0
         usable = replace(self.limits, totals=self.limits.totals - self.stuck)
         for number, request in enumerate(waiting):
             if number == MAX_LOOKED_AT:
                 return False
             if self.stuck != _NONE and refusal(usable, request):
-                continue  # it fits when the stuck slots are free again, which may be never
+                continue  # it fits only if stuck slots become free, which may never be
             if self._will_share(request):
                 num_following += 1
                 continue
@@ -313,11 +324,11 @@ class _Planner:
                 return False
             self.admissions.append(admission)
             if not self._covers_life(admission):
-                self._kept += self.limits.kv_slots(admission.mode, 1)
+                self._growth_room += self.limits.kv_slots(admission.mode, 1)
         return not num_following
 
     def _will_share(self, request: Request) -> bool:
-        """Whether pages of its prompt are on their way for the first sample of the same prompt."""
+        """Return whether the first sample of the same prompt awaits pages that ``request`` can share."""
         first = request.first_sample
         if first is None:
             return False
@@ -331,7 +342,7 @@ class _Planner:
         )
 
     def _may_share(self, admission: Admission) -> bool:
-        """``Request.may_share`` of a request that this plan admits."""
+        """Return what ``Request.may_share`` will be for a request that this plan admits."""
         return admission.mode is Mode.HISPARSE or self._covers_life(admission)
 
     def _covers_life(self, admission: Admission) -> bool:
@@ -362,7 +373,7 @@ class _Planner:
     def _place_hisparse(self, request: Request) -> Admission | None:
         num_tokens = request.num_prompt_tokens + self.limits.growth_tokens
         min_capacity = self.limits.min_capacity(request)
-        held = self.beginnings.of(request, Mode.HISPARSE)
+        held = self.matches.find(request, Mode.HISPARSE)
         elsewhere = self._need(request, Mode.HISPARSE, num_tokens, held)
         if not self._may_land(request, Mode.HISPARSE, elsewhere, held):
             return None
@@ -375,49 +386,50 @@ class _Planner:
         return None
 
     def _place_dense(self, request: Request, lengths: Iterable[int]) -> Admission | None:
-        """With pages for the first of ``lengths``, in tokens, that can be had."""
-        held = self.beginnings.of(request, Mode.DENSE)
+        """Admit ``request`` with pages for the first of ``lengths``, in tokens, that it may have."""
+        held = self.matches.find(request, Mode.DENSE)
         for num_tokens in lengths:
             need = self._need(request, Mode.DENSE, num_tokens, held)
             if reserve := self._may_land(request, Mode.DENSE, need, held):
                 return self._land(Admission(request, Mode.DENSE, need, 0), held, reserve)
         return None
 
-    def _need(self, request: Request, mode: Mode, num_tokens: int, held: Beginning) -> SlotCounts:
+    def _need(self, request: Request, mode: Mode, num_tokens: int, held: HeldMatch) -> SlotCounts:
         kv = self.limits.kv_slots(mode, min(num_tokens, request.life_tokens), held.num_pages)
         return kv + SlotCounts(aux=1, req_row=1)
 
-    def _may_land(self, request: Request, mode: Mode, need: SlotCounts, held: Beginning) -> Reserve | None:
-        """The order in which all can end, this request the last, when it may have ``need``."""
+    def _may_land(self, request: Request, mode: Mode, need: SlotCounts, held: HeldMatch) -> Reserve | None:
+        """Return the reserve to admit ``request`` in with ``need``; None if it may not have that."""
         taken = need + held.taken
         if not taken.fits_in(self.available):
             return None
         reserve = self._make_reserve(set())
-        if not (taken + self._kept).fits_in(self.available):
+        if not (taken + self._growth_room).fits_in(self.available):
             return None
-        if self.beginnings.are_counted_on(held):
-            reserve = self._in_order(self.beginnings.pinned_with(held))
+        if self.matches.is_counted_on(held):
+            reserve = self._new_reserve(self.matches.pinned_with(held))
         return reserve if reserve.allows_landing(self._landing_claim(request, mode, need, held)) else None
 
-    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: Beginning) -> Claim:
-        """With what it takes, of what is held too, for what it owns: nobody counts on either."""
+    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: HeldMatch) -> Claim:
+        """Return the request's claim. Held pages that were free count as its own: like its slots, they are
+        taken from what is free, and nobody counts on them."""
         claim = self.limits.claim(request, mode, need, held.num_pages)
         return claim._replace(owned=slots_of(need + held.taken))
 
-    def _land(self, admission: Admission, held: Beginning, reserve: Reserve) -> Admission:
-        """It takes its slots from all that come after it in the plan."""
+    def _land(self, admission: Admission, held: HeldMatch, reserve: Reserve) -> Admission:
+        """Take what the admitted request gets from what is left for the rest of the plan."""
         request, mode, need = admission.request, admission.mode, admission.need
         claim = self._landing_claim(request, mode, need, held)
         reserve.give_landing(claim)
         self._reserve = reserve
-        self._admitted.append(claim)
+        self._admitted_claims.append(claim)
         self.available -= need + held.taken
-        self.beginnings.take(held)
+        self.matches.take(held)
         return replace(admission, num_shared_pages=held.num_pages)
 
     def _is_comfortable(self, request: Request) -> bool:
-        """Whether the device pool keeps its margin when this request gets all pages of its whole life."""
-        held = self.beginnings.of(request, Mode.DENSE)
+        """Return whether the device pool keeps its margin if the request gets pages for its whole life."""
+        held = self.matches.find(request, Mode.DENSE)
         need = self._need(request, Mode.DENSE, request.life_tokens, held)
         return self._spare_device() - need.device - held.taken.device >= self._device_margin
 
@@ -426,13 +438,14 @@ class _Planner:
         return AUTO_DENSE_MARGIN * self.limits.totals.device
 
     def _hot_capacity(self, request: Request) -> int:
-        """Entries that the device slots at hand allow; 0 when they are fewer than the request needs."""
+        """Return how many entries the spare device slots allow; 0 if they are fewer than the minimum."""
         spare = self._spare_device() // self.limits.page_size * self.limits.page_size
         capacity = min(self.limits.max_capacity(request), spare)
         return capacity if capacity >= self.limits.min_capacity(request) else 0
 
     def _shrink_hot_buffers(self, num_needed: int) -> None:
-        """Let hot buffers have their minimum until ``num_needed`` device slots are spare; or nothing."""
+        """Shrink hot buffers to their minimum until ``num_needed`` device slots are spare; shrink none if
+        that cannot be reached."""
         gains: list[tuple[Request, int]] = []
         spare = self._spare_device()
         for request in self._with_large_hot_buffers():
@@ -447,17 +460,19 @@ class _Planner:
         for request, gain in gains:
             self.exchanges[request] = Exchange(request, self.limits.min_capacity(request))
             freed = SlotCounts(device=gain)
-            self._owned[request] = request.mode, request.owned_slots - freed
+            self._changed[request] = request.mode, request.owned_slots - freed
             self.available += freed
 
     def _with_large_hot_buffers(self) -> list[Request]:
-        """Running requests that may have more than the minimum and stay as they are so far, latest first."""
+        """Return running requests whose hot buffers are larger than the smallest and stay as they are in the
+        plan so far; those admitted last come first."""
         smallest = self.limits.smallest_hot_buffer
         large = [r for r in self.running if r.hot_capacity > smallest and r not in self.exchanges]
         return sorted(large, key=_admitted, reverse=True)
 
     def enlarge_hot_buffers(self) -> None:
-        """Give those that miss for want of entries their full size, oldest first."""
+        """Give hot buffers that are smaller than their request's sequence their full size, while slots last;
+        those admitted first come first."""
         if self.exchanges or self.admissions or self.available.device <= self._device_margin:
             return
         full_size = self.limits.device_buffer_size
@@ -480,9 +495,9 @@ class _Planner:
         reserve.give(slots)
 
     def _spare_device(self) -> int:
-        """Free device slots beyond the page that is kept for each request that will grow."""
+        """Return the free device slots beyond those that are left for growth."""
         self._make_reserve(set())
-        return max(0, self.available.device - self._kept.device)
+        return max(0, self.available.device - self._growth_room.device)
 
 
 def _missing(wanted: SlotCounts, owned: SlotCounts) -> SlotCounts:

@@ -341,8 +341,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         shared = [request.prefix for request in self.landing() if request.prefix]
         pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
         reserve = Reserve(free, [(request, claim(request)) for request in running] + ends, pinned, PAGE_SIZE)
-        for request in self.landing():
-            reserve.keep_landing(claim(request))
+        reserve.keep_all(claim(request) for request in self.landing())
         assert reserve.is_safe
 
     @invariant()

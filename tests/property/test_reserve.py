@@ -37,12 +37,11 @@ def ends(order: Sequence[Claim], landing: Sequence[Claim], available: Sequence[i
     return all(any(fits(way, available) for way in claim.ways) for claim in landing)
 
 
-def kept(free: Slots, running: Sequence[Claim]) -> Reserve:
-    """With all of ``running``, of which each one's place stands for its request: nothing looks at that."""
+def kept(free: Slots, running: Sequence[Claim], landing: Sequence[Claim] = ()) -> Reserve:
+    """Return a reserve that keeps all claims. A number stands for each request: nothing looks at it."""
     numbered = [(cast(Request, number), claim) for number, claim in enumerate(running)]
     reserve = Reserve(SlotCounts(*free), numbered, {}, page_size=1)
-    for place in reserve.order:
-        reserve.keep(place.claim, place.available)
+    reserve.keep_all(landing)
     return reserve
 
 
@@ -57,9 +56,7 @@ def rest_of(available: Slots, taken: Slots) -> Slots | None:
 def test_what_may_be_given_away_leaves_everybody_a_way_to_end(
     free: Slots, running: list[Claim], landing: list[Claim], asked: list[Slots]
 ) -> None:
-    reserve = kept(free, running)
-    for claim in landing:
-        reserve.keep_landing(claim)
+    reserve = kept(free, running, landing)
     order = [place.claim for place in reserve.order]
     assert Counter(order) == Counter(running)
     assert reserve.is_safe == any(ends(way, landing, free) for way in permutations(running))

@@ -13,7 +13,7 @@ from hisparse_pd.core.paging.prefix_tree import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
-from hisparse_pd.decode_node.reserve import Beginnings, Claim, Reserve
+from hisparse_pd.decode_node.reserve import Claim, HeldMatches, Reserve
 from hisparse_pd.decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
@@ -407,14 +407,14 @@ def test_what_a_plan_has_shared_nobody_counts_on() -> None:
     node = Node()
     node.arrive(TRUE, 200, family=1)
     node.step()
-    beginnings = Beginnings(node.rooms.held, [], 16)
+    matches = HeldMatches(node.rooms.held, [], 16)
     newcomer = node.arrive(AUTO, 200, family=1)
-    assert beginnings.of(newcomer, Mode.DENSE) == (0, (), SlotCounts())
-    shared = beginnings.of(newcomer, Mode.HISPARSE)
+    assert matches.find(newcomer, Mode.DENSE) == (0, (), SlotCounts())
+    shared = matches.find(newcomer, Mode.HISPARSE)
     assert (shared.num_pages, shared.taken) == (12, SlotCounts())
-    assert beginnings.are_counted_on(shared)
-    beginnings.take(shared)
-    assert not beginnings.are_counted_on(shared)
+    assert matches.is_counted_on(shared)
+    matches.take(shared)
+    assert not matches.is_counted_on(shared)
 
 
 @pytest.mark.I7
